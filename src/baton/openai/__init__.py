@@ -1,7 +1,6 @@
-"""The OpenAI API over any source of tokens; an engine's server and the router share every line of it.
+"""The OpenAI API over any source of tokens. An engine's server and the router share it.
 
-`backend.Backend` is the seam: it yields `TokenChunk`s for one `GenerateRequest`. `service.OpenAIService` does
-the rest.
+`backend.Backend` is the interface to the source of tokens, and `service.OpenAIService` the API over it.
 """
 
 from baton.openai.backend import Backend, ServedModel

@@ -1,8 +1,6 @@
-"""How a server takes connections: as many as leave descriptors for what clients ask for, and quietly where there are
-none left.
+"""Accept client connections, within the limit on open files.
 
-asyncio's own server logs a traceback for each connection that it cannot take, thousands a second while descriptors are
-short, and takes connections until they are.
+asyncio's own server accepts until no file descriptor is left, and then logs thousands of tracebacks per second.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit(1))
 
 _PAUSE_S = 0.1
-_OWN_FILES = 64  # of this process itself
-# A request that a router hands over has its client's connection and two to engines.
+_OWN_FILES = 64  # open files of this process itself
+# A handed-off request needs its client's connection and two to engines.
 _FILES_PER_CLIENT = 3
 
 
 def max_connections(limits: HttpLimits) -> int:
-    """How many connections clients may have: `HttpLimits.connections`, or fewer where few files may be open."""
+    """The limit on client connections: `HttpLimits.connections`, or less if fewer files may be open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return limits.connections
@@ -38,10 +36,10 @@ def max_connections(limits: HttpLimits) -> int:
 
 
 class Door:
-    """Takes connections from `listener` for the clients of `server` until it is closed.
+    """Accepts connections from `listener` for the clients of `server` until it is closed.
 
-    With `HttpLimits.connections` open already, one that is idle is closed for each that comes, first those that have
-    never sent a request; where all are busy, those that come wait.
+    At the limit of connections, each new one closes an idle one, first those that have never sent a request. If all are
+    busy, new ones wait.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class Door:
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
-        """Stop listening. Connections go on. Idempotent."""
+        """Stop listening. Open connections stay. Idempotent."""
         if self._listener.fileno() < 0:
             return
         self._accepting.cancel()
@@ -75,8 +73,8 @@ class Door:
             try:
                 client, _ = await loop.sock_accept(self._listener)
             except ConnectionAbortedError:
-                continue  # it has left already
-            except OSError as error:  # no descriptor or no memory is left
+                continue  # the client has left
+            except OSError as error:  # no file descriptor or memory is left
                 logger.warning("no connection can be taken now: %s", error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
@@ -90,7 +88,7 @@ class Door:
             task = asyncio.create_task(self._open(client))
             self._opening[task] = None
             task.add_done_callback(self._opening.pop)
-            await asyncio.sleep(0)  # accepting does not wait while there are any
+            await asyncio.sleep(0)  # sock_accept does not yield while connections are pending
 
     async def _open(self, client: socket.socket) -> None:
         handshake_s = None if self._tls is None else self._limits.head_s
@@ -106,9 +104,9 @@ class Door:
             raise
 
     def _has_room(self) -> bool:
-        """Whether one more may be taken; makes room where it can."""
+        """Whether a connection can be accepted, after closing an idle one if need be."""
         connections = self._server.connections
-        # Without TLS one is open in a turn of the event loop or two, and would count twice meanwhile.
+        # Without TLS, a connection opens within two turns of the event loop, and would be counted twice meanwhile.
         num_opening = 0 if self._tls is None else len(self._opening)
         if len(connections) + num_opening < self._limit:
             return True

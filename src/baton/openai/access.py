@@ -1,4 +1,4 @@
-"""Who may use the API and how: keys, TLS, web pages of other origins; and by which id a request is known outside."""
+"""Access to the API: keys, TLS and CORS; and the id of a request in its response."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiohttp import web
 from baton.errors import ConfigError, InvalidApiKeyError
 from baton.openai.caller import CALLER, REQUEST_ID, request_id_of
 
-# Health, metrics and what routers and administrators send have no API keys, as at vLLM.
+# As in vLLM, health, metrics and the requests of routers and administrators need no API key.
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
 
@@ -22,8 +22,9 @@ _CORS_MAX_AGE_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use a server, by vLLM's flags. `allowed_origins`: web pages from there may read answers; "*" stands for
-    all. `ssl_cert_reqs` as of Python's `ssl`: 0 asks clients for no certificate, 2 needs one that `ssl_ca_certs` signs.
+    """Who may use a server. The fields are vLLM's flags. `allowed_origins`: web pages from there may read responses;
+    "*": all. `ssl_cert_reqs` as in Python's `ssl`: 0 requests no client certificate, 2 requires one that `ssl_ca_certs`
+    signs.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -34,7 +35,7 @@ class Access:
     ssl_cert_reqs: int = 0
 
     def tls(self) -> ssl.SSLContext | None:
-        """What the server listens with; None for plain HTTP. Raises `ConfigError` naming what is missing or broken."""
+        """The context to listen with; None for plain HTTP. Raises `ConfigError` for a missing or bad setting."""
         if self.ssl_certfile is None:
             for field in ("ssl_keyfile", "ssl_ca_certs"):
                 if getattr(self, field) is not None:
@@ -44,7 +45,7 @@ class Access:
             raise ConfigError("ssl_cert_reqs", "needs ssl_ca_certs")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            # Without a password of its own, OpenSSL would ask for one on the terminal.
+            # Without a password, OpenSSL would ask for one on the terminal.
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise ConfigError("ssl_certfile", f"cannot be used with its key: {error}") from None
@@ -57,13 +58,13 @@ class Access:
         return context
 
     def origin_of(self, request: web.Request) -> str | None:
-        """The origin of the web page that asks, if it may read the answer."""
+        """The origin of the requesting web page, if it may read the response."""
         origin = request.headers.get("Origin")
         allowed = origin is not None and not {origin, "*"}.isdisjoint(self.allowed_origins)
         return origin if allowed else None
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """The answer to a browser that asks what a page may send; None for any other request (Fetch, CORS protocol)."""
+        """The response to a CORS preflight; None for any other request."""
         method = request.headers.get("Access-Control-Request-Method")
         if request.method != "OPTIONS" or method is None or self.origin_of(request) is None:
             return None
@@ -75,7 +76,7 @@ class Access:
         return web.Response(status=204, headers=headers)
 
     async def allow_origin(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Let an allowed page read an answer."""
+        """Add CORS headers to a response."""
         if self.allowed_origins:
             response.headers.add("Vary", "Origin")
         if (origin := self.origin_of(request)) is not None:
@@ -87,7 +88,7 @@ OPEN = Access()
 
 
 class ApiKeys:
-    """The keys of which a client must bring one. Without any, everybody may use the API.
+    """The API keys of which a client must have one. Without keys, all clients are served.
 
     Raises `ConfigError` for an empty key.
     """
@@ -98,27 +99,26 @@ class ApiKeys:
         self._digests = [_digest(key) for key in keys]
 
     def check(self, request: web.Request) -> None:
-        """Raise `InvalidApiKeyError` for a request of the API that brings no key."""
+        """Raise `InvalidApiKeyError` for an API request without a valid key."""
         if request.path.startswith(_GUARDED) and not self.allow(request):
             raise InvalidApiKeyError("this server needs an API key: Authorization: Bearer KEY, or X-Api-Key: KEY")
 
     def allow(self, request: web.Request) -> bool:
-        """Whether a request brings a key, or needs none."""
+        """Whether a request has a valid key, or needs none."""
         return not self._digests or self.number(request) is not None
 
     def number(self, request: web.Request) -> int | None:
-        """The number of the key that a request brings, from 1 on; None where it brings none. Anthropic's clients send
-        theirs in a header of their own."""
+        """The number of the request's key, from 1, or None. Anthropic's clients send it as `X-Api-Key`."""
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [bearer] if scheme.lower() == "bearer" else []
         given.append(request.headers.get("X-Api-Key", ""))
-        # All are compared, so that the time tells nothing of the keys.
+        # Compare with all keys, so that timing reveals nothing about them.
         known = [hmac.compare_digest(_digest(key.strip()), digest) for key in given for digest in self._digests]
         return 1 + known.index(True) % len(self._digests) if any(known) else None
 
 
 async def name_response(request: web.Request, response: web.StreamResponse) -> None:
-    """Give an answer the request's `X-Request-Id`, or one of its own."""
+    """Set `X-Request-Id` of a response."""
     caller = CALLER.get()
     response.headers[REQUEST_ID] = request_id_of(request.headers) if caller is None else caller.request_id
 

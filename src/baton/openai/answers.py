@@ -1,6 +1,5 @@
-"""Parts of the answers of OpenAI-compatible servers: those that Baton's own clients read, and Baton writes too.
-
-Nothing of what is read is trusted.
+"""Responses of OpenAI-compatible servers, as Baton's clients read them and its servers write them. They are untrusted
+when read.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ NumDrafts = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 
 
 class Model(msgspec.Struct, frozen=True):
-    """An entry of `GET /v1/models`. vLLM says with `root` where the checkpoint is."""
+    """An entry of `GET /v1/models`. `root`: the checkpoint (vLLM)."""
 
     id: str
     owned_by: str | None = None
@@ -28,20 +27,20 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Models(msgspec.Struct, frozen=True):
-    """`GET /v1/models`: the model first, then its adapters."""
+    """`GET /v1/models`: the model, then its adapters."""
 
     data: list[Model]
 
 
 class SpecDecode(msgspec.Struct, frozen=True):
-    """Baton's own account of an answer's verification rounds."""
+    """Baton's extension: accepted drafts per verification."""
 
     accepted: list[NumDrafts]
     num_speculative_tokens: NumDrafts
 
 
 class Logprobs(msgspec.Struct, frozen=True):
-    """Logprobs of a completion; with `return_tokens_as_token_ids` tokens are named `token_id:N`."""
+    """Logprobs of a completion. With `return_tokens_as_token_ids`, tokens are named `token_id:N`."""
 
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None = None
@@ -50,7 +49,7 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One choice of a completion, whole or a piece of it."""
+    """One choice of a completion, or a streamed part of one."""
 
     token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
@@ -61,7 +60,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Counts of tokens. The details are not read."""
+    """Token counts. The details are only written."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -71,7 +70,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """A completion, or one event of a streamed one. `prompt_token_ids` are told of chats."""
+    """A completion, or one event of a stream. Only those made from a chat have `prompt_token_ids`."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -108,14 +107,14 @@ class _ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
-    """A whole answer to a chat, without its messages: those are texts, which tell less than tokens do."""
+    """A response to a chat, without its messages: their text says less than the token ids."""
 
     choices: list[_ChatChoice] = []
     usage: Usage | None = None
     prompt_token_ids: list[TokenId] | None = None
 
     def of_completion(self) -> Completion:
-        """The same as a completion tells it."""
+        """The same as a `Completion`."""
         choices = [
             Choice(
                 one.token_ids,
@@ -130,8 +129,6 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 
 
 class ErrorFields(msgspec.Struct, frozen=True):
-    """What an error says of itself."""
-
     message: str | None = None
     param: str | None = None
 
@@ -141,7 +138,7 @@ class _Error(msgspec.Struct, frozen=True):
 
 
 def decode(body: bytes, kind: type[T], problem: str = "the answer is malformed") -> T:
-    """The JSON of a body. Raises `ProtocolError` with the `problem` where it is none of this `kind`."""
+    """Decode a JSON body. Raises `ProtocolError` with `problem` if it is not of this `kind`."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -149,7 +146,7 @@ def decode(body: bytes, kind: type[T], problem: str = "the answer is malformed")
 
 
 def read_error(body: bytes) -> ErrorFields:
-    """What a refusal says; empty where its body is no error of OpenAI's shape."""
+    """The error in a response body; empty if the body does not have OpenAI's shape."""
     try:
         return msgspec.json.decode(body, type=_Error).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -157,7 +154,7 @@ def read_error(body: bytes) -> ErrorFields:
 
 
 def tokens_of(choice: Choice) -> list[int]:
-    """Token ids of an answer: its `token_ids`, else those that its logprobs name. Raises `ProtocolError`."""
+    """Token ids of a choice: its `token_ids`, or else those that its logprobs name. Raises `ProtocolError`."""
     if choice.token_ids is not None:
         return choice.token_ids
     if choice.logprobs is not None and choice.logprobs.tokens is not None:
@@ -171,12 +168,12 @@ def tokens_of(choice: Choice) -> list[int]:
 
 
 def token_id(name: str) -> int | None:
-    """N of `token_id:N`; None for a token that is named by its text."""
+    """N of `token_id:N`; None for a token named by its text."""
     digits = name.removeprefix(_TOKEN)
     return int(digits) if digits != name and digits.isascii() and digits.isdigit() and len(digits) < 10 else None
 
 
 def printable(text: str) -> str:
-    """`text` fit for one line of a terminal."""
+    """`text` on one line, without control characters, cut to `_MAX_MESSAGE` characters."""
     line = "".join(c if c.isprintable() else " " for c in text[: _MAX_MESSAGE + 1])
     return line if len(text) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]} ..."

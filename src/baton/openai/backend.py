@@ -1,4 +1,4 @@
-"""The seam between the OpenAI API and the source of tokens: one engine, or a router over several."""
+"""The interface between the OpenAI API and the source of tokens: one engine, or a router over several."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from baton.wire import NO_DEFAULTS, EngineInfo, GenerateRequest, Mode, SamplingD
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model behind a backend, as far as the API needs it. Lengths are in tokens. `default_seed`: that of requests
-    without one, None for a new one each. `identity`: the `comparison.token_identity` of the engines that may serve
-    requests which were prepared with this model's tokenizer and limits; None for any. `root`: its directory. `created`:
-    when it was first served here, in seconds since 1970. `defaults`: what requests are sampled with that do not say."""
+    """The model of a backend, as far as the API needs it. Lengths are in tokens.
+
+    - `default_seed`: for requests without a seed; None: each gets a random one.
+    - `identity`: requests are prepared with this model's tokenizer and limits, so only engines with this
+      `comparison.token_identity` may serve them; None: any.
+    - `root`: the checkpoint directory.
+    - `created`: when the model was first served here, in seconds since 1970.
+    - `defaults`: sampling parameters for requests without them.
+    """
 
     name: str
     tokenizer: Tokenizer
@@ -32,7 +37,6 @@ class ServedModel:
 
     @classmethod
     def of(cls, info: EngineInfo, tokenizer: Tokenizer) -> ServedModel:
-        """The model of an engine."""
         length, drafts = info.max_model_len, info.num_speculative_tokens
         identity, now = token_identity(info.fingerprint), int(time.time())
         own = info.default_seed, identity, info.model_path, now, info.sampling_defaults
@@ -43,29 +47,29 @@ Went = Callable[[str, Sequence[str]], None]
 
 
 class Backend(Protocol):
-    """Makes tokens for requests. All calls come from one event loop."""
+    """Generates tokens. All calls come from one event loop."""
 
     @property
     def allows_kv_mode(self) -> bool:
-        """Whether a request may choose how its KV moves."""
+        """Whether a request may choose push or pull."""
         ...
 
     def model(self) -> ServedModel:
-        """Return the model. Raises `EngineUnavailableError` while there is none."""
+        """Return the model. Raises `EngineUnavailableError` if there is none yet."""
         ...
 
     def check(self, params: SamplingParams) -> None:
-        """Raise `RequestError` for parameters that this backend cannot honour. `params` are the client's own: seed
-        None where it gave none, `n` samples."""
+        """Raise `RequestError` for parameters that this backend does not support. They are the client's: seed None if
+        it gave none, and any `n`.
+        """
         ...
 
     def generate(
         self, request: GenerateRequest, kv_mode: Mode | None = None, went: Went | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's tokens; closing the generator aborts the request. `went` is told why it runs where it
-        does, in a word, and on which engines.
+        """Yield the request's chunks, of which the last has `finish_reason`. Closing the generator aborts the request.
+        `went` is called with the reason for the route, one word, and the names of its engines.
 
-        The last chunk has `finish_reason`. Raises `RequestError` or `EngineUnavailableError` from the first
-        step when the request is refused.
+        The first step raises `RequestError` or `EngineUnavailableError` if the request is refused.
         """
         ...

@@ -1,4 +1,4 @@
-"""Who sent a request, for the log: nothing else depends on it."""
+"""The sender of a request, for log lines only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import msgspec
 REQUEST_ID = "X-Request-Id"
 _MAX_ID_CHARS = 128
 _MAX_TEXT_CHARS = 300
-# Where clients say on whose behalf they ask: OpenAI's old and new field.
+# OpenAI's old and new field for the end user.
 _USER_FIELDS = ("user", "safety_identifier")
 
 
 @dataclass(slots=True)
 class Caller:
-    """`request_id`: the client's `X-Request-Id`, or one of the server's own. `key`: the number of its API key, from 1
-    on, in the order in which the server was given them. `user`: what the body says."""
+    """`request_id`: the client's `X-Request-Id`, or a generated one. `key`: the number of its API key, from 1, in the
+    server's order. `user`: the end user in the request body.
+    """
 
     request_id: str
     address: str | None = None
@@ -29,7 +30,7 @@ class Caller:
     user: str | None = None
 
     def fields(self) -> dict[str, object]:
-        """For a line of the log."""
+        """The fields of a log line."""
         return {"request_id": self.request_id, "address": self.address, "key": self.key, "user": self.user}
 
 
@@ -37,19 +38,19 @@ class _Headers(Protocol):
     def get(self, key: str, default: str) -> str: ...
 
 
-# Of the request that the current task, or the one that started it, serves.
+# The caller of the request that the current task serves. Tasks inherit it.
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
 def request_id_of(headers: _Headers) -> str:
-    """The request's `X-Request-Id`; a new one where it has none that is fit to be repeated."""
+    """The request's `X-Request-Id`, or a new id if that is missing or unusable in a response."""
     asked = headers.get(REQUEST_ID, "")
     usable = 0 < len(asked) <= _MAX_ID_CHARS and asked.isascii() and asked.isprintable()
     return asked if usable else secrets.token_hex(16)
 
 
 def note_user(fields: Mapping[str, msgspec.Raw]) -> None:
-    """Note what a body says of its user."""
+    """Store the end user that a request body names in the current caller."""
     caller = CALLER.get()
     if caller is None:
         return
@@ -62,7 +63,7 @@ def note_user(fields: Mapping[str, msgspec.Raw]) -> None:
 
 
 def line_of(fields: Mapping[str, object]) -> str:
-    """`name=value ...` on one line, without those that are None. What is not one word is quoted."""
+    """`name=value ...` on one line, without None. Values that are not one word are quoted."""
     return " ".join(f"{name}={_word(value)}" for name, value in fields.items() if value is not None)
 
 

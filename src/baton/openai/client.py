@@ -1,4 +1,4 @@
-"""HTTP client of OpenAI-compatible servers, streamed and whole. Sizes and types of what they send are checked."""
+"""The HTTP client of OpenAI-compatible servers. Sizes and types of responses are checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from baton.openai.answers import ChatCompletion, Completion, Model, Models, deco
 from baton.wire import TokenId
 
 MAX_BODY_BYTES = 32 * 2**20
-# Compressed bodies would make the limits on their size meaningless: clients ask for none, and decode none.
+# Compressed bodies would defeat the limits on their size, so clients neither ask for nor decode them.
 PLAIN = {"Accept-Encoding": "identity"}
 _MAX_REFUSAL_BYTES = 2**16
 _EVENT, _DONE = b"data:", b"[DONE]"
@@ -36,7 +36,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 def base_url(url: str, field: str) -> str:
-    """`http://host:port[/prefix]` without a closing `/v1`. Raises `ConfigError` naming `field`."""
+    """`http://host:port[/prefix]`, without a trailing `/v1`. Raises `ConfigError` for `field`."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(field, f"must be http://HOST:PORT or https://HOST:PORT, got {url!r}")
     return url.rstrip("/").removesuffix("/v1")
@@ -44,8 +44,9 @@ def base_url(url: str, field: str) -> str:
 
 @contextlib.contextmanager
 def failures(where: str, unreached: type[EngineUnavailableError] = EngineLostError) -> Iterator[None]:
-    """Turn each failure of an exchange with the server `where` into `EngineLostError` (it may have taken the request),
-    `unreached` (it was not there to take it) or `ProtocolError` (its answer is malformed)."""
+    """Convert errors of an exchange with the server `where` to `EngineLostError` (it may have taken the request),
+    `unreached` (it could not be reached) or `ProtocolError` (its response is malformed).
+    """
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -59,12 +60,12 @@ def failures(where: str, unreached: type[EngineUnavailableError] = EngineLostErr
 
 
 def describe(error: Exception) -> str:
-    """What an exception says, on one line; its kind where it says nothing."""
+    """An exception's message on one line, or its type if it has none."""
     return printable(str(error) or type(error).__name__)
 
 
 async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """A response's whole body. Raises `ProtocolError` when it is longer than `limit` bytes."""
+    """Read a response's body. Raises `ProtocolError` if it is longer than `limit` bytes."""
     body = await _read_start(response, limit)
     if len(body) > limit:
         raise ProtocolError(f"the answer is larger than {limit} bytes")
@@ -72,15 +73,15 @@ async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
 
 
 async def read_refusal(response: aiohttp.ClientResponse) -> bytes:
-    """The body of a response that is not a success, cut where it is long."""
+    """Read the body of an error response, cut to `_MAX_REFUSAL_BYTES`."""
     return (await _read_start(response, _MAX_REFUSAL_BYTES))[:_MAX_REFUSAL_BYTES]
 
 
 async def read_events(response: aiohttp.ClientResponse, url: str) -> AsyncGenerator[Completion, None]:
-    """Yield the events of a streamed completion until it says that it is complete.
+    """Yield the events of a streamed completion up to `[DONE]`.
 
-    Raises `HandoffError` for an error that it tells, `EngineLostError` where it ends before it is complete, and what
-    msgspec raises for an event that is malformed.
+    Raises `HandoffError` for an error event, `EngineLostError` if the stream ends early, and msgspec's errors for a
+    malformed event.
     """
     async for line in response.content:
         data = line.strip().removeprefix(_EVENT).lstrip()
@@ -96,7 +97,7 @@ async def read_events(response: aiohttp.ClientResponse, url: str) -> AsyncGenera
 
 
 def read_samples(text: str) -> list[Sample]:
-    """All samples of `GET /metrics`. Raises `ProtocolError` for what are no metrics."""
+    """Parse a `/metrics` page. Raises `ProtocolError`."""
     try:
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except (ValueError, KeyError, IndexError, OverflowError) as error:
@@ -107,7 +108,7 @@ def read_samples(text: str) -> list[Sample]:
 async def connected(
     url: str, timeout_s: float | None = None, api_key: str | None = None
 ) -> AsyncIterator[OpenAIClient]:
-    """A client with a session of its own. `timeout_s` bounds one request with its answer; None: nothing does."""
+    """Yield a client with its own session. `timeout_s` limits a request with its response; None: no limit."""
     headers = dict(PLAIN)
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -117,11 +118,11 @@ async def connected(
 
 
 class OpenAIClient:
-    """Requests to the server at one base URL.
+    """A client of the server at one base URL.
 
-    All methods raise what `failures` does, `EngineLostError` also for an answer that ends too early; `OverloadedError`
-    for HTTP status 429 and `EngineUnavailableError` for another one that is not 200 (redirects are not followed);
-    `ProtocolError` for an answer that is too large.
+    All methods raise the errors of `failures` (`EngineLostError` also if a response ends early), `OverloadedError` for
+    HTTP status 429, `EngineUnavailableError` for any other status than 200 (redirects are not followed), and
+    `ProtocolError` for a response that is too large.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
@@ -129,39 +130,39 @@ class OpenAIClient:
         self.url = url
 
     async def model(self) -> Model:
-        """The first model that the server lists."""
+        """The first model in the server's list."""
         models = decode(await self.fetch("GET", f"{self.url}/v1/models"), Models).data
         if not models:
             raise ProtocolError("the server lists no model")
         return models[0]
 
     async def complete(self, body: dict[str, Any]) -> Completion:
-        """Answer of `POST /v1/completions`, with one choice at least."""
+        """`POST /v1/completions`. The result has at least one choice."""
         return _with_choices(decode(await self.fetch("POST", f"{self.url}/v1/completions", body), Completion))
 
     async def chat(self, body: dict[str, Any]) -> Completion:
-        """Answer of `POST /v1/chat/completions` without its messages, with one choice at least."""
+        """`POST /v1/chat/completions`, without messages. The result has at least one choice."""
         answer = decode(await self.fetch("POST", f"{self.url}/v1/chat/completions", body), ChatCompletion)
         return _with_choices(answer.of_completion())
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Completion, None]:
-        """Yield the events of `POST /v1/completions`; an error among them is raised as `HandoffError`."""
+        """Yield the events of `POST /v1/completions`. Raises `HandoffError` for an error event."""
         url = f"{self.url}/v1/completions"
         async with self._answer("POST", url, {**body, "stream": True}) as response:
             async for event in read_events(response, url):
                 yield event
 
     async def tokenize(self, model: str, prompt: str, add_special_tokens: bool = True) -> list[int]:
-        """Answer of vLLM's `POST /tokenize`."""
+        """vLLM's `POST /tokenize`."""
         body = {"model": model, "prompt": prompt, "add_special_tokens": add_special_tokens}
         return decode(await self.fetch("POST", f"{self.url}/tokenize", body), _Tokens).tokens
 
     async def samples(self, url: str | None = None) -> list[Sample]:
-        """Samples of a `/metrics`, by default the server's own."""
+        """Samples of a `/metrics` page, by default the server's own."""
         return read_samples((await self.fetch("GET", url or f"{self.url}/metrics")).decode(errors="replace"))
 
     async def fetch(self, method: str, url: str, body: dict[str, Any] | None = None) -> bytes:
-        """Body of the answer to one request."""
+        """The body of a response."""
         async with self._answer(method, url, body) as response:
             return await read_body(response, MAX_BODY_BYTES)
 

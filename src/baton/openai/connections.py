@@ -1,5 +1,6 @@
-"""Client connections: time limits for request heads and for reading answers, and OpenAI's error shape for malformed
-HTTP."""
+"""Client connections: time limits for request heads and for reading responses, and OpenAI's error shape for malformed
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _READ_BYTES = 2**14
 
 
 class Unread:
-    """The bytes of answers that wait in this process until the clients of a server read them."""
+    """The response bytes that are buffered in this process because a server's clients have not read them."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limit = limits.unread_bytes
@@ -31,31 +32,31 @@ class Unread:
         self.num_bytes = 0
 
     def waits(self, connection: ClientConnection, size: int) -> None:
-        """So many bytes wait for one client, who is cut off if no other has more of too many."""
+        """Record that `size` bytes wait for one client. If all exceed the limit, cut off the client with the most."""
         self.num_bytes += size - self._waiting.get(connection, 0)
         self._waiting[connection] = size
         if self.num_bytes > self._limit:
-            # What has been read since is found here.
+            # Clients may have read since their last record, so count again.
             self._waiting = {one: one.num_unread() for one in self._waiting}
             self.num_bytes = sum(self._waiting.values())
             if self.num_bytes > self._limit:
                 max(self._waiting, key=self._waiting.__getitem__).cut_off()
 
     def has_read(self, connection: ClientConnection) -> None:
-        """Nothing waits for this one."""
+        """Record that nothing waits for one client."""
         self.num_bytes -= self._waiting.pop(connection, 0)
 
 
 class ClientConnection(web.RequestHandler):
     """One client's connection.
 
-    A request whose head is not there `HttpLimits.head_s` after its first byte (the first one: after the connection) is
-    answered with 408, and the connection closed. aiohttp itself limits only idle connections, and answers malformed
-    HTTP with text and a traceback.
+    A request whose head is not complete `HttpLimits.head_s` after its first byte (for the first request: after the
+    connection) gets status 408, and the connection is closed. aiohttp itself limits only idle connections, and answers
+    malformed HTTP with text and a traceback.
 
-    `send` does not wait for the client, so that nothing of an engine does: what the client has not read waits here. It
-    is cut off when more than `HttpLimits.stream_bytes` wait, when bytes have waited for `write_s` (for twice that at
-    most: it is looked at each `write_s`), and when most of the bytes of all that are `Unread` are its own.
+    `send` does not wait for the client, so that no engine does: unread bytes are buffered here. The client is cut off
+    if more than `HttpLimits.stream_bytes` are buffered, if bytes stay unread for `write_s` (up to twice that, since
+    this is checked every `write_s`), or if it has the most bytes when `Unread` exceeds its limit.
     """
 
     __slots__ = ("_added", "_discards", "_head_timer", "_limits", "_sending", "_unread", "_write_timer", "has_asked")
@@ -65,23 +66,24 @@ class ClientConnection(web.RequestHandler):
         self._limits, self._unread = limits, unread
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._sending: asyncio.Transport | None = None  # aiohttp forgets its own before all is sent
+        self._sending: asyncio.Transport | None = None  # aiohttp drops its own reference before all is sent
         self._added = 0
-        self.has_asked = False  # a whole head has come
+        self.has_asked = False  # a complete head has been received
         self._discards = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._sending = cast(asyncio.Transport, transport)
-        # Pause and resume then tell whether anything waits. TLS would pause for nothing with a limit of 0.
+        # So that pause and resume show whether anything is buffered. With a limit of 0, TLS would pause needlessly.
         self._sending.set_write_buffer_limits(high=1, low=0)
-        # Of asyncio's own transports: how much they read at once. Bodies in chunks of a byte cost a microsecond a byte.
+        # How much asyncio reads at once. Parsing a body in one-byte chunks blocks the event loop for 1 µs per byte.
         cast(Any, transport).max_size = _READ_BYTES
         self._head_timer = self._loop.call_later(self._limits.head_s, self._head_is_late)
 
     async def send(self, writer: StreamWriter, data: bytes) -> None:
-        """Write a part of an answer, without waiting. Raises `ConnectionResetError` for a client that has gone, or is
-        cut off."""
+        """Send a part of a response without waiting. Raises `ConnectionResetError` if the client has left or is cut
+        off.
+        """
         before = self.num_unread()
         if before > self._limits.stream_bytes:
             self.cut_off()
@@ -93,7 +95,7 @@ class ClientConnection(web.RequestHandler):
             self._unread.waits(self, after)
 
     def num_unread(self) -> int:
-        """The bytes that wait here until the client reads."""
+        """The bytes that are buffered for this client."""
         return 0 if self._sending is None else self._sending.get_write_buffer_size()
 
     def pause_writing(self) -> None:
@@ -107,14 +109,14 @@ class ClientConnection(web.RequestHandler):
         super().resume_writing()
 
     def cut_off(self) -> None:
-        """End the connection, and with it whatever is computed for it."""
+        """Abort the connection, and with it its request."""
         if self._sending is not None:
             logger.warning("a client is cut off that has not read %d bytes of its answer", self.num_unread())
             self._sending.abort()
             self._sending = None
 
     def _look(self) -> None:
-        """Whether all that waited `write_s` ago has been read: only what was added since may be left."""
+        """Cut the client off unless all that was buffered `write_s` ago has been read, so only newer bytes remain."""
         if self.num_unread() > self._added:
             self.cut_off()
         else:
@@ -128,7 +130,7 @@ class ClientConnection(web.RequestHandler):
         self._unread.has_read(self)
 
     def discard(self) -> None:
-        """Drop what comes from now on without parsing it: the connection ends with the answer."""
+        """Drop later data unparsed: the connection ends with this response."""
         self._discards = True
 
     def data_received(self, data: bytes) -> None:
@@ -154,11 +156,11 @@ class ClientConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer a request that no handler could: one that is not HTTP, or that failed outside the app."""
+        """Answer a request that is not HTTP, or that failed outside the app."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun already")
         if isinstance(exc, HttpProcessingError):
-            # The first line says what, the next ones show the client's bytes.
+            # The first line is the problem; the next ones quote the client's bytes.
             what = (exc.message.splitlines() or ["malformed"])[0].rstrip(": ")
             logger.warning("malformed HTTP from %s: %s", request.remote, what)
             error = ApiError(status, f"malformed HTTP: {what}", "invalid_request_error")
@@ -170,13 +172,14 @@ class ClientConnection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **options: Any) -> None:
-        """Log what failed outside the app, but for a body that cannot be decoded: aiohttp reads on in it after it was
-        refused."""
+        """Log what failed outside the app, except a body that cannot be decoded: aiohttp continues to read it after the
+        request was refused.
+        """
         if not isinstance(options.get("exc_info"), web.RequestPayloadError):
             super().log_exception(*args, **options)
 
     def is_idle(self) -> bool:
-        """Whether it waits for a request, or for the rest of one's head."""
+        """Whether it waits for a request, or for the rest of a request's head."""
         return self._waiter is not None and not self._waiter.done()
 
     def _stop_timer(self) -> None:
@@ -195,13 +198,14 @@ class ClientConnection(web.RequestHandler):
 
 
 class Stream(web.StreamResponse):
-    """An answer in parts, which come as fast as they are made, not as they are read. Its head leaves with the first of
-    them, in one packet: each one more is a turn of the event loop at whoever reads it."""
+    """A streamed response. Parts are sent when they are made, not when they are read. The headers are sent with the
+    first part in one packet, since each packet costs the reader a turn of its event loop.
+    """
 
-    _send_headers_immediately = False  # aiohttp's own, as of its `Response`; older ones do not look
+    _send_headers_immediately = False  # an attribute of aiohttp's `Response`; older versions ignore it
 
     async def send(self, request: web.Request, data: bytes) -> None:
-        """Send a part, and before the first the head. Raises as `ClientConnection.send` does."""
+        """Send a part, and the headers before the first. Raises the errors of `ClientConnection.send`."""
         await self.prepare(request)
         assert isinstance(request.writer, StreamWriter)
         assert isinstance(request.protocol, ClientConnection)

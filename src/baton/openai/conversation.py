@@ -1,4 +1,4 @@
-"""Messages and tools of a chat as the tokens of a prompt, by the model's chat template."""
+"""From a chat's messages and tools to the prompt's tokens, with the model's chat template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.openai.requests import ChatMessage, ChatRequest, TokenizeRequest
 from baton.wire import PromptIds
 
 MAX_MESSAGES = 4096
-# Marks the end of a message that the model goes on with. The space shows whether the template trims messages.
+# Marks the end of the message that the model continues. The space shows whether the template trims messages.
 _END = "<|baton-end-of-message|> "
 
 
@@ -23,16 +23,16 @@ def chat_text(
     tools: list[dict[str, Any]] | None,
     model: ServedModel,
 ) -> str:
-    """A conversation as its template writes it, which gets `tools` and `variables` too.
+    """Render a conversation with the chat template, which also gets `tools` and `variables`.
 
-    Raises `RequestError` naming what cannot be served.
+    Raises `RequestError` for what is not supported.
     """
     if not messages:
         raise RequestError("messages must not be empty", "messages")
     if len(messages) > MAX_MESSAGES:
         raise RequestError(f"messages must be at most {MAX_MESSAGES} messages", "messages")
     shown = [_message(index, message) for index, message in enumerate(messages)]
-    # Checked before the template runs, whose time grows with the messages.
+    # Check sizes before the template runs: its time grows with the messages.
     check_num_chars(sum(_num_chars(text) for message in shown for text in message.values()), "messages", model)
     check_num_chars(_num_chars(tools or ""), "tools", model)
     goes_on = bool(request.continue_final_message)
@@ -48,19 +48,19 @@ def chat_text(
 
 
 def chat_prompt(text: str, request: ChatRequest | TokenizeRequest, model: ServedModel) -> PromptIds:
-    """The tokens of what `chat_text` returned. Raises `RequestError` for more than can fit."""
-    # The template wrote BOS itself.
+    """Tokenise the result of `chat_text`. Raises `RequestError` if it is too long."""
+    # The template has already written BOS.
     return encode(text, model, request.add_special_tokens is True, "messages")
 
 
 def encode(text: str, model: ServedModel, special: bool, param: str) -> PromptIds:
-    """The tokens of a text. Raises `RequestError` for more than can fit."""
+    """Tokenise a text. Raises `RequestError` if it is too long."""
     check_num_chars(len(text), param, model)
     return PromptIds(model.tokenizer.encode(text, special))
 
 
 def check_num_chars(num_chars: int, param: str, model: ServedModel) -> None:
-    """Raise `RequestError` for text that cannot fit whatever its tokens are, without the cost of tokenising it."""
+    """Raise `RequestError` for text that cannot fit, however it is tokenised, without tokenising it."""
     limit = model.max_model_len * model.tokenizer.max_token_chars
     if num_chars > limit:
         raise RequestError(
@@ -75,7 +75,7 @@ def _num_chars(value: Any) -> int:
 
 
 def _until_end(text: str) -> str:
-    """A rendered conversation up to `_END`, without the spaces that its template would have trimmed there."""
+    """A rendered conversation up to `_END`, without trailing spaces if the template trims messages."""
     found = text.rfind(_END.strip())
     if found < 0:
         what = "continue_final_message"
@@ -93,7 +93,7 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
         for part in content:
             if part.type != "text" or part.text is None:
                 raise RequestError(f"content parts of type {part.type!r} are not supported, only text", param)
-        content = "\n".join(part.text or "" for part in content)  # as vLLM does
+        content = "\n".join(part.text or "" for part in content)  # as in vLLM
     out: dict[str, Any] = {"role": message.role, "content": content or ""}
     for name in ("name", "reasoning_content", "reasoning", "tool_call_id"):
         if (value := getattr(message, name)) is not None:

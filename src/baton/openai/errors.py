@@ -1,4 +1,4 @@
-"""Baton's errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` with an HTTP status."""
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` with an HTTP status."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from baton.errors import (
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 2000  # a message may quote what the client sent
-# URLs, what sockets call addresses, IPv4 and IPv6, and names with ports: clients must not learn where engines are.
-# Lengths are bounded, since an engine's message may be long, and of a kind that is read again from each of its letters.
+# URLs, socket addresses as Python prints them, IPv4, IPv6, and names with ports: clients must not learn where engines
+# are. Lengths are bounded, or a long message could make the search quadratic, starting again at each of its letters.
 _ADDRESS = re.compile(
     r"""[a-z][a-z0-9+.-]{0,15}://[^\s'",;)]*[^\s'",;):]|\('[^']{0,253}',\ \d+[^)]{0,99}\)"""
     r"""|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|\[(?=[0-9a-f]{0,4}:)[0-9a-f:]{2,45}\](?::\d+)?"""
@@ -38,10 +38,10 @@ _ADDRESS = re.compile(
     re.VERBOSE,
 )
 
-# A router recognises by these codes an engine that answers, but may never make a token again, and one that will end.
+# Routers recognise by these codes an engine that answers but may be stuck, and one that is about to end.
 ENGINE_STALLED, DRAINING = "engine_stalled", "draining"
 
-# Reasons in an error chunk that mean that this engine cannot serve now, not that the request failed.
+# Reasons in an error chunk that mean that the engine cannot serve now, not that the request failed.
 _UNAVAILABLE_REASONS = frozenset(
     {"engine_unavailable", "engine_lost", ENGINE_STALLED, "peer_lost", "queue_timeout", "shutdown"}
 )
@@ -49,7 +49,7 @@ _UNAVAILABLE_REASONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """One error as a client sees it."""
+    """An error as a client sees it."""
 
     status: int
     message: str
@@ -58,7 +58,7 @@ class ApiError:
     code: str | None = None
 
     def body(self) -> bytes:
-        """Return the JSON body."""
+        """The JSON body."""
         fields = {
             "message": self.message[:_MAX_MESSAGE_CHARS],
             "type": self.type,
@@ -68,7 +68,7 @@ class ApiError:
         return msgspec.json.encode({"error": fields})
 
 
-# How errors are told: the first class that fits, with its HTTP status, type and code.
+# HTTP status, type and code of errors. The first class that matches counts.
 _TOLD: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     (InvalidApiKeyError, 401, "invalid_request_error", "invalid_api_key"),
@@ -87,7 +87,7 @@ _TOLD: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """Map any exception. One that Baton did not raise on purpose is logged, and its details are not shown."""
+    """Map any exception. Those that Baton does not raise on purpose are logged, and their details are not shown."""
     text, param = str(error), None
     if isinstance(error, RequestError):
         param = error.param
@@ -96,7 +96,7 @@ def to_api_error(error: BaseException) -> ApiError:
         if text != str(error):
             logger.warning("a client is told an error without its addresses: %s", error)
     if isinstance(error, RecursionError):
-        # Only what clients send nests; how deep is too deep depends on who handles it.
+        # Only clients' input is nested. The depth limit depends on the code that handles it.
         return ApiError(400, "the request nests too deeply", "invalid_request_error")
     for kind, status, shape, code in _TOLD:
         if isinstance(error, kind):
@@ -106,8 +106,7 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def error_of_chunk(text: str | None) -> BatonError:
-    """Return the exception for a `TokenChunk.error`, which reads `"<reason>: <message>"`; of a refusal the
-    message is `"<field>: <message>"`."""
+    """The exception for a `TokenChunk.error`: `"<reason>: <message>"`, for a refusal with message `"<field>: ..."`."""
     reason, _, message = (text or "unknown").partition(": ")
     if reason in _UNAVAILABLE_REASONS:
         return EngineUnavailableError(message or reason)

@@ -1,8 +1,8 @@
-"""The request fields of OpenAI, vLLM and SGLang that are refused by their names.
+"""Request fields of OpenAI, vLLM and SGLang that are refused by name.
 
-Honoured are the fields of `requests.CompletionRequest` and `requests.ChatRequest`. A field that could change the answer
-and is not honoured is refused, unless it has a value at which it changes nothing. All others are ignored: those that
-cannot change the answer, and names that none of the three know. docs/api.md shows the table.
+The fields of `requests.CompletionRequest` and `requests.ChatRequest` are supported. Other fields are refused if they
+could change the response, unless their value has no effect, and ignored if they could not. Unknown names are ignored.
+The table is in docs/api.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_NEUTRAL_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """`why` a field is not served, and the values at which it asks for nothing. null, [] and {} always do."""
+    """`why` a field is refused, and its values that have no effect. null, [] and {} never have one."""
 
     why: str
     neutral: tuple[object, ...]
@@ -42,7 +42,7 @@ _PLACE = "is not a client's to choose: the router decides where a request runs"
 _HANDOFF = "is not a client's to set: the router decides where KV goes"
 _REASONING = "is not supported: an answer is not parsed for reasoning"
 
-# Names of fields that are refused for one reason, and the values at which each of them asks for nothing.
+# Reason for refusal, values without effect, names.
 _UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     (_DECODING, (), "repetition_detection thinking_token_budget stop_regex vllm_xargs"),
     (_DECODING, (), "custom_logit_processor logits_processors custom_params"),
@@ -75,14 +75,13 @@ _UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (
 NOTHING_ELSE: Mapping[str, Refused] = MappingProxyType({})
 REFUSED = {name: Refused(why, neutral) for why, neutral, names in _UNSERVED for name in names.split()}
 
-# Other servers let a client steer a handoff by these. Any value but null is refused.
+# Fields with which clients of other servers control a handoff. Any value but null is refused.
 FORBIDDEN = {"kv_transfer_params", "ec_transfer_params", "disaggregated_params", "handoff", "ticket"}
 FORBIDDEN |= {"bootstrap_host", "bootstrap_port", "bootstrap_room", "remote_host", "remote_port"}
 
 
 def refuse_unserved(fields: Mapping[str, msgspec.Raw], also: Mapping[str, Refused] = NOTHING_ELSE) -> None:
-    """Raise `RequestError` naming the first of a body's fields that asks for what is not served. `also`: what its
-    endpoint refuses besides."""
+    """Raise `RequestError` for a field whose value is not supported. `also`: more fields that the endpoint refuses."""
     refusals = {**REFUSED, **also}
     for name in fields.keys() & (refusals.keys() | FORBIDDEN):
         raw = memoryview(fields[name])

@@ -1,4 +1,4 @@
-"""Response bodies of the OpenAI API, streamed and whole."""
+"""Response bodies of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ Json = dict[str, Any]
 
 
 def usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Usage:
-    """The `usage` object; a prompt counts once, however many choices share it.
-
-    It says nothing of drafts where the engine speculates and does not tell how its rounds went, as vLLM does not.
+    """The `usage` object. A prompt counts once, however many choices share it. There are no draft counts if the engine
+    speculates without reporting its verifications, as vLLM does.
     """
     num_prompt = sum(len(prompt) for prompt in plan.prompts)
     num_output = sum(len(output.token_ids) for output in outputs)
     k = plan.model.num_speculative_tokens
     accepted = sum(sum(output.accepted) for output in outputs)
     drafted = sum(sum(output.drafted) for output in outputs)
-    # Choices of one prompt share its cached tokens, so the first of each speaks for it.
+    # The choices of a prompt share its cached tokens, so only the first one's are added.
     per_prompt = max(1, len(outputs) // len(plan.prompts))
     cached = sum(output.num_cached_tokens for output in outputs[::per_prompt])
     drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
@@ -34,13 +33,13 @@ def usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Usage:
 
 
 def usage_so_far(plan: Plan, index: int, num_output: int) -> Usage:
-    """The usage of choice `index` alone after `num_output` tokens, for an event of its stream."""
+    """The usage of choice `index` after `num_output` tokens, for an event of its stream."""
     num_prompt = len(plan.requests[index].prompt_token_ids)
     return Usage(num_prompt, num_output, num_prompt + num_output)
 
 
 def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
-    """Return the body of a response that is not streamed."""
+    """The body of a response that is not streamed."""
     choices = []
     for index, output in enumerate(outputs):
         choice = _choice(plan, index, output)
@@ -69,7 +68,7 @@ def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
 
 
 def streamed(plan: Plan, index: int, delta: Delta, output: SampleOutput, first: bool) -> Json:
-    """Return one event of choice `index`; `first` is its first."""
+    """One event of choice `index`; `first`: its first."""
     choice = _choice(plan, index, delta)
     if plan.chat:
         choice["delta"] = ({"role": "assistant"} if first else {}) | _delta(plan, delta, output)
@@ -92,13 +91,13 @@ def streamed(plan: Plan, index: int, delta: Delta, output: SampleOutput, first: 
 
 
 def streamed_usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
-    """Return the last event of a stream with `include_usage`: usage and no choices."""
+    """The last event of a stream with `include_usage`: usage without choices."""
     body = _head(plan, "chat.completion.chunk" if plan.chat else "text_completion")
     return body | {"choices": [], "usage": usage(plan, outputs)}
 
 
 def is_told(plan: Plan, delta: Delta) -> bool:
-    """Whether a piece of an answer has anything to say to the client yet."""
+    """Whether a part has something to send to the client yet."""
     if delta.finish_reason is not None or plan.reader is None:
         return bool(delta.text or delta.finish_reason)
     return any(plan.tells_reasoning or not isinstance(event, Reasoning) for event in delta.events)
@@ -109,12 +108,12 @@ def _finish_reason(plan: Plan, output: SampleOutput, reason: FinishReason | None
 
 
 def _message(plan: Plan, output: SampleOutput) -> Json:
-    """What a whole answer says, parsed where the request asks for that."""
+    """The content of a response, parsed if the request asks for it."""
     if plan.reader is None:
         return {"content": output.text}
     message: Json = {"content": output.content or (None if output.calls else "")}
     if plan.tells_reasoning and output.reasoning:
-        # The first is the name in DeepSeek's API, and vLLM's own before; the second is vLLM's now.
+        # `reasoning_content` is DeepSeek's name, formerly vLLM's too; `reasoning` is vLLM's now.
         message["reasoning_content"] = message["reasoning"] = output.reasoning
     if output.calls:
         message["tool_calls"] = [
@@ -125,7 +124,7 @@ def _message(plan: Plan, output: SampleOutput) -> Json:
 
 
 def _delta(plan: Plan, delta: Delta, output: SampleOutput) -> Json:
-    """What one event of a stream adds. A call's id and name come with its first piece alone."""
+    """What one event of a stream adds. Only the first part of a call has its id and name."""
     if plan.reader is None:
         return {"content": delta.text}
     found: Json = {}
@@ -162,7 +161,7 @@ def _choice(plan: Plan, index: int, said: Delta | SampleOutput) -> Json:
 
 
 def _echo(plan: Plan, index: int, output: SampleOutput, choice: Json) -> None:
-    """The prompt before the output, in text and in logprobs, of which its first token has none."""
+    """Put the prompt before the output, in text and logprobs. Its first token has no logprob."""
     prompt = plan.requests[index].prompt_token_ids
     detokenizer = IncrementalDetokenizer(plan.model.tokenizer, skip_special_tokens=False)
     text, offsets = "", []
@@ -170,7 +169,7 @@ def _echo(plan: Plan, index: int, output: SampleOutput, choice: Json) -> None:
         offsets.append(len(text))
         text += detokenizer.push(token)
     if not output.text:
-        text += detokenizer.flush()  # else the output may have gone on with the last character
+        text += detokenizer.flush()  # with output, the output may complete the last character
     choice["text"] = text + output.text
     num_top = plan.requests[index].sampling_params.logprobs
     if num_top is not None:
@@ -183,7 +182,7 @@ def _echo(plan: Plan, index: int, output: SampleOutput, choice: Json) -> None:
 
 
 def _prompt_logprobs(plan: Plan, index: int, output: SampleOutput) -> list[Json | None]:
-    """vLLM's `prompt_logprobs`: for each token of the prompt its own entry and the likeliest, by token id."""
+    """vLLM's `prompt_logprobs`: per prompt token its own entry and the most likely ones, by token id."""
     text, found = plan.model.tokenizer.token_text, list[Json | None]()
     for token, score in zip(plan.requests[index].prompt_token_ids, output.prompt_logprobs, strict=True):
         if score is None:
@@ -196,7 +195,7 @@ def _prompt_logprobs(plan: Plan, index: int, output: SampleOutput) -> list[Json 
 
 
 def _token_name(plan: Plan, token_id: int) -> str:
-    """A token in a completion's logprobs; a part of a character as OpenAI's API names it there."""
+    """A token's name in a completion's logprobs. An incomplete character is `bytes:...`, as in OpenAI's API."""
     if plan.return_tokens_as_token_ids:
         return f"token_id:{token_id}"
     name = plan.model.tokenizer.token_text(token_id)
@@ -215,8 +214,9 @@ def _completion_logprobs(
 
 
 def _alternatives(plan: Plan, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
-    """The likeliest tokens by name, and the one that was taken. Where two are spelt alike, the less likely one is told
-    by its number."""
+    """The most likely tokens and the chosen one, by name. If two have the same text, the less likely one is named
+    `token_id:N`.
+    """
     own = _token_name(plan, token_id)
     found: dict[str, float] = {}
     for other, value in entry.top:

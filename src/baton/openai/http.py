@@ -1,4 +1,4 @@
-"""The OpenAI API over HTTP: aiohttp routes, errors in OpenAI's shape, and server-sent events."""
+"""The aiohttp app: errors in OpenAI's shape, metrics, draining and streamed responses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MESSAGES = "/v1/messages"
 
 
 class Drain:
-    """The running requests of a server, and how far its shutdown has come."""
+    """The running requests of a server, and the state of its shutdown."""
 
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task[object]] = set()
@@ -40,18 +40,18 @@ class Drain:
         self.begun = self.ended = False
 
     def begin(self) -> None:
-        """Take no new requests."""
+        """Refuse new requests."""
         self.begun = True
 
     def end(self) -> None:
-        """Cancel running requests; their handlers tell their clients."""
+        """Cancel running requests. Their handlers answer the clients."""
         self.begun = self.ended = True
         for task in self.tasks:
             task.cancel()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Count the current task as a request. Raises `EngineUnavailableError` when none is taken."""
+        """Count the current task as a request. Raises `DrainingError` if new ones are refused."""
         if self.begun:
             raise DrainingError("this server is shutting down")
         task = asyncio.current_task()
@@ -79,23 +79,23 @@ def new_app(
     access: Access = OPEN,
     families: Callable[[], Awaitable[Iterable[Metric]]] | None = None,
 ) -> web.Application:
-    """Return an app that answers every error in OpenAI's shape, or Anthropic's, and serves `GET /metrics`.
+    """Return an app that answers errors in OpenAI's shape, or Anthropic's, and serves `GET /metrics`.
 
-    `access`: who may use the API, and how. `families`: what `/metrics` shows; None: `metrics`. Raises `ConfigError` for
-    an empty key, and for certificates that cannot be used.
+    `families`: the content of `/metrics`; None: `metrics`. Raises `ConfigError` for an empty key or unusable
+    certificates.
     """
     drain, limits, keys = Drain(), limits or HttpLimits(), ApiKeys(access.api_keys)
 
     @web.middleware
     async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # Of this request: a connection's task serves one after the other.
+        # Set per request: a connection's task serves its requests one after the other.
         CALLER.set(Caller(request_id_of(request.headers), request.remote, keys.number(request)))
         TRACE.set(trace_of(request.headers))
         if (allowed := access.preflight(request)) is not None:
             return allowed
         resource = request.match_info.route.resource
         endpoint = resource.canonical if resource is not None else "unknown"
-        status = 499  # counted for a client that went away, which gets no answer
+        status = 499  # in metrics only: the client has left without a response
 
         def refuse(error: ApiError) -> web.Response:
             nonlocal status
@@ -123,7 +123,7 @@ def new_app(
             metrics.requests.labels(endpoint, str(status)).inc()
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
-        """Figures for Prometheus."""
+        """Metrics for Prometheus."""
         body = exposed(metrics.registry.collect() if families is None else await families())
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -139,12 +139,12 @@ def new_app(
 
 
 def json_response(value: object, status: int = 200) -> web.Response:
-    """Return `value` (plain data or msgspec structs) as JSON."""
+    """A response of `value` (plain data or msgspec structs) as JSON."""
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
 def error_response(error: ApiError, body: bytes | None = None) -> web.Response:
-    """Return an error, by default in OpenAI's shape."""
+    """A response for an error, by default in OpenAI's shape."""
     headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 429 else None
     return web.Response(
         body=body or error.body(), status=error.status, content_type="application/json", headers=headers
@@ -156,7 +156,7 @@ async def reply(
     answer: bytes | AsyncGenerator[bytes, None],
     ended: Callable[[ApiError], bytes] = lambda error: b"data: " + error.body() + b"\n\ndata: [DONE]\n\n",
 ) -> web.StreamResponse:
-    """Send a body, or events as they come. `ended`: the last ones of a stream that a shutdown ends."""
+    """Send a body, or stream events. `ended`: the last events if a shutdown ends the stream."""
     if isinstance(answer, bytes):
         return web.Response(body=answer, content_type="application/json")
     async with contextlib.aclosing(answer) as events:
@@ -175,8 +175,7 @@ async def reply(
 
 
 def _told(request: web.Request, error: ApiError) -> web.Response:
-    """An error in the shape of the API that was asked. What a client still sends of a body that was not read is not
-    looked at."""
+    """An error in the shape of the requested API. The rest of a body that was not read is dropped."""
     response = error_response(error, error_body(error) if request.path.startswith(MESSAGES) else None)
     if not request.content.is_eof() and isinstance(request.protocol, ClientConnection):
         response.force_close()

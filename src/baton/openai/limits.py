@@ -1,4 +1,4 @@
-"""What one connection may cost a server: times in seconds, sizes in bytes."""
+"""Limits on what one connection may cost a server. Times are in seconds, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ WRITE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """`head_s`: from the first byte of a request to the end of its head. `body_s`: for its body. `write_s`: for the
-    client to read what is ready of its answer. `keep_alive_s`: between two requests; longer than clients keep
-    connections, so that none is closed under a request. `body_bytes`: one body, `bodies_bytes`: all that are being read
-    or understood. `body_brackets`: in one body, its texts included, since msgspec holds the interpreter while it makes
-    arrays and objects of no type of their own. `stream_bytes`: what may wait for a client that reads a stream more
-    slowly than it is made, `unread_bytes`: what may wait for all clients. `connections`: of all clients.
+    """Limits per connection, request or server.
+
+    - `head_s`: from the first byte of a request to the end of its head. `body_s`: for its body.
+    - `write_s`: for the client to read what is ready of its response.
+    - `keep_alive_s`: between two requests. Longer than clients keep connections, or one could be closed while a request
+      is on its way.
+    - `body_bytes`: one body. `bodies_bytes`: all bodies that are being read or decoded.
+    - `body_brackets`: brackets in one body, strings included. msgspec holds the GIL while it decodes untyped arrays and
+      objects.
+    - `stream_bytes`: unread bytes of one stream. `unread_bytes`: those of all clients.
+    - `connections`: of all clients.
     """
 
     head_s: float = 30.0
@@ -38,7 +43,7 @@ class HttpLimits:
 
 
 class Bodies:
-    """The request bodies that a server holds in memory."""
+    """Reads request bodies, and counts those in memory."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
@@ -46,13 +51,13 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: web.Request) -> AsyncIterator[bytes]:
-        """A request's body, held until the context ends.
+        """Yield a request's body, which counts until the context ends.
 
-        Raises `HTTPRequestTimeout` when it comes too slowly, `HTTPRequestEntityTooLarge`, `RequestError` for one that
-        is not what Transfer-Encoding says or has too many brackets, `HTTPUnsupportedMediaType` for one that is
-        compressed, and `OverloadedError` when the bodies held exceed `HttpLimits.bodies_bytes`.
+        Raises `HTTPRequestTimeout` if it is slow, `HTTPRequestEntityTooLarge`, `RequestError` if it contradicts
+        Transfer-Encoding or has too many brackets, `HTTPUnsupportedMediaType` if it is compressed, and
+        `OverloadedError` if all bodies exceed `HttpLimits.bodies_bytes`.
         """
-        # A compressed body may hold a thousand times the bytes that were sent. vLLM's server decodes none either.
+        # A compressed body may expand a thousandfold. vLLM's server does not decode any either.
         if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
             raise web.HTTPUnsupportedMediaType(reason="Content-Encoding: request bodies must not be compressed")
         if (request.content_length or 0) > self._limits.body_bytes:

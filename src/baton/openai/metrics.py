@@ -1,4 +1,4 @@
-"""Prometheus metrics of a front door: requests, tokens, and the times a client sees. Times are in seconds."""
+"""Prometheus metrics of a front door: requests, tokens, and latencies as clients see them, in seconds."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ _VLLM_HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_max_num_generation_tokens", "The most tokens of a request's choices.", _TOKENS_BUCKETS),
 )
 
-# The type is "counter" or "gauge", or "histogram" of a `Distribution`.
+# Name, type ("counter", "gauge" or "histogram"), help, labels, value.
 Row = tuple[str, str, str, Mapping[str, str], float | Distribution]
 
 
 def counter(name: str, text: str, value: float, **labels: str) -> Row:
-    """A row of `RowCollector`: a counter of Baton's own."""
+    """A row for `RowCollector`: one of Baton's own counters."""
     return f"baton:{name}", "counter", text, labels, float(value)
 
 
 def gauge(name: str, text: str, value: float, **labels: str) -> Row:
-    """A row of `RowCollector`: a gauge of Baton's own."""
+    """A row for `RowCollector`: one of Baton's own gauges."""
     return f"baton:{name}", "gauge", text, labels, float(value)
 
 
 def histogram(name: str, text: str, value: Distribution, **labels: str) -> Row:
-    """A row of `RowCollector`: a histogram of Baton's own."""
+    """A row for `RowCollector`: one of Baton's own histograms."""
     return f"baton:{name}", "histogram", text, labels, value
 
 
-# Figures of engines that vLLM has too, under the same names.
+# Engine metrics that vLLM has under the same names.
 _VLLM_NAMES = frozenset(
     {
         "corrupted_requests",
@@ -71,7 +71,7 @@ _VLLM_NAMES = frozenset(
 
 
 def with_vllm_names(rows: Iterable[Row], model: str) -> Iterator[Row]:
-    """The rows of an engine, and those that vLLM has once more in its names, with its labels."""
+    """The rows of an engine, and again those that vLLM has, with its names and labels."""
     for row in rows:
         yield row
         name, kind, text, labels, value = row
@@ -81,14 +81,15 @@ def with_vllm_names(rows: Iterable[Row], model: str) -> Iterator[Row]:
 
 
 class FrontMetrics:
-    """Counters and histograms in a registry of their own, so that two apps in one process do not mix. What vLLM has too
-    is there in its names as well, by model. `running`: sequences that are served now."""
+    """Counters and histograms in their own registry, so that two apps in one process do not mix. Those that vLLM has
+    exist under its names too, by model. `running`: the number of running sequences.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.running = 0
-        # An endpoint is a route, never a client's path.
+        # An endpoint is a route, not a path that a client chooses.
         self.requests = self._counter(
             "baton:http_requests", "Requests by endpoint and HTTP status.", "endpoint", "status"
         )
@@ -119,7 +120,7 @@ class FrontMetrics:
 
 
 def exposed(families: Iterable[Metric]) -> bytes:
-    """Families as Prometheus reads them, without the times at which their counters were made."""
+    """Families in Prometheus' text format, without `_created` samples."""
 
     class Families(CollectorRegistry):
         def collect(self) -> Iterator[Metric]:
@@ -131,17 +132,17 @@ def exposed(families: Iterable[Metric]) -> bytes:
 
 
 class RowCollector(Collector):
-    """Exports counters that are kept elsewhere: each scrape reads `(name, type, help, labels, value)` rows."""
+    """Exports metrics that are kept elsewhere. Each scrape reads the rows."""
 
     def __init__(self, rows: Callable[[], Iterable[Row]]) -> None:
         self._rows = rows
 
     def describe(self) -> Iterator[Metric]:
-        """Return nothing: names are known only when rows are read, not at registration."""
+        """Return nothing: the names are not known at registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family per name; rows of one name must have the same label names."""
+        """Yield one family per name. Rows of one name must have the same label names."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily] = {}
         for name, kind, text, labels, value in self._rows():
             if name not in families:

@@ -1,4 +1,4 @@
-"""One choice of a response: token chunks in, text pieces with their tokens and logprobs out."""
+"""One choice of a response: from token chunks to text deltas with token ids and logprobs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _ID_LETTERS = string.ascii_letters + string.digits
 
 @dataclass(slots=True)
 class Delta:
-    """What one chunk added to one choice, after detokenisation and stop strings. `text_offsets`: where in the text of
-    the choice each token begins, in characters; the parts of a character begin where it does."""
+    """What one chunk adds to one choice, after detokenisation and stop strings. `text_offsets`: where each token begins
+    in the choice's text, in characters; all tokens of one character begin at that character.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -31,7 +32,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When a request came and when its first and its last token did, in seconds of one clock."""
+    """When a request, its first token and its last token arrived, in seconds of one clock."""
 
     arrived: float
     first: float
@@ -40,7 +41,7 @@ class Times:
 
 @dataclass(slots=True)
 class Call:
-    """A tool call, as far as it has come. `id` is this answer's own."""
+    """A tool call, as far as it is known. `id` is generated here."""
 
     id: str
     name: str
@@ -50,9 +51,8 @@ class Call:
 class SampleOutput:
     """The growing output of one `GenerateRequest`.
 
-    Totals are kept for the end: `text`, `token_ids`, `text_offsets`, `logprobs`, `accepted` (draft tokens accepted per
-    verification round), `drafted` (of how many), `num_cached_tokens`, `queued_s`, `finish_reason`, `stop_reason`.
-    `times` once it has ended. With a `parser` also what it finds in the text: `content`, `reasoning`, `calls`.
+    It accumulates what the deltas add, and `accepted` and `drafted`: the number of accepted and of proposed drafts per
+    verification. With a `parser` it also has `content`, `reasoning` and `calls`. `times` is set at the end.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class SampleOutput:
         parser: Parser | None = None,
         spelt: frozenset[int] = frozenset(),
     ) -> None:
-        """`stop` None: the stop strings of the request itself, which legs are not sent. `spelt`: special tokens that
-        are text where others are hidden."""
+        """`stop` None: the request's own stop strings (requests to engines have none). `spelt`: special tokens that are
+        text even if special tokens are skipped.
+        """
         self._parser = parser
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -90,23 +91,21 @@ class SampleOutput:
 
     @property
     def text(self) -> str:
-        """All text so far."""
         return "".join(self._pieces)
 
     @property
     def content(self) -> str:
-        """All words for the reader so far."""
+        """The text outside of reasoning and calls."""
         return "".join(self._content)
 
     @property
     def reasoning(self) -> str:
-        """All reasoning so far."""
         return "".join(self._reasoning)
 
     def push(self, chunk: TokenChunk) -> Delta:
-        """Add one chunk. After a delta with `finish_reason` nothing more may be pushed.
+        """Add a chunk. Nothing may be pushed after a delta with `finish_reason`.
 
-        Raises the chunk's error, when it is one, as the `BatonError` it names.
+        Raises the `BatonError` that an error chunk names.
         """
         if chunk.finish_reason == "error":
             raise error_of_chunk(chunk.error)
@@ -118,7 +117,7 @@ class SampleOutput:
         if chunk.queued_s is not None:
             self.queued_s = chunk.queued_s
         delta = Delta()
-        # A token that stops the sequence (EOS or one of stop_token_ids) is counted but not spelt.
+        # A token that stops the sequence (EOS or one of stop_token_ids) is counted, but not in the text.
         hides_last = chunk.finish_reason == "stop" and not self._params.include_stop_str_in_output
         num_used = len(chunk.token_ids)
         for index, token_id in enumerate(chunk.token_ids):
@@ -173,16 +172,15 @@ class SampleOutput:
 
 
 def _call_id() -> str:
-    """Nine letters and digits: the only ids that Mistral's chat templates take in the messages of a next request."""
+    """Nine letters and digits: Mistral's chat templates accept no other ids in later requests."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 
 def _rounds_used(chunk: TokenChunk, num_used: int) -> int:
-    """Return how many rounds of `chunk` made its first `num_used` tokens.
+    """How many verifications of `chunk` produced its first `num_used` tokens.
 
-    A chunk may carry several engine steps; a stop string in the first must not count the rounds after it, or
-    figures would depend on timing. A round makes its accepted tokens and one more; tokens of no round come
-    first.
+    A chunk may hold several engine steps. Verifications after a stop string must not count, or counts would depend on
+    timing. A verification yields its accepted drafts and one more token; tokens without one come first.
     """
     start = max(0, len(chunk.token_ids) - sum(a + 1 for a in chunk.accepted))
     for number, accepted in enumerate(chunk.accepted):

@@ -1,4 +1,4 @@
-"""What a server says of itself: `/openapi.json`, `/docs`, and a page at `/`. The pages need nothing from elsewhere."""
+"""A server's description of itself: `/openapi.json`, `/docs`, and a page at `/`. The pages load nothing else."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _STYLE = (
     "code,pre{font:14px/1.5 ui-monospace,monospace}pre{background:#8882;padding:1rem;overflow:auto}"
     "td,th{text-align:left;vertical-align:top;padding:.2rem 1rem .2rem 0}"
 )
-# A page that loads nothing, runs nothing and is in no frame.
+# The pages load nothing, run nothing and cannot be framed.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A route of an app. `summary`: the first line of what its handler says of itself."""
+    """A route of an app. `summary`: the first line of its handler's docstring."""
 
     method: str
     path: str
@@ -48,7 +48,7 @@ class Endpoint:
 
 
 def endpoints(app: web.Application) -> Iterator[Endpoint]:
-    """The routes of an app, in their order."""
+    """The routes of an app, in order."""
     for route in app.router.routes():
         path = re.sub(r"{(\w+):[^{}]*}", r"{\1}", route.resource.canonical if route.resource is not None else "")
         if route.method not in ("HEAD", "*"):
@@ -57,7 +57,7 @@ def endpoints(app: web.Application) -> Iterator[Endpoint]:
 
 
 def openapi(app: web.Application) -> dict[str, Any]:
-    """An OpenAPI 3.1 description of an app's routes and of the bodies that they take."""
+    """An OpenAPI 3.1 description of an app's routes and request bodies."""
     bodies = list(_BODIES.values())
     schemas, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE)
     schema_of = dict(zip(bodies, schemas, strict=True))
@@ -80,7 +80,7 @@ def openapi(app: web.Application) -> dict[str, Any]:
 
 
 def docs_page(app: web.Application) -> web.Response:
-    """The routes of an app and the fields that they take, for people."""
+    """An HTML page of an app's routes and their request fields."""
     parts = ["<h1>Baton's API</h1><p>As <a href=openapi.json>openapi.json</a>.</p>"]
     for one in endpoints(app):
         parts.append(f"<h2><code>{one.method} {escape(one.path)}</code></h2><p>{escape(one.summary)}</p>")
@@ -94,7 +94,7 @@ def docs_page(app: web.Application) -> web.Response:
 
 
 def home_page(model: ServedModel | None, url: str) -> web.Response:
-    """What runs, and how to ask it. `model` None: there is none yet, or the reader may not know it."""
+    """The page at `/`. `model` None: there is none yet, or the client may not see it."""
     about = "<p>This is a server of language models. Which model it serves is told at <code>/v1/models</code>.</p>"
     name = "NAME"
     if model is not None:
@@ -103,7 +103,7 @@ def home_page(model: ServedModel | None, url: str) -> web.Response:
         drafts = model.num_speculative_tokens
         about += f", with up to {drafts} drafts a step.</p>" if drafts else ".</p>"
     body = msgspec.json.encode({"model": name, "messages": [{"role": "user", "content": "Hello"}]}).decode()
-    # Within a shell's quotes.
+    # For a shell, in single quotes.
     quoted = body.replace("'", "'\\''")
     asks = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{quoted}'"
     links = "".join(f"<li><a href={path}>/{path}</a>" for path in ("docs", "v1/models", "health", "metrics"))

@@ -1,4 +1,4 @@
-"""Request bodies into plans: prompts in token ids, and one `GenerateRequest` per choice."""
+"""From request bodies to plans: prompts in token ids, and one `GenerateRequest` per choice."""
 
 from __future__ import annotations
 
@@ -28,18 +28,24 @@ from baton.text.bad_words import tokens_of
 from baton.wire import GenerateRequest, Mode, PromptIds, SamplingParams
 
 MAX_CHOICES = 256  # prompts times n in one request
-MAX_SCORES = 1 << 19  # logprobs of prompts in one request, some 100 bytes each
-# What a template writes last that opens the model's reasoning.
+MAX_SCORES = 1 << 19  # prompt logprobs in one request, some 100 bytes each
+# A prompt that ends with this has opened the model's reasoning.
 _REASONING_OPENED = "<think>"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One API request, checked. `requests[i]` makes choice i; choices of one prompt are neighbours. `asked`: the
-    sampling parameters as the client gave them. The front applies stop strings, so `requests` have none.
-    `grammar_field`: which field names the grammar, if there is one. `continuous_usage`: each event of a stream has the
-    usage so far. `echo`: the prompt is part of the answer. `reader` makes the parser of a choice; None where all of it
-    is content. `spelt`: special tokens that it must see. `tells_calls`: an answer with calls ends with "tool_calls"."""
+    """A checked API request.
+
+    - `requests[i]` generates choice i; choices of one prompt are adjacent. They have no stop strings, which are applied
+      by the front door.
+    - `asked`: the client's sampling parameters.
+    - `continuous_usage`: each event of a stream has the usage so far.
+    - `grammar_field`: the request field with the grammar, if any.
+    - `echo`: the response begins with the prompt.
+    - `reader`: makes the parser of a choice; None: all text is content. `spelt`: special tokens that it must see.
+    - `tells_calls`: a response with calls has finish reason "tool_calls".
+    """
 
     id: str
     created: int
@@ -64,14 +70,14 @@ class Plan:
 
 
 def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
-    """Raises `RequestError` naming what cannot be served, `UnknownModelError` for another model."""
+    """Raises `RequestError` for what is not supported, `UnknownModelError` for another model."""
     check_model(request.model, model)
     special = request.add_special_tokens is not False
     prompts = [
         _truncated(prompt, request, request.max_tokens, model) for prompt in _prompts(request.prompt, model, special)
     ]
     default = 16
-    if request.max_tokens is None:  # with the plain default a long prompt would exceed the context
+    if request.max_tokens is None:  # reduced so that a long prompt still fits the context
         default = max(1, min(16, model.max_model_len - max(len(p) for p in prompts)))
     max_tokens = _limited(default if request.max_tokens is None else request.max_tokens, model)
     _check_lengths(prompts, max_tokens, "max_tokens", "prompt", model)
@@ -81,7 +87,7 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
 
 
 def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
-    """Raises `RequestError` naming what cannot be served, `UnknownModelError` for another model."""
+    """Raises `RequestError` for what is not supported, `UnknownModelError` for another model."""
     check_model(request.model, model)
     variables = template_variables(request, model)
     tools = CheckedTools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
@@ -103,7 +109,7 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     opened, constrained = text.rstrip().endswith(_REASONING_OPENED), grammar is not None
     reader = tools.reader(parsing, opened, constrained)
     plan = _plan(request, model, [prompt], params, field, chat=True)
-    # As in vLLM and OpenAI's API, a call of a function that the client named ends with "stop".
+    # As in vLLM and OpenAI's API, a call of the function that the client named has finish reason "stop".
     told = not isinstance(tools.choice, NamedChoice)
     spelt = model.tokenizer.special_tokens_of(tools.markers(parsing, constrained))
     tells_reasoning = request.include_reasoning is not False
@@ -111,8 +117,9 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
 
 
 def template_variables(request: ChatRequest, model: ServedModel) -> dict[str, Any]:
-    """The client's variables of the chat template, and what `reasoning_effort` says in those that the template has. As
-    in vLLM an effort also opens a template's thinking, or closes it ("none"), unless the client says which."""
+    """The client's chat template variables, and those that follow from `reasoning_effort` if the template has them. As
+    in vLLM, an effort also enables thinking ("none" disables it) unless the client sets that itself.
+    """
     given = dict(request.chat_template_kwargs or {})
     if (effort := request.reasoning_effort) is None:
         return given
@@ -121,13 +128,14 @@ def template_variables(request: ChatRequest, model: ServedModel) -> dict[str, An
 
 
 def make_completion_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
-    """Return the plan of a body of `POST /v1/completions`, whose answers are not parsed. It may take seconds for a long
-    one; other threads run meanwhile. Raises as `decode` and `plan_completion` do."""
+    """The plan of `POST /v1/completions`. Its responses are not parsed. A long body may take seconds, in which other
+    threads run. Raises the errors of `decode` and `plan_completion`.
+    """
     return plan_completion(decode(body, CompletionRequest), model)
 
 
 def make_chat_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
-    """The same of `POST /v1/chat/completions`. Raises as `decode` and `plan_chat` do."""
+    """The plan of `POST /v1/chat/completions`. Raises the errors of `decode` and `plan_chat`."""
     return plan_chat(decode(body, ChatRequest), model, parsing)
 
 
@@ -142,12 +150,12 @@ def _plan(
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(f"prompts times n must be at most {MAX_CHOICES}", "n")
     _check_scores(prompts, params)
-    # Here, as it is known to the engines: so a refusal comes before anything runs.
+    # Engines do this too. Here it refuses bad words before anything runs.
     tokens_of(params.bad_words, model.tokenizer, model.vocab_size)
     plan_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     requests: list[GenerateRequest] = []
     for prompt in prompts:
-        # A request without a seed gets one here, so that every leg and every retry draws the same noise.
+        # Requests without a seed get one here, so that all legs and retries use the same noise.
         seed = model.default_seed if params.seed is None else params.seed
         seed = secrets.randbits(63) if seed is None else seed
         for index in range(params.n):
@@ -184,7 +192,7 @@ def _plan(
 def _truncated(
     prompt: PromptIds, request: CompletionRequest | ChatRequest, max_tokens: int | None, model: ServedModel
 ) -> PromptIds:
-    """The last tokens of a prompt, where the request asks for no more; of -1, as many as there is room for."""
+    """Apply `truncate_prompt_tokens`: keep that many last tokens; -1: as many as fit."""
     asked, name = request.truncate_prompt_tokens, "truncate_prompt_tokens"
     if asked is None:
         return prompt
@@ -195,7 +203,7 @@ def _truncated(
 
 
 def _limited(max_tokens: int, model: ServedModel) -> int:
-    """So many tokens, or as many as the operator allows any request."""
+    """`max_tokens`, cut to the operator's limit for all requests."""
     return max_tokens if model.defaults.limit is None else min(max_tokens, model.defaults.limit)
 
 

@@ -1,4 +1,4 @@
-"""One sequence's times and counts: for metrics, and one line in the log when it ends."""
+"""Times and counts of one sequence: metrics, and one log line at its end."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ _REPORT_S = 10.0
 
 
 class SequenceRecord:
-    """Books one sequence, from its arrival on, in `FrontMetrics`.
-
-    `where`: where it runs and why, as the backend tells. Times are in seconds.
+    """Records one sequence in `FrontMetrics`, from its arrival. `where`: its route, as the backend names it. Times are
+    in seconds.
     """
 
     def __init__(self, metrics: FrontMetrics, request_id: str, model: str, num_prompt_tokens: int) -> None:
@@ -43,11 +42,11 @@ class SequenceRecord:
         metrics.running += 1
 
     def went(self, where: str, engines: Sequence[str] = ()) -> None:
-        """The backend tells why the sequence runs where it does, and on which engines."""
+        """Record the backend's route: its reason and engines."""
         self.where, self.engines = where, engines
 
     def tokens(self, num_tokens: int, accepted: Iterable[int] = ()) -> None:
-        """Record that `num_tokens` tokens came now, and of each verification round how many drafts it accepted."""
+        """Record `num_tokens` new tokens, and per verification the number of accepted drafts."""
         metrics = self._metrics
         metrics.output_tokens.inc(num_tokens)
         metrics.vllm_output_tokens.labels(self._model).inc(num_tokens)
@@ -71,11 +70,10 @@ class SequenceRecord:
 
     @property
     def times(self) -> Times:
-        """So far."""
         return Times(self._began, self._first, self._last)
 
     def end(self, reason: str, error: str | None = None, log: bool = True) -> None:
-        """The sequence is over, for this reason. The first call counts."""
+        """Record the end of the sequence. Only the first call counts."""
         if self._over:
             return
         self._over = True
@@ -114,8 +112,9 @@ class SequenceRecord:
 
 
 def log_refusal(method: str, endpoint: str, error: ApiError) -> None:
-    """One line for a request that gets an error for an answer: which, why, and whose it was. Few a second: who floods a
-    server must not fill its disk. `baton:http_requests` counts all."""
+    """Log a request that gets an error. The rate is limited, so that floods do not fill the disk;
+    `baton:http_requests` counts all.
+    """
     caller = CALLER.get()
     fields: dict[str, object] = {
         "status": error.status,
@@ -127,13 +126,13 @@ def log_refusal(method: str, endpoint: str, error: ApiError) -> None:
         **(caller.fields() if caller is not None else {}),
     }
     level = logging.WARNING if error.status >= 500 else logging.INFO
-    if method == "GET" and error.status == 503:  # a probe's, every second while a server is not ready
+    if method == "GET" and error.status == 503:  # probes repeat this every second until the server is ready
         level = logging.DEBUG
     refusals.log(level, "refused %s", line_of(fields), extra={"fields": fields})
 
 
 async def report_throughput(metrics: FrontMetrics, more: Callable[[], str], every_s: float = _REPORT_S) -> None:
-    """For ever, log how many tokens there were a second, while there are any; `more` says what else is of interest."""
+    """Log tokens per second forever, except in idle periods. `more` returns text to append."""
     counters = (metrics.prompt_tokens, metrics.output_tokens)
     before = [_value(counter) for counter in counters]
     while True:
@@ -148,7 +147,7 @@ async def report_throughput(metrics: FrontMetrics, more: Callable[[], str], ever
 
 
 async def reporting(metrics: FrontMetrics, more: Callable[[], str]) -> AsyncIterator[None]:
-    """`report_throughput` while an app runs."""
+    """Run `report_throughput` while an app runs."""
     task = asyncio.create_task(report_throughput(metrics, more))
     yield
     task.cancel()

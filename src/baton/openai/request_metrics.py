@@ -1,4 +1,4 @@
-"""What an answer says of its own making: vLLM's `metrics` object, with its times and its speculation."""
+"""vLLM's `metrics` object of a response: times and speculative decoding of one request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SpecDecodeLevel = Literal["none", "summary", "detailed"]
 
 @dataclass(frozen=True, slots=True)
 class PerRequestMetrics:
-    """What is told, by vLLM's flags; nothing by default."""
+    """The content of `metrics`, by vLLM's flags; none by default."""
 
     enable_per_request_metrics: bool = False
     per_request_spec_decode_metrics: SpecDecodeLevel = "none"
 
     def of(self, plan: Plan, outputs: Sequence[SampleOutput]) -> dict[str, Any] | None:
-        """The `metrics` of an answer; None where none are wanted, and of several choices, as in vLLM."""
+        """The `metrics` of a response; None if none are enabled or, as in vLLM, if there are several choices."""
         if len(outputs) != 1:
             return None
         (output,) = outputs
@@ -37,8 +37,9 @@ NO_METRICS = PerRequestMetrics()
 
 
 def _times(output: SampleOutput) -> dict[str, Any]:
-    """Milliseconds as the server that the client talks to sees them: from the request's arrival there, queues included.
-    The time in the queue is the engine's own figure; vLLM's servers behind a router do not tell theirs."""
+    """Times in milliseconds since the request's arrival at this server, queues included. `queue_time_ms` is the
+    engine's own; vLLM servers behind a router do not report it.
+    """
     times, num_tokens = output.times, len(output.token_ids)
     if times is None or not num_tokens:
         return {}
@@ -53,8 +54,9 @@ def _times(output: SampleOutput) -> dict[str, Any]:
 
 
 def _spec_decode(output: SampleOutput, num_spec_tokens: int) -> dict[str, Any]:
-    """vLLM's `speculative_decoding`: entry j of the histogram counts the rounds that accepted j drafts. Empty where the
-    engine does not speculate, or does not tell how its rounds went (vLLM's do not)."""
+    """vLLM's `speculative_decoding`. Entry j of the histogram counts verifications that accepted j drafts. Empty if the
+    engine does not speculate, or does not report its verifications (vLLM's servers).
+    """
     rounds = output.accepted
     if not num_spec_tokens or (not rounds and len(output.token_ids) > 1):
         return {}

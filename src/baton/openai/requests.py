@@ -1,7 +1,4 @@
-"""Request bodies of the OpenAI API, and their translation into `SamplingParams`.
-
-Fields that are not here are refused by name or ignored, as `fields` says.
-"""
+"""Request bodies of the OpenAI API, and their `SamplingParams`. `fields` refuses or ignores all other fields."""
 
 from __future__ import annotations
 
@@ -32,14 +29,14 @@ _MISSING = re.compile(r"required field `([^`]+)`")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """`stream_options`. Padding against traffic analysis (`include_obfuscation`) is not added."""
+    """`stream_options`. `include_obfuscation` (padding against traffic analysis) has no effect."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class CommonFields(msgspec.Struct, kw_only=True):
-    """What completions, chats and responses take by the same names; None is the default, as clients send null."""
+    """The common fields of completions, chats and responses. All default to None, because clients send null."""
 
     model: str | None = None
     min_tokens: int | None = None
@@ -67,7 +64,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
 
 
 class _Completing(CommonFields, kw_only=True):
-    """What completions and chats take by the same names besides."""
+    """More common fields of completions and chats."""
 
     n: int | None = None
     max_tokens: int | None = None
@@ -88,15 +85,13 @@ class CompletionRequest(_Completing, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of a message or of a response's item; only text is served."""
+    """A part of a message or of a response's item; only text is supported."""
 
     type: str
     text: str | None = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One chat message."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -129,7 +124,7 @@ class ChatRequest(_Completing, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of `POST /tokenize`, vLLM's: a `prompt`, or `messages` for the chat template."""
+    """Body of vLLM's `POST /tokenize`: a `prompt`, or `messages` for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -143,7 +138,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of `POST /detokenize`, vLLM's."""
+    """Body of vLLM's `POST /detokenize`."""
 
     tokens: list[int]
     model: str | None = None
@@ -151,7 +146,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 B = TypeVar("B")
 R = TypeVar("R", CompletionRequest, ChatRequest)
-# Sampling parameters that are taken as they are, with the defaults of `SamplingParams`.
+# Sampling parameters that are passed on unchanged, with the defaults of `SamplingParams`.
 _AS_ASKED = (
     *("min_tokens", "n", "temperature", "top_p", "min_p", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -162,16 +157,16 @@ _AS_ASKED = (
 def decode_body(
     body: bytes, kind: type[B], served: Collection[str] = (), also: Mapping[str, Refused] = NOTHING_ELSE
 ) -> B:
-    """Return what `body` holds. `served`: fields that `kind` serves though others of that name are refused; `also`:
-    what it refuses besides.
+    """Decode a body. `served`: fields that this endpoint supports although others refuse them. `also`: more fields that
+    it refuses.
 
-    Raises `RequestError` naming the parameter that is malformed or not served.
+    Raises `RequestError` for a field that is malformed or not supported.
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         note_user(fields)
         refuse_unserved({name: fields[name] for name in fields.keys() - served}, also)
-        # Clients of languages with one type of numbers send 16.0, some send "16": as in vLLM, both are 16.
+        # As in vLLM, 16.0 (clients without integers) and "16" count as 16.
         return msgspec.json.decode(body, type=kind, strict=False)
     except msgspec.ValidationError as error:
         message = str(error)
@@ -184,20 +179,17 @@ def decode_body(
 
 
 def decode(body: bytes, kind: type[R]) -> R:
-    """Return the request for a completion in `body`.
-
-    Raises `RequestError` naming the parameter that is malformed or not served.
-    """
+    """Decode and check a completion or chat. Raises the errors of `decode_body` and `checked`."""
     return checked(decode_body(body, kind))
 
 
 def checked(request: R) -> R:
-    """The request, whose fields fit together. Raises `RequestError` naming the field that does not."""
+    """Return the request. Raises `RequestError` if its fields contradict each other."""
     check_salt(request.cache_salt)
     for name in ("echo", "prompt_logprobs"):
         if request.stream and getattr(request, name) not in (None, False):
             raise RequestError(f"{name} is not for streams", name)
-    # vLLM's puts the last message before the answer there.
+    # In vLLM, a chat's `echo` puts the last message before the response.
     if isinstance(request, ChatRequest) and request.echo:
         raise RequestError("echo is for completions, not for chats", "echo")
     options = request.stream_options
@@ -214,10 +206,10 @@ def sampling_params(
     vocab_size: int,
     defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> SamplingParams:
-    """Return the checked parameters, with `n` and `seed` as asked. `grammar`: as `grammar_of` found it. `defaults`
-    count where the request says nothing.
+    """The checked parameters, with the client's `n` and `seed`. `grammar`: the result of `grammar_of`. `defaults` are
+    for parameters that the request leaves out.
 
-    Raises `RequestError` naming the parameter.
+    Raises `RequestError` with the parameter's name.
     """
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     asked = {name: getattr(request, name) for name in _AS_ASKED}
@@ -225,7 +217,7 @@ def sampling_params(
     top_k = given.pop("top_k", 0)
     return SamplingParams(
         max_tokens=max_tokens,
-        # Any larger value means all tokens too, and must not overflow in the engine.
+        # A larger value would mean the same (all tokens), and could overflow in the engine.
         top_k=min(top_k if request.top_k is None else request.top_k, vocab_size),
         logit_bias=request.logit_bias or None,
         allowed_token_ids=tuple(request.allowed_token_ids or ()) or None,
@@ -241,21 +233,21 @@ def sampling_params(
 
 
 def _prompt_logprobs(request: CompletionRequest | ChatRequest, max_tokens: int) -> int | None:
-    """How many alternatives are wanted of each token of the prompt; None where the prompt is not scored."""
+    """The number of alternatives per prompt token; None: no prompt logprobs."""
     asked, echoes = request.prompt_logprobs, isinstance(request, CompletionRequest) and request.echo
     if echoes and request.logprobs is not None and not isinstance(request.logprobs, bool):
         asked = max(asked or 0, request.logprobs)
-    # An answer without tokens is the prompt's echo.
+    # With max_tokens 0 the response is the echo, so there is only the prompt to compute.
     return 0 if asked is None and echoes and max_tokens == 0 else asked
 
 
 def grammar_of(
     request: CompletionRequest | ChatRequest, tools: CheckedTools = NO_TOOLS
 ) -> tuple[StructuredOutputsParams | None, str]:
-    """What the output must follow, if anything, and the field that says so. `tools`: those of a chat; a call that they
-    require goes before what else the output should be, as in vLLM.
+    """The grammar of the output, if any, and the request field with it. As in vLLM, a tool call that is required
+    overrides other constraints.
 
-    Raises `RequestError` naming the field.
+    Raises `RequestError` with the field's name.
     """
     forced = tools.grammar()
     if forced is not None:
@@ -264,7 +256,7 @@ def grammar_of(
 
 
 def chat_logprobs(request: ChatRequest) -> int | None:
-    """Return how many alternatives a chat request wants per token, None for no logprobs."""
+    """The number of alternatives per token; None: no logprobs."""
     top = request.top_logprobs
     if top is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")

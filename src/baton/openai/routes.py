@@ -1,4 +1,4 @@
-"""The routes of the OpenAI API and of what vLLM serves beside it, the same of an engine's server and of the router."""
+"""The routes of the OpenAI API and vLLM's additions, for an engine's server and the router."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from baton.openai.tools import Parsing
 
 T = TypeVar("T")
 
-# Endpoints of vLLM for models that generate no text, and what they make.
+# vLLM's endpoints for models that do not generate text, and what these make.
 _NOT_GENERATED = {
     "/v1/embeddings": "embeddings",
     "/v2/embed": "embeddings",
@@ -36,15 +36,16 @@ _NOT_GENERATED = {
 
 
 def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
-    """Add OpenAI's models, completions, chats and responses, Anthropic's messages, and vLLM's `/tokenize`,
-    `/detokenize` and `/version`."""
+    """Add OpenAI's models, completions, chats and responses, Anthropic's messages, vLLM's `/tokenize`, `/detokenize`
+    and `/version`, and pages.
+    """
 
     async def models(request: web.Request) -> web.StreamResponse:
-        """The model that is served."""
+        """The served model."""
         return json_response(service.models())
 
     async def model(request: web.Request) -> web.StreamResponse:
-        """The model by its name."""
+        """The served model, by name."""
         return json_response(service.model_card(request.match_info["name"]))
 
     async def tokenize(request: web.Request) -> web.StreamResponse:
@@ -66,7 +67,7 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
         return await reply(request, await service.answer(await plan(request, make_chat_plan)))
 
     async def responses(request: web.Request) -> web.StreamResponse:
-        """OpenAI's responses, whole or streamed, of which none is kept."""
+        """OpenAI's responses, whole or streamed. They are not stored."""
         return await reply(request, await respond(service, await plan(request, make_response_plan)))
 
     async def no_response(request: web.Request) -> web.StreamResponse:
@@ -85,7 +86,7 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
         return await reply(request, answer, error_event)
 
     async def count(request: web.Request) -> web.StreamResponse:
-        """How many tokens the prompt of a message would have."""
+        """The number of tokens in a message's prompt."""
         async with app[BODIES].read(request) as body:
             return json_response(await service.understand(count_tokens, body))
 
@@ -94,7 +95,7 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
             return await service.plan(body, make)
 
     app.router.add_get("/v1/models", models)
-    app.router.add_get("/v1/models/{name:.+}", model)  # names of the hub have slashes
+    app.router.add_get("/v1/models/{name:.+}", model)  # names of Hugging Face models have slashes
     app.router.add_post("/tokenize", tokenize)
     app.router.add_post("/detokenize", detokenize)
     app.router.add_post("/v1/completions", completions)
@@ -121,11 +122,11 @@ def _add_pages(app: web.Application, service: OpenAIService) -> None:
         return json_response({"version": __version__})
 
     async def load(request: web.Request) -> web.StreamResponse:
-        """How many requests run, beside this one."""
+        """The number of other running requests."""
         return json_response({"server_load": len(app[DRAIN].tasks) - 1})
 
     async def description(request: web.Request) -> web.StreamResponse:
-        """This API by OpenAPI 3.1."""
+        """This API as OpenAPI 3.1."""
         return json_response(openapi(app))
 
     async def docs(request: web.Request) -> web.StreamResponse:
@@ -133,10 +134,10 @@ def _add_pages(app: web.Application, service: OpenAIService) -> None:
         return docs_page(app)
 
     async def home(request: web.Request) -> web.StreamResponse:
-        """A page that says what runs."""
+        """A page about this server."""
         try:
             known = service.served_model() if app[KEYS].allow(request) else None
-        except BatonError:  # there is none, or it is for a router alone
+        except BatonError:  # there is no model yet, or only a router may use it
             known = None
         return home_page(known, f"{request.scheme}://{request.host}")
 

@@ -1,4 +1,4 @@
-"""The OpenAI API without HTTP: request bodies in, response bodies or event streams out."""
+"""The OpenAI API without HTTP: from request bodies to response bodies or event streams."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from baton.openai.tokens import detokenize, tokenize
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.waiting import Queue
 
-# Longer bodies are planned on a worker thread, so that their tokenisation does not stop streams.
+# Longer bodies are planned on a worker thread, so that tokenising them does not block streams.
 _MAX_INLINE_BYTES = 4096
 _NUM_WORKERS = 2
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class OpenAIService:
-    """Serves the API over one backend. Everything it raises is mapped by `errors.to_api_error`."""
+    """Serves the API over one backend. `errors.to_api_error` maps all its errors."""
 
     def __init__(
         self,
@@ -43,8 +43,9 @@ class OpenAIService:
         parsing: Parsing = NO_PARSING,
         per_request: PerRequestMetrics = NO_METRICS,
     ) -> None:
-        """`max_queued_requests`: choices that may wait for their first token; None where the backend has a limit.
-        `parsing`: how answers are read; `per_request`: what they say of their own making."""
+        """`max_queued_requests`: choices that may wait for their first token; None: the backend has its own limit.
+        `parsing`: how responses are parsed. `per_request`: their `metrics`.
+        """
         self.queue = Queue(max_queued_requests)
         self._backend = backend
         self._parsing, self._per_request = parsing, per_request
@@ -53,15 +54,15 @@ class OpenAIService:
         self._free_workers = asyncio.Semaphore(_NUM_WORKERS)
 
     def served_model(self) -> ServedModel:
-        """The model. Raises `EngineUnavailableError` while there is none, `RequestError` where it is a router's."""
+        """Raises `EngineUnavailableError` if there is no model yet, `RequestError` if only a router may use it."""
         return self._backend.model()
 
     def models(self) -> dict[str, object]:
-        """Return the body of `GET /v1/models`."""
+        """The body of `GET /v1/models`."""
         return {"object": "list", "data": [self.model_card(None)]}
 
     def model_card(self, name: str | None) -> dict[str, object]:
-        """Return the body of `GET /v1/models/NAME`. Raises `UnknownModelError` for another name than the model's."""
+        """The body of `GET /v1/models/NAME`. Raises `UnknownModelError` for another name."""
         model = self._backend.model()
         check_model(name, model)
         return {
@@ -75,25 +76,25 @@ class OpenAIService:
         }
 
     async def plan(self, body: bytes, make: Callable[[bytes, ServedModel, Parsing], T]) -> T:
-        """What `make` plans for a request's body, unless too many wait."""
+        """Call `make` with a request's body. Raises `OverloadedError` if too many requests wait."""
         self.queue.check()
         return await self.understand(make, body, self._parsing)
 
     async def tokenize(self, body: bytes) -> dict[str, object]:
-        """Answer the body of `POST /tokenize`."""
+        """The response to `POST /tokenize`."""
         return await self.understand(tokenize, body)
 
     async def detokenize(self, body: bytes) -> dict[str, object]:
-        """Answer the body of `POST /detokenize`."""
+        """The response to `POST /detokenize`."""
         return await self.understand(detokenize, body)
 
     async def understand(self, read: Callable[..., T], body: bytes, *more: object) -> T:
-        """`read(body, model, *more)`, on a worker thread where the body is long."""
+        """Call `read(body, model, *more)`, on a worker thread if the body is long."""
         model = self._backend.model()
         if len(body) <= _MAX_INLINE_BYTES:
             return read(body, model, *more)
-        # The semaphore, not the pool's queue, holds those that wait: the body of a client that leaves is then dropped.
-        # A plan that has begun is completed.
+        # Wait at the semaphore, not in the pool's queue, so that the body of a client that leaves is dropped. A plan
+        # that has begun is completed.
         await self._free_workers.acquire()
         loop = asyncio.get_running_loop()
         work = self._workers.submit(contextvars.copy_context().run, read, body, model, *more)
@@ -101,7 +102,7 @@ class OpenAIService:
         return await asyncio.wrap_future(work)
 
     def begin(self, plan: Plan) -> list[SampleOutput]:
-        """An empty output for each choice. Raises `RequestError` for what cannot be served here."""
+        """An empty output per choice. Raises `RequestError` for what the backend does not support."""
         if plan.kv_mode is not None and not self._backend.allows_kv_mode:
             raise RequestError("kv_mode cannot be chosen by a request here", "kv_mode")
         self._backend.check(plan.asked)
@@ -113,7 +114,7 @@ class OpenAIService:
         ]
 
     async def answer(self, plan: Plan) -> bytes | AsyncGenerator[bytes, None]:
-        """Answer a request: a body, or whole server-sent events to stream."""
+        """Return a body, or server-sent events to stream."""
         outputs = self.begin(plan)
         if plan.stream:
             events = self._events(plan, outputs)
@@ -133,7 +134,7 @@ class OpenAIService:
                 async for index, delta in deltas:
                     counts[index] += len(delta.token_ids)
                     if not (fmt.is_told(plan, delta) or (wants_tokens and delta.token_ids)):
-                        continue  # all of it is held back
+                        continue  # all its text is held back
                     first = index not in begun
                     event = fmt.streamed(plan, index, delta, outputs[index], first)
                     if plan.continuous_usage:
@@ -154,7 +155,7 @@ class OpenAIService:
         return body if metrics is None else body | {"metrics": metrics}
 
     async def run(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield (choice, delta) of every choice as they come; closing it aborts what still runs."""
+        """Yield (choice, delta) of all choices as they come. Closing it aborts those that run."""
         try:
             with self.queue.waiting(len(outputs)) as served:
                 samples = [self._sample(plan, index, output, served) for index, output in enumerate(outputs)]
@@ -199,11 +200,11 @@ class OpenAIService:
             record.end("error", str(error) or type(error).__name__)
             raise
         finally:
-            record.end("abort")  # whoever asked has left
+            record.end("abort")  # the client has left
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended
+    with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(call)
 
 
@@ -212,7 +213,6 @@ def _event(body: dict[str, object]) -> bytes:
 
 
 async def prepend(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    """`first`, then the rest."""
     async with contextlib.aclosing(rest):
         yield first
         async for item in rest:
@@ -220,7 +220,7 @@ async def prepend(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, 
 
 
 async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield (source, item) from all sources as they come. The first error ends all; so does closing."""
+    """Yield (source, item) of all sources as they come. The first error, or closing, ends all."""
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
 
     async def pump(index: int, source: AsyncGenerator[T, None]) -> None:

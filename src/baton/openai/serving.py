@@ -1,4 +1,4 @@
-"""How a Baton process listens, serves, and ends. Requests may end first; those that do not are told so."""
+"""Listen, serve and shut down. At shutdown running requests may complete; the others get an error."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from baton.openai.limits import HttpLimits
 
 logger = logging.getLogger(__name__)
 
-# Less than what service managers give a process between SIGTERM and SIGKILL, which is 30 s at most of them.
+# Less than service managers allow between SIGTERM and SIGKILL, usually 30 s.
 SHUTDOWN_TIMEOUT_S = 20.0
 _GOODBYE_S = 2.0
-# Signals nearer than this are one: `timeout` and shells send SIGTERM to a process and to its group.
+# SIGTERMs closer than this count as one: `timeout` and shells signal a process and its group.
 _SAME_SIGNAL_S = 1.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket; port 0 takes a free one. Raises `ConfigError` when it cannot be had.
+    """Return a listening TCP socket; port 0: a free port. Raises `ConfigError` if that fails.
 
-    Binding comes before anything slow is loaded, so that a port in use is known at once.
+    Call it before loading anything slow, so that a port in use is noticed at once.
     """
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
@@ -56,7 +56,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket, app: web.Application | None = None) -> str:
-    """Return the base URL at which `listener` is reached, if `app` is served there."""
+    """The base URL of `listener`, if `app` is served there."""
     scheme = "http" if app is None or app.get(TLS) is None else "https"
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -64,9 +64,9 @@ def url_of(listener: socket.socket, app: web.Application | None = None) -> str:
 
 @contextlib.asynccontextmanager
 async def served(app: web.Application, listener: socket.socket) -> AsyncIterator[Door]:
-    """Serve `app` while the context lasts; closing what it yields ends the listening, and no connection.
+    """Serve `app` while the context lasts. Closing the yielded `Door` stops listening but leaves connections open.
 
-    `handler_cancellation` is what turns a client that goes away into an aborted request.
+    `handler_cancellation` makes aiohttp abort the request of a client that leaves.
     """
     limits = app.get(LIMITS) or HttpLimits()
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -83,7 +83,7 @@ async def served(app: web.Application, listener: socket.socket) -> AsyncIterator
                 access_log=None,
                 keepalive_timeout=limits.keep_alive_s,
                 lingering_time=2.0,
-                auto_decompress=False,  # aiohttp would do it as bytes come, before any key or route is looked at
+                auto_decompress=False,  # aiohttp would decompress before any key or route is checked
             )
 
         door = Door(manager, listener, connection, app.get(TLS), limits)
@@ -104,9 +104,9 @@ async def serve(
 ) -> None:
     """Serve `app` until SIGINT, SIGTERM or `stop`.
 
-    After SIGTERM no new requests are taken, and those that run have `shutdown_timeout_s` to end, or until another
-    SIGTERM a second later or more. What still runs then, or after SIGINT or `stop`, ends in an error that says so.
-    From its end on, the process ignores SIGTERM: what it has to undo yet, its children for one, takes seconds.
+    After SIGTERM new requests are refused, and running ones may complete within `shutdown_timeout_s`, or until a second
+    SIGTERM at least `_SAME_SIGNAL_S` later. Requests that still run then, or at SIGINT or `stop`, end with an error.
+    After that the process ignores SIGTERM, because its cleanup, such as ending children, takes seconds.
     """
     _raise_file_limit()
     asked, ended = asyncio.Event(), stop or asyncio.Event()
@@ -124,7 +124,7 @@ async def serve(
 def terminator(
     asked: asyncio.Event, ended: asyncio.Event, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], None]:
-    """What to do at each SIGTERM: the first asks the server to end, and one that is no echo of it ends it at once."""
+    """A handler of SIGTERM. The first one sets `asked`; one that is not an echo of the first sets `ended`."""
     first: list[float] = []
 
     def terminate() -> None:
@@ -145,7 +145,7 @@ async def serve_until(
     on_ready: Callable[[], None],
     shutdown_timeout_s: float,
 ) -> None:
-    """Serve `app` until it is `asked` to end, which requests that run may delay, or is `ended`."""
+    """Serve `app` until it is `asked` to end, after waiting for running requests, or at once when it is `ended`."""
     drain = app[DRAIN]
     async with served(app, listener) as door:
         on_ready()
@@ -160,7 +160,7 @@ async def serve_until(
 
 
 async def _first(*many: Coroutine[Any, Any, object]) -> None:
-    """Wait for any of them, and end the others."""
+    """Wait for the first of them, and cancel the others."""
     tasks = [asyncio.ensure_future(one) for one in many]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -171,7 +171,7 @@ async def _first(*many: Coroutine[Any, Any, object]) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Allow as many open files as there may be: each request has connections of its own."""
+    """Raise the limit on open files: each request has its own connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         if soft != hard:

@@ -1,4 +1,4 @@
-"""`response_format` of OpenAI and `structured_outputs` of vLLM, as the parameters of a request."""
+"""OpenAI's `response_format` and vLLM's `structured_outputs`, as `StructuredOutputsParams`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _ANY_OBJECT = '{"type":"object"}'
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
-    """`response_format.json_schema`. A schema is followed whether it is called `strict` or not; name and description
-    do not reach the model."""
+    """`response_format.json_schema`. The schema is always enforced, `strict` or not. The model sees neither name nor
+    description.
+    """
 
     name: str | None = None
     description: str | None = None
@@ -25,14 +26,12 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """`response_format`."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`structured_outputs`: exactly one of the first five. `json` is a schema, or its text."""
+    """`structured_outputs`: exactly one of the first five. `json`: a schema, as an object or text."""
 
     json: dict[str, Any] | bool | str | None = None
     json_object: bool | None = None
@@ -45,7 +44,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 def structured_params(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None
 ) -> tuple[StructuredOutputsParams | None, str]:
-    """What the output must follow, if anything, and the field that says so. Raises `RequestError` naming it."""
+    """The grammar of the output, if any, and the request field with it. Raises `RequestError` with that name."""
     found = None if response_format is None or response_format.type == "text" else response_format
     if found is not None and structured is not None:
         raise RequestError("response_format and structured_outputs exclude each other", FIELD)
@@ -69,7 +68,7 @@ def structured_params(
 
 
 def named(error: RequestError, field: str) -> RequestError:
-    """The refusal of a grammar, by the name of the request's field."""
+    """Name the request's field in the refusal of a grammar."""
     return RequestError(f"{field}: {error}", field) if error.param == FIELD else error
 
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back for clients: vLLM's `POST /tokenize` and `POST /detokenize`."""
+"""vLLM's `POST /tokenize` and `POST /detokenize`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ANY_LENGTH = 2**24
 
 
 def tokenize(body: bytes, model: ServedModel) -> dict[str, object]:
-    """The tokens of a text or a conversation as a completion or a chat would get them, and their number.
+    """The token ids of a text or chat, as a completion or chat would get them, and their number.
 
-    Raises `RequestError` naming what is malformed, and as `chat_text` does.
+    Raises `RequestError` for a malformed body, and the errors of `chat_text`.
     """
     request = decode_body(body, TokenizeRequest)
     check_model(request.model, model)
@@ -42,7 +42,7 @@ def chat_tokens(
     chat_template_kwargs: Mapping[str, Any] | None,
     tokenizer: Tokenizer,
 ) -> list[int]:
-    """The tokens of a conversation as a server with this tokenizer writes it. Raises `RequestError`, as it does."""
+    """The token ids of a chat on a server with this tokenizer. Raises the errors of `tokenize`."""
     fields = {"messages": messages, "tools": tools, "chat_template_kwargs": chat_template_kwargs}
     model = ServedModel("", tokenizer, _ANY_LENGTH, tokenizer.vocab_size, 0)
     found = tokenize(msgspec.json.encode(fields), model)["tokens"]
@@ -51,7 +51,7 @@ def chat_tokens(
 
 
 def detokenize(body: bytes, model: ServedModel) -> dict[str, object]:
-    """The text of tokens, special tokens included. Raises `RequestError` naming what is malformed."""
+    """The text of token ids, with special tokens. Raises `RequestError` for a malformed body."""
     request = decode_body(body, DetokenizeRequest)
     check_model(request.model, model)
     if not all(0 <= token < model.vocab_size for token in request.tokens):

@@ -1,6 +1,5 @@
-"""Tools of a chat request: what it may ask for, the grammar of an answer that must call one, and who reads the answer.
-
-Nothing here runs a tool: the client does, and sends the result in its next request.
+"""Tools of a chat: checks, the grammar of a required call, and the choice of the response's parser. The client runs
+the tools, and sends their results in its next request.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _AUTO = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-p
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
-    """`tools[].function`. `parameters` is a JSON schema; it is followed where a call is required."""
+    """`tools[].function`. `parameters`: a JSON schema, enforced only if a call is required."""
 
     name: str
     description: str | None = None
@@ -46,7 +45,7 @@ class FunctionName(msgspec.Struct, kw_only=True):
 
 
 class NamedChoice(msgspec.Struct, kw_only=True):
-    """`tool_choice` of one function."""
+    """`tool_choice` that names one function."""
 
     function: FunctionName
     type: Literal["function"] = "function"
@@ -56,22 +55,23 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
-    """`tool_calls[].function` of an earlier answer. `arguments` is the text of a JSON object, or the object."""
+    """`tool_calls[].function` of an earlier response. `arguments`: an object, or its JSON."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call in an earlier answer."""
+    """A call in an earlier response."""
 
     function: CalledFunction
     id: str | None = None
     type: Literal["function"] = "function"
 
     def shown(self) -> dict[str, Any]:
-        """As templates take it, `arguments` as an object. As in vLLM, arguments that are none count as an empty one:
-        they are the model's own, in a history that a client sends again with each turn."""
+        """The call for a template, with `arguments` as an object. As in vLLM, invalid arguments count as empty: the
+        model wrote them, and clients send them again with each turn.
+        """
         arguments = self.function.arguments or {}
         if isinstance(arguments, str):
             try:
@@ -84,7 +84,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How a server reads answers, by vLLM's flags. Raises `ConfigError` for a name that does not exist."""
+    """How responses are parsed, by vLLM's flags. Raises `ConfigError` for an unknown parser."""
 
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
@@ -104,7 +104,7 @@ NO_PARSING = Parsing()
 
 @dataclass(frozen=True, slots=True)
 class CheckedTools:
-    """The tools of a request, checked. `choice`: none where there are no tools."""
+    """The checked tools of a request. `choice` is "none" without tools."""
 
     tools: Sequence[Tool]
     choice: ToolChoice
@@ -112,7 +112,7 @@ class CheckedTools:
 
     @classmethod
     def of(cls, tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> CheckedTools:
-        """Raises `RequestError` naming the field."""
+        """Raises `RequestError` with the field's name."""
         tools = tools or ()
         if len(tools) > MAX_TOOLS:
             raise RequestError(f"tools must be at most {MAX_TOOLS}", "tools")
@@ -129,12 +129,13 @@ class CheckedTools:
         return cls(tools, (choice or default) if tools else "none", parallel is not False)
 
     def shown(self) -> list[dict[str, Any]] | None:
-        """As templates take them."""
+        """The tools for a template."""
         return [_shown(tool) for tool in self.tools] or None
 
     def grammar(self) -> StructuredOutputsParams | None:
-        """What an answer must follow that has to call a tool: as in vLLM a list of `{"name", "parameters"}`, or the
-        arguments of the function that was named. Raises `RequestError` naming the field."""
+        """The grammar of a required call: as in vLLM, a list of `{"name", "parameters"}`, or the arguments of the named
+        function. Raises `RequestError` with the field's name.
+        """
         if isinstance(self.choice, NamedChoice):
             wanted = self.choice.function.name
             schema = next(_parameters(tool) for tool in self.tools if tool.function.name == wanted)
@@ -150,10 +151,10 @@ class CheckedTools:
         return params
 
     def reader(self, parsing: Parsing, opened: bool, constrained: bool) -> Callable[[], Parser] | None:
-        """Makes the parser of one answer; None where all of it is content. `opened`: the prompt ends in reasoning.
-        `constrained`: a grammar begins with the answer, so that there is no reasoning before it.
+        """A function that makes the parser of one response; None: all text is content. `opened`: the prompt has opened
+        reasoning. `constrained`: the response follows a grammar from its first token, so it has no reasoning.
 
-        Raises `RequestError` naming the field.
+        Raises `RequestError` with the field's name.
         """
         schemas = {tool.function.name: tool.function.parameters for tool in self.tools}
         make: Callable[[], Parser] | None = None
@@ -176,7 +177,7 @@ class CheckedTools:
         return lambda: reasons.make(rest(), opened)
 
     def markers(self, parsing: Parsing, constrained: bool) -> tuple[str, ...]:
-        """What the parsers must see even where it is a special token. `constrained`: as in `reader`."""
+        """The texts that the parsers must see even if they are special tokens. `constrained`: see `reader`."""
         name, reasons = parsing.tool_call_parser, parsing.reasoning_parser
         calls = TOOL_PARSERS[name].markers if self.choice == "auto" and name is not None else ()
         return calls + (REASONING_PARSERS[reasons].markers if reasons is not None and not constrained else ())
@@ -190,7 +191,7 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _calls(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
-    """The schema of a list of calls. Definitions move to its root, which is where references look for them."""
+    """The schema of a list of calls. `$defs` move to its root, where references look for them."""
     definitions: dict[str, Any] = {}
     items = []
     for index, tool in enumerate(tools):
@@ -216,7 +217,8 @@ def _calls(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
-    """Without what was not said, in the order of OpenAI's reference, which templates show. The schema is as the client
-    wrote it, where null may be a default."""
+    """A tool without unset fields, in the order of OpenAI's reference, which templates show. The schema stays as it is,
+    since null may be a default in it.
+    """
     told = msgspec.structs.asdict(tool.function)
     return {"type": tool.type, "function": {name: value for name, value in told.items() if value is not None}}

@@ -1,6 +1,5 @@
-"""The trace that a request belongs to (W3C Trace Context): read from its headers, and passed on with its legs as it is.
-
-Nothing here makes spans of its own, so a trace of the client's goes through to servers that do, such as vLLM's.
+"""The trace of a request (W3C Trace Context), parsed from its headers and sent unchanged with its legs. Baton makes no
+spans of its own; a client's trace reaches servers that do, such as vLLM's.
 """
 
 from __future__ import annotations
@@ -22,29 +21,30 @@ class _Headers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A `traceparent` that is well formed, and the `tracestate` that came with it."""
+    """A well-formed `traceparent` and its `tracestate`."""
 
     traceparent: str
     tracestate: str | None = None
 
     @property
     def id(self) -> str:
-        """The trace's id, 32 hexadecimal digits."""
+        """The trace id, 32 hex digits."""
         return self.traceparent.split("-")[1]
 
     def headers(self) -> Mapping[str, str]:
-        """As they came."""
+        """The headers as received."""
         state = {} if self.tracestate is None else {TRACESTATE: self.tracestate}
         return {TRACEPARENT: self.traceparent, **state}
 
 
-# Of the request that the current task, or the one that started it, serves.
+# The trace of the request that the current task serves. Tasks inherit it.
 TRACE: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 
 def trace_of(headers: _Headers) -> Trace | None:
-    """The trace that headers name; None where they name none, or not as the standard wants it: then there is no state
-    either, and one that is too long or no text is left out."""
+    """The trace in request headers; None if it is missing or malformed. A `tracestate` that is too long or not
+    printable ASCII is dropped.
+    """
     parents = headers.getall(TRACEPARENT, [])
     found = _PARENT.fullmatch(parents[0]) if len(parents) == 1 and len(parents[0]) <= _MAX_PARENT else None
     if found is None or (found[1] == "00" and found[3] is not None):

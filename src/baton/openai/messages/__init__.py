@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, as chats."""
+"""Anthropic's Messages API, served as chats."""
 
 from baton.openai.messages.answer import count_tokens, make_message_plan, respond
 from baton.openai.messages.errors import error_body, error_event

@@ -1,4 +1,4 @@
-"""Plans and answers of `POST /v1/messages`: a chat is planned and run, and told as a message."""
+"""Plans and responses of `POST /v1/messages`. A request runs as a chat, and its output becomes a message."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from baton.openai.tools import NO_PARSING, CheckedTools, Parsing
 
 @dataclass(frozen=True, slots=True)
 class MessagePlan:
-    """The plan of the chat that answers a request."""
+    """The plan of the chat that serves a message."""
 
     plan: Plan
 
     @property
     def id(self) -> str:
-        """Of the message; log lines of its chat have the same number."""
+        """The message's id, with the number of the chat's id in log lines."""
         return f"msg_{self.plan.id.partition('-')[2]}"
 
 
 def make_message_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> MessagePlan:
-    """Raises `RequestError` naming what cannot be served, `UnknownModelError` for another model."""
+    """Raises `RequestError` for what is not supported, `UnknownModelError` for another model."""
     request = read(body)
     check_model(request.model, model)
     try:
@@ -48,8 +48,7 @@ def make_message_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PAR
 
 
 def count_tokens(body: bytes, model: ServedModel) -> Json:
-    """The answer of `POST /v1/messages/count_tokens`: how many tokens the same message's prompt has. Raises as
-    `make_message_plan` does."""
+    """The response to `POST /v1/messages/count_tokens`. Raises the errors of `make_message_plan`."""
     request = read_count(body)
     check_model(request.model, model)
     try:
@@ -62,7 +61,7 @@ def count_tokens(body: bytes, model: ServedModel) -> Json:
 
 
 async def respond(service: OpenAIService, asked: MessagePlan) -> bytes | AsyncGenerator[bytes, None]:
-    """Answer: a body, or whole server-sent events to stream."""
+    """Return a body, or server-sent events to stream."""
     plan = asked.plan
     outputs = service.begin(plan)
     blocks = Blocks(outputs[0], asked.id)
@@ -116,7 +115,7 @@ def _end(blocks: Blocks) -> Json:
 
 
 def _usage(asked: MessagePlan, output: SampleOutput) -> Json:
-    """As Anthropic counts, tokens that were cached are not among those of the input."""
+    """Anthropic's usage: `input_tokens` excludes cached tokens."""
     cached = output.num_cached_tokens
     return {
         "input_tokens": len(asked.plan.prompts[0]) - cached,

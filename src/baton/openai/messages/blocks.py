@@ -1,7 +1,5 @@
-"""The content of a message as it grows: blocks, and the events that tell of them.
-
-Events follow Anthropic's streaming of messages: a block starts, grows in deltas and stops. A whole message is what the
-events add up to.
+"""The content blocks of a message, and their streaming events as in Anthropic's API: a block starts, grows by deltas
+and stops. A whole message is the sum of the events.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from baton.parsing import Content, ParsedEvent, Reasoning
 
 
 class Blocks:
-    """The blocks of one message, in the order in which they began. One grows at a time: the last.
+    """The blocks of one message, in order; only the last one grows.
 
-    `output` has the ids of calls. `signature`: of blocks of thinking, whose text is signed by nobody here.
+    `output` has the ids of calls. `signature`: the signature of thinking blocks, which is not a real one.
     """
 
     def __init__(self, output: SampleOutput, signature: str) -> None:
@@ -29,7 +27,7 @@ class Blocks:
         self._arguments = ""
 
     def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
-        """The events of a piece of the answer: what the parser found in it or, where nothing parses, its text."""
+        """The events of a delta: from what the parser found or, without a parser, from its text."""
         found: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
         for event in found:
             if isinstance(event, Content | Reasoning):
@@ -39,11 +37,11 @@ class Blocks:
                 yield from self._call(event.index, event.arguments)
         if delta.finish_reason is not None:
             if not self.blocks:
-                yield self._start({"type": "text", "text": ""})  # clients look at the first block of an empty answer
+                yield self._start({"type": "text", "text": ""})  # clients expect a block even in an empty response
             yield from self._stop()
 
     def stop_reason(self) -> tuple[str | None, str | None]:
-        """`stop_reason` and `stop_sequence` of an answer that has ended."""
+        """`stop_reason` and `stop_sequence` at the end."""
         output = self._output
         if output.finish_reason == "length":
             return "max_tokens", None
@@ -72,7 +70,7 @@ class Blocks:
             yield self._delta({"type": "input_json_delta", "partial_json": arguments})
 
     def _stop(self) -> Iterator[Json]:
-        """End the block that grows, if one does."""
+        """Stop the growing block, if any."""
         if self._growing is None:
             return
         block = self.blocks[-1]
@@ -80,7 +78,7 @@ class Blocks:
             block["signature"] = self._signature
             yield self._delta({"type": "signature_delta", "signature": self._signature})
         elif block["type"] == "tool_use":
-            # What is cut off is no JSON; the stop reason says so.
+            # Arguments that were cut off are not valid JSON; the stop reason shows it.
             block["input"] = _object(self._arguments) or {}
         self._growing = None
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
@@ -95,7 +93,7 @@ class Blocks:
 
 
 def _object(arguments: str) -> dict[str, Any] | None:
-    """The object of a call's arguments; None for what is none. Numbers stay as exact as JSON in Python has them."""
+    """The arguments of a call as an object, or None. Numbers are as exact as Python's JSON."""
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError, RecursionError):

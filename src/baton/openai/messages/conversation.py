@@ -1,4 +1,4 @@
-"""The `system` and `messages` of a request as the messages of a chat."""
+"""From `system` and `messages` of a request to chat messages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from baton.openai.requests import ChatMessage, ContentPart
 from baton.openai.tools import CalledFunction, ToolCall
 from baton.text import Tokenizer
 
-# A text that Claude Code puts before its system prompt, with a number that differs each time.
+# Claude Code puts a text with this prefix, and a number that always differs, before its system prompt.
 _BILLING = "x-anthropic-billing-header"
 _PROBE = [{"role": role, "content": "a"} for role in ("system", "user", "system", "user")]
 
 
 class Block(msgspec.Struct, kw_only=True):
-    """One block of a message's content."""
+    """A block of a message's content."""
 
     type: str
     text: str | None = None
@@ -41,10 +41,10 @@ class InputMessage(msgspec.Struct, kw_only=True):
 def messages_of(
     system: str | list[Block] | None, given: Sequence[InputMessage], tokenizer: Tokenizer
 ) -> tuple[list[ChatMessage], bool]:
-    """The messages of the chat, and whether the model goes on with the last one, which is its own then.
+    """The chat messages, and whether the model must continue the last one, an assistant message.
 
-    System messages among the others join the first one where the template wants all of it there. Raises `RequestError`
-    naming the block.
+    Later system messages are merged into the first if the template accepts none in other places. Raises `RequestError`
+    with the block's name.
     """
     if not given:
         raise RequestError("messages must not be empty", "messages")
@@ -88,7 +88,7 @@ def _system(content: str | list[Block], field: str) -> str:
 
 
 def _add_user(messages: list[ChatMessage], blocks: list[Block], calls: set[str], field: str) -> None:
-    """Results of tools are messages of their own, before what the user says beside them."""
+    """Add a user message. Tool results become messages of their own before it."""
     parts: list[ContentPart] = []
     for index, block in enumerate(blocks):
         here = f"{field}[{index}]"
@@ -121,7 +121,7 @@ def _assistant(blocks: list[Block], calls: set[str], field: str) -> ChatMessage:
                 raise RequestError(f"{here} needs id and name", here)
             calls.add(block.id)
             made.append(ToolCall(id=block.id, function=CalledFunction(name=block.name, arguments=block.input or {})))
-        elif block.type != "redacted_thinking":  # whose text nobody but Anthropic has
+        elif block.type != "redacted_thinking":  # only Anthropic can read it
             parts.append(ContentPart(type="text", text=_text(block, here)))
     return ChatMessage(
         role="assistant",

@@ -1,7 +1,7 @@
-"""Bodies of `POST /v1/messages` and `/v1/messages/count_tokens`, and what they ask for as a chat.
+"""Bodies of `POST /v1/messages` and `/v1/messages/count_tokens`, converted to chats.
 
-Source: Anthropic's Messages API, and vLLM where that leaves it to a server. Fields beyond Anthropic's are those of chat
-completions here.
+Source: Anthropic's Messages API, and vLLM for what that leaves open. Fields that are not Anthropic's are those of chat
+completions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _THINKING = "enable_thinking"
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
-    """One of `tools`; only those that a client runs by a schema of its own are served."""
+    """One of `tools`; only tools with an `input_schema`, run by the client, are supported."""
 
     name: str
     type: str | None = None
@@ -42,7 +42,7 @@ class AnthropicToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """`thinking`. A budget is no bound here: `max_tokens` is."""
+    """`thinking`. `budget_tokens` has no effect; `max_tokens` is the limit."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
@@ -63,7 +63,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
-    """Body of `POST /v1/messages/count_tokens`; None is the default, as clients send null."""
+    """Body of `POST /v1/messages/count_tokens`. Optional fields default to None, because clients send null."""
 
     model: str
     messages: list[InputMessage]
@@ -93,7 +93,7 @@ _CALLED = {
     **{"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config.format"},
     "reasoning_effort": "output_config.effort",
 }
-# What is refused beside what chats refuse. A chat's field that is not one of messages would be ignored in silence.
+# Refused besides what chats refuse. A chat's field that messages do not have would otherwise be silently ignored.
 REFUSED = {
     **{
         name: Refused("is not a field of messages", (False,))
@@ -103,7 +103,7 @@ REFUSED = {
     "mcp_servers": Refused("is not supported: the client runs the tools", ()),
     "container": Refused("is not supported: the client runs the tools", ()),
 }
-# A chat's names of what has another name here.
+# From names of a chat's fields to those of messages.
 _NAMES = (
     (re.compile(r"max_completion_tokens"), "max_tokens"),
     (re.compile(r"response_format\.json_schema\.schema"), "output_config.format.schema"),
@@ -115,17 +115,17 @@ _NAMES = (
 
 
 def read(body: bytes) -> MessagesRequest:
-    """Raises `RequestError` naming the field that is malformed or not served."""
+    """Raises `RequestError` for a field that is malformed or not supported."""
     return decode_body(body, MessagesRequest, served=_SERVED, also=REFUSED)
 
 
 def read_count(body: bytes) -> CountTokensRequest:
-    """Raises as `read` does. What only a message has is ignored, as clients count what they would send."""
+    """Raises the errors of `read`. Fields of messages only are ignored, because clients send the same body to both."""
     return decode_body(body, CountTokensRequest, served=_SERVED, also=REFUSED)
 
 
 def to_chat(request: CountTokensRequest, model: ServedModel) -> ChatRequest:
-    """The chat that a request asks for. Raises `RequestError` naming the field."""
+    """Convert a request to a chat. Raises `RequestError` with the field's name."""
     tools = [_tool(index, tool) for index, tool in enumerate(request.tools or ())]
     messages, goes_on = messages_of(request.system, request.messages, model.tokenizer)
     choice, config = request.tool_choice, request.output_config
@@ -150,7 +150,7 @@ def to_chat(request: CountTokensRequest, model: ServedModel) -> ChatRequest:
 
 
 def named_here(error: RequestError) -> RequestError:
-    """The refusal of a chat, by the field of the message that it came from."""
+    """Rename the chat's field in a refusal to the message's field."""
     text, param = str(error), error.param
     if param is None:
         return error
@@ -161,7 +161,7 @@ def named_here(error: RequestError) -> RequestError:
 
 
 def _variables(request: CountTokensRequest, model: ServedModel) -> dict[str, Any] | None:
-    """The template's variables: whether it lets the model think, where it can be told."""
+    """The template's variables, with `enable_thinking` if the template has it and the request decides it."""
     given, thinking = request.chat_template_kwargs, request.thinking
     if (
         thinking is None

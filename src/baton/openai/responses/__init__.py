@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, without state: each request brings the whole conversation, and is run as a chat."""
+"""OpenAI's Responses API, stateless and served as chats: each request has the whole conversation."""
 
 from baton.openai.responses.answer import ResponsePlan, make_response_plan, respond
 

@@ -1,4 +1,4 @@
-"""Plans and answers of `POST /v1/responses`: a chat is planned and run, and told as a response."""
+"""Plans and responses of `POST /v1/responses`. A request runs as a chat, and its output becomes a response."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from baton.openai.tools import NO_PARSING, Parsing
 
 @dataclass(frozen=True, slots=True)
 class ResponsePlan:
-    """A request, and the plan of the chat that answers it."""
+    """A request, and the plan of the chat that serves it."""
 
     request: ResponsesRequest
     plan: Plan
 
     @property
     def id(self) -> str:
-        """Of the response; log lines of its chat have the same number."""
+        """The response's id, with the number of the chat's id in log lines."""
         return f"resp_{self.plan.id.partition('-')[2]}"
 
 
 def make_response_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> ResponsePlan:
-    """Raises `RequestError` naming what cannot be served, `UnknownModelError` for another model."""
+    """Raises `RequestError` for what is not supported, `UnknownModelError` for another model."""
     request = read(body)
     try:
         plan = plan_chat(checked(to_chat(request)), model, parsing)
@@ -46,7 +46,7 @@ def make_response_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PA
 
 
 async def respond(service: OpenAIService, asked: ResponsePlan) -> bytes | AsyncGenerator[bytes, None]:
-    """Answer: a body, or whole server-sent events to stream."""
+    """Return a body, or server-sent events to stream."""
     plan = asked.plan
     outputs = service.begin(plan)
     items = Items(asked.id, outputs[0], plan.tells_reasoning)
@@ -88,7 +88,7 @@ async def _events(
 
 
 def _response(asked: ResponsePlan, items: Items, output: SampleOutput | None) -> Json:
-    """The response object; `output` is the whole answer, None while it is not there."""
+    """The response object. `output` is None before the end."""
     request, plan = asked.request, asked.plan
     stopped_short = output is not None and output.finish_reason == "length"
     reasoning: Any = request.reasoning or {"effort": None, "summary": None}
@@ -121,7 +121,7 @@ def _response(asked: ResponsePlan, items: Items, output: SampleOutput | None) ->
 
 
 def _usage(plan: Plan, output: SampleOutput) -> Json:
-    """Tokens of reasoning are those that its text takes: an answer's text is parsed, and not its tokens."""
+    """The usage. Reasoning tokens are counted by tokenising the reasoning, because the parser works on text."""
     counted = usage(plan, [output])
     reasoning = output.reasoning
     num_reasoning = len(plan.model.tokenizer.encode(reasoning, False)) if reasoning else 0

@@ -1,4 +1,4 @@
-"""The `input` of a response as the messages of a chat."""
+"""From the `input` of a request to chat messages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """One item of a conversation: a message, a function's call, its output, or reasoning. `type` may be left out of a
-    message. Items of earlier responses can be sent as they came."""
+    """An item of a conversation: a message (the default `type`), a function call, its output, or reasoning. Items of
+    earlier responses are accepted unchanged.
+    """
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -31,15 +32,15 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[ChatMessage]:
-    """What the assistant says, calls and reasons in a row is one message. Templates know no role "developer": its
-    messages are the system's.
+    """The chat messages. Successive reasoning, text and calls of the assistant become one message. Role "developer"
+    becomes "system", because templates do not know it.
 
-    Raises `RequestError` naming the item.
+    Raises `RequestError` with the item's name.
     """
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     if isinstance(given, str):
         return [*messages, ChatMessage(role="user", content=given)]
-    # Before any is looked at, whose number a body does not bound.
+    # Checked first: a body's size alone does not limit the work per item.
     if len(given) > MAX_MESSAGES:
         raise RequestError(f"input must be at most {MAX_MESSAGES} items", "input")
     calls = {item.call_id for item in given if item.type == "function_call"}
@@ -85,7 +86,7 @@ def _add(messages: list[ChatMessage], item: InputItem, field: str) -> None:
 
 
 def _assistant(messages: list[ChatMessage], begins: Callable[[ChatMessage], bool]) -> ChatMessage:
-    """The message of the assistant that an item belongs to: the last, unless it is another's or a new one `begins`."""
+    """The assistant message that an item belongs to: the last one, or a new one after another role or if `begins`."""
     if not messages or messages[-1].role != "assistant" or begins(messages[-1]):
         messages.append(ChatMessage(role="assistant"))
     return messages[-1]

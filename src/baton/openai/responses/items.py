@@ -1,7 +1,5 @@
-"""The output of a response as it grows: items, and the events that tell of them.
-
-Events follow OpenAI's streaming of responses: an item is added, its content comes in deltas, and each level is told
-again when it is done. A whole response is what the events add up to.
+"""The output items of a response, and their streaming events as in OpenAI's API: an item is added, its content comes in
+deltas, and each level is repeated when it is done. A whole response is the sum of the events.
 """
 
 from __future__ import annotations
@@ -12,15 +10,15 @@ from baton.openai.format import Json
 from baton.openai.output import Delta, SampleOutput
 from baton.parsing import Content, ParsedEvent, Reasoning
 
-# The prefix of an item's id, the type of its only part, and of the events about that part's text.
+# Prefix of the item's id, type of its only part, and name of the events of that part's text.
 _MESSAGE = ("msg", "output_text", "output_text")
 _REASONING = ("rs", "reasoning_text", "reasoning_text")
 
 
 class Items:
-    """The items of one response, in the order in which they began. One grows at a time: the last.
+    """The items of one response, in order; only the last one grows.
 
-    `output` has the ids of calls. `tells_reasoning`: whether reasoning is told.
+    `output` has the ids of calls. `tells_reasoning`: whether reasoning is part of the response.
     """
 
     def __init__(self, response_id: str, output: SampleOutput, tells_reasoning: bool) -> None:
@@ -29,7 +27,7 @@ class Items:
         self._growing: object = None
 
     def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
-        """The events of a piece of the answer: what the parser found in it or, where nothing parses, its text."""
+        """The events of a delta: from what the parser found or, without a parser, from its text."""
         found: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
         for event in found:
             if isinstance(event, Content | Reasoning):
@@ -77,11 +75,11 @@ class Items:
 
     def _end(self, status: str) -> Iterator[Json]:
         if not self.items:
-            yield from self._begin_text(_MESSAGE)  # an answer without a word is an empty message
+            yield from self._begin_text(_MESSAGE)  # an empty response is an empty message
         yield from self._done(status)
 
     def _done(self, status: str) -> Iterator[Json]:
-        """End the item that grows, if one does."""
+        """End the growing item, if any."""
         if self._growing is None:
             return
         item, place = self.items[-1], self._place()

@@ -1,7 +1,7 @@
-"""Bodies of `POST /v1/responses`, and what they ask for as a chat.
+"""Bodies of `POST /v1/responses`, converted to chats.
 
-Source: OpenAI's Responses API. Nothing is kept between requests, so a client sends the whole conversation as `input`.
-Fields beyond OpenAI's are those of chat completions here.
+Source: OpenAI's Responses API. Responses are not stored, so `input` must be the whole conversation. Fields that are not
+OpenAI's are those of chat completions.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from baton.openai.structured import JsonSchema, ResponseFormat
 from baton.openai.tools import FunctionName, FunctionTool, NamedChoice, Tool, ToolChoice
 
 _KEPT = "is not supported: responses are not kept, so send the whole conversation as input"
-# What may be asked to be included: reasoning is told in plain words, so its encrypted form adds nothing.
+# The only `include` that is accepted. It adds nothing, because reasoning is returned as plain text.
 _INCLUDED = "reasoning.encrypted_content"
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    """One of `tools`; only functions are served."""
+    """One of `tools`; only functions are supported."""
 
     type: str
     name: str | None = None
@@ -33,7 +33,7 @@ class ResponseTool(msgspec.Struct, kw_only=True):
 
 
 class ChosenTool(msgspec.Struct, kw_only=True):
-    """`tool_choice` of one function."""
+    """`tool_choice` that names one function."""
 
     type: str
     name: str | None = None
@@ -65,7 +65,7 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(CommonFields, kw_only=True):
-    """Body of `POST /v1/responses`; None is the default, as clients send null."""
+    """Body of `POST /v1/responses`. Optional fields default to None, because clients send null."""
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -89,8 +89,8 @@ _CALLED = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
     **{"messages": "input", "response_format": "text.format", "reasoning_effort": "reasoning.effort"},
 }
-# What is refused beside what chats refuse, and the values at which a field asks for nothing: a chat's field that is not
-# one of responses would be ignored in silence.
+# Refused besides what chats refuse, with the values that have no effect. A chat's field that responses do not have
+# would otherwise be silently ignored.
 REFUSED = {
     **{
         name: Refused("is not a field of responses", _NEUTRAL.get(name, (False,)))
@@ -108,9 +108,9 @@ REFUSED = {
     "access_programs": Refused("is not supported", ()),
     "enable_response_messages": Refused("is not supported: the answer does not hold it", (False,)),
 }
-# Parameters that a chat has by the same name.
+# Fields with the same name in a chat.
 _AS_ASKED = _SERVED & {*ChatRequest.__struct_fields__} - {"tools", "tool_choice"}
-# A chat's names of what has another name here.
+# From names of a chat's fields to those of responses.
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
@@ -121,7 +121,7 @@ _NAMES = {
 
 
 def read(body: bytes) -> ResponsesRequest:
-    """Raises `RequestError` naming the field that is malformed or not served."""
+    """Raises `RequestError` for a field that is malformed or not supported."""
     request = decode_body(body, ResponsesRequest, served=_SERVED, also=REFUSED)
     for item in request.include or ():
         if item != _INCLUDED:
@@ -135,7 +135,7 @@ def read(body: bytes) -> ResponsesRequest:
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:
-    """The chat that a request asks for. Raises `RequestError` naming the field."""
+    """Convert a request to a chat. Raises `RequestError` with the field's name."""
     same = {name: getattr(request, name) for name in _AS_ASKED}
     return ChatRequest(
         messages=messages_of(request.instructions, request.input),
@@ -150,7 +150,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
 
 
 def named_here(error: RequestError) -> RequestError:
-    """The refusal of a chat, by the field of the response that it came from."""
+    """Rename the chat's field in a refusal to the response's field."""
     name = _NAMES.get(error.param or "")
     if name is None:
         return error
@@ -159,7 +159,7 @@ def named_here(error: RequestError) -> RequestError:
 
 
 def field_here(name: str) -> str:
-    """What a chat's field is called in a response."""
+    """The response's name of a chat's field."""
     return _NAMES.get(name, name)
 
 
