@@ -21,11 +21,11 @@ from baton.cli.verify import verify_command
 from baton.deployment.processes import CONFIG_STATUS
 from baton.errors import BatonError, ConfigError, RequestError
 
-# How often a thread of GNU's OpenMP looks for its next work before it sleeps: longer than an engine leaves it idle
-# within a step, shorter than is a loss where others need its core. Its own default is milliseconds.
+# How often a GNU OpenMP thread polls for work before it sleeps: longer than the idle times within an engine's step, but
+# too short to cost other processes much. The runtime's own default lasts milliseconds.
 _SPIN_COUNT = 20_000
 
-# Click's, which is a part of typer or a package of its own, as of typer's version.
+# Click's class. Depending on typer's version, click is a part of typer or a package of its own.
 _UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
@@ -33,7 +33,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Tables cut names of flags short on narrow terminals.
+    # Tables would truncate flag names on narrow terminals.
     rich_markup_mode=None,
 )
 
@@ -75,24 +75,24 @@ app.add_typer(bench_app, name="bench")
 
 
 def _dashes(argument: str) -> str:
-    """A flag with dashes in its name for underscores, which vLLM takes too."""
+    """Replace underscores in a flag's name by dashes, as vLLM does."""
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
 def main() -> None:
-    """Run the command line. Exit status: 2 for a bad setting or request, 1 for another error of Baton's."""
+    """Run the command line. Exit status: 2 for a bad setting or request, 1 for any other Baton error."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     arguments = [_dashes(argument) for argument in sys.argv[1:]]
     if wants_json(arguments, os.environ):
         log_to_stderr(form="json")
-    # The runtime reads it when it is loaded, which is with PyTorch, so not before a command runs.
+    # The OpenMP runtime reads it when it is loaded with PyTorch, so not before a command runs.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
     try:
         status = app(arguments, standalone_mode=not logs())
         raise SystemExit(status if isinstance(status, int) else 0)
-    except _UsageError as error:  # lines of usage would be no JSON
+    except _UsageError as error:  # click's usage text would not be JSON
         logger.error("%s", error.format_message())
         raise SystemExit(error.exit_code) from None
     except BatonError as error:

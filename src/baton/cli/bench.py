@@ -1,4 +1,4 @@
-"""The `baton bench` commands: figures as a table, or with --json as one JSON object."""
+"""The `baton bench` commands. Results are a table, or with --json one JSON object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `baton bench handoff` and `baton bench transport`. Neither needs a model."""
+"""`baton bench handoff` and `baton bench transport`, which need no model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from baton.cli.tables import JsonFlag, OutputJson, parse_list, show_table, write
 from baton.engine.config import parse_size
 from baton.errors import ConfigError
 
-# Block tables are planned in memory before the pool that would hold them is allocated.
+# Block tables are planned before the pool for their pages is allocated.
 _MAX_TOKENS = 1 << 20
 _SHAPE = "Of the modelled target: "
 
 
 @dataclass(frozen=True, slots=True)
 class KVOptions:
-    """What is handed over: a target, and a drafter of one such layer."""
+    """The KV to hand over: that of a target, and of a drafter with one such layer."""
 
     num_layers: Annotated[int, typer.Option(min=1, help=_SHAPE + "layers.")] = 16
     num_kv_heads: Annotated[int, typer.Option(min=1, help=_SHAPE + "heads of K and V.")] = 8
@@ -35,7 +35,7 @@ class KVOptions:
 
 @dataclass(frozen=True, slots=True)
 class HandoffOptions:
-    """Between whom, and how."""
+    """Ranks, transport and schedule of the handoffs."""
 
     num_tokens: Annotated[str, typer.Option(help="Lengths of prompts.")] = "512,2048,8192"
     fragmentation: Annotated[str, typer.Option(help="Order of pages: fresh, churned by a thousand requests, full.")] = (
@@ -108,7 +108,7 @@ def transport_command(
     rows: list[dict[str, Any]] = []
     for uri in uris:
         found = [dataclasses.asdict(figures) for figures in measure_copies(uri, sizes, runs, num_iters)]
-        # Once is enough of what is the same for all.
+        # memcpy's rows are the same for all transports, so they are kept once.
         rows += [row for row in found if not rows or row["transport"] != "memcpy"]
     planning = measure_planning()
     _tell({"copies": rows, **planning}, rows, output_json, json_)

@@ -1,5 +1,6 @@
-"""`baton serve --data-parallel-size N`: a process for each rank, which is a server of its own. They begin and end
-together; this process computes nothing."""
+"""`baton serve --data-parallel-size N`: starts one server process per rank. They start and end together; this process
+computes nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from baton.errors import ConfigError, EngineUnavailableError
 from baton.openai.serving import bind
 
 _LOOK_S = 0.1
-# Tries to find as many free ports in a row.
+# Tries to find a row of free ports.
 _TRIES = 50
 
 
 def free_ports(host: str, port: int, count: int) -> list[int]:
-    """`port` and those behind it, or with 0 as many free ones in a row. Raises `ConfigError` where one is taken.
+    """`port` and those after it, or for 0 free ports in a row. Raises `ConfigError` if one is taken.
 
-    They are free when this returns: whoever binds them must do so soon.
+    The ports are free when this returns, but not reserved.
     """
     for left in reversed(range(_TRIES if port == 0 else 1)):
         with contextlib.ExitStack() as held:
@@ -43,13 +44,13 @@ def free_ports(host: str, port: int, count: int) -> list[int]:
 
 
 class DataRanks:
-    """The processes of all ranks, each with the flags of this command and a few of its own.
+    """The processes of all ranks. Each gets this command's flags and a few of its own. If one ends by itself, all end.
 
-    `engine_id`: the ranks' are this with `_dp0`, `_dp1`.. behind it. One that ends by itself ends all.
+    A rank's engine id is `engine_id` with the suffix `_dp0`, `_dp1`...
     """
 
     def __init__(self, size: int, engine_id: str, ports: Sequence[int], engines_per_host: int) -> None:
-        # By files in it ranks find each other; no other user can read it.
+        # Ranks find each other through files here, which other users cannot read.
         self._directory = RunDirectory("data-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []
@@ -77,7 +78,7 @@ class DataRanks:
                 stdin=subprocess.DEVNULL,
                 env={"OMP_NUM_THREADS": str(max(1, cores // size)), **os.environ},
                 pass_fds=[write],
-                # Ctrl-C reaches this process alone, which passes it on.
+                # Ctrl-C reaches only this process, which passes it on.
                 start_new_session=True,
             )
         finally:
@@ -86,8 +87,9 @@ class DataRanks:
         self._processes.append(process)
 
     def await_ready(self, reporter: Reporter) -> tuple[list[str], str]:
-        """Wait until all ranks serve; returns their URLs, and how much KV each has. Raises `EngineUnavailableError`
-        when one ends before."""
+        """Wait until all ranks serve. Returns their URLs and the KV capacity of one rank. Raises
+        `EngineUnavailableError` if a rank ends before.
+        """
         urls: dict[int, str] = {}
         kv, pending = "", [b""] * len(self._pipes)
         with selectors.DefaultSelector() as selector:
@@ -109,12 +111,13 @@ class DataRanks:
         return [urls[rank] for rank in range(len(urls))], kv
 
     def wait(self) -> None:
-        """Wait until all have ended, as they were told to. Raises `EngineUnavailableError` with the first that ends by
-        itself; the others are ended then."""
+        """Wait until all ranks have ended after a signal. If one ends by itself, raises `EngineUnavailableError` with
+        its status; the caller then ends the others.
+        """
         while any(process.poll() is None for process in self._processes):
             ended = {rank: status for rank, one in enumerate(self._processes) if (status := one.poll()) is not None}
             if ended and not self._told:
-                # The others of one that was killed, whose status is negative, end by themselves soon.
+                # A killed rank has a negative status. The others end by themselves soon after it, so it is the cause.
                 raise EngineUnavailableError(self._end_of(min(ended, key=lambda rank: ended[rank])))
             time.sleep(_LOOK_S)
         failed = [rank for rank, process in enumerate(self._processes) if process.returncode != 0]
@@ -141,7 +144,7 @@ class DataRanks:
                 process.send_signal(number)
 
     def close(self) -> None:
-        """End all ranks that run: one alone cannot go on, nor end in order."""
+        """End all running ranks. Without a signal they are killed: a rank without the others cannot end in order."""
         for process in self._processes:
             if not self._told and process.poll() is None:
                 process.kill()

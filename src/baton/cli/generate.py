@@ -1,4 +1,4 @@
-"""`baton generate`: one prompt, one process, the answer on stdout as it comes."""
+"""`baton generate`: generate from one prompt in this process, streamed to stdout."""
 
 from __future__ import annotations
 

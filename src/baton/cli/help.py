@@ -1,4 +1,4 @@
-"""How `--help` shows the many flags of a command: in groups, after an example, as plain text of any width."""
+"""The format of `--help`: flags in groups, as plain text of any width, then an example."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _ROLES, _OTHERS = "Engines of one role", "Options"
 
 
 def panel_of(name: str) -> str:
-    """The group in which a flag is shown."""
+    """The group of a flag."""
     own = name.startswith(("prefill_", "decode_"))
     return _PANEL_OF.get(name, _ROLES if own else _OTHERS)
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose flags are shown in groups, in the order of the groups above, and its epilog as it is written."""
+    """A command that lists its flags by group, in the order of `_PANELS`, and prints its epilog unchanged."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         found: dict[str, list[tuple[str, str]]] = {}

@@ -1,4 +1,4 @@
-"""The `baton bench serve` command: a load on a server that runs already. Flags and JSON keys are vLLM's."""
+"""`baton bench serve`: benchmark a running server. Flags and JSON keys are vLLM's."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from baton.cli.load_options import DatasetOptions, ReportOptions, TargetOptions,
 from baton.cli.tables import JsonFlag, show_table
 from baton.errors import ConfigError, EngineUnavailableError
 
-# Lists with an entry for each request: of interest beside --save-detailed alone.
+# Lists with an entry per request, only for --save-detailed.
 _DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 _LISTS = (*_DETAILS, "latencies", "queue_times")
-# Of a sweep's table, before the metrics'.
+# The first columns of a sweep's table.
 _COLUMNS = ("request_rate", "completed", "failed", "request_throughput", "request_goodput", "output_throughput")
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedFigures:
-    """Which figures."""
+    """The figures to report."""
 
     metrics: tuple[str, ...]
     percentiles: tuple[float, ...]
@@ -84,7 +84,7 @@ def _measure(
     asked: ReportedFigures,
     first: bool,
 ) -> dict[str, Any]:
-    """The result of one rate. Raises `EngineUnavailableError` where the first one has no answer at all."""
+    """The result of one rate. Raises `EngineUnavailableError` if no request of the first rate is answered."""
     from baton.bench.load_figures import load_figures, spec_decode_figures
 
     run, tokenizer = asyncio.run(_run(target, dataset, traffic if first else replace(traffic, num_warmups=0)))
@@ -112,7 +112,7 @@ def _measure(
 
 
 def _hand_to(tool: LoadTool, *options: Any) -> NoReturn:
-    """Run another load generator instead, and end as it does."""
+    """Run another load generator, and exit with its status."""
     *groups, json_output = options
     settings = {name: value for group in groups for name, value in asdict(group).items()}
     defaults = {f.name: f.default for group in groups for f in fields(group)}
@@ -127,7 +127,7 @@ def _hand_to(tool: LoadTool, *options: Any) -> NoReturn:
 
 
 async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficOptions) -> tuple[Any, str]:
-    """The run, and the checkpoint of the vocabulary."""
+    """The run, and the tokenizer's checkpoint."""
     import numpy as np
 
     from baton.bench.load import Load, run_load
@@ -173,14 +173,14 @@ async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficO
 
 
 def _local(root: str | None) -> str:
-    """Where the server says its checkpoint is. What it names on the hub is not fetched: users choose what they load."""
+    """The server's checkpoint, if it is a local directory. A hub name is not fetched: only users choose downloads."""
     if root is None or not os.path.isdir(root):
         raise ConfigError("tokenizer", f"must be given: the server's checkpoint is no directory here, but {root!r}")
     return root
 
 
 def _check(traffic: TrafficOptions, report: ReportOptions) -> list[TrafficOptions]:
-    """The traffic of each rate."""
+    """The traffic of each rate. Raises `ConfigError`."""
     for name in ("request_rate", "burstiness"):
         if not getattr(traffic, name) > 0.0:
             raise ConfigError(name, f"must be above 0, got {getattr(traffic, name)}")
@@ -218,7 +218,7 @@ def _filename(result: dict[str, Any], traffic: TrafficOptions) -> str:
 
 
 def _columns(result: dict[str, Any]) -> list[str]:
-    """Of the metrics, what a line has room for."""
+    """The metrics that fit a table row."""
     return [name for name in result if name.endswith("_ms") and not name.startswith(("mean_", "std_"))]
 
 

@@ -1,4 +1,4 @@
-"""The flags of `baton bench serve`. Names and defaults are vLLM's, but for sweeps."""
+"""The flags of `baton bench serve`. Names and defaults are vLLM's, except for sweeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """Who is asked."""
+    """The server."""
 
     base_url: Annotated[str, typer.Option(help="Server or router.")] = "http://127.0.0.1:8000"
     model: Annotated[str | None, typer.Option(help="Name to ask for; default: the first that is served.")] = None
@@ -27,7 +27,7 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    """What is asked."""
+    """The prompts."""
 
     dataset_name: Annotated[Literal["random", "prefix_repetition"], typer.Option(help="Kind of prompts.")] = "random"
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 1000
@@ -44,7 +44,7 @@ class DatasetOptions:
 
 @dataclass(frozen=True, slots=True)
 class TrafficOptions:
-    """When it is asked."""
+    """The schedule of requests."""
 
     request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = math.inf
     sweep: Annotated[str | None, typer.Option(help="Rates one after the other, instead: '2,4,8'.")] = None
@@ -60,7 +60,7 @@ class TrafficOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """What is told."""
+    """The figures, and where they are written."""
 
     percentile_metrics: Annotated[
         str, typer.Option(help="Of ttft, tpot, itl, e2el, client_queue_time, handoff, handoff_overhead.")

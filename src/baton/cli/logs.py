@@ -1,4 +1,4 @@
-"""How a command that serves logs: one line for each record on stderr, as text or as JSON, with its time in UTC."""
+"""Logging of commands that serve: one line per record on stderr, as text or JSON, with its time in UTC."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _time_of(record: logging.LogRecord) -> str:
 
 
 class _Text(logging.Formatter):
-    """A record as text. Each line of it, those of a traceback too, has the time, the level and the logger."""
+    """A record as text. Each of its lines, also in a traceback, has time, level and logger."""
 
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_time_of(record)} {record.levelname} {record.name}: "
@@ -34,7 +34,7 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """A record as one JSON object; the `fields` of a record stand beside its message."""
+    """A record as one JSON object, with its `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         found: dict[str, object] = {
@@ -54,8 +54,7 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
-    """Log what Baton says from `level` on, and warnings: of libraries, and Python's own. What ends the process without
-    being caught is logged too."""
+    """Log Baton's records from `level`, warnings of libraries and of Python, and uncaught exceptions."""
     handler = _Stderr(sys.stderr)
     handler.setFormatter(_Json() if form == "json" else _Text())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -67,12 +66,12 @@ def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
 
 
 def logs() -> bool:
-    """Whether `log_to_stderr` was called: then all that is said on stderr is log lines."""
+    """Whether `log_to_stderr` was called, so that stderr must only get log lines."""
     return any(isinstance(handler, _Stderr) for handler in logging.getLogger().handlers)
 
 
 def wants_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether a command line asks for JSON: what is wrong with it is told as JSON too."""
+    """Whether a command line asks for JSON logs, so that its own errors are logged as JSON too."""
     last = environment.get(f"{FLAG_VARIABLES}LOG_FORMAT")
     for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
         if argument == "--log-format":
@@ -83,13 +82,13 @@ def wants_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool
 
 
 def tell(text: str) -> None:
-    """Log each line of a text as what the command itself says."""
+    """Log each line of a text as the command's own message."""
     for line in text.splitlines():
         logger.info("%s", line)
 
 
 def pass_on(process: str, said: Said) -> None:
-    """Log a line of a child process as its own, with its time, its level and its logger."""
+    """Log a child's line with its own time, level and logger."""
     level = logging.getLevelName(said.level)
     own = logging.getLogger(said.logger if said.logger.startswith("baton") else f"baton.{said.logger}")
     if not isinstance(level, int) or not own.isEnabledFor(level):
@@ -106,5 +105,5 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
-    # The last line says what happened, for whoever started this process.
+    # The last line names the exception, for the parent process.
     logger.error("%s", "the process ends by an error that was not expected", exc_info=(kind, error, trace))

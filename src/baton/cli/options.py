@@ -1,4 +1,4 @@
-"""Flags in dataclasses, engine flags once for every command that starts engines. Names follow vLLM's."""
+"""Flags as dataclasses, so that all commands that start engines share theirs. Names follow vLLM's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from baton.parsing import REASONING_PARSERS, TOOL_PARSERS
 from baton.text import chosen_template
 from baton.wire import KVStream, Mode, Recovery, Role
 
-# As many rows delay the decodes beside them by less than a handoff's own share (docs/performance.md).
+# That many rows delay concurrent decodes less than a handoff's overhead would (docs/performance.md).
 MAX_LOCAL_PREFILL_LENGTH = 64
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ ModelArgument = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """How an engine computes: flags of all commands that start engines. Field names are the flags' names."""
+    """Engine flags of all commands that start engines. Field names are the flags' names."""
 
     speculative_config: Annotated[
         str | None,
@@ -89,7 +89,7 @@ class StepOptions:
     kv_stream: Annotated[KVStream, typer.Option(help="Push after the prefill, by chunk of it, or by layer.")] = "chunk"
 
     def to_flags(self) -> list[str]:
-        """Return the flags that give these options; for child processes."""
+        """The flags for a child process with these options."""
         flags: list[str] = []
         for option in dataclasses.fields(self):
             value = getattr(self, option.name)
@@ -103,7 +103,7 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions(StepOptions):
-    """All engine flags as given."""
+    """All engine flags."""
 
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the hub.")] = None
     served_model_name: Annotated[str | None, typer.Option(help="Name in the API; default: the directory's.")] = None
@@ -146,8 +146,9 @@ class EngineOptions(StepOptions):
         engine_id: str = "engine",
         process: ProcessOptions | None = None,
     ) -> EngineConfig:
-        """Return the checked configuration, with models of the hub fetched. Raises `ConfigError` naming the first
-        bad field."""
+        """Return the checked configuration, after fetching models from the hub. Raises `ConfigError` for the first bad
+        field.
+        """
         own = process or ProcessOptions()
         settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         settings["engines_per_host"] = 1 if self.engines_per_host is None else self.engines_per_host
@@ -168,7 +169,7 @@ class EngineOptions(StepOptions):
         return config.check().located()
 
     def located(self, config: EngineConfig) -> EngineOptions:
-        """The same for child processes, with the directories of `to_config` for names on the hub."""
+        """These options for child processes, with hub names replaced by the directories in `config`."""
         spec, name = config.speculative_config, config.served_model_name
         given = json.dumps(dataclasses.asdict(spec)) if spec else None
         return dataclasses.replace(self, revision=None, served_model_name=name, speculative_config=given)
@@ -176,7 +177,7 @@ class EngineOptions(StepOptions):
 
 @dataclass(frozen=True, slots=True)
 class ListenOptions:
-    """Where a command serves, and how it ends."""
+    """Where and to whom a command serves, how it parses responses, logs and shuts down."""
 
     config: Config = None
     host: Annotated[str, typer.Option(help="Address to listen on; loopback unless you protect it yourself.")] = (
@@ -222,40 +223,37 @@ class ListenOptions:
     log_format: Annotated[LogFormat, typer.Option(help="Of log lines, on stderr.")] = "text"
 
     def bind(self) -> socket.socket:
-        """Begin to log, and listen. Raises `ConfigError` for an address that cannot be had."""
+        """Start logging, and listen. Raises `ConfigError` if the address is unavailable."""
         log_to_stderr(self.log_level, self.log_format)
         return bind(self.host, self.port)
 
     def template(self) -> str | None:
-        """The text of the chat template, if there is one. Raises `ConfigError` as `chosen_template` does."""
+        """The chat template's text, or None. Raises the errors of `chosen_template`."""
         return None if self.chat_template is None else chosen_template(self.chat_template)
 
     def parsing(self) -> Parsing:
-        """How answers are read. Raises `ConfigError` for a parser that does not exist."""
+        """The parsers of responses. Raises `ConfigError` for an unknown one."""
         return Parsing(self.enable_auto_tool_choice, self.tool_call_parser, self.reasoning_parser)
 
     def limits(self) -> HttpLimits:
-        """What one connection may cost."""
         return HttpLimits(write_s=self.http_write_timeout)
 
     def per_request(self) -> PerRequestMetrics:
-        """What answers say of their own making."""
         return PerRequestMetrics(self.enable_per_request_metrics, self.per_request_spec_decode_metrics)
 
     def access(self) -> Access:
-        """Who may use the API. Raises `ConfigError` naming what is malformed or cannot be read."""
+        """Access to the API. Raises `ConfigError` for a setting that is malformed or unreadable."""
         try:
             origins = msgspec.json.decode(self.allowed_origins or "[]", type=tuple[str, ...])
         except msgspec.DecodeError as error:
             raise ConfigError("allowed_origins", f"must be a JSON list of origins: {error}") from None
         files = self.ssl_keyfile, self.ssl_certfile, self.ssl_ca_certs
         access = Access(self.api_keys(), origins, *files, self.ssl_cert_reqs)
-        access.tls()  # before anything slow is loaded
+        access.tls()  # fail before anything slow is loaded
         return access
 
     def api_keys(self) -> tuple[str, ...]:
-        """The keys. Raises `ConfigError` where the environment's is set and empty: a secret that did not arrive must
-        not open the API."""
+        """Raises `ConfigError` if BATON_API_KEY is set but empty: a missing secret must not open the API."""
         if not self.api_key and "BATON_API_KEY" in os.environ:
             raise ConfigError("api_key", "BATON_API_KEY is set and empty")
         return tuple(self.api_key or ())
@@ -263,7 +261,7 @@ class ListenOptions:
 
 @dataclass(frozen=True, slots=True)
 class ProcessOptions:
-    """One process of a deployment, beside its other processes."""
+    """Options of a process that is part of a deployment."""
 
     ticket_key_file: Annotated[str | None, typer.Option(help="32 random bytes shared by router and engines.")] = None
     keys: Annotated[
@@ -276,7 +274,7 @@ class ProcessOptions:
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    """How a router works, whoever starts its engines."""
+    """Router flags of all commands that start a router."""
 
     kv_mode: Annotated[
         Mode | None, typer.Option(help="Who issues the copies: prefill (push, default) or decode (pull).")
@@ -297,7 +295,7 @@ class RouterOptions:
     ] = None
 
     def to_config(self, host: str, **settings: Any) -> RouterConfig:
-        """Return the configuration, with the other `settings` of `RouterConfig`. Makes the file of the admin token."""
+        """Return the configuration, with other `settings` of `RouterConfig`. Creates the admin token file if needed."""
         from baton.router import RouterConfig
         from baton.router.admin import admin_token
 
@@ -307,7 +305,7 @@ class RouterOptions:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter of a command that is a dataclass by one option per field of it."""
+    """Replace each dataclass parameter of a command by one option per field."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     own, added = [], []
@@ -330,6 +328,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in [*own, *added]}
-    # Its annotations are already values; the original's are text, which typer would evaluate again.
+    # These annotations are values. typer would evaluate the original's, which are text.
     del run.__wrapped__
     return run

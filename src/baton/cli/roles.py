@@ -1,4 +1,4 @@
-"""Flags of engines of one role, where the engines of a deployment are unlike each other."""
+"""Flags for the engines of one role, if P and D engines differ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Options = TypeVar("Options", bound=StepOptions)
 
 @dataclass(frozen=True, slots=True)
 class RoleOptions:
-    """What may differ between the engines of two roles."""
+    """Options that may differ between the roles."""
 
     prefill_block_size: BlockSize = None
     decode_block_size: BlockSize = None
@@ -41,7 +41,7 @@ class RoleOptions:
     decode_data_parallel_size: DataRankCount = None
 
     def flags(self) -> dict[str, list[str]]:
-        """By role. Raises `ConfigError` naming the option that is out of range."""
+        """Flags by role. Raises `ConfigError` for an option that is out of range."""
         found: dict[str, list[str]] = {}
         for role in ("prefill", "decode"):
             size, ranks = getattr(self, f"{role}_block_size"), getattr(self, f"{role}_tensor_parallel_size")
@@ -58,12 +58,12 @@ class RoleOptions:
         return found
 
     def data_ranks(self, options: StepOptions) -> dict[str, int]:
-        """By role."""
+        """Data-parallel ranks by role."""
         own = {"prefill": self.prefill_data_parallel_size, "decode": self.decode_data_parallel_size, "both": None}
         return {role: size or options.data_parallel_size for role, size in own.items()}
 
     def alike(self, options: Options, batch_invariant: bool) -> Options:
-        """`options` with which engines of both roles compute the same bits, if they are to."""
+        """`options` that make batch-invariant engines of both roles compute the same bits."""
         sizes = (options.tensor_parallel_size, self.prefill_tensor_parallel_size, self.decode_tensor_parallel_size)
         most = max(size for size in sizes if size is not None)
         if not batch_invariant or options.reduction_slices is not None or most == 1:

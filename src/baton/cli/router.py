@@ -1,4 +1,4 @@
-"""`baton router`, and how a router is served. Heavy imports wait until they are needed."""
+"""`baton router`, and how a router is served. Slow imports are delayed until they are needed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _VLLM_ONLY = ("kv_connector", "seed_first_token", "near_tie")
 
 @dataclass(frozen=True, slots=True)
 class FrontOptions(RouterOptions):
-    """A router over engines that run already. Field names are those of `RouterConfig`."""
+    """Flags of a router over running engines. Field names are those of `RouterConfig`."""
 
     prefill: _Urls = None
     decode: _Urls = None
@@ -104,8 +104,9 @@ async def serve_router(
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve a router until SIGINT, SIGTERM or `stop`; what `beside` starts runs meanwhile. Requests may end first, as
-    `baton.openai.serving.serve` says."""
+    """Serve a router as `baton.openai.serving.serve` does, until SIGINT, SIGTERM or `stop`. `beside` is a cleanup
+    context that runs with the app.
+    """
     from baton.router import build_app
 
     app = await build_app(config)

@@ -1,4 +1,4 @@
-"""`baton serve` and `baton up`. Heavy imports wait until the port is known to be free."""
+"""`baton serve` and `baton up`. Slow imports are delayed until the port is known to be free."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 
-# Longer than what a decode engine computes itself, so that the first request is handed off.
+# Longer than a decode engine's local prefill limit, so that the first request is handed off.
 _QUESTION = (
     "I want to travel through Europe by train this summer. My journey begins in Berlin, and I would like to see three "
     "more cities, each of them the capital of another country, where the food is good, the museums are large and the "
@@ -108,7 +108,7 @@ def _serve_ranks(
     engine_id: str | None,
     reporter: Reporter,
 ) -> None:
-    """A server for each data-parallel rank."""
+    """Serve one process per data-parallel rank."""
     from baton.cli.data_ranks import DataRanks, free_ports
 
     log_to_stderr(listen.log_level, listen.log_format)
@@ -207,7 +207,7 @@ def up_command(
 
 
 def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -> str:
-    """What runs, and a command that asks it, if it is served to clients at `url`. `engines`: a line on each."""
+    """A summary of what runs, with an example request if clients are served at `url`. `engines`: a line on each."""
     spec, name = config.speculative_config, config.served_model_name or Path(config.model).name
     lines = {"model": f"{name} ({config.model})", "drafter": "none", **engines}
     if spec is not None:
@@ -224,13 +224,13 @@ def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -
 
 
 async def _supervise(supervisor: Supervisor, stop: asyncio.Event, app: web.Application) -> AsyncIterator[None]:
-    """While the app runs, start children again that end by themselves; `stop` it when that is no use."""
+    """Restart children that end by themselves while the app runs. Set `stop` when the supervisor gives up."""
 
     async def watch() -> None:
         while supervisor.failure is None:
             try:
                 supervisor.look()
-            except OSError as error:  # no memory for a process: its end is counted when it is looked at next
+            except OSError as error:  # no memory for a process; the next look counts this as its end
                 logger.error("an engine could not be started again: %s", error)
             await asyncio.sleep(0.5)
         stop.set()

@@ -1,6 +1,5 @@
-"""Flags of a command from a file (`--config`) and from the environment, with the same checks as on the command line.
-
-The command line goes before the environment, and the environment before the file, as in vLLM.
+"""Flags from a file (`--config`) and from environment variables, checked like those of the command line. As in vLLM,
+the command line overrides the environment, and the environment the file.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _ENVIRONMENT = "the environment"
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Return what a TOML or YAML file says, by names of flags with underscores. Raises `ConfigError`."""
+    """Settings of a TOML or YAML file, by flag name with underscores. Raises `ConfigError`."""
     file = Path(path)
     if file.suffix not in _ENDINGS:
         raise ConfigError("config", f"{path} must end in one of {', '.join(_ENDINGS)}")
@@ -40,7 +39,7 @@ def read_file(path: str) -> dict[str, Any]:
         if file.suffix == ".toml":
             found = msgspec.toml.decode(data)
         else:
-            # YAML has the last of two equal keys, in silence.
+            # YAML silently takes the last of two equal keys.
             for key in _keys_twice(yaml.compose(data.decode(), Loader=yaml.SafeLoader), []):
                 raise ConfigError("config", f"{path} has {key} twice")
             found = msgspec.yaml.decode(data)
@@ -58,13 +57,13 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return flags from variables named `BATON_FLAG_` and the flag's name in capitals, by names with underscores."""
+    """Settings from variables `BATON_FLAG_NAME`, by flag name with underscores."""
     start = len(FLAG_VARIABLES)
     return {name[start:].lower(): value for name, value in environment.items() if name.startswith(FLAG_VARIABLES)}
 
 
 def _apply(context: typer.Context, path: str | None) -> str | None:
-    """Make the file's and the environment's settings the defaults of the command's other flags."""
+    """Make the settings of the file and the environment the defaults of the command's other flags."""
     given = read_environment(os.environ)
     named = given.pop("config", None)
     path = path or named
@@ -85,7 +84,7 @@ Config = Annotated[
 
 
 def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The settings as the command line would give them. Raises `ConfigError` naming one that no flag takes."""
+    """The settings as command-line values. Raises `ConfigError` for one that is no flag."""
     parameters = {p.name: p for p in context.command.params if p.name != "config" and not getattr(p, "hidden", False)}
     flags: dict[str, Any] = {}
     for name, value in settings.items():
@@ -100,7 +99,7 @@ def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) 
             raise ConfigError(name, f"in {source}: must be true or false")
         else:
             flags[name] = value if switch else _text(name, value, source)
-        try:  # later it would be told of the command line's flag, which nobody gave
+        try:  # check it here: click's own error would blame a flag that nobody gave
             parameter.process_value(context, flags[name])
         except typer.BadParameter as error:
             raise ConfigError(name, f"{where}: {error.message}") from None
@@ -110,7 +109,7 @@ def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) 
 
 
 def _text(name: str, value: object, source: str) -> str:
-    """A value as an argument; a table as JSON."""
+    """A value as a command-line argument; a table as JSON."""
     if isinstance(value, dict):
         try:
             return json.dumps(value)
@@ -122,7 +121,7 @@ def _text(name: str, value: object, source: str) -> str:
 
 
 def _keys_twice(node: yaml.Node | None, above: list[yaml.Node]) -> Iterator[str]:
-    """Keys that a mapping has twice; a node that holds itself is left to the reader, which refuses it."""
+    """Duplicate keys of mappings. Skips a node that contains itself, which the decoder refuses."""
     if node is None or any(node is each for each in above):
         return
     if isinstance(node, yaml.MappingNode):

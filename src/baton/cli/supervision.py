@@ -1,7 +1,7 @@
-"""Keeps the processes of a deployment running: one that ends by itself is started again, after a pause that grows.
+"""Restarts the processes of a deployment that end by themselves, after growing pauses.
 
-An engine's own state is gone with it; the router continues its requests elsewhere or tells their clients, and takes the
-new process at the old address in when it answers.
+An ended engine loses its state. The router continues its requests elsewhere or fails them, and uses the new process at
+the same address once it answers.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Protocol
 
 DEFAULT_MAX_RESTARTS = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-# Who has served for so long has a new chance: what ended it is no fault of its start.
+# A process that has served for this long gets all its restarts again: its start cannot be at fault.
 _CALM_S = 300.0
 
 
 class Processes(Protocol):
-    """The children that a supervisor looks after, by name."""
+    """The interface to a supervisor's child processes, which have names."""
 
     def ended(self) -> dict[str, str]:
-        """Those that have ended, with the last line that each wrote."""
+        """The children that have ended, and the last log line of each."""
         ...
 
     def told(self, name: str) -> bool:
-        """Whether it has ended because it was told to."""
+        """Whether a child has ended because it was told to."""
         ...
 
     def restart(self, name: str, wait: bool = True) -> None:
-        """Start a child anew at the address that it had; without `wait` it may not serve yet."""
+        """Start a child again at the same address. Without `wait` it may not serve yet."""
         ...
 
 
 @dataclass(slots=True)
 class _Past:
-    """Restarts of one child since it was last calm, when it was started last, and when it shall be again."""
+    """Restarts of one child since it was last calm, and when it was last started and is due to start again."""
 
     restarts: int = 0
     started: float = 0.0
@@ -43,10 +43,10 @@ class _Past:
 
 
 class Supervisor:
-    """Looks at `processes` whenever `look` is called, and tells by `tell` what it saw and did.
+    """Checks `processes` on each call of `look`, and reports through `tell`.
 
-    A child may be started `max_restarts` times in succession; then `failure` says what ended it last, and no more is
-    done. One that was told to end is started at once, and not counted. `clock` gives seconds.
+    After `max_restarts` restarts of a child in a row, `failure` is set to its last line, and `look` does nothing more.
+    A child that was told to end is restarted at once, uncounted. `clock` is in seconds.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Supervisor:
         self.failure: str | None = None
 
     def look(self) -> None:
-        """Start again what is due."""
+        """Restart the children that are due."""
         if self.failure is not None:
             return
         now = self._clock()

@@ -1,4 +1,4 @@
-"""Figures on a terminal, or as JSON."""
+"""Tables and JSON files of results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OutputJson = Annotated[str | None, typer.Option(help="Write a JSON file too.")]
 
 
 def show_table(rows: Sequence[dict[str, Any]]) -> None:
-    """One line a row, under the names of the first row's figures."""
+    """Print the rows under the first row's names."""
     cells = [[*rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     for line in cells:
@@ -24,7 +24,7 @@ def show_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write_json(path: str, what: Any) -> None:
-    """Write the file of --output-json, with the directories to it. Raises `ConfigError`."""
+    """Write the file of --output-json, creating its directories. Raises `ConfigError`."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(what))
@@ -33,7 +33,7 @@ def write_json(path: str, what: Any) -> None:
 
 
 def parse_list(text: str, field: str, most: int) -> list[int]:
-    """The whole numbers of `512,2048`, from 1 to `most`. Raises `ConfigError` for `field`."""
+    """Parse whole numbers such as `512,2048`, from 1 to `most`. Raises `ConfigError` for `field`."""
     values = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 20 and 1 <= int(part) <= most for part in values):
         raise ConfigError(field, f"must be whole numbers from 1 to {most}, such as 512,2048, got {text!r}")

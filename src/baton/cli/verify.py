@@ -31,7 +31,7 @@ _Engines = Annotated[int, typer.Option(min=1, help="Engines of that role in the 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Sides that run already, and how they are asked."""
+    """Servers that already run, and how requests are sent to them."""
 
     reference: Annotated[str | None, typer.Option(help="URL of a server; default: one engine in this process.")] = None
     candidate: Annotated[str | None, typer.Option(help="URL of a server; default: a deployment of MODEL.")] = None
@@ -46,14 +46,14 @@ class ServerOptions:
     api_key: Annotated[str | None, typer.Option(envvar="BATON_API_KEY", help="Bearer token for both servers.")] = None
 
     def side(self, name: str) -> Served | None:
-        """The server that `--NAME` gives. Raises `ConfigError`."""
+        """The server of `--NAME`. Raises `ConfigError`."""
         url, metrics = getattr(self, name), getattr(self, f"{name}_metrics")
         return Served.parse(name, url, metrics, self.api_key, self.request_timeout, self.concurrency)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """What is asked."""
+    """The prompts."""
 
     lengths: Annotated[str | None, typer.Option(help=f"Prompt lengths in tokens [default: {DEFAULT_LENGTHS}].")] = None
     prompts: Annotated[str | None, typer.Option(help="File of prompts: lines of text, or of JSON if *.jsonl.")] = None
@@ -72,7 +72,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How tokens are chosen. Names are those of `SamplingParams`."""
+    """Sampling parameters. Names are those of `SamplingParams`."""
 
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 32
     temperature: float = 0.0
@@ -86,7 +86,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class BoundOptions:
-    """How much may differ."""
+    """Tolerances."""
 
     near_tie: Annotated[
         float | None, typer.Option(help="Excuse tokens whose logprob is so near the best [default: 1e-4 of servers].")
@@ -101,7 +101,7 @@ class BoundOptions:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentOptions:
-    """What verify starts of MODEL as the candidate."""
+    """The deployment of MODEL that verify starts as the candidate."""
 
     prefill: _Engines = 1
     decode: _Engines = 1
@@ -149,7 +149,7 @@ def verify_command(
     params = SamplingParams(**asdict(sampling)).check()
     if bounds.near_tie:
         params = msgspec.structs.replace(params, logprobs=max(sampling.logprobs, 2))
-    # The reference is one rank, keeps the default memory, and hands nothing over.
+    # The reference has one rank and the default memory, and hands nothing over.
     plain = asdict(engine) | {"model": model, "batch_invariant": started.batch_invariant}
     for name in (
         "kv_cache_memory",
@@ -206,7 +206,7 @@ def _print_reports(
     bounds: Bounds,
     json_output: bool,
 ) -> bool:
-    """Whether all modes passed."""
+    """Print the reports of all modes, and return whether all passed."""
     reports = []
     for mode in modes:
         found = ask(mode)
@@ -218,7 +218,7 @@ def _print_reports(
 
 
 def _warn_of_bos(cases: Sequence[Case], answers: Answers, bos: int | None, texts: bool) -> None:
-    """Prompts that begin with BOS twice are answered alike on both sides, and worse than they could be."""
+    """Warn of prompts that begin with BOS twice: both sides answer them alike, but worse than they could."""
     answered = zip(cases, answers.observed, strict=True)
     num = num_doubled([case.prompt_token_ids or seen.prompt_token_ids or () for case, seen in answered], bos)
     if num:

@@ -1,4 +1,4 @@
-"""Acceptance of drafts: accepted drafts at each draft position, and their comparison."""
+"""Acceptance per draft position, and its comparison."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from baton.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Verification rounds ("drafts" in vLLM's metrics), and in how many of them position 1, 2, ... was accepted."""
+    """The number of verifications ("drafts" in vLLM's metrics), and of those that accepted draft position 1, 2, ..."""
 
     num_drafts: int
     accepted: tuple[int, ...]
 
     @classmethod
     def of_rounds(cls, rounds: Sequence[int], num_positions: int) -> Acceptance:
-        """From the number of accepted drafts of each round."""
+        """From the number of accepted drafts per verification."""
         return cls(len(rounds), tuple(sum(count > position for count in rounds) for position in range(num_positions)))
 
     def __add__(self, other: Acceptance) -> Acceptance:
@@ -26,7 +26,7 @@ class Acceptance:
         return Acceptance(self.num_drafts + other.num_drafts, tuple(a + b for a, b in pairs))
 
     def since(self, before: Acceptance) -> Acceptance:
-        """What was added to counters. Raises `ProtocolError` when they went back."""
+        """The difference of two readings of counters. Raises `ProtocolError` if they decreased."""
         pairs = zip_longest(self.accepted, before.accepted, fillvalue=0)
         found = Acceptance(self.num_drafts - before.num_drafts, tuple(a - b for a, b in pairs))
         if min(found.num_drafts, *found.accepted, 0) < 0:
@@ -35,13 +35,13 @@ class Acceptance:
 
     @property
     def rates(self) -> list[float]:
-        """Accepted drafts per round, by position."""
+        """Accepted drafts per verification, by position."""
         return [count / self.num_drafts for count in self.accepted] if self.num_drafts else []
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceCheck:
-    """Outcome of one comparison. `problem`: why there was none, or where acceptance differs by more than it may."""
+    """The outcome of a comparison. `problem`: why nothing was compared, or where acceptance differs too much."""
 
     reference: Acceptance | None = None
     candidate: Acceptance | None = None
@@ -51,7 +51,7 @@ class AcceptanceCheck:
 
     @property
     def equal(self) -> bool:
-        """Whether the same drafts were accepted, to the last one."""
+        """Whether both sides accepted the same number of drafts at each position."""
         return (
             self.compared
             and self.reference is not None
@@ -63,10 +63,11 @@ class AcceptanceCheck:
 def check_acceptance(
     reference: Acceptance | str, candidate: Acceptance | str, tolerance: float, required: bool
 ) -> AcceptanceCheck:
-    """Compare accepted drafts at each position, over the reference's rounds. A string says why a side has none.
+    """Compare accepted drafts per position, divided by the reference's verifications. A string says why a side has no
+    counts.
 
-    A vLLM server that takes a handed-off request over begins with a step of placeholder drafts, and books it as a round
-    of which nothing is accepted. So the candidate's own number of rounds is no measure.
+    The candidate's number of verifications is not used: a vLLM server begins a handed-off request with placeholder
+    drafts, and counts them as a verification that accepts nothing.
     """
     if isinstance(reference, str) or isinstance(candidate, str):
         known_reference = None if isinstance(reference, str) else reference

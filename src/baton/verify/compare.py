@@ -1,4 +1,4 @@
-"""Comparison of answers: equality of everything a client can observe, and of acceptance at each draft position."""
+"""Compare answers: everything that a client can observe, and acceptance per draft position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.verify.observe import Case, Observed
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where an answer first departs from the reference's. `index` is that of the request, `asked` what it asked."""
+    """An answer's first difference from the reference. `index` is the request's, `asked` describes the request."""
 
     index: int
     asked: str
@@ -23,9 +23,9 @@ class Difference:
 
 @dataclass(slots=True)
 class Report:
-    """One mode's outcome. `near_ties` are answers that part where the reference's two best tokens are nearly equal.
+    """The outcome of one mode. `near_ties`: answers that diverge at a near-tie of the reference's two best tokens.
 
-    `acceptance` and `reference_acceptance` are per draft position, in accepted drafts per verification round.
+    `acceptance` and `reference_acceptance`: accepted drafts per verification, by draft position.
     """
 
     mode: str
@@ -46,7 +46,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differs but near-ties."""
+        """Whether nothing but near-ties differs."""
         return not self.differences and not self.check.failed
 
 
@@ -58,11 +58,12 @@ def compare(
     logprob_tolerance: float | None = 1e-4,
     near_tie: float = 0.0,
 ) -> Report:
-    """Compare answers pairwise; `logprob_tolerance` None leaves logprobs out. Speculation on one side only leaves
-    acceptance out, and nothing else.
+    """Compare answers pairwise. `logprob_tolerance` None: logprobs are not compared. If one side does not speculate,
+    only acceptance is not compared.
 
-    At the first token that differs, the candidate is excused if its token's logprob was within `near_tie` of the
-    reference's best: sums in another order may turn such a choice. What follows has another context and is left out.
+    If the answers diverge at a token, the candidate is excused if the token's logprob is within `near_tie` of the
+    reference's best, since another summation order may reverse such a choice. Later tokens have another context and are
+    not compared.
     """
     report = Report(mode, len(cases))
     for index, (case, want, have) in enumerate(zip(cases, reference, candidate, strict=True)):
@@ -81,7 +82,7 @@ def compare(
 
 
 def of_answers(observed: Sequence[Observed]) -> Acceptance | None:
-    """Acceptance as the answers tell it; None where they do not."""
+    """Acceptance from the answers; None if they do not report it."""
     if not any(o.accepted for o in observed):
         return None
     rounds = [accepted for o in observed for accepted in o.accepted or ()]
@@ -89,7 +90,7 @@ def of_answers(observed: Sequence[Observed]) -> Acceptance | None:
 
 
 def acceptance(observed: Sequence[Observed]) -> list[float]:
-    """Share of verification rounds that accepted the draft at position 1, 2, ..."""
+    """The share of verifications that accepted draft position 1, 2, ..."""
     found = of_answers(observed)
     return found.rates if found else []
 
@@ -121,7 +122,7 @@ def _first_difference(want: Observed, have: Observed, tolerance: float | None) -
 
 
 def _prompt_difference(want: Observed, have: Observed) -> str | None:
-    """Where two templates part that should have written one chat alike."""
+    """Where the prompts differ that two chat templates made of the same chat."""
     first, second = want.prompt_token_ids, have.prompt_token_ids
     if first is None or second is None or first == second:
         return None
@@ -132,13 +133,13 @@ def _prompt_difference(want: Observed, have: Observed) -> str | None:
 
 
 def _parting(want: Observed, have: Observed) -> int | None:
-    """Index of the first token that differs."""
+    """The index of the first token that differs."""
     pairs = enumerate(zip(want.token_ids, have.token_ids, strict=False))
     return next((position for position, (a, b) in pairs if a != b), None)
 
 
 def _near_tie(want: Observed, have: Observed, bound: float) -> float | None:
-    """How far below the reference's best the tokens are where they part; None if `bound` or more, or not known."""
+    """How far the first tokens that differ are below the reference's best; None if `bound` or more, or unknown."""
     position = _parting(want, have)
     if position is None or want.top is None or position >= len(want.top) or _prompt_difference(want, have):
         return None
@@ -150,7 +151,7 @@ def _near_tie(want: Observed, have: Observed, bound: float) -> float | None:
 
 
 def _logprob_difference(want: Observed, have: Observed) -> float:
-    """Largest difference of logprobs up to where the tokens part."""
+    """The largest difference of logprobs before the first token that differs."""
     position = _parting(want, have)
     pairs = zip((want.logprobs or ())[:position], (have.logprobs or ())[:position], strict=False)
     return max((abs(x - y) for x, y in pairs), default=0.0)
@@ -175,7 +176,7 @@ def _acceptance_difference(want: Observed, have: Observed) -> str | None:
 
 
 def _draft_position(want: Observed, position: int) -> str:
-    """Names the draft position of a token in the reference's rounds; the first token comes from prefill."""
+    """The draft position of a token in the reference's verifications. The first token comes from the prefill."""
     if not want.accepted or position == 0:
         return " (first token)" if position == 0 else ""
     token = 1

@@ -1,4 +1,4 @@
-"""Acceptance as an engine's Prometheus counters tell it, in vLLM's names (`vllm:`) or Baton's (`baton:`)."""
+"""Acceptance from the Prometheus counters of engines, with vLLM's names (`vllm:`) or Baton's (`baton:`)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _POLLS = 40
 
 
 def metrics_urls(text: str, field: str) -> tuple[str, ...]:
-    """Comma-separated URLs of engines or of their metrics. Raises `ConfigError` naming `field`."""
+    """Metrics URLs from comma-separated URLs of engines or metrics. Raises `ConfigError` for `field`."""
     urls = [base_url(part.strip(), field) for part in text.split(",")]
     return tuple(url if url.endswith("/metrics") else f"{url}/metrics" for url in urls)
 
 
 def count_drafts(samples: Sequence[Sample]) -> Acceptance | None:
-    """The sum over engines and labels; None where there are no such counters. Engines of Baton's have both names for
-    one count. Raises `ProtocolError`."""
+    """The sum over engines and labels; None without such counters. Baton's engines have the counters under both names,
+    so only one is summed. Raises `ProtocolError`.
+    """
     prefix = next((p for p in _PREFIXES if any(sample.name == p + _DRAFTS for sample in samples)), None)
     if prefix is None:
         return None
@@ -51,7 +52,7 @@ def count_drafts(samples: Sequence[Sample]) -> Acceptance | None:
 
 
 async def read_counters(client: OpenAIClient, urls: Sequence[str]) -> Acceptance:
-    """The sum over `urls`. Raises `EngineUnavailableError` where there are no counters, `ProtocolError` for garbage."""
+    """The sum over `urls`. Raises `EngineUnavailableError` without counters, `ProtocolError` for malformed metrics."""
     total = Acceptance(0, ())
     for url in urls:
         try:
@@ -65,7 +66,7 @@ async def read_counters(client: OpenAIClient, urls: Sequence[str]) -> Acceptance
 
 
 async def read_settled(client: OpenAIClient, urls: Sequence[str]) -> Acceptance:
-    """The counters once they stop changing: an engine may count its last step after it has sent the answer."""
+    """The counters once they stop changing: an engine may count its last step after sending the answer."""
     found = await read_counters(client, urls)
     for _ in range(_POLLS):
         await asyncio.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Requests to both sides, and what their answers show. A side is an engine in this process, or an OpenAI server."""
+"""Send requests to a side (an engine in this process, or an OpenAI server) and record what the answers show."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _BAR_DELAY_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request and how to sample: a prompt in token ids, or a chat. Of a chat the token ids, by the model's own
-    template, are for an engine in this process; a server gets the messages."""
+    """One request: a prompt in token ids or a chat, and sampling parameters. A chat's token ids, from the model's own
+    template, are for an engine in this process; a server gets the messages.
+    """
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
@@ -40,12 +41,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One answer. A field that the source does not tell is None. `error` is set when there is no answer.
+    """One answer. Fields that the source does not report are None. `error` is set if there is no answer.
 
-    `prompt_token_ids` are those of a chat, as the side's template wrote it.
-
-    `top`: at each token, logprobs of the likeliest token ids, the chosen one among them. `accepted`: accepted drafts
-    of each verification round.
+    - `prompt_token_ids`: only of chats, from the side's template.
+    - `top`: per token, the logprobs of the most likely token ids and of the chosen one.
+    - `accepted`: accepted drafts per verification.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class Observed:
 
 
 def make_cases(tokenizer: Tokenizer, lengths: Sequence[int], params: SamplingParams) -> list[Case]:
-    """One case per length: excerpts of Python's own documentation, each from another place, the same everywhere."""
+    """One case per length: different excerpts of Python's documentation, the same on every machine."""
     text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     ids = tokenizer.encode(text[: 600 * (max(lengths) + 400)], add_special_tokens=False)
     cases = []
@@ -72,19 +72,19 @@ def make_cases(tokenizer: Tokenizer, lengths: Sequence[int], params: SamplingPar
 
 
 def progress(**options: Any) -> tqdm[NoReturn]:
-    """A bar of answers that have come, shown from two seconds on; where nobody sees it move, a line now and then."""
+    """A progress bar of answers, shown after two seconds. Without a terminal, it prints a line now and then."""
     every = 0.1 if sys.stderr.isatty() else _PIPED_INTERVAL_S
     return tqdm(**{"desc": "answers"} | options, unit="request", delay=_BAR_DELAY_S, mininterval=every, leave=False)
 
 
 def num_drafts(settings: Mapping[str, Any]) -> int:
-    """How many tokens an engine of these settings drafts."""
+    """The number of drafts per verification with these engine settings."""
     spec = settings.get("speculative_config") or {}
     return int(spec.get("num_speculative_tokens", 3)) if spec else 0
 
 
 def observe_llm(llm: Any, cases: Sequence[Case], num_speculative_tokens: int) -> list[Observed]:
-    """Answers of a `baton.LLM`."""
+    """The answers of a `baton.LLM`."""
     prompts, params = [list(case.prompt_token_ids) for case in cases], [case.params for case in cases]
     results = llm.generate(prompts, params, use_tqdm=progress)
     observed = []
@@ -115,10 +115,10 @@ async def observe_client(
     kv_mode: str | None = None,
     cache_salts: Sequence[str] | None = None,
 ) -> list[Observed]:
-    """Answers of `POST /v1/completions`, to chats of `POST /v1/chat/completions`. A failed request is an `Observed`
+    """The answers of `POST /v1/completions`, or `/v1/chat/completions` for chats. A failed request is an `Observed`
     with its error, not an exception.
 
-    With `cache_salts`, one for each case, a case finds prefixes of those alone that have the same.
+    `cache_salts`: one per case. A case only finds prefixes of cases with the same salt.
     """
     gate = asyncio.Semaphore(concurrency)
 
@@ -142,12 +142,11 @@ async def observe_client(
 
 
 def completion_body(model: str, case: Case) -> dict[str, Any]:
-    """A completion request."""
     return _body(model, case.params) | {"prompt": list(case.prompt_token_ids), "logprobs": case.params.logprobs}
 
 
 def chat_body(model: str, case: Case, chat: Chat) -> dict[str, Any]:
-    """A chat request. Tools are shown to the model, but a call is no more than text: that needs no parser."""
+    """The body of a chat. The model sees the tools, but calls stay text (`tool_choice` none), which needs no parser."""
     body = _body(model, case.params) | {"messages": chat.messages}
     if case.params.logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": case.params.logprobs}
@@ -159,7 +158,7 @@ def chat_body(model: str, case: Case, chat: Chat) -> dict[str, Any]:
 
 
 def _body(model: str, params: SamplingParams) -> dict[str, Any]:
-    """What requests of both kinds say: also each parameter for which a server might use a default of its model."""
+    """The common fields, with every parameter for which a server may have a default of its model."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": params.max_tokens,
@@ -178,7 +177,7 @@ def _body(model: str, params: SamplingParams) -> dict[str, Any]:
 
 
 def observed(answer: Completion, max_tokens: int) -> Observed:
-    """What a completion shows. Raises `ProtocolError` for one that contradicts itself, or the request."""
+    """What a completion shows. Raises `ProtocolError` if it contradicts itself or the request."""
     choice = answer.choices[0]
     token_ids = tokens_of(choice)
     if len(token_ids) > max_tokens:

@@ -1,4 +1,4 @@
-"""What the options of `baton verify` mean: lengths, modes, prompts, and how much may differ."""
+"""The options of `baton verify`: lengths, modes, prompts and tolerances."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ DEFAULT_LOGPROB_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much may differ. `near_tie` and `logprob_tolerance` (None: not compared) are logprobs, `acceptance` is
-    accepted drafts per round. `acceptance_required`: it must be told; `servers`: a side was not started by verify.
+    """Tolerances. `near_tie` and `logprob_tolerance` (None: not compared) are in nats, `acceptance` in accepted drafts
+    per verification. `acceptance_required`: counters must be available. `servers`: verify did not start both sides.
     """
 
     near_tie: float
@@ -46,9 +46,9 @@ class Bounds:
         servers: bool,
         temperature: float,
     ) -> Bounds:
-        """None is the default: strict, but for servers, which promise less than Baton's engines do.
+        """None: the default, which is strict unless a side is a server, which promises less than Baton's engines.
 
-        Raises `ConfigError` naming what is out of range.
+        Raises `ConfigError` for a value that is out of range.
         """
         if near_tie is None:
             near_tie = DEFAULT_NEAR_TIE if servers else 0.0
@@ -63,11 +63,11 @@ class Bounds:
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(name, f"must be at least 0, got {value}")
         if temperature > 0:
-            near_tie = 0.0  # a sampled token is the best of logits plus noise, which logprobs do not show
+            near_tie = 0.0  # sampling chooses the best of logits plus noise, which logprobs do not show
         return cls(near_tie, logprob_tolerance, acceptance_tolerance, acceptance_required, servers)
 
     def check(self, want: Answers, have: Answers) -> AcceptanceCheck:
-        """Compare by the counters of both sides; without them by the answers, unless counters are required."""
+        """Compare the counters of both sides, or else the answers unless counters are required."""
         reference, candidate = of_answers(want.observed), of_answers(have.observed)
         found = check_acceptance(want.counters, have.counters, self.acceptance, self.acceptance_required)
         if found.compared or self.acceptance_required:
@@ -76,13 +76,13 @@ class Bounds:
             return check_acceptance(reference, candidate, self.acceptance, required=False)
         if self.servers:
             return found
-        # Engines that verify started tell of their rounds: without any they do not draft. The reference is then shown
-        # by what the other modes are held against, its counters.
+        # Engines that verify started report their verifications, so one without any does not draft. The other modes
+        # are compared with the reference's counters, so show those.
         return AcceptanceCheck(reference if isinstance(want.counters, str) else want.counters, candidate)
 
 
 def parse_lengths(text: str) -> list[int]:
-    """`1-4,9` -> [1, 2, 3, 4, 9]. Raises ConfigError."""
+    """Parse `1-4,9` as [1, 2, 3, 4, 9]. Raises `ConfigError`."""
     lengths: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -97,9 +97,9 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def parse_modes(text: str | None, served: bool = False) -> list[str]:
-    """Comma-separated names of MODES; for a `served` candidate, which has its own, of kv_modes to ask for.
+    """Parse names of `MODES`, separated by commas. A `served` candidate has one mode of its own, or the given kv_modes.
 
-    Raises ConfigError.
+    Raises `ConfigError`.
     """
     if text is None:
         return ["candidate"] if served else list(DEFAULT_MODES)
@@ -121,9 +121,9 @@ def choose_cases(
     token_range: str,
     params: SamplingParams,
 ) -> list[Case]:
-    """Requests of a file of prompts or of chats, of text for the model's tokenizer, or of random tokens.
+    """Cases from a file of prompts or chats, from text for the model's tokenizer, or from random tokens.
 
-    Raises ConfigError, CheckpointError.
+    Raises `ConfigError`, `CheckpointError`.
     """
     _check_exclusive(lengths=lengths, prompts=prompts, chat=chat)
     if prompts is None and not add_special_tokens:
@@ -145,8 +145,9 @@ def choose_cases(
 
 
 def find_bos(model: str | None, server: Served | None) -> int | None:
-    """The token with which the model's tokenizer, else the server's, begins each text by itself; None where it adds
-    none, or the server does not tell. Raises CheckpointError."""
+    """The BOS token that the tokenizer of the model, or else of the server, adds to texts; None if it adds none, or is
+    unknown. Raises `CheckpointError`.
+    """
     if model is not None:
         return asyncio.run(ask_bos(_encoder(model)))
     return None if server is None else server.bos()
@@ -168,7 +169,7 @@ def _check_exclusive(**given: str | None) -> None:
 
 
 def _written(where: str, chat: Chat, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """A chat as a server of that checkpoint writes it; nothing where there is none."""
+    """A chat's token ids by the checkpoint's template, or none without a tokenizer."""
     if tokenizer is None:
         return ()
     try:

@@ -1,4 +1,4 @@
-"""Prompts for servers: random ones, or those of a file: texts, token ids, chats."""
+"""Prompts for servers: random ones, or texts, token ids and chats from files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import msgspec
 from baton.errors import ConfigError
 
 MAX_PROMPTS = 100_000
-# The tokens of a text, with the special tokens that the tokenizer adds by itself or without them.
+# Tokenises a text, with or without the special tokens that the tokenizer adds.
 Encode = Callable[[str, bool], Awaitable[list[int]]]
 T = TypeVar("T")
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """A conversation, as `/v1/chat/completions` and chat templates take it."""
+    """A conversation for `/v1/chat/completions` and chat templates."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -30,7 +30,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def parse_token_range(text: str) -> range:
-    """`100-30000` -> the ids from 100 to 29,999. Raises `ConfigError`."""
+    """Parse `100-30000` as the ids 100 to 29,999. Raises `ConfigError`."""
     first, _, last = text.partition("-")
     try:
         low, high = int(first), int(last)
@@ -42,15 +42,15 @@ def parse_token_range(text: str) -> range:
 
 
 def random_prompts(lengths: Sequence[int], token_range: range, seed: int) -> list[list[int]]:
-    """One prompt per length, the same for the same seed."""
+    """One prompt per length, determined by the seed."""
     rng = random.Random(seed)
     return [[rng.randrange(token_range.start, token_range.stop) for _ in range(length)] for length in lengths]
 
 
 async def read_prompts(path: str, encode: Encode, add_special_tokens: bool) -> list[list[int]]:
-    """Prompts of a file: lines of text, or of JSON, `{"prompt": text or token ids}`, in a file named `*.jsonl`.
+    """Prompts from the lines of a file: texts, or in a `*.jsonl` file `{"prompt": text or token ids}`.
 
-    Empty lines are left out. Raises `ConfigError` naming the line, and what `encode` raises.
+    Empty lines are skipped. Raises `ConfigError` with the line, and the errors of `encode`.
     """
     prompts: list[list[int]] = []
     for where, line in _lines("prompts", path):
@@ -63,10 +63,10 @@ async def read_prompts(path: str, encode: Encode, add_special_tokens: bool) -> l
 
 
 def read_chats(path: str) -> list[Chat]:
-    """Chats of a file: lines of JSON, `{"messages": [...]}`, with `tools` and `chat_template_kwargs` where they are
-    wanted, or a list of messages alone. Other fields are left out, as are empty lines.
+    """Chats from the lines of a file: `{"messages": [...]}`, with optional `tools` and `chat_template_kwargs`, or a
+    list of messages. Other fields and empty lines are ignored.
 
-    Raises `ConfigError` naming the line.
+    Raises `ConfigError` with the line.
     """
     chats = []
     for where, line in _lines("chat", path):
@@ -79,20 +79,20 @@ def read_chats(path: str) -> list[Chat]:
 
 
 async def ask_bos(encode: Encode) -> int | None:
-    """The token with which the tokenizer begins each text by itself; None where it adds none. Raises as `encode`."""
+    """The BOS token that the tokenizer adds, or None. Raises the errors of `encode`."""
     first, plain = (await encode("a", True))[:1], (await encode("a", False))[:1]
     return first[0] if first and first != plain else None
 
 
 def num_doubled(prompts: Sequence[Sequence[int]], bos: int | None) -> int:
-    """How many prompts begin with `bos` twice."""
+    """The number of prompts that begin with `bos` twice."""
     return 0 if bos is None else sum(list(ids[:2]) == [bos, bos] for ids in prompts)
 
 
 def _lines(field: str, path: str) -> Iterator[tuple[str, str]]:
-    """The lines that are not empty, each behind the words for where it stands."""
+    """(place, line) of all lines that are not empty."""
     try:
-        # Other ends of lines, such as U+2028, may stand inside a JSON string.
+        # Only split at newlines: other line ends, such as U+2028, may be part of a JSON string.
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(field, f"{path}: {error}") from None

@@ -1,4 +1,4 @@
-"""What `baton verify` prints."""
+"""The output of `baton verify`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_SHOWN = 5
 
 
 def format_reports(reports: Sequence[Report]) -> str:
-    """Table, first differences, and the last line `identical: N/N`."""
+    """A table, the first differences, and a last line `identical: N/N`."""
     rows = [("mode", "requests", "identical", "acceptance per position", "reference")]
     for report in reports:
         rows.append(
@@ -41,7 +41,6 @@ def format_reports(reports: Sequence[Report]) -> str:
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """The report as plain data."""
     check = report.check
     return {
         "mode": report.mode,

@@ -1,4 +1,4 @@
-"""The sides of a verification: an engine in this process, a deployment started for it, or a server that runs."""
+"""The sides of a verification: an engine in this process, a deployment that verify starts, or a running server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from baton.wire import Recovery
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a side answered. `counters`: what its engines' counters say of these answers, or why they say nothing."""
+    """A side's answers. `counters`: their acceptance from its engines' counters, or why there is none."""
 
     observed: list[Observed]
     counters: Acceptance | str
@@ -37,8 +37,9 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A server that runs already; `side` names it in messages. `metrics` None: its own `/metrics`, if there are any;
-    else they are required."""
+    """A running server, named `side` in messages. `metrics`: pages that must have counters; None: its own `/metrics`,
+    if it has any.
+    """
 
     side: str
     url: str
@@ -51,7 +52,7 @@ class Served:
     def parse(
         cls, side: str, url: str | None, metrics: str | None, api_key: str | None, timeout_s: float, concurrency: int
     ) -> Served | None:
-        """From the options `--SIDE` and `--SIDE-metrics`. Raises `ConfigError` naming the one that is bad."""
+        """From the options `--SIDE` and `--SIDE-metrics`. Raises `ConfigError` for a bad one."""
         if url is None:
             if metrics is not None:
                 raise ConfigError(f"{side}_metrics", f"is for a server that --{side} names")
@@ -60,19 +61,19 @@ class Served:
         return cls(side, base_url(url, side), urls, api_key, timeout_s, concurrency)
 
     def answers(self, cases: Sequence[Case], kv_mode: str | None = None, salted: bool = False) -> Answers:
-        """Ask everything, with the counters read before and after. `salted`: keep vLLM's prefix cache out of it.
+        """Send all cases, and read the counters before and after. `salted`: do not let vLLM reuse prefixes.
 
-        Raises `EngineUnavailableError` or `ProtocolError` when the server lists no model, or required counters cannot
-        be had.
+        Raises `EngineUnavailableError` or `ProtocolError` if the server lists no model, or if required counters are
+        unavailable.
         """
         return asyncio.run(self._answers(cases, kv_mode, salted))
 
     def read_prompts(self, path: str, add_special_tokens: bool) -> list[list[int]]:
-        """Prompts of a file, tokenised by the server. Raises `ConfigError` for the file, and where it cannot do so."""
+        """Prompts of a file, tokenised by the server. Raises `ConfigError` for the file, and if the server cannot."""
         return asyncio.run(self._read_prompts(path, add_special_tokens))
 
     def bos(self) -> int | None:
-        """The token with which the server begins each text by itself; None where it adds none, or does not tell."""
+        """The BOS token that the server adds to texts; None if it adds none, or is unknown."""
         try:
             return asyncio.run(self._bos())
         except BatonError:
@@ -84,19 +85,19 @@ class Served:
     async def _answers(self, cases: Sequence[Case], kv_mode: str | None, salted: bool) -> Answers:
         async with self._client() as client:
             model = await client.model()
-            # Other servers might refuse a field that they do not know.
+            # Other servers might refuse the unknown field.
             salt = f"verify-{secrets.token_hex(8)}"
             salts = [f"{salt}-{i}" for i in range(len(cases))] if salted and model.owned_by == "vllm" else None
             before = await self._counters(client)
             observed = await observe_client(client, model.id, cases, self.concurrency, kv_mode, salts)
             counters = await self._counters(client, before)
         if not any(o.accepted for o in observed):
-            # A router in front of other engines than Baton's does not know of rounds.
+            # A router over other engines than Baton's has no counts of accepted drafts.
             observed = [replace(o, accepted=None) for o in observed]
         return Answers(observed, counters)
 
     async def _counters(self, client: OpenAIClient, before: Acceptance | str | None = None) -> Acceptance | str:
-        """The counters now; with `before`, what was added to them since."""
+        """The counters now, or what they have gained since `before`."""
         urls = self.metrics or (f"{self.url}/metrics",)
         if isinstance(before, str):
             return before
@@ -128,12 +129,12 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
-    """One engine in this process. `settings` are those of `baton.LLM`, `model` included."""
+    """One engine in this process. `settings`: those of `baton.LLM`, with `model`."""
 
     settings: Mapping[str, Any]
 
     def answers(self, cases: Sequence[Case]) -> Answers:
-        """Load it, ask everything, close it."""
+        """Load the engine, send all cases, close it."""
         from baton.engine.llm import LLM
 
         with LLM(**self.settings) as llm:
@@ -144,8 +145,9 @@ class InProcess:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A deployment of Baton's own, for all modes: `flags` are for all of its engines, `role_flags` for those of one
-    role. With `recovery` none a handoff that fails shows: recomputed, it would give the same answer."""
+    """A Baton deployment for all modes. `flags` are for all engines, `role_flags` for those of one role. With
+    `recovery` none a failed handoff becomes visible: recomputed, it would give the same answer.
+    """
 
     model: str
     prefill: int
@@ -158,7 +160,7 @@ class Started:
     data_ranks: Mapping[str, int] = field(default_factory=dict)
 
     def start(self) -> Deployment:
-        """Start it; the caller ends it. Raises as `Deployment` does."""
+        """Start it; the caller closes it. Raises the errors of `Deployment`."""
         return Deployment(
             self.model,
             prefill=self.prefill,
@@ -171,7 +173,7 @@ class Started:
         )
 
     def answers(self, running: Deployment, cases: Sequence[Case], mode: str) -> Answers:
-        """Ask everything in one mode, which finds no pages of another."""
+        """Send all cases in one mode, salted so that no mode finds pages of another."""
         return asyncio.run(self._ask(running.url, [f"{url}/metrics" for url in running.decode_urls], cases, mode))
 
     async def _ask(self, url: str, metrics: Sequence[str], cases: Sequence[Case], mode: str) -> Answers:
