@@ -1,4 +1,4 @@
-"""Parsers of tool calls and reasoning, by the names that vLLM gives them."""
+"""Parsers of tool calls and reasoning, with vLLM's names."""
 
 from baton.parsing.base import CallDelta, Content, ParsedEvent, Parser, Reasoning
 from baton.parsing.registry import REASONING_PARSERS, TOOL_PARSERS, ToolFormat

@@ -1,8 +1,7 @@
-"""What a model's text holds beside its words: calls of tools, and reasoning. Text in, in any pieces; events out.
+"""Streaming parsers that split a model's text into content, reasoning and tool calls.
 
-A parser's events depend on the text alone and not on how it was cut: what could become a marker is held back until it
-is known to be one or not. Text that looks like a call and is none stays content, so that nothing a model writes is lost
-and nothing it writes ends a stream.
+The result does not depend on how the text is cut into pieces: text that may become a marker is held back until that is
+decided. Malformed calls become content, so no text is lost, and no text ends a stream.
 """
 
 from __future__ import annotations
@@ -13,22 +12,20 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Words for the reader."""
+    """Text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Words that the model wrote for itself."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """More of call number `index` of an answer. The first of a call has its `name`; `arguments` are pieces of JSON, as
-    the model wrote it."""
+    """A part of tool call number `index` of an answer. Only the first part of a call has `name`. `arguments`: a piece
+    of JSON, as the model wrote it."""
 
     index: int
     name: str | None
@@ -39,26 +36,26 @@ ParsedEvent = Content | Reasoning | CallDelta
 
 
 class Parser(Protocol):
-    """Reads one answer."""
+    """Parses one answer."""
 
     def push(self, text: str) -> list[ParsedEvent]:
-        """What more text says."""
+        """Add text."""
         ...
 
     def finish(self) -> list[ParsedEvent]:
-        """What was held back. Nothing may be pushed after it."""
+        """End the answer: parse the held text. Nothing may be pushed afterwards."""
         ...
 
 
 class Words:
-    """Content as it comes, but for white space next to a call: it is held back until other words follow it."""
+    """Makes `Content` from text, without the white space before and after calls."""
 
     def __init__(self) -> None:
         self._held = ""
         self._behind_call = False
 
     def push(self, text: str) -> list[ParsedEvent]:
-        """Content; trailing white space is kept for later."""
+        """Add text. Trailing white space is held back, because a call may follow."""
         text = self._held + text
         words = text.rstrip()
         self._held = text[len(words) :]
@@ -68,18 +65,17 @@ class Words:
         return [Content(words)] if words else []
 
     def call(self) -> None:
-        """A call begins or ends here: the white space around it is nobody's."""
+        """A call begins or ends here: drop the white space around it."""
         self._held, self._behind_call = "", True
 
     def finish(self) -> list[ParsedEvent]:
-        """What is held back of an answer that ends here."""
         held, self._held = self._held, ""
         return [Content(held)] if held and not self._behind_call else []
 
 
 def split_at(text: str, *markers: str) -> tuple[str, str, str]:
-    """`text` before the first marker, that marker, and what is behind it; without any, "" and a tail that may begin
-    one."""
+    """Split `text` into the part before the first marker, the marker, and the rest. Without a marker: text, "", and a
+    tail that may be the beginning of one."""
     found = min((m for m in markers if m in text), key=text.index, default="")
     if found:
         before, _, behind = text.partition(found)

@@ -1,4 +1,4 @@
-"""What parsers of calls share: the numbers of calls, and a JSON call among them."""
+"""Parses JSON calls into events, for the parsers of formats that use them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from baton.parsing.json_call import JsonCall
 
 
 class JsonCalls:
-    """Reads JSON calls one after another into events. `words` get what turns out to be none."""
+    """Parses JSON calls one after another. Text that turns out not to be a call goes to `words`."""
 
     def __init__(self, words: Words) -> None:
         self.count = 0
@@ -17,11 +17,11 @@ class JsonCalls:
         self._told = False
 
     def begin(self, lead: str) -> None:
-        """A call may begin here, behind the text `lead`."""
+        """A call may begin here. `lead`: the text before it, which becomes content if it is not a call."""
         self._call, self._lead, self._told = JsonCall(), lead, False
 
     def push(self, text: str) -> tuple[list[ParsedEvent], str, bool | None]:
-        """Events, the text behind the call, and whether it is one: None while it is not over."""
+        """Returns events, the text after the call, and whether it was a valid call (None: not ended)."""
         for at, char in enumerate(text, 1):
             self._call.push(char)
             if self._call.state == "failed":
@@ -44,12 +44,12 @@ class JsonCalls:
 
     def _drop(self) -> list[ParsedEvent]:
         if self._told:
-            # The client has its name: what is there of it stays a call.
+            # Its name was sent already, so it remains a call.
             events = self._tell()
             self.count += 1
             return events
         return self._words.push(self._lead + self._call.raw)
 
     def finish(self) -> list[ParsedEvent]:
-        """The answer ends within a call."""
+        """End an answer within a call."""
         return self._tell() if self._told else self._drop()

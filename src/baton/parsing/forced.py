@@ -1,4 +1,4 @@
-"""Answers that a grammar forces to be calls: `tool_choice` required or of one function."""
+"""Parsers for answers that a grammar forces to be calls (`tool_choice` "required" or a named function)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RequiredParser:
 
 
 class NamedParser:
-    """The arguments of one function, and nothing else."""
+    """Only the arguments of one function."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
@@ -49,7 +49,7 @@ class NamedParser:
 
 
 class Plain:
-    """All is words."""
+    """All text is content."""
 
     def push(self, text: str) -> list[ParsedEvent]:
         return [Content(text)] if text else []

@@ -1,9 +1,9 @@
-"""`openai` and `openai_gptoss`: gpt-oss's channels, as its chat template spells them.
+"""`openai` and `openai_gptoss`: the channels of gpt-oss, as its chat template writes them.
 
-An answer is messages, `<|channel|>CHANNEL<|message|>TEXT<|end|>`, the next behind `<|start|>assistant`. "analysis" is
-reasoning and "final" the answer; a message to `functions.NAME`, in "commentary", is a call, its text the arguments; all
-other commentary is for the reader. Source: OpenAI's harmony response format. The `openai-harmony` library reads tokens,
-by a vocabulary that it fetches from the network; this reads text, so a stop string or a router may cut it anywhere.
+An answer consists of messages `<|channel|>CHANNEL<|message|>TEXT<|end|>`, separated by `<|start|>assistant`. Channel
+"analysis" is reasoning, "final" is content. A message to `functions.NAME` (in "commentary") is a call whose text is the
+arguments; other commentary is content. Source: OpenAI's harmony response format. The `openai-harmony` library parses
+tokens, with a vocabulary from the network. This module parses text, which stop strings and routers may cut anywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.parsing.base import CallDelta, Content, ParsedEvent, Parser, Reasonin
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
-# Behind `<|start|>assistant`, which the prompt ends with, a header may name whom it is for before its channel.
+# After `<|start|>assistant`, with which the prompt ends, a header may name the recipient before the channel.
 _TO = "to="
 _FUNCTION = re.compile(r"\bto=functions\.([A-Za-z0-9_.:-]{1,256})")
 _NAME = re.compile(r"\s*([a-z]+)")
@@ -24,7 +24,7 @@ _MAX_HEADER = 1024
 
 
 class HarmonyParser:
-    """Words before the first message, and between two, are content."""
+    """Text outside of messages is content."""
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         self._words = Words()
@@ -76,7 +76,7 @@ class HarmonyParser:
         return events
 
     def _begin(self, events: list[ParsedEvent]) -> None:
-        """A header is whole."""
+        """Begin a message: its header is complete."""
         header, self._header = self._header, ""
         self._where, self._empty = "body", True
         function = _FUNCTION.search(header)
@@ -100,7 +100,6 @@ class HarmonyParser:
             events += self._words.push(text)
 
     def _end(self, events: list[ParsedEvent]) -> None:
-        """A message is over."""
         self._where = "outside"
         if self._kind == "call":
             if self._empty:
@@ -119,7 +118,7 @@ class HarmonyParser:
 
 
 class HarmonyReasoning:
-    """What `HarmonyParser` reads, without calls: text before `rest`, which reads the answer's words."""
+    """Parses reasoning as `HarmonyParser` does, and passes content on to `rest`."""
 
     def __init__(self, rest: Parser) -> None:
         self._rest = rest
@@ -139,5 +138,5 @@ class HarmonyReasoning:
 
 
 def reasoning(rest: Parser, opened: bool) -> Parser:
-    """Before the tool parser of this format, which reads reasoning too, nothing is needed."""
+    """The reasoning parser before `rest`. None is needed before `HarmonyParser`, which parses reasoning itself."""
     return rest if isinstance(rest, HarmonyParser) else HarmonyReasoning(rest)

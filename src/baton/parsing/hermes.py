@@ -1,4 +1,4 @@
-"""`hermes`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, of Hermes 2 Pro, Qwen 2.5 and 3."""
+"""`hermes`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes 2 Pro, Qwen 2.5 and 3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(MarkedParser):
-    """Calls and words in any order."""
+    """Calls and content in any order."""
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(_OPEN)

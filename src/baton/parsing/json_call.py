@@ -1,4 +1,4 @@
-"""One call as a JSON object, `{"name": ..., "arguments": {...}}`, read character by character."""
+"""Parses one call as a JSON object, `{"name": ..., "arguments": {...}}`, character by character."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Expected = Literal["open", "key", "colon", "value", "next", "done", "failed"]
 
 
 class JsonValue:
-    """Where a JSON value ends, by its brackets and quotes; what stands between is not looked at."""
+    """Finds the end of a JSON value by its brackets and quotes. Nothing else is checked."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -22,7 +22,7 @@ class JsonValue:
         self._quoted = self._escaped = False
 
     def push(self, char: str) -> bool:
-        """Whether the character belongs to the value; one that ends a number or a word does not."""
+        """Add a character. False if it is not part of the value: it ended a number or a literal."""
         if self._quoted:
             self._quoted = self._escaped or char != '"'
             self._escaped = char == "\\" and not self._escaped
@@ -48,7 +48,7 @@ class JsonValue:
 
 
 class JsonCall:
-    """`name` once it is known; `arguments`: what is known and not yet taken of them; `raw`: all that was read."""
+    """`raw`: all text read. `name`: None until it is known."""
 
     def __init__(self) -> None:
         self.raw = ""
@@ -60,14 +60,14 @@ class JsonCall:
         self._value = JsonValue()
 
     def take(self) -> str:
-        """Pieces of the arguments since the last call; none before the name is known."""
+        """The arguments read since the last `take`. Empty until the name is known."""
         if self.name is None:
             return ""
         pending, self._pending = self._pending, ""
         return pending
 
     def push(self, char: str) -> None:
-        """Read one character. After `state` is done or failed nothing may be pushed."""
+        """Add one character. Nothing may be pushed once `state` is "done" or "failed"."""
         self.raw += char
         if self.state in ("open", "key", "colon", "next"):
             self._between(char)
@@ -75,7 +75,7 @@ class JsonCall:
         if not self._value.text and char in _SPACE:
             return
         if self._key in _ARGUMENTS and not self._value.text:
-            # An object, and once; else it is no call.
+            # A call has its arguments once, as an object.
             if char != "{" or self._has_arguments:
                 self.state = "failed"
                 return
@@ -119,7 +119,7 @@ class JsonCall:
 def _string(text: str) -> str | None:
     try:
         value = json.loads(text)
-        # Half of a surrogate pair is JSON, and no answer can hold it.
+        # JSON allows half of a surrogate pair, but UTF-8 does not.
         return value if isinstance(value, str) and value.encode() else None
     except ValueError:
         return None

@@ -1,5 +1,5 @@
-"""`llama3_json`: the whole answer is `{"name": ..., "parameters": {...}}`, or several with `;` between, of Llama 3.1 to
-3.3; `<|python_tag|>` may lead them."""
+"""`llama3_json`: the whole answer is `{"name": ..., "parameters": {...}}`, or several of them separated by `;` (Llama
+3.1 to 3.3). `<|python_tag|>` may come first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3JsonParser:
-    """Calls from the first character on, else words to the end."""
+    """Calls from the first character on. After anything else, the rest is content."""
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         self._words = Words()

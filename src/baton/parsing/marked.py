@@ -1,4 +1,4 @@
-"""What parsers of calls share whose calls stand among words, each behind a marker."""
+"""Base class of parsers for formats in which a marker begins each call."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from baton.parsing.base import ParsedEvent, Words, split_at
 
 
 class MarkedParser(ABC):
-    """Words up to a marker. What follows it is a parser's own, in states of its own, until its state is "words" again.
-
-    `_held`: text that is not understood before more of it comes.
-    """
+    """Text before a marker is content. The subclass parses what follows, in its own states, until it sets the state
+    `_where` to "words" again. `_held`: text that cannot be parsed before more text comes."""
 
     def __init__(self, *markers: str) -> None:
         self.markers = markers
@@ -40,8 +38,8 @@ class MarkedParser(ABC):
 
     @abstractmethod
     def _opened(self, marker: str) -> None:
-        """A marker was read: enter the state behind it."""
+        """Enter the state after a marker."""
 
     @abstractmethod
     def _read(self, text: str, events: list[ParsedEvent]) -> str | None:
-        """Read some of the text outside words: add to `events`, and return what is left; None until more comes."""
+        """Parse text after a marker: add to `events`, and return the rest. None: more text is needed."""

@@ -1,6 +1,6 @@
-"""`mistral`: after `[TOOL_CALLS]` a list of `{"name": ..., "arguments": {...}}`, or `NAME{...}`, `NAME[ARGS]{...}` and
-`NAME[CALL_ID]ID[ARGS]{...}` of Mistral's tokenizers from version 11 on, where each call has a `[TOOL_CALLS]` of its
-own. The model's ID is dropped: a call gets one of the answer's."""
+"""`mistral`: after `[TOOL_CALLS]`, a list of `{"name": ..., "arguments": {...}}`. Mistral's tokenizers from version 11
+on: `NAME{...}`, `NAME[ARGS]{...}` or `NAME[CALL_ID]ID[ARGS]{...}`, each after its own `[TOOL_CALLS]`. The model's ID is
+dropped, because the API server makes call ids."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ID = re.compile(r"\[CALL_ID\][A-Za-z0-9_-]{0,256}")
 
 
 def _begins(marker: str, text: str) -> bool:
-    """Whether `text` may become the marker yet."""
+    """Whether `text` is the beginning of the marker."""
     return marker.startswith(text) and marker != text
 
 
 class MistralParser(MarkedParser):
-    """Words, then calls; what follows a call and is none is words again."""
+    """Content and calls in any order."""
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(_OPEN)
@@ -39,7 +39,7 @@ class MistralParser(MarkedParser):
         return states[self._where](text, events)
 
     def _start(self, text: str, events: list[ParsedEvent]) -> str | None:
-        """Behind `[TOOL_CALLS]`."""
+        """After `[TOOL_CALLS]`."""
         rest = text.lstrip()
         if rest.startswith("[") and not _ARGS.startswith(rest):
             self._calls.begin(_OPEN + text[: len(text) - len(rest) + 1])
@@ -66,7 +66,7 @@ class MistralParser(MarkedParser):
         return text
 
     def _arguments(self, text: str, events: list[ParsedEvent]) -> str:
-        """Behind a name."""
+        """After a name."""
         before = len(self._value.text)
         for char in text:
             self._value.push(char)
@@ -81,7 +81,7 @@ class MistralParser(MarkedParser):
         return text[len(more) :]
 
     def _call(self, text: str, events: list[ParsedEvent]) -> str:
-        """In a list."""
+        """In a call of a list."""
         more, text, is_call = self._calls.push(text)
         events += more
         if is_call is not None:
@@ -89,7 +89,7 @@ class MistralParser(MarkedParser):
         return text
 
     def _list(self, text: str, events: list[ParsedEvent]) -> str:
-        """Behind a call of a list."""
+        """After a call of a list."""
         rest = text.lstrip()
         if rest.startswith(","):
             self._calls.begin(",")

@@ -1,6 +1,6 @@
-"""`qwen3_xml`: `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, of Qwen 3 Coder.
+"""`qwen3_xml`: `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>` (Qwen 3 Coder).
 
-A value is text, and becomes the JSON that the function's schema wants.
+Values are text, which is converted to JSON by the function's schema.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _BARE = "<function="
 _NAME, _MAX_NAME = re.compile(r"[^<>\s]*"), 256
 _VALUE, _VALUE_END = "<parameter=", "</parameter>"
 _FUNCTION = re.compile(r"\s*<function=([^<>\s]{1,256})>")
-# The next parameter ends one whose own end the model left out.
+# Models may leave out `</parameter>` before the next parameter.
 _PARAMETER = re.compile(r"\s*<parameter=([^<>]{1,256})>(.*?)(?:</parameter>|(?=<parameter=))", re.DOTALL)
 _END = re.compile(r"\s*</function>(\s*</tool_call>)?")
 
 
 class Qwen3XmlParser(MarkedParser):
-    """A call's name is told when its function is named, an argument when its value is whole."""
+    """A call's name is sent at once, and each argument when its value is complete."""
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(_OPEN, _BARE)
@@ -39,7 +39,7 @@ class Qwen3XmlParser(MarkedParser):
         if self._where == "inside" and self._held.lstrip().startswith(_VALUE):
             tail = self._held[-len(_VALUE_END) :] + text
             if _VALUE_END not in tail and _VALUE not in tail:
-                self._held += text  # to look through a long value at each of its pieces would take long
+                self._held += text  # do not scan a long value again for each piece
                 return []
         return super().push(text)
 
@@ -52,7 +52,7 @@ class Qwen3XmlParser(MarkedParser):
         return self._bare(text, events) if self._lead == _BARE else self._function(text, events)
 
     def _bare(self, text: str, events: list[ParsedEvent]) -> str | None:
-        """Behind `<function=` without `<tool_call>`, which models leave out: a call where it names one of the tools."""
+        """After `<function=` without `<tool_call>`, which models may omit: a call only if it names one of the tools."""
         name = _NAME.match(text)
         if name is not None and name.end() == len(text) and len(text) <= _MAX_NAME:
             return None
@@ -96,7 +96,7 @@ class Qwen3XmlParser(MarkedParser):
         end = _END.match(text)
         begun = text.lstrip()
         if end is not None and end[1] is None and _CLOSE.startswith(text[end.end() :].lstrip()):
-            return None  # the call's own end may follow
+            return None  # `</tool_call>` may follow
         if end is not None or not (begun.startswith(_VALUE) or _may_begin(begun)):
             events.append(CallDelta(self._count, None, "}"))
             self._count += 1
@@ -111,7 +111,7 @@ class Qwen3XmlParser(MarkedParser):
 
     def finish(self) -> list[ParsedEvent]:
         if self._where == "inside":
-            # An end that was waited for is one; without it the call is cut off, and so are its arguments.
+            # After `</function>` the call is complete; otherwise it was cut off, and its arguments stay incomplete.
             closed = _END.match(self._held) is not None
             return [CallDelta(self._count, None, "}")] if closed else []
         lead = self._lead if self._where == "call" else ""

@@ -1,4 +1,4 @@
-"""Reasoning between `<think>` and `</think>`, before the answer."""
+"""Parses reasoning between `<think>` and `</think>` at the beginning of an answer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 class ThinkParser:
-    """Reasoning first, if the answer begins with it, then what `rest` reads. `begun`: the prompt has opened it.
-    `to_call`: a call ends it too, as in vLLM's `qwen3`: those models leave `</think>` out before one."""
+    """Parses reasoning, then passes the answer to `rest`. `begun`: the prompt ends within the reasoning. `to_call`: a
+    call also ends the reasoning, as in vLLM's `qwen3`, because these models may leave out `</think>` before a call."""
 
     def __init__(self, rest: Parser, begun: bool, to_call: bool = False) -> None:
         self._rest = rest
@@ -31,7 +31,7 @@ class ThinkParser:
             if not lead.startswith(_OPEN) and not self._begun:
                 self._where = "behind"
                 return self._rest.push(text)
-            # A prompt may have opened the reasoning that the model opens again.
+            # The model may write `<think>` again after a prompt that ends with it.
             self._where, text = "inside", lead.removeprefix(_OPEN) if lead.startswith(_OPEN) else text
         events: list[ParsedEvent] = []
         if self._where == "inside":

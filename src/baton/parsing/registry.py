@@ -1,4 +1,4 @@
-"""The parsers by name. A new one is a file and a line here."""
+"""Parsers by name. A new parser needs a file, and a line here."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from baton.parsing.reasoning import ThinkParser
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls. `make` gets the JSON schema of each tool's parameters. `markers`: what it must see even
-    where they are special tokens, of which all others stay hidden."""
+    """A format of tool calls. `make` gets the JSON schema of each tool's parameters. `markers`: the parser must see
+    them even if they are special tokens; other special tokens stay hidden."""
 
     make: Callable[[Mapping[str, Any]], Parser]
     markers: tuple[str, ...]
@@ -38,15 +38,15 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a model marks its reasoning. `make` gets what reads the answer behind it, and whether the prompt ends inside
-    of it. `markers`: as of `ToolFormat`."""
+    """A format of reasoning. `make` gets the parser of the answer after it, and whether the prompt ends within the
+    reasoning. `markers`: as in `ToolFormat`."""
 
     make: Callable[[Parser, bool], Parser]
     markers: tuple[str, ...]
 
 
 REASONING_PARSERS: dict[str, ReasoningFormat] = {
-    # Its templates open the reasoning, or the model leaves the opening out.
+    # The template writes `<think>`, or the model leaves it out.
     "deepseek_r1": ReasoningFormat(lambda rest, opened: ThinkParser(rest, True), _THINK),
     "openai_gptoss": ReasoningFormat(reasoning, _HARMONY),
     "qwen3": ReasoningFormat(lambda rest, opened: ThinkParser(rest, opened, to_call=True), _THINK),

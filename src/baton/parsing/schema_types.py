@@ -1,8 +1,8 @@
-"""Values that a model wrote as text, as the JSON that the schema of a parameter wants.
+"""Converts values that a model wrote as text to JSON, by the schema of the parameter.
 
-The rules are vLLM's: the first type fits of null, integer, number, boolean, object, array and string, of those that the
-schema allows; a schema that says nothing wants a string. Beyond vLLM, `$ref` and `const` are followed, `allOf` allows
-what all of its branches do, and a text that is one of the values an `enum` names is that value.
+As in vLLM, the first type that fits wins, of null, integer, number, boolean, object, array and string, among those that
+the schema allows; a schema without types means string. Beyond vLLM, `$ref` and `const` are followed, `allOf` allows
+what all its branches allow, and text that equals a value of an `enum` is that value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_DEPTH, _MAX_PARTS = 32, 1024
 
 
 def parameter_schema(schema: Any, key: str) -> Any:
-    """What `schema`, that of a function's parameters, says of the parameter `key`; None where it says nothing."""
+    """The schema of parameter `key` in `schema`, that of a function's parameters; None if there is none."""
     parts = list(_Walk(schema).parts(schema))
     for part in parts:
         properties = part.get("properties")
@@ -36,7 +36,7 @@ def parameter_schema(schema: Any, key: str) -> Any:
 
 
 def value_of(text: str, schema: Any, root: Any) -> str:
-    """`text` as JSON of the `schema`. `root`: where its references begin."""
+    """`text` as JSON that fits `schema`. `root`: the schema in which references are resolved."""
     bare = text.strip()
     for part in _Walk(root).parts(schema):
         for constant in _constants(part):
@@ -60,8 +60,8 @@ def value_of(text: str, schema: Any, root: Any) -> str:
 
 
 class _Walk:
-    """One walk through a schema. Each reference is followed once, and no more than `_MAX_PARTS` parts are looked at:
-    a client chooses the schema, and its model how often it is asked."""
+    """One walk through a schema. It follows each reference once and visits at most `_MAX_PARTS` parts, because the
+    schema comes from a client, and the model decides how often it is walked."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -69,7 +69,7 @@ class _Walk:
         self._followed: set[str] = set()
 
     def parts(self, schema: Any) -> Iterator[dict[str, Any]]:
-        """A schema, what it refers to, and its branches."""
+        """The schema, the schemas that it refers to, and its branches."""
         pending = [schema]
         while pending and self._left:
             part = pending.pop(0)
@@ -82,7 +82,7 @@ class _Walk:
                 pending += _list(part, field)[: self._left]
 
     def types(self, schema: Any, depth: int = 0) -> set[str] | None:
-        """The types that a schema allows; None where it does not say."""
+        """The types that a schema allows; None if it does not say."""
         self._left -= 1
         if not isinstance(schema, dict) or depth > _MAX_DEPTH or self._left < 0:
             return None
@@ -103,7 +103,7 @@ class _Walk:
         return common | ({"null"} if schema.get("nullable") is True else set())
 
     def _referred(self, schema: dict[str, Any]) -> Any:
-        """What its reference within the root points to (RFC 6901), once; None for any other."""
+        """The target of a reference within the root (RFC 6901), once; None for other references."""
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#") or reference in self._followed:
             return None
@@ -120,12 +120,12 @@ def _list(schema: dict[str, Any], field: str) -> list[Any]:
 
 
 def _constants(schema: dict[str, Any]) -> list[Any]:
-    """The values that a schema itself names."""
+    """The values of `enum` and `const`."""
     return _list(schema, "enum") + ([schema["const"]] if "const" in schema else [])
 
 
 def _number(text: str) -> str:
-    """A number as the model wrote it where that is JSON; empty for what is none."""
+    """The number as the model wrote it if that is JSON, else converted; empty if it is not a number."""
     found = _loads(text)
     if type(found) in (int, float) and _finite(found):
         return text
@@ -143,7 +143,7 @@ def _same(text: str, constant: Any) -> bool:
 
 
 def _loads(text: str) -> Any:
-    """The JSON in a text; `_NOTHING` where it is none."""
+    """The JSON value in a text; `_NOTHING` if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -151,7 +151,7 @@ def _loads(text: str) -> Any:
 
 
 def _finite(value: Any) -> str:
-    """A value as JSON; empty for one that JSON or UTF-8 cannot hold, as infinity and half of a surrogate pair."""
+    """A value as JSON; empty if JSON or UTF-8 cannot express it (infinity, half of a surrogate pair)."""
     if value is _NOTHING:
         return ""
     try:

@@ -1,7 +1,7 @@
-"""Output that follows a grammar: JSON of a schema, a regular expression, a choice, or a context-free grammar.
+"""Structured outputs: a JSON schema, a regular expression, a choice, or a context-free grammar.
 
-The grammars are those of `llguidance` (Microsoft, MIT licence), vLLM's `guidance` backend. What is allowed next is a
-function of a request's output tokens alone, so an engine that takes a request over derives it from the tokens.
+Grammars are compiled by `llguidance` (Microsoft, MIT licence), vLLM's `guidance` backend. The allowed tokens depend
+only on a request's output tokens, so an engine that takes over a request derives them from these.
 """
 
 from importlib.metadata import version
@@ -10,7 +10,7 @@ from baton.structured.drafting import Constrained, DraftMatchers, Known
 from baton.structured.grammars import Grammars
 from baton.structured.matcher import Allowed, Matcher
 
-# Another version may allow other tokens.
+# Other versions may allow other tokens.
 LIBRARY = f"llguidance {version('llguidance')}"
 
 __all__ = ["LIBRARY", "Allowed", "Constrained", "DraftMatchers", "Grammars", "Known", "Matcher"]

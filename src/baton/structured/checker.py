@@ -1,9 +1,8 @@
-"""A process that compiles grammars, to see whether they can be: `python -m baton.structured.checker`.
+"""A process that checks grammars by compiling them: `python -m baton.structured.checker`.
 
-What a hostile grammar makes the compiler do cannot be interrupted, and may end the process: so it is done here first.
-One JSON value a line comes in on standard input, first `[tokenizer.json, vocab_size, eos_ids]`, then sources; for each
-goes out on standard output what is wrong with it, as a JSON string, which is empty for one that is sound. It ends with
-its input.
+The compiler cannot be interrupted, and a hostile grammar may crash it, so each grammar is compiled here first. Input:
+one JSON value per line, first `[tokenizer.json, vocab_size, eos_ids]`, then grammar sources. Output per line: a JSON
+string that says what is wrong, empty if nothing is. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.structured.source import limits
 from baton.structured.vocabulary import vocabulary
 
-# Far above what the bounds allow a sound grammar, with the vocabulary's own memory.
+# Far more than a valid grammar can take within `limits`, with the vocabulary.
 _MAX_MEMORY = 4 << 30
-# A walk through the grammar, along which no step may hold up an engine.
+# The first steps through a grammar are tried, because a slow step would block an engine.
 _NUM_STEPS = 16
 _STRIDE = 7919
 _MAX_STEP_S = 0.25
 
 
 def problem(tokens: LLTokenizer, source: str) -> str:
-    """What is wrong with a grammar, or with its first steps; empty where nothing is."""
+    """What is wrong with a grammar or its first steps; empty if nothing is."""
     matcher = LLMatcher(tokens, source, log_level=0, limits=limits())
     if matcher.is_error():
         return matcher.get_error()
@@ -51,7 +50,6 @@ def _ids(bits: bytes) -> list[int]:
 
 
 def main() -> None:
-    """Answer until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
     tokenizer_json, vocab_size, eos_ids = json.loads(sys.stdin.readline())
     try:
@@ -65,7 +63,6 @@ def main() -> None:
 
 
 def say(text: str) -> None:
-    """One line out, at once."""
     sys.stdout.write(json.dumps(text) + "\n")
     sys.stdout.flush()
 

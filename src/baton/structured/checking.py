@@ -1,4 +1,4 @@
-"""Has grammars compiled in a process of its own, with a limit on its time."""
+"""Checks grammars in a separate process, with a time limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECK_LIMIT_S = 5.0
 
 
 class Checker:
-    """Runs `baton.structured.checker`, from its first grammar on. Thread-safe: one grammar is checked at a time."""
+    """Runs `baton.structured.checker`, started with the first grammar. Thread-safe; checks one grammar at a time."""
 
     def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer_json, self._vocab_size, self._eos_ids = tokenizer_json, vocab_size, list(eos_ids)
@@ -27,7 +27,7 @@ class Checker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def check(self, source: str) -> None:
-        """Raise `RequestError` for a grammar that cannot be compiled in time, or at all."""
+        """Raise `RequestError` for a grammar that cannot be compiled, or not in time."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._end()
@@ -54,7 +54,7 @@ class Checker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # It computes on one thread, and Ctrl-C is not for it.
+            # One compute thread; a new session, so that Ctrl-C does not reach it.
             env={**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
             start_new_session=True,
         )
@@ -67,7 +67,7 @@ class Checker:
             raise refused(problem)
 
     def _ask(self, value: object, limit_s: float) -> str:
-        """What the process says of it. Raises `TimeoutError`, and OSError or ValueError where it has ended."""
+        """The process's answer to `value`. Raises `TimeoutError`, and `OSError` or `ValueError` if it has ended."""
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -1,4 +1,4 @@
-"""Grammars where drafts are made, from plain data: that may be another process than the one that knows requests."""
+"""Constrains drafts by their requests' grammars, from plain data: drafting may run in a process without requests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from baton.structured.grammars import Grammars
 from baton.structured.matcher import Bits, Matcher
 from baton.wire import StructuredOutputsParams
 
-# Requests whose place in their grammar is remembered; that of others is found again from their tokens.
+# Number of requests whose matcher is kept; others are rebuilt from their tokens.
 MAX_REQUESTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A request's grammar, and its output tokens so far, int64."""
+    """A request's grammar and its output tokens so far (int64)."""
 
     request_id: str
     grammar: StructuredOutputsParams
@@ -28,14 +28,14 @@ class Known:
 
 
 class DraftMatchers:
-    """The matchers of a drafter's requests. Not thread-safe."""
+    """The drafter's matchers, by request. Not thread-safe."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._matchers: OrderedDict[tuple[str, StructuredOutputsParams], Matcher] = OrderedDict()
 
     def at(self, known: Sequence[Known | None]) -> Constrained:
-        """The requests of one plan; None for those without a grammar."""
+        """The constraints of one plan's requests; None for requests without a grammar."""
         return Constrained([self._at(one) if one is not None else None for one in known])
 
     def _at(self, known: Known) -> Matcher | None:
@@ -44,7 +44,7 @@ class DraftMatchers:
             matcher = self._matchers.pop(key, None) or self._grammars.matcher(known.grammar)
             matcher.move(known.output_ids.tolist())
         except RequestError:
-            return None  # it ends where its next token is chosen
+            return None  # choosing its next token raises the error and ends the request
         self._matchers[key] = matcher
         if len(self._matchers) > MAX_REQUESTS:
             self._matchers.popitem(last=False)
@@ -52,13 +52,13 @@ class DraftMatchers:
 
 
 class Constrained:
-    """Which drafts the grammars of a plan's requests allow, as drafts are chosen one after another."""
+    """The drafts that the grammars of a plan's requests allow, while drafts are chosen one after another."""
 
     def __init__(self, matchers: Sequence[Matcher | None]) -> None:
         self._matchers = list(matchers)
 
     def bits(self, request: int) -> Bits | None:
-        """What the next draft of a request may be, as `Matcher.bits`; None: anything."""
+        """The allowed tokens for a request's next draft, as `Matcher.bits`; None: all."""
         matcher = self._matchers[request]
         if matcher is None:
             return None
@@ -69,7 +69,7 @@ class Constrained:
             return None
 
     def chose(self, request: int, token: int) -> None:
-        """A draft was chosen. Behind one that ends the output all is allowed: nothing of it is used."""
+        """Advance by a chosen draft. After a draft that ends the output all tokens are allowed; they are not used."""
         matcher = self._matchers[request]
         if matcher is not None and not matcher.consume(token):
             self._matchers[request] = None

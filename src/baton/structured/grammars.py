@@ -19,32 +19,30 @@ MAX_COMPILED = 128
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary, and keeps those used last. Thread-safe.
+    """Compiles grammars for one vocabulary, and keeps the most recent ones. Thread-safe.
 
-    The vocabulary is read at the first use: most engines never see a grammar.
+    `vocab_size` is the model's. The vocabulary is built at the first use, because most engines never see a grammar.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """`vocab_size`: the model's."""
         self._tokenizer, self._model_vocab = tokenizer, vocab_size
         self._eos_ids = frozenset(tokenizer.eos_token_ids)
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._recent: OrderedDict[StructuredOutputsParams, Compiled] = OrderedDict()
-        # Those of requests that run, too: an engine's thread must not compile one again.
+        # Includes the grammars of running requests: the engine thread must not compile one again.
         self._in_use: WeakValueDictionary[StructuredOutputsParams, Compiled] = WeakValueDictionary()
         self._checker = Checker(tokenizer.json, vocab_size, sorted(self._eos_ids))
         self._tokens: LLTokenizer | None = None
 
     def check(self, asked: StructuredOutputsParams) -> None:
-        """Compile a grammar that is not known yet, in a process of its own first, which is ended where it takes too
-        long: seconds at worst, on the caller's thread. Raises `RequestError`."""
+        """Compile a new grammar: first in the checker process, with a time limit, then here. Takes seconds at worst, on
+        the caller's thread. Raises `RequestError`."""
         if self._known(asked) is None:
             self._checker.check(source_of(asked))
             self._compile(asked)
 
     def matcher(self, asked: StructuredOutputsParams) -> Matcher:
-        """A matcher at the beginning of a grammar that was checked here, or by the engine of which this is a rank.
-        Raises `RequestError`."""
+        """A matcher at the beginning of a grammar that this process or rank 0 has checked. Raises `RequestError`."""
         compiled = self._known(asked)
         if compiled is None:
             compiled = self._compile(asked)
@@ -52,7 +50,6 @@ class Grammars:
             return Matcher(compiled, self._eos_ids)
 
     def close(self) -> None:
-        """End the process that checks."""
         self._checker.close()
 
     def _known(self, asked: StructuredOutputsParams) -> Compiled | None:
@@ -79,7 +76,7 @@ class Grammars:
         return compiled
 
     def _vocabulary(self) -> LLTokenizer:
-        with self._reading:  # which may take a second
+        with self._reading:  # may take a second
             if self._tokens is None:
                 try:
                     self._tokens = vocabulary(self._tokenizer.json(), self._model_vocab, sorted(self._eos_ids))

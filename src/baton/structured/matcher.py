@@ -1,4 +1,4 @@
-"""Where one request's output stands in its grammar."""
+"""The position of one request's output in its grammar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Bits = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Which tokens may stand in the first rows of a request: `bits` uint8 [rows, bytes], the lowest bit first."""
+    """The allowed tokens of a request's first rows: `bits` uint8 [rows, bytes], one bit per token id, lowest first."""
 
     bits: Bits
 
@@ -27,7 +27,7 @@ class Allowed:
         return bool(allowed.any())
 
     def num_followed(self, drafts: Sequence[int]) -> int:
-        """How many of the drafts the rows allow, each with a token behind it."""
+        """The number of leading drafts that the rows allow and after which some token is allowed."""
         for row, draft in enumerate(drafts):
             if not self.bits[row, draft // 8] >> draft % 8 & 1 or not self.bits[row + 1].any():
                 return row
@@ -35,7 +35,7 @@ class Allowed:
 
 
 class Compiled:
-    """A compiled grammar at its beginning, and the size of the vocabulary that it was compiled for."""
+    """A compiled grammar at its beginning, and the vocabulary size that it was compiled for."""
 
     __slots__ = ("__weakref__", "matcher", "vocab_size")
 
@@ -44,22 +44,21 @@ class Compiled:
 
 
 class Matcher:
-    """A grammar and a position in it, which moves to wherever it is asked for: the tokens that are common to both
-    places are kept, and the others taken back. Not thread-safe.
+    """A position in a grammar. To move, it keeps the tokens in common and rolls back the others. Not thread-safe.
 
-    `eos_ids` are allowed where the grammar may end. Their tokens take up no place in it: nothing follows them.
+    `compiled` is not changed. `eos_ids` are allowed where the grammar may end. They are not consumed, because nothing
+    follows them.
     """
 
     def __init__(self, compiled: Compiled, eos_ids: Container[int]) -> None:
-        """`compiled` is not changed."""
         self._compiled, self._eos_ids = compiled, eos_ids
         self._num_bytes = (compiled.vocab_size + 31) // 32 * 4
         self._matcher = compiled.matcher.deep_copy()
         self._tokens: list[int] = []
 
     def move(self, output_ids: Sequence[int]) -> None:
-        """Stand behind these output tokens of the request. Raises `RequestError` where they do not follow the grammar,
-        or it takes too much work."""
+        """Move to the position after these output tokens. Raises `RequestError` if they do not follow the grammar, or
+        if it takes too much work."""
         num_same = _num_common(self._tokens, output_ids)
         surplus = len(self._tokens) - num_same
         if surplus and not self._matcher.rollback(surplus):
@@ -70,15 +69,15 @@ class Matcher:
                 raise refused(self._matcher.get_error() or "the output does not follow it")
 
     def consume(self, token: int) -> bool:
-        """Take one token more; False, and nothing is changed, where it is not allowed, or ends the output."""
+        """Advance by one token. Returns False, without changes, if it is not allowed or ends the output."""
         if token in self._eos_ids or self._matcher.try_consume_tokens([token]) != 1:
             return False
         self._tokens.append(token)
         return True
 
     def bits(self) -> Bits:
-        """The tokens that are allowed here, uint8 [bytes]. Raises `RequestError` where that takes too much work, or
-        there is none."""
+        """The allowed tokens, uint8 [bytes]. Raises `RequestError` if there are none, or if computing them takes too
+        much work."""
         bits = np.zeros(self._num_bytes, dtype=np.uint8)
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
@@ -87,10 +86,8 @@ class Matcher:
         return bits
 
     def allowed(self, output_ids: Sequence[int], drafts: Sequence[int]) -> Allowed:
-        """For the next token, and behind each draft up to the first that is not allowed: no row behind it counts.
-
-        Raises `RequestError` as `move` and `bits` do.
-        """
+        """The allowed tokens for the next position and after each draft, up to the first draft that is not allowed:
+        later rows do not matter. Raises `RequestError` as `move` and `bits` do."""
         self.move(output_ids)
         rows = [self.bits()]
         for draft in drafts:
@@ -100,7 +97,7 @@ class Matcher:
         return Allowed(np.stack(rows))
 
     def follows(self, output_ids: Sequence[int], drafts: Sequence[int]) -> int:
-        """How many of the drafts the grammar allows behind this output."""
+        """The number of leading drafts that the grammar allows after this output."""
         self.move(output_ids)
         for count, draft in enumerate(drafts):
             if not self.consume(draft):

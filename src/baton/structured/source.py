@@ -1,4 +1,4 @@
-"""From what a client asks for to the source text of a grammar, and the bounds on its work."""
+"""Makes a grammar's source text from a client's parameters, and bounds its work."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PARAM = "structured_outputs"
 _OPTIONS = "x-guidance"
 MAX_EXPANDED = MAX_GRAMMAR_CHARS
 _REPEATED = re.compile(r"\{(\d*),?(\d*)\}")
-# An escaped character, or a class of them.
+# An escaped character or a character class.
 _ONE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
 def source_of(asked: StructuredOutputsParams) -> str:
-    """The grammar's source for `llguidance`. Raises `RequestError` for text that is none of its kind.
+    """The grammar's source for `llguidance`. Raises `RequestError` for malformed text.
 
-    Keywords of a schema that are not implemented are refused when it is compiled, also where the schema asks for less.
+    Schemas with keywords that are not implemented are refused when they are compiled, with or without `strict`.
     """
     try:
         if asked.json is not None:
@@ -32,7 +32,7 @@ def source_of(asked: StructuredOutputsParams) -> str:
             check_repetition(asked.regex)
             return grammar_from("regex", asked.regex)
         if asked.choice is not None:
-            # One terminal, which is one item of a parser's row, where a rule would be as many as there are texts.
+            # As a terminal it is one item in a parser row; as a rule it would be one item per text.
             return grammar_from("lark", f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, asked.choice))}")
         check_repetition(asked.grammar or "")
         return grammar_from("grammar", asked.grammar or "")
@@ -41,12 +41,12 @@ def source_of(asked: StructuredOutputsParams) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text in a grammar, which takes no control character as it is; JSON escapes all but one."""
+    """Quote a text for a grammar, which allows no raw control characters. JSON escapes all of them but DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _checked(schema: str) -> str:
-    """A schema's text. Raises `ValueError` for what is none, and for one that says itself how it is to be read."""
+    """Check the text of a schema. Raises `ValueError` if it is not a schema, or if it sets options of `llguidance`."""
     value = json.loads(schema)
     if isinstance(value, bool):
         return '{"not": {}}' if not value else "{}"
@@ -59,7 +59,7 @@ def _checked(schema: str) -> str:
 
 
 def _check_patterns(schema: Any) -> None:
-    """Raise `ValueError` for a regular expression in a schema as `check_repetition` does."""
+    """`check_repetition` for all regular expressions in a schema."""
     if isinstance(schema, dict):
         pattern, properties = schema.get("pattern"), schema.get("patternProperties")
         for regex in (pattern, *(properties if isinstance(properties, dict) else ())):
@@ -71,8 +71,8 @@ def _check_patterns(schema: Any) -> None:
 
 
 def check_repetition(regex: str) -> None:
-    """Raise `ValueError` for a regular expression, or a grammar's text, that is too long when what is repeated a number
-    of times is written out: one step in it would take seconds."""
+    """Raise `ValueError` for a regular expression or grammar text that is too long once its counted repetitions are
+    expanded: one step in it would take seconds."""
     sizes, last, at = [0], 0, 0
     while at < len(regex):
         repeated = _REPEATED.match(regex, at)
@@ -98,10 +98,8 @@ def check_repetition(regex: str) -> None:
 
 
 def limits() -> LLParserLimits:
-    """Bounds on what compiling a grammar and one step in it may take. Beyond them a matcher is in error.
-
-    One step stays within tens of milliseconds: it runs on the engine's thread.
-    """
+    """Limits for compiling a grammar and for one step; beyond them a matcher is in error. A step runs on the engine
+    thread, so it must stay within tens of milliseconds."""
     return LLParserLimits(
         max_items_in_row=2000,
         initial_lexer_fuel=500_000,
@@ -114,6 +112,6 @@ def limits() -> LLParserLimits:
 
 
 def refused(why: str) -> RequestError:
-    """The refusal of a grammar; `why` in one line of bounded length."""
+    """The error for a refused grammar, with `why` as one line of limited length."""
     line = " ".join(why.split()) or "it allows no output"
     return RequestError(f"the grammar is refused: {line[:300]}", PARAM)

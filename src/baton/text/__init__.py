@@ -1,7 +1,4 @@
-"""Text in, text out: tokenizer, chat template, incremental detokenisation and stop strings.
-
-No engine, no I/O later.
-"""
+"""Text processing: tokenizer, chat templates, incremental detokenisation and stop strings. No I/O after loading."""
 
 from baton.text.detokenizer import IncrementalDetokenizer
 from baton.text.stop import StopChecker

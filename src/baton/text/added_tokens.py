@@ -1,5 +1,5 @@
-"""Tokens that `tokenizer_config.json` and its older companions declare beside `tokenizer.json`, as transformers reads
-them: markers of fine-tunes, and which tokens are special."""
+"""Tokens that `tokenizer_config.json` and its older companions declare in addition to `tokenizer.json`, such as markers
+of fine-tunes, and which tokens are special. Read as transformers does."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 class DeclaredTokens:
-    """What the settings of the directory `root` say of tokens. `special`: the special tokens that have names, such as
-    `eos_token`, as templates use them. Raises `CheckpointError` naming the file that is malformed."""
+    """The tokens declared in the directory `root`. `special`: special tokens by name, such as `eos_token`, for
+    templates. Raises `CheckpointError` with the name of a malformed file."""
 
     def __init__(self, root: Path) -> None:
         self._path = root / "tokenizer_config.json"
@@ -31,7 +31,7 @@ class DeclaredTokens:
         self._decoder: dict[int, AddedToken] = {}
         declared = settings.get("added_tokens_decoder")
         extra = _extra(settings)
-        if declared is None:  # older: special_tokens_map.json counts more, and added_tokens.json has the numbers
+        if declared is None:  # old format: special_tokens_map.json has priority, and added_tokens.json has the ids
             older = read_object(root / "special_tokens_map.json")
             settings.update(older)
             extra = extra or _extra(older)
@@ -56,8 +56,8 @@ class DeclaredTokens:
             self._decoder[number] = AddedToken(text, normalized=not is_special, special=is_special)
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
-        """Give `backend` the tokens that it lacks, special ones that it has as plain ones, and what else the settings
-        say of special tokens. A token that the vocabulary has keeps its id; others get the next ones."""
+        """Add the declared tokens that `backend` lacks or has with other flags, and apply `split_special_tokens`.
+        Tokens of the vocabulary keep their ids; others get the next free ones."""
         known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         wanted = [token for _, token in sorted(self._decoder.items()) if not _same(known.get(token.content), token)]
         contents = {*known, *(token.content for token in self._decoder.values())}
@@ -74,7 +74,7 @@ class DeclaredTokens:
         backend.encode_special_tokens = bool(self.settings.get("split_special_tokens"))
 
     def _token(self, value: object, special: bool = True) -> AddedToken:
-        """A token as text, or as an object with its flags; `special` where it is a special one whatever they say."""
+        """A token from text, or from an object with flags. `special`: make it special regardless of its flags."""
         if isinstance(value, str):
             return AddedToken(value, special=True)
         content = value.get("content") if isinstance(value, Mapping) else None

@@ -1,4 +1,4 @@
-"""Words that an output must not hold (vLLM's `bad_words`), as tokens."""
+"""Tokenises words that an output must not contain (vLLM's `bad_words`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from baton.wire import MAX_BAD_WORDS
 PARAM = "bad_words"
 
 
-@functools.lru_cache(maxsize=32)  # all samples of a prompt have the same
+@functools.lru_cache(maxsize=32)  # all samples of a prompt have the same words
 def tokens_of(words: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each word, at the beginning of a text and, where it is as many tokens with another first one,
-    within a text: as vLLM 0.32 has them (`SamplingParams.update_from_tokenizer`).
+    """The tokens of each word at the beginning of a text, and also within a text (after a space) if that gives as many
+    tokens with a different first one, as in vLLM 0.32 (`SamplingParams.update_from_tokenizer`).
 
-    Raises `RequestError` for a word without tokens, for too many, and where there is no tokenizer.
+    Raises `RequestError` for a word without tokens, for too many words, and without a tokenizer.
     """
     if words and not tokenizer.vocab_size:
         raise RequestError("bad_words are not for an engine without a tokenizer", PARAM)

@@ -1,9 +1,9 @@
-"""Token ids to text, one token at a time, never splitting a character.
+"""Token ids to text, one token at a time, without splitting a character.
 
-Decoding each token alone is wrong twice over: a character may span tokens, and some vocabularies drop a
-leading space from whatever comes first. Tokens that are bytes go through a UTF-8 decoder; of others each step decodes a
-short window and emits what grew. Byte-fallback vocabularies need both, because they decode a whole run of bytes
-differently when its last character is incomplete.
+Tokens cannot be decoded alone: a character may span tokens, and some vocabularies drop the leading space of a text.
+Byte tokens go through a UTF-8 decoder. For other tokens, each step decodes a short window and emits the new text.
+Byte-fallback vocabularies need both, because they decode a whole run of bytes differently if its last character is
+incomplete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from baton.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_WINDOW_TOKENS = 32
-_CONTEXT_TOKENS = 6  # enough that the window starts before any character that the prompt left open
+_CONTEXT_TOKENS = 6  # the window starts before any character that the prompt left incomplete
 
 
 class IncrementalDetokenizer:
@@ -28,8 +28,8 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         spelt: frozenset[int] = frozenset(),
     ) -> None:
-        """`prompt_ids` is context: its text is never emitted, but decides how the first token is spelt, and the output
-        may complete its last character. `spelt`: special tokens that are text even so."""
+        """`prompt_ids`: context that is not emitted. It decides how the first token is decoded, and the output may
+        complete its last character. `spelt`: special tokens that are emitted in any case."""
         self._tokenizer = tokenizer
         self._spelling = tokenizer.spelling
         self._hidden = tokenizer.special_ids - spelt if skip_special_tokens else frozenset[int]()
@@ -44,12 +44,12 @@ class IncrementalDetokenizer:
                 self._utf8.reset()
             else:
                 self._utf8.decode(raw)
-        # What the prompt has of a character that the output may complete.
+        # The bytes of a character that the prompt began and the output may complete.
         self._begun = bytes(self._utf8.getstate()[0])
         self._num_emitted = len(self._complete(self._text())) if self._window and not self._in_bytes else 0
 
     def push(self, token_id: int) -> str:
-        """Add one token and return the text that is complete now, perhaps empty."""
+        """Add one token. Returns the text that is complete now, perhaps empty."""
         if token_id in self._hidden:
             return ""
         raw = self._spelling.raw(token_id)
@@ -66,17 +66,17 @@ class IncrementalDetokenizer:
             out += ready[self._num_emitted :]
             self._num_emitted = len(ready)
         if len(ready) == len(text) and ready:
-            # Nothing is pending, so the last token alone is context enough for the next.
+            # Nothing is pending, so the last token is enough context for the next one.
             self._window = [token_id]
             self._num_emitted = len(self._text())
         elif len(self._window) > _MAX_WINDOW_TOKENS:
-            # Bytes that never become characters: what is still open lies in the last four tokens at most.
+            # Bytes that never form characters: an incomplete character is in the last four tokens at most.
             self._window = self._window[-_CONTEXT_TOKENS:]
             self._num_emitted = len(self._complete(self._text()))
         return out
 
     def flush(self) -> str:
-        """Return what was held back, an incomplete character as U+FFFD. For the end of the sequence."""
+        """Return the held text at the end of the sequence. An incomplete character becomes U+FFFD."""
         out = self._leave_bytes()
         if self._spelling.in_bytes or not self._window:
             return out
@@ -86,7 +86,7 @@ class IncrementalDetokenizer:
         return out
 
     def _leave_bytes(self) -> str:
-        """End a run of bytes; its text was emitted by the UTF-8 decoder, so count it as emitted."""
+        """End a run of byte tokens. The UTF-8 decoder has emitted its text, so count it as emitted."""
         if not self._in_bytes:
             return ""
         self._in_bytes = False
@@ -97,14 +97,14 @@ class IncrementalDetokenizer:
         return out
 
     def _own(self, text: str, raw: bytes) -> str:
-        """The output's part of `text`: a character that the prompt has begun and the output did not go on with is the
-        prompt's. `raw`: the bytes that were added."""
+        """`text` without the U+FFFD of a character that the prompt began and the output did not continue: it belongs to
+        the prompt. `raw`: the bytes that were added."""
         begun, self._begun = self._begun, b""
         broken = begun and text.startswith(_REPLACEMENT) and not (begun + raw).startswith(_REPLACEMENT.encode())
         return text[1:] if broken else text
 
     def _complete(self, text: str) -> str:
-        """The window's `text` without a trailing character whose bytes have not all come (decoded as one U+FFFD)."""
+        """The window's `text` without an incomplete last character (decoded as one U+FFFD)."""
         if not self._spelling.mixed or not text.endswith(_REPLACEMENT):
             return text
         decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -1,4 +1,4 @@
-"""JSON files of a tokenizer's directory, each of which may be absent."""
+"""Reads optional JSON files of a tokenizer's directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.errors import CheckpointError
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in `path`, or {} when there is no such file. Raises `CheckpointError` naming the file."""
+    """The object in `path`; {} without such a file. Raises `CheckpointError` with the file's name."""
     if not path.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What one token stands for, in bytes: a token may be a part of a character, so its text alone would not tell."""
+"""The bytes of single tokens: a token may be a part of a character, which has no text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MAX_TRIES = 1000
 
 
 class Spelling:
-    """The bytes of a vocabulary's tokens, as its decoder spells them within a text.
+    """The bytes of a vocabulary's tokens, as its decoder writes them within a text. Thread-safe.
 
-    `in_bytes`: all tokens are bytes (GPT-2's alphabet), so that a text is their bytes one after another, as UTF-8.
-    `mixed`: they are, and the decoder changes the text besides. `byte_values`: the tokens `<0x00>` to `<0xFF>` of
-    vocabularies whose decoder makes bytes of them (Llama 2, Gemma). Thread-safe.
+    `in_bytes`: all tokens are bytes (GPT-2's alphabet), and a text is their concatenation as UTF-8. `mixed`: the same,
+    but the decoder also changes the text. `byte_values`: the byte of each token `<0x00>` to `<0xFF>`, if the decoder
+    has byte fallback (Llama 2, Gemma).
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -36,14 +36,14 @@ class Spelling:
         self._anchor = None if self.in_bytes or self.mixed else self._find_anchor()
 
     def raw(self, token_id: int) -> bytes | None:
-        """Bytes that may be a part of a character; None for a token that is text."""
+        """The bytes of a token that may be a part of a character; None for a token that is text."""
         if self.in_bytes:
             return self.token_bytes(token_id)
         value = self.byte_values.get(token_id)
         return None if value is None else bytes([value])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to a text that goes before it; empty for a number that is no token's."""
+        """The bytes that a token adds to a text before it; empty for an unknown id."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._spell(token_id)
@@ -56,18 +56,18 @@ class Spelling:
         if token_id in self.byte_values:
             return bytes([self.byte_values[token_id]])
         if self.in_bytes or self.mixed:
-            # As the decoder does it: a token with another character is not of the alphabet at all.
+            # As in the decoder: a token with any character outside the alphabet is plain text.
             known = [_ALPHABET.get(character) for character in token]
             return token.encode() if None in known else bytes(value for value in known if value is not None)
         if self._anchor is None:
             return self._text(token_id).encode()
         before = self._text(self._anchor)
         text = self._text(self._anchor, token_id)
-        # Some vocabularies drop a space from whatever comes first, others put one between words.
+        # Some vocabularies drop the leading space of a text, others put a space between words.
         return (text[len(before) :] if text.startswith(before) else self._text(token_id)).encode()
 
     def _find_anchor(self) -> int | None:
-        """A token that others can follow."""
+        """A token whose text stays the same when another token follows."""
         for number in range(min(self._backend.get_vocab_size(), _MAX_TRIES)):
             text = self._text(number)
             if text and "\N{REPLACEMENT CHARACTER}" not in text and self._text(number, number).startswith(text):
@@ -79,7 +79,7 @@ class Spelling:
 
 
 def escaped(spelt: bytes) -> str:
-    """Bytes as text; those that are no text as OpenAI's API names them, `\\xe2\\x82`."""
+    """Bytes as text; invalid UTF-8 as in OpenAI's API: `\\xe2\\x82`."""
     try:
         return spelt.decode()
     except UnicodeDecodeError:
@@ -87,7 +87,6 @@ def escaped(spelt: bytes) -> str:
 
 
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
-    """The types of the decoder's stages."""
     decoder = backend.decoder
     if decoder is None:
         return set()
@@ -97,7 +96,7 @@ def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable ones are themselves, the others follow from U+0100 on."""
+    """GPT-2's characters for bytes: printable bytes map to themselves, the others to U+0100 and up."""
     own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [value for value in range(256) if value not in own]
     return {chr(value): value for value in own} | {chr(0x100 + n): value for n, value in enumerate(others)}

@@ -1,8 +1,7 @@
-"""Stop strings over a stream of text: a match may span pieces, and none of it may be shown too early.
+"""Stop strings in a stream of text. A match may span pieces, so text that may become a match is held back.
 
-Each character is looked at once per stop string (Knuth, Morris, Pratt), so the work does not depend on how the text is
-cut into pieces, and neither does the answer: the stop string that is complete first ends the text, of two that end with
-the same character the longer one.
+Knuth-Morris-Pratt matching visits each character once per stop string. Neither work nor result depends on how the text
+is cut into pieces: the stop string that is complete first ends the text; of two that end together, the longer one.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 
 
 class StopChecker:
-    """Finds the first stop string in one growing text, holding back what may become one."""
+    """Finds the first stop string in one growing text."""
 
     def __init__(self, stop: Sequence[str], include_stop: bool = False) -> None:
         """`include_stop`: the text ends after the stop string instead of before it."""
@@ -21,17 +20,16 @@ class StopChecker:
         # Kept here because other requests' stop strings may evict the tables from the cache.
         self._borders = [_borders(text) for text in self._stop]
         self._include = include_stop
-        # How many characters of each stop string the text ends with.
+        # Per stop string: the length of its longest prefix with which the text ends.
         self._num_matched = [0] * len(self._stop)
         self._held = ""
         self.matched: str | None = None
 
     def push(self, piece: str, armed: bool = True) -> str:
-        """Add text and return what may be shown.
+        """Add text. Returns the text that may be shown.
 
-        Sets `matched` when a stop string is complete; then stop pushing.
-
-        With `armed=False` (fewer than min_tokens so far) complete stop strings pass as ordinary text.
+        Sets `matched` when a stop string is complete; push no more then. With `armed=False` (before min_tokens),
+        complete stop strings are ordinary text.
         """
         if not self._stop:
             return piece
@@ -50,12 +48,12 @@ class StopChecker:
         return text[:shown]
 
     def flush(self) -> str:
-        """Return what was held back; for the end of the sequence without a match."""
+        """Return the held text at the end of a sequence without a match."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Add one character; the longest stop string that it completes."""
+        """Add one character. Returns the longest stop string that it completes, if any."""
         found: str | None = None
         for index, stop in enumerate(self._stop):
             number = self._num_matched[index]
@@ -72,9 +70,9 @@ class StopChecker:
         return found
 
 
-@functools.lru_cache(maxsize=64)  # the choices of a request share them
+@functools.lru_cache(maxsize=64)  # a request's choices have the same stop strings
 def _borders(text: str) -> array[int]:
-    """For each start of `text`: the length of its longest proper end that is a start too."""
+    """For each prefix of `text`: the length of its longest proper suffix that is also a prefix of `text`."""
     borders = array("I", [0]) * len(text)
     length = 0
     for end in range(1, len(text)):

@@ -1,7 +1,7 @@
-"""Chat templates: Jinja text that comes with a checkpoint, rendered in a sandbox.
+"""Chat templates: Jinja text from a checkpoint or the operator, rendered in a sandbox.
 
-A template is code from a downloaded directory, or an operator's own, so it gets Jinja's immutable sandbox: no attribute
-that starts with an underscore, no mutation of its arguments. Clients cannot send one, only values for its variables.
+A template is downloaded code, so it runs in Jinja's immutable sandbox: no attributes that start with an underscore, no
+mutation of arguments. Clients cannot send templates, only values for their variables.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from baton.errors import CheckpointError, ConfigError, RequestError
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 TEMPLATE_DIRECTORY = "additional_chat_templates"
-# Names of a message's reasoning; templates read the first, and that of gpt-oss the second.
+# Field names for a message's reasoning. Templates read the first, gpt-oss's template the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# A text without any of them is no template, but the name of a file (as in vLLM).
+# As in vLLM: text without any of these is a file name, not a template.
 _TEMPLATE_CHARS = frozenset("{}\n")
 
 
 def chosen_template(given: str) -> str:
-    """The text of an operator's `--chat-template`: of the file of that name, else what was given, as in vLLM.
+    """The template text for `--chat-template`: of the file with this name, else the value itself, as in vLLM.
 
-    Raises `ConfigError` for a file that cannot be read, and for what is not valid Jinja.
+    Raises `ConfigError` for an unreadable file and for invalid Jinja.
     """
     try:
         text = Path(given).read_text(encoding="utf-8")
@@ -53,8 +53,8 @@ def chosen_template(given: str) -> str:
 
 
 def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a directory by their names, as transformers finds them: files count more than `settings`,
-    which are those of tokenizer_config.json."""
+    """The chat templates of a directory by name. As in transformers, files replace those of `settings`, the content of
+    tokenizer_config.json."""
     found: dict[str, str] = {}
     value = settings.get("chat_template")
     if isinstance(value, str):
@@ -69,15 +69,15 @@ def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 class ChatTemplate:
-    """One compiled template. Raises `CheckpointError` when `source` is not valid Jinja."""
+    """One compiled template. Raises `CheckpointError` if `source` is not valid Jinja."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` gives the names that templates use, such as `bos_token` and `eos_token`; `variables`: all
-        the names that this one asks for."""
+        """`special_tokens`: by the names that templates use, such as `bos_token`. The attribute `variables` has all
+        names that the template uses."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
-        # The helpers that transformers gives to templates; checkpoints rely on them.
+        # The helpers of transformers, on which templates rely.
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda fmt: datetime.datetime.now().strftime(fmt)
         environment.globals["dict"] = _Dict()
@@ -102,11 +102,11 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return the prompt text of a conversation. `variables`: a client's own, such as `enable_thinking`. `tools`:
-        what the model may call.
+        """The prompt text of a conversation. `variables`: set by the client, such as `enable_thinking`. `tools`: those
+        that the model may call.
 
-        Raises `RequestError("messages")` if the template refuses it, `RequestError("chat_template_kwargs")` for a
-        variable that is not a client's to set.
+        Raises `RequestError("messages")` if the template refuses the messages, and
+        `RequestError("chat_template_kwargs")` for a variable that clients may not set.
         """
         given: dict[str, Any] = {
             "messages": self._shown(messages),
@@ -133,8 +133,8 @@ class ChatTemplate:
             raise RequestError(f"the chat template refuses the messages: {error}", "messages") from None
 
     def _shown(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages as the template takes them. As in vLLM, one that does not name the role `developer` gets those
-        messages as the system's, and all of these as one, which strict templates want first."""
+        """The messages as the template takes them. As in vLLM, for a template that does not know the role `developer`
+        all developer and system messages become one system message, first, as strict templates require."""
         shown = [_with_reasoning(message) for message in messages]
         if self._knows_developer or all(message.get("role") != "developer" for message in shown):
             return shown
@@ -158,7 +158,7 @@ def _to_json(
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose reasoning has all names under which templates look for it."""
+    """The message with its reasoning under all names that templates use."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return dict(message)
@@ -166,7 +166,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant wrote, which matters in training alone."""
+    """`{% generation %}` marks the assistant's text, which only training needs."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
@@ -178,7 +178,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """`dict` without the attributes of a type, from which a template could climb."""
+    """`dict` without the attributes of a type, through which a template could leave the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -188,9 +188,9 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Jinja's, without names that begin with an underscore."""
+    """Jinja's namespace, without names that begin with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be one of the names
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a key of `kwargs`
         attributes = dict(*args[1:], **kwargs)
         for name in attributes:
             _check_name(name)

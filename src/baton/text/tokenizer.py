@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory, without `transformers`: tokenizer.json and a few settings."""
+"""The tokenizer of a Hugging Face directory (tokenizer.json and a few settings), without `transformers`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from baton.text.template import DEFAULT, TOOL_USE, ChatTemplate, read_templates
 
 log = logging.getLogger(__name__)
 
-# One text is never tokenised on several threads. Without this, `tokenizers` warns at every fork.
+# `tokenizers` warns at every fork otherwise, and we never tokenise one text on several threads.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 NO_TEMPLATES: Mapping[str, str] = MappingProxyType({})
 
 
 class Tokenizer:
-    """Text to token ids and back. Thread-safe: nothing is changed after construction."""
+    """Text to token ids and back. Thread-safe: it does not change after construction."""
 
     def __init__(
         self,
@@ -36,12 +36,12 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] = NO_TEMPLATES,
     ) -> None:
-        """`chat_templates`: by their names; `tool_use` is that of chats with tools, `default` that of all others."""
+        """`chat_templates` by name: `tool_use` for chats with tools, `default` for all others."""
         self._backend = backend
         self._templates = {name: ChatTemplate(text, special_tokens or {}) for name, text in chat_templates.items()}
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        # The longest token in characters: a text of more than n times this has more than n tokens.
+        # The longest token in characters: a text longer than n times this has more than n tokens.
         self.max_token_chars: int = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
@@ -49,10 +49,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | Path, skip_vocabulary: bool = False, chat_template: str | None = None) -> Tokenizer:
-        """Load from a checkpoint directory. `skip_vocabulary`: it knows the end tokens alone, and all text is empty.
-        `chat_template`: one that replaces the directory's.
+        """Load from a checkpoint directory. `skip_vocabulary`: load the end tokens only; all text is empty.
+        `chat_template` replaces the directory's templates.
 
-        Raises `CheckpointError` naming the file that is missing or broken.
+        Raises `CheckpointError` with the name of a missing or broken file.
         """
         root = Path(directory)
         if skip_vocabulary:
@@ -80,38 +80,35 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`; `add_special_tokens` lets the tokenizer add its own, such as BOS.
-
-        Other threads run meanwhile.
-        """
-        # This call keeps no character offsets, and so takes half the time and a fraction of the memory.
+        """The ids of `text`. `add_special_tokens` lets the tokenizer add its own, such as BOS. Releases the GIL."""
+        # This call keeps no character offsets: half the time, and a fraction of the memory.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        """The text of `token_ids`. Invalid UTF-8 becomes U+FFFD."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """What one token adds to a text, special tokens included; a part of a character as `\\xe2\\x82`."""
+        """The text that one token adds, also of special tokens. A part of a character is written as `\\xe2\\x82`."""
         return escaped(self.spelling.token_bytes(token_id))
 
     def special_tokens_of(self, texts: Iterable[str]) -> frozenset[int]:
-        """The special tokens among `texts`."""
+        """The ids of the special tokens among `texts`."""
         numbers = {self._backend.token_to_id(text) for text in texts}
         return frozenset(number for number in numbers if number in self.special_ids)
 
     def token(self, token_id: int) -> str:
-        """The token as the vocabulary has it; empty for a number that is no token's."""
+        """The token as written in the vocabulary; empty for an unknown id."""
         return str(self._backend.id_to_token(token_id) or "")
 
     def json(self) -> str:
-        """The tokenizer as tokenizer.json has it."""
+        """The tokenizer in the format of tokenizer.json."""
         return str(self._backend.to_str())
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """The names that the chat templates ask for; none without a template."""
+        """All variable names that the chat templates use."""
         return frozenset().union(*(template.variables for template in self._templates.values()))
 
     def apply_chat_template(
@@ -121,10 +118,10 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return the prompt text of a conversation; `variables` are more of the template's, `tools` what it may call.
+        """The prompt text of a conversation, as `ChatTemplate.render`. Encode it with `add_special_tokens=False`,
+        because templates write BOS themselves.
 
-        Raises `RequestError("messages")` when there is no template, or when it refuses the messages. Encode
-        the result with `add_special_tokens=False`: templates write BOS themselves.
+        Raises `RequestError("messages")` also if there is no template.
         """
         named = TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT
         template = self._templates.get(named)
@@ -136,8 +133,8 @@ class Tokenizer:
 
 
 def _eos_token_ids(root: Path, special: Mapping[str, str], backend: tokenizers.Tokenizer | None) -> list[int]:
-    """The ids that end a sequence: all that generation_config.json, config.json and the tokenizer name. A fine-tune
-    often changes one of them alone. Ids beyond the model's vocabulary are none."""
+    """The end tokens of generation_config.json, config.json and the tokenizer together, because fine-tunes often change
+    only one of them. Ids beyond the model's vocabulary are ignored."""
     found: list[int] = []
     config = read_object(root / "config.json")
     for name, source in (
