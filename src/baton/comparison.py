@@ -1,4 +1,4 @@
-"""Compare the facts of engines: may two engines hand over to each other, and may one continue the other's stream?"""
+"""Compare engines' facts: may they hand over to each other, and may one continue the other's stream?"""
 
 from __future__ import annotations
 
@@ -49,9 +49,8 @@ def differing_facts(
 ) -> tuple[dict[str, tuple[object, object]], bool]:
     """The facts that forbid a handoff between two engines, with both values, and whether drafters' KV moves.
 
-    All facts must be equal; a missing one counts as "absent". Facts of drafters may differ if one engine's `draft_kv`
-    allows it and the other's does not require equality; an engine without a drafter has no `draft_kv`. Drafts are only
-    usable with the verifier for which they were made, so two verifiers must still be equal.
+    A missing fact counts as "absent". Drafters may differ if one engine's `draft_kv` allows it and the other's, if any,
+    does not require equality. Verifiers must still be equal: drafts only fit the verifier for which they were made.
     """
     differing = unequal_facts(here, peer)
     policies = {side[_DRAFT_KV] for side in (here, peer) if _DRAFT_KV in side}

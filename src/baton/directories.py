@@ -1,7 +1,5 @@
-"""Directories and files that only this user may write to: keys and stored KV.
-
-Write access to a key directory admits engines; write access to a store can forge prefixes. Both are refused if they
-belong to another user or are open to others.
+"""Files that only this user may write to: keys, which admit engines, and stored KV, whose writers could forge prefixes.
+Files of another user, or open to others, are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _PREFIX, _LOCK = "baton-", ".lock"
 def check_own(path: Path, field: str, closed: int = OTHERS_WRITE) -> os.stat_result:
     """Return the status of `path` if this user or root owns it and its mode has no bit of `closed`.
 
-    Raises `ConfigError` for `field`, with the problem and its remedy, and `OSError` if `path` does not exist.
+    Raises `ConfigError` for `field`, with the remedy, and `OSError` if `path` does not exist.
     """
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
@@ -72,22 +70,21 @@ def own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
 class RunDirectory:
     """A temporary directory at `path` for one run and one user, removed by `close`.
 
-    If SIGKILL leaves one behind, with its keys, the next run that creates one removes it. A file lock in the directory
-    shows that its owner is alive; the kernel releases the lock when the owner dies.
+    After SIGKILL it stays, with its keys, until the next run creates one. A file lock, which the kernel releases, shows
+    whether the owner is alive.
     """
 
     def __init__(self, kind: str = "") -> None:
         sweep_runs()
-        # mkdtemp creates the directory with mode 0700.
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}"))
         fresh = self.path / f"{_LOCK}.new"
         self._lock = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # The lock file gets its name only once it is locked, so nobody can find it unlocked.
+        # The lock file gets its name once it is locked, so nobody can find it unlocked.
         fresh.rename(self.path / _LOCK)
 
     def close(self) -> None:
-        """Remove the directory and what is in it. Idempotent."""
+        """Remove the directory. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -95,7 +92,7 @@ class RunDirectory:
 
 
 def sweep_runs() -> list[str]:
-    """Remove this user's run directories whose process is dead, and return their names."""
+    """Remove this user's run directories whose process is dead. Returns their names."""
     removed = []
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):  # not a run directory, another user's, or its owner is alive

@@ -1,25 +1,26 @@
 """The exceptions of Baton.
 
 BatonError
-├── ConfigError          a setting is unknown or has a bad value; names the field
-├── CheckpointError      a checkpoint file is missing, truncated or has another shape
-├── RequestError         a client's request is malformed; names the parameter (HTTP 4xx)
+├── ConfigError
+├── CheckpointError
+├── RequestError
 │   ├── UnknownModelError
-│   ├── UnauthorizedError   the required token is missing (HTTP 401)
-│   └── ForbiddenError   the request's ticket is not for it, or the request is not allowed at all (HTTP 403)
-├── OverloadedError      too many requests wait (HTTP 429)
-├── EngineUnavailableError   an engine is down or refuses work (HTTP 503)
-│   ├── EngineLostError      an engine was lost with a request that it may have taken
-│   ├── EngineStalledError   an engine's thread has been in one step for too long
-│   └── DrainingError        a server completes its requests and takes no new ones
-├── CapacityError        the request needs more pages or slots than exist
-├── NonFiniteLogitsError    the target's logits are NaN or infinite (HTTP 500)
-├── ProtocolError        a peer sent a message that is malformed or out of bounds
-│   ├── IncompatiblePeerError   P and D differ in a field that must be equal
-│   ├── TicketExpiredError   a valid ticket came too late
-│   └── WrongEngineError     a valid ticket names another engine, or an earlier incarnation of this one
-├── HandoffError         a handoff ended without commit; carries the reason
-└── TransportError       a transport could not copy, connect or register
+│   ├── UnauthorizedError
+│   │   └── InvalidApiKeyError
+│   └── ForbiddenError
+├── OverloadedError
+├── EngineUnavailableError
+│   ├── EngineLostError
+│   ├── EngineStalledError
+│   └── DrainingError
+├── CapacityError
+├── NonFiniteLogitsError
+├── ProtocolError
+│   ├── IncompatiblePeerError
+│   ├── TicketExpiredError
+│   └── WrongEngineError
+├── HandoffError
+└── TransportError
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class CheckpointError(BatonError):
 
 
 class RequestError(BatonError):
-    """A client's request is refused. `param` names the parameter, as in OpenAI's errors."""
+    """A client's request is refused (HTTP 4xx). `param` names the parameter, as in OpenAI's errors."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -92,7 +93,7 @@ class CapacityError(BatonError):
 
 
 class NonFiniteLogitsError(BatonError):
-    """A request's logits are NaN or infinite, so no token can be chosen."""
+    """A request's logits are NaN or infinite, so no token can be chosen (HTTP 500)."""
 
 
 class ProtocolError(BatonError):
@@ -113,18 +114,16 @@ class IncompatiblePeerError(ProtocolError):
 
 
 class TicketExpiredError(ProtocolError):
-    """A ticket with a valid signature came after its expiry: its bearer, or its peer, may have been paused. The request
-    itself is valid and can be recomputed.
-    """
+    """A valid ticket came after its expiry: its bearer or peer may have been paused. The request can be recomputed."""
 
     reason = "ticket_expired"
 
 
 class WrongEngineError(ProtocolError):
-    """A ticket with a valid signature names another engine, or an earlier incarnation of this one (HTTP 409)."""
+    """A valid ticket names another engine, or an earlier incarnation of this one (HTTP 409)."""
 
 
-# The reasons that Baton's own code gives for a failed handoff or leg.
+# Baton's own reasons for a failed handoff or leg.
 REASONS = frozenset(
     {
         "aborted",
@@ -175,17 +174,17 @@ def refusal(error: RequestError) -> str:
 
 
 def is_refusal(error: str | None) -> bool:
-    """Whether a leg's error comes from `refusal`: every engine would give the same."""
+    """Whether a leg's error comes from `refusal`; then every engine would give it."""
     return error is not None and error.startswith("invalid_request: ")
 
 
 def reason_label(reason: str) -> str:
-    """A reason as a metric label. Unknown reasons become `other`, so that a peer cannot create any number of series."""
+    """A reason as a metric label. Unknown ones become `other`, or a peer could create any number of series."""
     return reason if reason in REASONS else "other"
 
 
 class HandoffError(BatonError):
-    """A handoff ended without commit. `reason` is a short stable name: one of `REASONS`, or a peer's own."""
+    """A handoff ended without commit. `reason`: one of `REASONS`, or a peer's own."""
 
     def __init__(self, reason: str, message: str = "") -> None:
         super().__init__(f"{reason}: {message}" if message else reason)

@@ -1,4 +1,4 @@
-"""A limit for log lines that a peer can cause. Each becomes one line, whatever text the peer chose."""
+"""A limit for log lines that peers can cause. Text that a peer chose stays on one line."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ LINES_PER_SECOND = 20
 
 
 class LogLimit(logging.Filter):
-    """Passes `lines` records per second. The first record after a pause says how many were dropped.
-
-    A peer that floods a listener must not fill the disk too; metrics count what the log leaves out.
+    """Passes `lines` records per second, so that no peer can fill the disk. The first record after a pause says how
+    many were dropped; metrics count them.
     """
 
     def __init__(self, lines: int = LINES_PER_SECOND) -> None:

@@ -1,4 +1,4 @@
-"""`timeout(seconds)`: `asyncio.timeout` of Python 3.11; on Python 3.10 from async_timeout, a dependency of aiohttp.
+"""`asyncio.timeout` of Python 3.11; on Python 3.10 from async_timeout, a dependency of aiohttp.
 
 `asyncio.wait_for` is no substitute: before Python 3.12 it loses a cancellation that arrives together with the result,
 and the request of a client that has left would run forever.

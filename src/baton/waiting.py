@@ -25,10 +25,9 @@ class Queue:
 
     @contextlib.contextmanager
     def waiting(self, num: int, bounded: bool = True) -> Iterator[Callable[[], None]]:
-        """Count `num` choices as waiting. The caller calls the yielded function for each choice with a first token.
+        """Count `num` choices as waiting. Call the yielded function for each one that gets its first token.
 
-        Raises the error of `check` if `bounded`. Resumed choices are not bounded: they were admitted before, and their
-        clients already have tokens.
+        Raises the error of `check` if `bounded`. Resumed choices are not bounded: their clients already have tokens.
         """
         if bounded:
             self.check(num)

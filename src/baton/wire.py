@@ -1,7 +1,4 @@
-"""Types that cross the HTTP boundary between router and engines: plain data.
-
-Requests to engines carry token ids, never text; only the front door detokenises.
-"""
+"""Types of requests and responses between router and engines. They carry token ids: only the front door detokenises."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ Role = Literal["both", "prefill", "decode"]  # of an engine
 LegRole = Literal["prefill", "decode"]
 Mode = Literal["push", "pull"]  # P writes, or D reads
 Integrity = Literal["off", "sampled", "full"]  # how much of the KV has digests
-KVStream = Literal["off", "chunk", "layer"]  # when P copies: after the prefill, after each chunk, or after some layers
+KVStream = Literal["off", "chunk", "layer"]  # P copies after the prefill, after each chunk, or after some layers
 Recovery = Literal["none", "retry", "source", "recompute", "full"]
 RECOVERIES: tuple[Recovery, ...] = get_args(Recovery)
 
@@ -55,8 +52,8 @@ def recovers(recovery: Recovery, rung: Recovery) -> bool:
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """A constraint on the output, with vLLM's names. Exactly one is set: the text of a JSON schema, a regular
-    expression, a list of choices, or a grammar (Lark or GBNF).
+    """A constraint on the output, with vLLM's names: the text of a JSON schema, a regular expression, a list of choices,
+    or a grammar (Lark or GBNF). Exactly one is set.
     """
 
     json: str | None = None
@@ -183,9 +180,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self
 
     def normalised(self) -> SamplingParams:
-        """The parameters to sample with. As in vLLM, a temperature between 0 and `MIN_TEMPERATURE` is raised to it:
-        scores divided by less may overflow.
-        """
+        """Raise a temperature between 0 and `MIN_TEMPERATURE` to that, as in vLLM: less could overflow scores."""
         if not 0.0 < self.temperature < MIN_TEMPERATURE:
             return self
         return msgspec.structs.replace(self, temperature=MIN_TEMPERATURE)
@@ -213,7 +208,6 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
         }
 
     def told(self) -> str:
-        """All values that are set, as readable text."""
         found = msgspec.structs.asdict(self).items()
         return ", ".join(f"{name} {value:g}" for name, value in found if value is not None)
 
@@ -227,7 +221,6 @@ class PromptIds(list[int]):
     __slots__ = ("_json",)
 
     def json(self) -> bytes:
-        """The ids as a JSON array."""
         if not hasattr(self, "_json"):
             self._json: bytes = msgspec.json.encode(self)
         return self._json
@@ -281,13 +274,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     """One engine step's output for one request. The last chunk of a stream has `finish_reason` set.
 
-    - `position`: the output index of the first of `token_ids` (0: the first token after the client's prompt); None
-      without tokens.
-    - `prompt_logprobs`: one entry per prompt token, None for the first. Sent once, with the first token or the end.
-    - `accepted`, `drafted`: the number of accepted and of proposed drafts, per verification that ended in this chunk.
+    - `position`: the output index of the first of `token_ids`; 0: the first token after the client's prompt.
+    - `prompt_logprobs`: per prompt token, None for the first. Sent once, with the first token or the end.
+    - `accepted`, `drafted`: accepted and proposed drafts of each verification that ended in this chunk.
     - `queued_s`: how long the prompt waited until an engine began it. Sent once, with the first token.
     - `error`: `"<reason>: <message>"`, only with `finish_reason == "error"`. `recoverable`: another engine may be able
-      to continue from the tokens known so far.
+      to continue.
     """
 
     request_id: str

@@ -16,8 +16,8 @@ _AGAIN_S = 10.0
 
 
 def read_reports(pipe: int, pending: bytes) -> tuple[list[dict[str, Any]] | None, bytes]:
-    """Read a child's pipe, of which `pending` is an incomplete line. Returns the complete reports (None at the end of
-    the pipe) and the new `pending`.
+    """Read reports from a child's pipe, after the incomplete line `pending`. Returns them (None at the end of the pipe)
+    and the new incomplete line.
     """
     data = os.read(pipe, 65536)
     if not data:
@@ -27,10 +27,9 @@ def read_reports(pipe: int, pending: bytes) -> tuple[list[dict[str, Any]] | None
 
 
 class Reporter:
-    """Reports start-up steps through the pipe to the parent, or to `tell` without a pipe. Create it before slow work.
+    """Reports start-up steps to the parent, or to `tell` without a pipe. Create it before slow work.
 
-    A long step is reported again every `_AGAIN_S` seconds, with its time so far, until `ready` or, after a failed
-    start, `close`.
+    A long step is reported every `_AGAIN_S` seconds, until `ready` or, after a failed start, `close`.
     """
 
     def __init__(self, ready_fd: int | None, tell: Callable[[str], None]) -> None:
@@ -63,12 +62,12 @@ class Reporter:
         if self._fd is None:
             self._tell(text)
         else:
-            with contextlib.suppress(OSError):  # the parent is gone, which will be noticed elsewhere
+            with contextlib.suppress(OSError):  # the parent is gone
                 self._write({"progress": text})
 
     def ready(self, url: str, kv: str = "", urls: Sequence[str] = ()) -> None:
-        """Report that requests are served at `url`. `kv` describes the engine's KV capacity; `urls` are those of all
-        data-parallel ranks, `url` first.
+        """Report that requests are served at `url`. `kv`: the KV capacity, as text. `urls`: of all data-parallel ranks,
+        `url` first.
         """
         self._ready.set()
         if self._fd is not None:

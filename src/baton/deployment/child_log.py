@@ -18,8 +18,8 @@ _JOIN_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A line of a child's log. Other text, such as a library's own output, is a warning without `time`. `time`: ISO
-    8601 in UTC, without the Z. `fields`: the other fields of a JSON line.
+    """A line of a child's log. Other output, such as a library's, is a warning without `time`. `time`: ISO 8601 in UTC,
+    without the Z. `fields`: other fields of a JSON line.
     """
 
     message: str
@@ -50,8 +50,8 @@ Forward = Callable[[Said], None]
 
 
 class ChildLog:
-    """The log of one child, at `path`. `forward` is called with each line, on a thread of its own, except with the
-    error with which the child ends: the parent reports that itself.
+    """The log of one child, at `path`. A thread calls `forward` with each line, except the error with which the child
+    ends: the parent reports that.
     """
 
     def __init__(self, path: Path, forward: Forward | None = None) -> None:

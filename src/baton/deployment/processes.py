@@ -1,8 +1,7 @@
 """A deployment as child processes: engines, and a router in front of them.
 
-Each child reports through a pipe, in lines of JSON: `{"progress": text}` while it starts, `{"ready": url}` once it
-serves. If the pipe ends before that, the child has failed, and its log says why. Children have the kernel signal them
-if the parent dies; `close` ends them otherwise.
+Each child sends lines of JSON through a pipe: `{"progress": text}` while it starts, `{"ready": url}` once it serves. If
+the pipe ends earlier, the child has failed, and its log says why. Children die with their parent.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ FLAG_VARIABLES = "BATON_FLAG_"
 
 @dataclass(slots=True)
 class Child:
-    """A child process, the parent's end of its pipe, and the state that it has reported."""
-
     name: str
     arguments: list[str]
     process: subprocess.Popen[bytes]
@@ -54,9 +51,9 @@ class Child:
 
 
 def _environment(engines: int) -> dict[str, str]:
-    """The environment of a deployment's children, without `baton`'s flag variables. Each engine gets twice its even
-    share of the cores, at most all, and no thread is bound to a core, because P and D are busy at different times or
-    wait for memory. Variables that the user has set take precedence.
+    """The environment of a deployment's children, without `baton`'s flag variables. The user's variables take
+    precedence. Each engine gets twice its even share of the cores, unbound: P and D are busy at different times, or
+    wait for memory.
     """
     own = {name: value for name, value in os.environ.items() if not name.startswith(FLAG_VARIABLES)}
     if engines == 1 or not hasattr(os, "sched_getaffinity"):
@@ -73,22 +70,21 @@ def check_shared_transport(uri: str) -> None:
 
 
 class Deployment:
-    """Engines of one model, and `routers` routers unless `router` is False. All run when the constructor returns.
+    """Engines of one model, and `routers` routers unless `router` is False. All serve when the constructor returns.
 
     - `role_flags`: flags for the engines of one role, after `engine_flags`.
     - `kv_transport`: `file` without a path uses a directory that is removed with the deployment.
-    - `port`: the first router's port. `engine_port_base`: the first engine's port. 0, and other routers: free ports.
-    - `tell`: called with each child's progress while it starts. `forward`: called with a child's name and each line of
-      its log.
-    - `shutdown_timeout_s`: how long the requests of a child that is told to end on its own may take. `close` expects
-      that requests have ended.
+    - `port`: the first router's. `engine_port_base`: the first engine's. 0, and other routers: free ports.
+    - `tell`: called with each child's progress. `forward`: called with a child's name and each line of its log.
+    - `shutdown_timeout_s`: the time for requests of a child that is told to end on its own. Close the deployment only
+      after its requests have ended.
     - `data_ranks`: data-parallel ranks per engine, by role. Each rank is an engine to the router.
 
-    `url` is the first router's, or without a router the first engine's. Create it on a thread that outlives it: on
-    Linux the parent of a process is a thread.
+    `url` is the first router's, or else the first engine's. Create it on a thread that outlives it: on Linux the parent
+    of a process is a thread.
 
-    If a child does not start, raises `EngineUnavailableError` with its error line, or `ConfigError` with that line for
-    a bad setting. Raises `ConfigError` for a transport that processes cannot share. No child is left after an error.
+    If a child does not start, raises `EngineUnavailableError` with its error line, or `ConfigError` for a bad setting.
+    Raises `ConfigError` for a transport that processes cannot share. No child is left after an error.
     """
 
     def __init__(
@@ -167,22 +163,20 @@ class Deployment:
 
     @property
     def prefill_urls(self) -> list[str]:
-        """Base URLs of the prefill engines, one per data-parallel rank."""
+        """Base URLs, one per data-parallel rank."""
         return list(self._urls["prefill"])
 
     @property
     def decode_urls(self) -> list[str]:
-        """Base URLs of the decode engines, one per data-parallel rank."""
         return list(self._urls["decode"])
 
     @property
     def both_urls(self) -> list[str]:
-        """Base URLs of the engines of role `both`, one per data-parallel rank."""
         return list(self._urls["both"])
 
     @property
     def engine_urls(self) -> list[str]:
-        """Base URLs of all engines: prefill, decode, both."""
+        """Base URLs in the order prefill, decode, both."""
         return self.prefill_urls + self.decode_urls + self.both_urls
 
     def engines(self) -> dict[str, str]:
@@ -194,7 +188,7 @@ class Deployment:
         }
 
     def ended(self) -> dict[str, str]:
-        """The children that have ended, and the last message of each."""
+        """The last message of each child that has ended."""
         return {c.name: _last_line(c) for c in self._children if c.process.poll() is not None}
 
     def told(self, name: str) -> bool:
@@ -202,7 +196,7 @@ class Deployment:
         return self._child(name).process.poll() == 0
 
     def kill(self, name: str) -> None:
-        """End a child with SIGKILL, even if it is stopped, and wait until it is gone."""
+        """End a child with SIGKILL, even if it is stopped, and wait for its end."""
         child = self._child(name)
         child.process.kill()
         child.process.wait()
@@ -210,8 +204,7 @@ class Deployment:
     def restart(self, name: str, wait: bool = True) -> None:
         """Start a child again on the same port, after killing it if it runs.
 
-        With `wait`, the child serves when this returns. Raises `EngineUnavailableError` with its error line if it does
-        not start.
+        With `wait`, it serves when this returns. Raises `EngineUnavailableError` if it does not start.
         """
         self.kill(name)
         old = self._child(name)
@@ -226,7 +219,7 @@ class Deployment:
             self._await_ready([new])
 
     def close(self) -> None:
-        """End every child with SIGTERM, then SIGKILL, and delete their files. Idempotent."""
+        """End all children with SIGTERM, then SIGKILL, and delete their files. Idempotent."""
         children = self._children[::-1]  # the router first, so that it sends nothing to engines that end
         end_processes([child.process for child in children])
         for child in children:
@@ -250,7 +243,7 @@ class Deployment:
 
     def _router_flags(self, port: int) -> list[str]:
         flags = ["--port", str(port), "--ticket-key-file", self.ticket_key_file]
-        # Deployments are started to see handoffs, so short prompts are handed off too.
+        # A deployment is started to see handoffs, also of short prompts.
         flags += ["--max-local-prefill-length", "0"]
         for role, urls in self._urls.items():
             for url in urls:
@@ -305,7 +298,7 @@ class Deployment:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(2.0)
             if child.process.returncode == CONFIG_STATUS:
-                # A setting that only the child can check. Starting again would not help.
+                # Only the child can check this setting, and starting it again would not help.
                 raise ConfigError(child.name, f"did not start: {_last_line(child)}")
             raise EngineUnavailableError(f"{child.name} did not start: {_last_line(child)}")
         for report in reports:
@@ -315,12 +308,12 @@ class Deployment:
 
 
 def rank_ids(engine_id: str, data_ranks: int) -> list[str]:
-    """The engine ids of an engine's data-parallel ranks: its own id if there is one rank."""
+    """The engine ids of data-parallel ranks; with one rank, the engine's own."""
     return [engine_id] if data_ranks == 1 else [f"{engine_id}_dp{rank}" for rank in range(data_ranks)]
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float = END_TIMEOUT_S) -> None:
-    """End child processes with SIGTERM, in this order; those still alive after `limit_s` seconds with SIGKILL."""
+    """End child processes with SIGTERM, in this order; after `limit_s` seconds with SIGKILL."""
     for process in processes:
         if process.poll() is None:
             process.terminate()

@@ -1,8 +1,8 @@
 """The aiohttp app of one engine.
 
-`POST /inference/v1/generate` takes a `GenerateRequest` as JSON and answers with one `TokenChunk` per line, sent as its
-step ends. It uses token ids because a stop string may span two engines, and only the front door sees both outputs. It
-is for routers, not clients: an engine of role `both` serves it only with `--token-api`.
+`POST /inference/v1/generate` takes a `GenerateRequest` and answers with one `TokenChunk` per line, sent as its step
+ends. It uses token ids because a stop string may span two engines, and only the front door sees both outputs. It is for
+routers: an engine of role `both` serves it only with `--token-api`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EngineBackend:
         self._model = ServedModel.of(engine.info, tokenizer)
 
     def model(self) -> ServedModel:
-        """Return the engine's model. Raises `RequestError` if the engine only serves legs of handoffs."""
+        """Raises `RequestError` if the engine only serves legs of handoffs."""
         role = self._engine.info.role
         if role != "both":
             raise RequestError(f"this engine's role is {role!r}: send API requests to the router")
@@ -58,7 +58,7 @@ class EngineBackend:
     def generate(
         self, request: GenerateRequest, kv_mode: Mode | None = None, went: Went | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Return the engine's chunks. `kv_mode` and `went` are ignored: there is no handoff."""
+        """The engine's chunks. There is no handoff, so `kv_mode` and `went` are ignored."""
         return self._engine.generate(request)
 
 
@@ -70,7 +70,7 @@ def build_app(
     parsing: Parsing = NO_PARSING,
     per_request: PerRequestMetrics = NO_METRICS,
 ) -> web.Application:
-    """Return the app of a started engine. The caller closes the engine. Raises the errors of `new_app`."""
+    """The app of a started engine, which the caller closes. Raises the errors of `new_app`."""
     metrics = FrontMetrics()
     model = engine.info.model
     metrics.registry.register(RowCollector(lambda: with_vllm_names(engine.metrics().collect_rows(), model)))
@@ -163,7 +163,7 @@ def _load_text(engine: AsyncEngine) -> str:
 
 
 def _check(wire: GenerateRequest, info: EngineInfo) -> None:
-    """Raise `RequestError` for a request that `/inference/v1/generate` does not serve. The engine checks the rest."""
+    """Raise `RequestError` for what `/inference/v1/generate` does not serve. The engine checks the rest."""
     if wire.sampling_params.n != 1:
         raise RequestError("n must be 1 here: the front door fans out", "n")
     if wire.sampling_params.stop:

@@ -43,9 +43,8 @@ def run_engine(
 ) -> None:
     """Serve one engine until SIGINT or SIGTERM, then close it. After SIGTERM requests have `shutdown_timeout_s` to end.
 
-    `make_engine` may take long; a signal meanwhile ends the process. `on_ready` is called with the engine and its URL
-    once requests are served. Raises the errors of `make_engine`, and `EngineUnavailableError` with the cause if the
-    engine fails: its process must then end.
+    `make_engine` may take long; a signal meanwhile ends the process. `on_ready` gets the engine and its URL once it
+    serves. Raises the errors of `make_engine`, and `EngineUnavailableError` if the engine fails.
     """
     with ending_on_sigterm():
         engine = make_engine()
@@ -90,7 +89,7 @@ async def _serve(
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Turn the first SIGTERM into `SystemExit`, so that `finally` clauses run, and ignore others. Main thread only."""
+    """Turn the first SIGTERM into `SystemExit`, so that `finally` clauses run; ignore later ones. Main thread only."""
     previous = signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         yield
