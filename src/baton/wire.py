@@ -52,8 +52,8 @@ def recovers(recovery: Recovery, rung: Recovery) -> bool:
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """A constraint on the output, with vLLM's names: the text of a JSON schema, a regular expression, a list of choices,
-    or a grammar (Lark or GBNF). Exactly one is set.
+    """A constraint on the output, with vLLM's names: the text of a JSON schema, a regular expression, a list of
+    choices, or a grammar (Lark or GBNF). Exactly one is set.
     """
 
     json: str | None = None

@@ -1,6 +1,4 @@
-"""Engines' URLs as a router knows them. The suffix `#dp_rank=N` names a data-parallel rank of a vLLM server, which is
-an engine of its own.
-"""
+"""Engine URLs. The suffix `#dp_rank=N` names a data-parallel rank of a vLLM server, which is an engine of its own."""
 
 from __future__ import annotations
 
@@ -28,6 +26,6 @@ def checked_url(url: str) -> str:
 
 
 def split_rank(url: str) -> tuple[str, int | None]:
-    """Split a checked URL into its base and its data-parallel rank."""
+    """A checked URL's base and its data-parallel rank."""
     base, _, fragment = url.partition("#")
     return base, int(fragment.removeprefix("dp_rank=")) if fragment else None

@@ -1,4 +1,4 @@
-"""Access to the requests that change a router's engines: they need the admin token and must not come from web pages."""
+"""Access control for requests that change a router's engines."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _MIN_TOKEN_CHARS = 16
 
 
 class Admin:
-    """Checks administrative requests. Without a `token` all are refused.
+    """Checks administrative requests: they need `token`, and must not come from a web page. Without a token all are
+    refused.
 
-    `names`: the host names of the router besides this machine's own. The Host header must have one of them or be an IP
-    address: a foreign web page can point its own host name at the router (DNS rebinding), but not an address.
+    `names`: the router's host names besides this machine's own. The Host header must be one of them or an IP address: a
+    foreign web page can point its own host name at the router (DNS rebinding), but not an address.
     """
 
     def __init__(self, token: str | None, names: Collection[str] = ()) -> None:
@@ -56,7 +57,7 @@ class Admin:
 
 
 def admin_token(path: str | None) -> str | None:
-    """The admin token from the file, which is created if missing, or else from the environment, or None.
+    """The admin token from the file, which is created if missing, or else from the environment.
 
     Raises `ConfigError` if the token is too short, or if others may read the file.
     """

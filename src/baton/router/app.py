@@ -1,4 +1,4 @@
-"""The router's aiohttp app: the OpenAI API, `/status`, and engines that join and leave at run time."""
+"""The router's aiohttp app: the OpenAI API, `/status`, and routes for adding and removing engines."""
 
 from __future__ import annotations
 
@@ -35,23 +35,22 @@ from baton.waiting import MAX_QUEUED_REQUESTS, Queue
 from baton.wire import EngineLoad, Mode, Recovery, Role
 
 EngineKind = Literal["baton", "vllm"]
-# In nats: probabilities within about 10 % of each other, the error of kernels that add 16-bit weights in another order.
+# In nats. Kernels that add 16-bit weights in another order change probabilities by about 10 %.
 DEFAULT_NEAR_TIE = 0.1
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A router's settings.
 
-    - `prefill`, `decode`, `both`: base URLs of engines by role. `engine`: Baton's own engines or vLLM servers.
-    - `kv_connector`, `seed_first_token`, `near_tie`: only for vLLM. The connector that hands over, whether the first
-      token is sent to the decode server, and how many nats apart two different first tokens may be.
+    - `prefill`, `decode`, `both`: base URLs of engines by role.
+    - `kv_connector`, `seed_first_token` (send the first token to the decode server) and `near_tie` (tolerance for two
+      different first tokens, in nats): only for `engine` vllm.
     - `tokenizer` None: the engines' checkpoint. `chat_template` (a text) None: the checkpoint's.
-    - `kv_mode` None: push, or the connector's only mode. `ticket_life`: seconds in which both legs must reach their
-      engines.
+    - `kv_mode` None: push, or the connector's only mode.
+    - `ticket_life`: seconds in which both legs must reach their engines.
     - `max_local_prefill_length`: a prompt of which the decode engine lacks at most this many tokens is computed there.
       0: no prompt is, while there is a prefill engine.
     - `max_queued_requests`: choices that may wait for their first token.
-    - `limits`: what one client's connection may cost. `access`: which clients are served.
     - `admin_token` None: engines cannot join or leave at run time. `host_names`: the router's names for `Admin`.
     """
 
@@ -98,7 +97,7 @@ T = TypeVar("T", _Joining, _Known, _Nothing)
 
 
 async def build_app(config: RouterConfig) -> web.Application:
-    """Return the router's app. Engines that have answered are usable when this returns; others are asked again.
+    """Return the router's app. Engines that do not answer yet are asked again later.
 
     Raises `ConfigError` for settings that exclude each other, `RequestError` for a bad URL or role,
     `IncompatiblePeerError` if engines serve different models.

@@ -1,4 +1,4 @@
-"""The router's backend: it chooses engines, runs requests' legs, joins their tokens and recovers from failures."""
+"""The router's backend: it routes requests, runs their legs, joins the tokens and recovers from failures."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ MayMove = Callable[[PooledEngine], bool]
 class RouterBackend:
     """Serves requests over the engines of a pool.
 
-    After a failed attempt another continues from the client's tokens, as far as `recovery` allows: `retry` before the
+    A failed attempt is followed by another from the client's tokens on, as far as `recovery` allows: `retry` before the
     first token, `source` if the decode engine asks for another source or was never reached, `full` if it was lost.
     `handoffs` counts attempts by outcome: `started`, `completed`, `finished_early` (the first token was the last),
     `aborted` (a stop string was found, the client left, or tokens did not match), `failed` (by reason in `failures`).
     `recoveries` counts by rung.
 
-    If two engines sample different tokens, the client keeps the one it has. If the prefill engine sees a near-tie (at
-    most `near_tie` nats, counted in `near_ties`), the decode engine continues from there; otherwise the request fails.
+    If two engines sample different tokens, the client keeps the one it has. The decode engine continues from there if
+    the prefill engine sees a near-tie (at most `near_tie` nats, counted in `near_ties`); otherwise the request fails.
     """
 
     OUTCOMES: tuple[str, ...] = ("started", *get_args(HandoffOutcome))
@@ -92,7 +92,7 @@ class RouterBackend:
     async def generate(
         self, request: GenerateRequest, kv_mode: Mode | None = None, went: Went | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's chunks over all attempts, after waiting for room. Raises the last attempt's error."""
+        """Wait for room, then yield the request's chunks over all attempts. Raises the last attempt's error."""
         self.pool.bind()
         async with self.room.place(), contextlib.aclosing(self._attempts(request, kv_mode, went)) as chunks:
             async for chunk in chunks:
@@ -175,7 +175,6 @@ class RouterBackend:
             route = None
 
     def ready(self) -> bool:
-        """Whether a request can be taken now."""
         return bool(self.pool.usable(healthy=True))
 
     async def close(self) -> None:
@@ -187,7 +186,7 @@ class RouterBackend:
     async def _choose(
         self, request: GenerateRequest, tried: list[PooledEngine], hand_off: bool, patience_s: float
     ) -> Route:
-        """Return a route, waiting up to `patience_s` for one. Raises `EngineUnavailableError`."""
+        """Wait up to `patience_s` for a route. Raises `EngineUnavailableError`."""
         deadline = asyncio.get_running_loop().time() + patience_s
         while True:
             route = self._routes.choose(request, tried, hand_off)
@@ -204,7 +203,7 @@ class RouterBackend:
             await asyncio.sleep(_PATIENCE_STEP_S)
 
     def _may_move(self, joined: Joined, request: GenerateRequest, fruitless: int, engine: PooledEngine) -> bool:
-        """Whether a request may leave this silent engine at once. It must lose nothing, and its last attempt waits."""
+        """Whether a request loses nothing by leaving this silent engine at once. Its last attempt waits."""
         if joined.token_ids or fruitless + 1 >= MAX_ATTEMPTS or not recovers(self._recovery, "retry"):
             return False
         return any(other.may_serve(request) for other in self.pool.usable(healthy=True) if other is not engine)
@@ -278,7 +277,7 @@ class RouterBackend:
         return False
 
     def _drain(self, leg: Chunks) -> None:
-        """Read a leg to its end in the background. The engine ends it by itself; closing it would abort it."""
+        """Read a leg to its end in the background: closing it would abort it."""
 
         async def drain() -> None:
             async with contextlib.aclosing(leg):
@@ -287,7 +286,7 @@ class RouterBackend:
         self._do(drain, self.pool.timers.drain)
 
     def _do(self, work: Callable[[], Coroutine[Any, Any, None]], limit_s: float) -> None:
-        """Do background work for a request that has ended. Failures and timeouts are ignored."""
+        """Do background work for a request that has ended, ignoring failures and timeouts."""
 
         async def bounded() -> None:
             with contextlib.suppress(BatonError, asyncio.TimeoutError):
@@ -300,7 +299,7 @@ class RouterBackend:
 
 
 def _checked(chunk: TokenChunk) -> TokenChunk:
-    """Return the chunk. Raises `LegFailed` if it reports an error from which another attempt may recover."""
+    """Return the chunk, or raise `LegFailed` for an error from which another attempt may recover."""
     if chunk.finish_reason == "error" and chunk.recoverable:
         raise LegFailed("decode", error_of_chunk(chunk.error), reported=True)
     return chunk

@@ -29,7 +29,7 @@ from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
 _MAX_LINE_BYTES = 2**20
-# Per entry of a prompt's logprobs: a token's own logprob and rank, or one of the most likely tokens.
+# Per entry of a prompt's logprobs: a token's own logprob, or one of the most likely tokens.
 _SCORE_BYTES = 80
 _MAX_ASK_BYTES = 2**20
 _MAX_METRICS_BYTES = 2**24
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def new_session() -> aiohttp.ClientSession:
-    """Return a session for `EngineClient`s: unlimited connections, no cookies, no compressed responses."""
+    """A session for `EngineClient`s: unlimited connections, no cookies, no compressed responses."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -50,8 +50,8 @@ def new_session() -> aiohttp.ClientSession:
 
 
 class EngineClient(ABC):
-    """The client of the engine at one URL. Raises `RequestError` if the URL names a data-parallel rank and this kind of
-    engine does not have ranks (`has_ranks`).
+    """The client of the engine at one URL. Raises `RequestError` if the URL names a data-parallel rank, but not
+    `has_ranks`.
     """
 
     has_ranks: ClassVar[bool] = False
@@ -69,7 +69,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def info(self) -> EngineInfo:
-        """Ask the engine for its identity and limits.
+        """The engine's identity and limits.
 
         Raises `EngineLostError` if it does not answer or reports a stall, `EngineUnavailableError` if it cannot be
         reached, `ProtocolError` if it is not an engine of this kind.
@@ -77,7 +77,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def load(self) -> EngineLoad:
-        """Ask for the engine's load. Raises `EngineUnavailableError` or `ProtocolError`."""
+        """The engine's load. Raises `EngineUnavailableError` or `ProtocolError`."""
 
     async def metrics_text(self) -> str:
         """The engine's `/metrics`. Raises `EngineUnavailableError`, or `ProtocolError` if it is not UTF-8."""
@@ -90,15 +90,15 @@ class EngineClient(ABC):
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield the request's chunks. Closing the generator closes the connection, which aborts the request.
 
-        Raises `RequestError` (refused for good), `EngineUnavailableError` (the engine cannot be reached, or does not
-        take this attempt), `EngineLostError` (it may have taken it and was lost) or `ProtocolError`.
+        Raises `RequestError` (refused for good), `EngineUnavailableError` (the engine cannot be reached, or refuses
+        this attempt), `EngineLostError` (it may have taken it and was lost) or `ProtocolError`.
         """
 
     @contextlib.asynccontextmanager
     async def _answer(
         self, path: str, body: Sequence[bytes], timeout: aiohttp.ClientTimeout, line_bytes: int
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """POST, with the current trace's headers, and yield the response if its status is 200. Raises the errors of
+        """POST, with the current trace's headers, and yield a response with status 200. Raises the errors of
         `generate`.
         """
         trace = TRACE.get()
@@ -171,7 +171,7 @@ def _scores_bytes(request: GenerateRequest) -> int:
 
 
 def _leg_body(request: GenerateRequest) -> list[bytes]:
-    """The request as JSON, in parts. The prompt's JSON is shared by all legs of all samples."""
+    """The request as JSON, in parts. All legs of all samples share the prompt's part."""
     prompt = request.prompt_token_ids
     if not isinstance(prompt, PromptIds):
         return [msgspec.json.encode(request)]

@@ -1,8 +1,7 @@
-"""Join the legs of a request to one stream by token position: no token is lost, repeated or changed.
+"""Join the legs of a request to one stream by token position, so that no token is lost, repeated or changed.
 
 Both legs of a handoff run at the same time. The prefill leg sends the first token. The decode leg sends it too, once it
-holds the KV, and then all others. The client gets whichever comes first. A later attempt continues where the client's
-stream ended.
+has the KV, and then all others. The client gets whichever comes first. Later attempts continue the client's stream.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from baton.errors import BatonError, EngineLostError, HandoffError, ProtocolErro
 from baton.wire import GenerateRequest, LegRole, TokenChunk
 
 Chunks = AsyncGenerator[TokenChunk, None]
-LegItems = asyncio.Queue["tuple[LegRole, TokenChunk | BaseException | None]"]  # None: the leg ended
+LegItems = asyncio.Queue["tuple[LegRole, TokenChunk | BaseException | None]"]  # None: the leg has ended
 
 
 class LegFailed(Exception):
-    """A leg that its attempt needs has failed with `error`. `reported`: its engine is alive and has sent the reason."""
+    """An attempt fails because a leg failed with `error`. `reported`: its engine is alive and sent the reason."""
 
     def __init__(self, leg: LegRole, error: BatonError, reported: bool = False) -> None:
         super().__init__(str(error))
@@ -30,7 +29,7 @@ class LegFailed(Exception):
 
 
 class TokenMismatch(HandoffError):
-    """Engines disagree on output token `position`: the client has `sent`, and another engine `said` something else."""
+    """Engines disagree on output token `position`: the client has `sent`, but another engine `said` its own."""
 
     def __init__(self, position: int, sent: int, said: int) -> None:
         super().__init__("token_mismatch", f"output token {position} was {sent}, now it is {said}")
@@ -51,8 +50,8 @@ class Joined:
         Raises `TokenMismatch` if it contradicts a token that was sent, `ProtocolError` if tokens before it are missing,
         or if there are too many.
         """
-        # Only the prefill leg knows it, and its chunk is dropped if the decode leg's token came first. So the last
-        # chunk carries it.
+        # Only the prefill leg has `queued_s`, and its chunk is dropped if the decode leg's token came first. So the
+        # last chunk repeats it.
         if chunk.queued_s is not None:
             self._queued_s = chunk.queued_s
         elif chunk.finish_reason is not None:
@@ -83,7 +82,7 @@ class Joined:
         return chunk
 
     def rest(self, attempt: int) -> GenerateRequest:
-        """The request for the missing tokens. Engines may still hold earlier attempts, so each has its own id."""
+        """The request for the missing tokens. Each attempt has its own id: engines may still hold earlier ones."""
         if attempt == 0:
             return self.request
         return msgspec.structs.replace(
@@ -99,17 +98,17 @@ async def join_legs(
 ) -> AsyncGenerator[tuple[TokenChunk, LegRole], None]:
     """Yield (chunk, its leg) until a chunk with `finish_reason`. A single leg, of either kind, must send all tokens.
 
-    Closing the generator closes the legs. Others report a lost leg by putting an error into `items`. Two legs are not
-    closed, but handed to `drain`, since their engines end them: the decode leg, if the prefill leg ended the request
-    (P tells D), and the prefill leg, if the decode leg ended it well (P ends it when its pages are free). If P refuses
-    the request, no engine can compute it, and P's error ends the stream.
+    Closing the generator closes the legs. Others report a lost leg by putting an error into `items`. A leg that its
+    engine will end is handed to `drain` instead: the decode leg, if the prefill leg ended the request (P tells D), and
+    the prefill leg, if the decode leg ended it well (P then waits for its pages to be free). If P refuses the request,
+    no engine can compute it, and P's error ends the stream.
 
     Raises `LegFailed` if the decode leg, or the only one, is lost, or if no engine took the prefill leg. A prefill leg
-    that is lost later is ignored if the decode engine `notices` (it recovers, or reports what it misses). Otherwise
+    that is lost later is ignored if the decode engine `notices` (it recovers, or reports what it misses); otherwise
     this raises `LegFailed`, unless the decode leg has sent tokens.
     """
     alone = len(legs) == 1
-    # The first token depends on the prefill leg alone, so its request is sent before the decode leg's is created.
+    # The first token depends on the prefill leg alone, so its request is sent first.
     tasks = {
         leg: asyncio.create_task(_pump(leg, chunks, items, turns=leg == "decode" and not alone))
         for leg, chunks in legs.items()
@@ -174,7 +173,7 @@ async def _pump(leg: LegRole, chunks: Chunks, items: LegItems, turns: int = 0) -
 
 
 async def _rest(which: LegRole, task: asyncio.Task[None], items: LegItems, ended: bool) -> Chunks:
-    """Yield the remaining chunks of a leg. Closing the generator closes the leg."""
+    """Yield a leg's remaining chunks. Closing the generator closes the leg."""
     try:
         while not ended:
             leg, item = await items.get()

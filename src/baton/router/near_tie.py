@@ -8,8 +8,8 @@ from baton.wire import MAX_LOGPROBS, GenerateRequest, SamplingParams
 
 
 async def measure_gap(client: EngineClient, joined: Joined, mismatch: TokenMismatch) -> float | None:
-    """The gap between the logprobs of a mismatch's two tokens, in nats, computed by the engine of `client`. None if it
-    proves nothing: the token was drawn or biased, or one of the two is not among the `MAX_LOGPROBS` most likely.
+    """The gap in nats between the logprobs of a mismatch's two tokens, as `client`'s engine computes them. None if it
+    proves nothing: the token was drawn or biased, or one of them is not among the `MAX_LOGPROBS` most likely.
 
     Raises the errors of the engine's leg.
     """

@@ -46,13 +46,13 @@ class _Leg:
 
 @dataclass(slots=True, eq=False)
 class PooledEngine:
-    """One engine. `num_inflight` counts this router's legs on it; `problem` says why it cannot be used.
+    """One engine. `num_inflight`: this router's legs on it. `problem`: why it cannot be used.
 
     - `answered`: when it last answered, in monotonic seconds. `num_silent`: unanswered questions since.
-    - `gone`: since then nothing listened at its address, or the wrong server did. An engine that is silent there now
-      has just been started.
+    - `gone`: since then nothing, or the wrong server, listened at its address. If that is silent now, an engine is
+      starting there.
     - `evicted`: its lease has expired, and its legs were failed.
-    - `draining`: it gets no new requests, because the operator (`leaving`) or the engine itself says so.
+    - `draining`: it gets no new requests, by its own word or the operator's (`leaving`).
     - `known`: the prefixes that it probably holds.
     """
 
@@ -75,21 +75,20 @@ class PooledEngine:
 
     @property
     def url(self) -> str:
-        """The base URL, which is unique in a router."""
         return self.client.url
 
     @property
     def name(self) -> str:
-        """The engine id, or the URL while the id is unknown."""
+        """The engine id, or the URL until it is known."""
         return self.url if self.info is None else self.info.engine_id
 
     @property
     def identity(self) -> str | None:
-        """The engine's `comparison.token_identity`; None until it has answered."""
+        """The `comparison.token_identity`; None until the engine has answered."""
         return None if self.info is None else token_identity(self.info.fingerprint)
 
     def may_serve(self, request: GenerateRequest) -> bool:
-        """Whether its tokens and its maximum length are those with which the request was planned."""
+        """Whether it gives the request the tokens for which it was planned, and room for all of them."""
         if self.info is None or request.identity not in (None, self.identity):
             return False
         return len(request.prompt_token_ids) - request.num_known + request.sampling_params.max_tokens <= (
@@ -108,8 +107,8 @@ class PooledEngine:
 
     @contextlib.contextmanager
     def leg(self, on_lost: OnLost, may_move: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Count a leg while it runs. `on_lost` is called if the engine is given up, or earlier, when it falls silent,
-        if `may_move` says that the leg loses nothing and another engine can take it.
+        """Count a leg while it runs. `on_lost` is called if the engine is given up. It is called as soon as the engine
+        falls silent if `may_move`: the leg loses nothing, and another engine can take it.
         """
         self.num_inflight += 1
         leg = _Leg(on_lost, may_move)
@@ -130,17 +129,16 @@ class PooledEngine:
             leg.on_lost(error)
 
     def move(self, error: EngineLostError) -> None:
-        """Fail those legs that lose nothing by it, without waiting for the engine's lease to expire."""
+        """Fail the legs that may move, before the engine's lease expires."""
         for leg in [leg for leg in self._legs if leg.may_move()]:
             leg.on_lost(error)
 
 
 class EnginePool:
-    """The router's engines. For one event loop; only `rebind`, `add`, `refresh` and `watch` wait.
+    """The router's engines, for one event loop. Only `rebind`, `add`, `refresh` and `watch` wait.
 
-    The first request binds the pool to the engine that serves it. From then on, until an operator calls `rebind`, an
-    engine is refused if it differs in a fact that decides tokens, or has a shorter context, whichever engines are
-    alive.
+    The first request binds the pool to the model that is served then. Until an operator calls `rebind`, an engine is
+    refused if it differs in a fact that decides tokens, or has a shorter context, whichever engines are alive.
     """
 
     def __init__(
@@ -153,8 +151,8 @@ class EnginePool:
         chat_template: str | None = None,
         load_tokenizer: Callable[[str, str | None], Tokenizer] | None = None,
     ) -> None:
-        """`tokenizer_dir` None: the engines' checkpoint directory. `chat_template` replaces the one there.
-        `load_tokenizer` is called with both. Times are those of the event loop.
+        """`tokenizer_dir` None: the engines' checkpoint. `chat_template` replaces the one there. `load_tokenizer` gets
+        both. Times are those of the event loop.
         """
         self.timers = timers or RouterTimers()
         self._new_client = new_client
@@ -172,11 +170,11 @@ class EnginePool:
 
     @property
     def engines(self) -> list[PooledEngine]:
-        """All engines, in the order in which they joined."""
+        """All engines, in the order of joining."""
         return list(self._engines.values())
 
     def model(self) -> ServedModel:
-        """Return the served model. Raises `EngineUnavailableError` until an engine has answered."""
+        """The served model. Raises `EngineUnavailableError` until an engine has answered."""
         if self._model is None:
             raise EngineUnavailableError("no engine has been reached yet")
         infos = [e.info for e in self._engines.values() if e.info is not None]
@@ -185,18 +183,18 @@ class EnginePool:
         return dataclasses.replace(self._model, max_model_len=length, num_speculative_tokens=drafts)
 
     def bind(self) -> None:
-        """Bind the pool to what it serves now, until `rebind`. Raises the errors of `model`."""
+        """Bind the pool to the model that it serves now. Raises the errors of `model`."""
         if self._bound_length is None:
             self._bound_length = self.model().max_model_len
 
     @property
     def bound(self) -> bool:
-        """Whether a request was served since the start or the last `rebind`."""
+        """Whether a request was served since the start or `rebind`."""
         return self._bound_length is not None
 
     async def rebind(self) -> None:
-        """Forget what is served and ask all engines again; the first that answers decides. Running requests continue on
-        engines with the identity with which they began.
+        """Forget the served model and ask all engines; the first that answers decides. Running requests continue on
+        engines of the identity with which they began.
         """
         self._model = self._reference = self._bound_length = None
         for engine in self.engines:
@@ -206,7 +204,7 @@ class EnginePool:
             await self.refresh(engine)
 
     async def add(self, url: str, role: Role) -> PooledEngine:
-        """Add an engine. `watch` asks again if it does not answer yet.
+        """Add an engine, even if it does not answer yet.
 
         Raises `RequestError` for a bad URL or a role other than the engine's, `IncompatiblePeerError` if its model or
         drafter differs from the other engines'.
@@ -229,8 +227,8 @@ class EnginePool:
         return engine
 
     def remove(self, url: str) -> PooledEngine:
-        """Remove an engine. It gets no new requests; running ones end there, or elsewhere if it falls silent. Raises
-        `RequestError` if it is unknown.
+        """Remove an engine. Running requests end there, or elsewhere if it falls silent. Raises `RequestError` if it is
+        unknown.
         """
         engine = self._engines.pop(checked_url(url), None)
         if engine is None:
@@ -240,8 +238,8 @@ class EnginePool:
         return engine
 
     def drain(self, url: str) -> PooledEngine:
-        """Send an engine no new requests, and remove it after its last leg. A second call fails its legs, which
-        continue elsewhere. Raises `RequestError` if it is unknown.
+        """Send an engine no new requests, and remove it after its last leg. A second call moves its legs elsewhere.
+        Raises `RequestError` if it is unknown.
         """
         engine = self._engines.get(checked_url(url))
         if engine is None:
@@ -264,7 +262,7 @@ class EnginePool:
         self._part(engine)
 
     def _part(self, engine: PooledEngine) -> None:
-        """Watch a removed engine while it has legs. A leg may still begin, for a request that was already routed."""
+        """Watch a removed engine while it has legs. A request that was already routed may still add one."""
         engine.leaving = True
         engine.when_busy = lambda: self._removed.add(engine)
         engine.when_idle = lambda: self._removed.discard(engine)
@@ -272,17 +270,17 @@ class EnginePool:
             engine.when_busy()
 
     def usable(self, healthy: bool) -> list[PooledEngine]:
-        """The engines that may get requests: the healthy ones, or those that are suspected."""
+        """The engines that may get requests: the healthy ones, or the suspected ones."""
         return [e for e in self._engines.values() if (e.healthy if healthy else e.suspected)]
 
     def max_num_seqs(self) -> int | None:
-        """How many requests the healthy engines decode at once; None if there is no engine, or one does not tell."""
+        """How many requests the healthy engines decode at once; None if none is known, or one does not tell."""
         infos = [e.info for e in self.usable(healthy=True) if e.role != "prefill"]
         told = [info.max_num_seqs for info in infos if info is not None]
         return sum(told) if told and all(told) else None
 
     def take(self, among: Sequence[PooledEngine]) -> PooledEngine:
-        """Choose one of these engines, at least one, by policy."""
+        """Choose one of at least one engine, by policy."""
         self._turn += 1
         if self._policy == "least_loaded":
             chosen = min(among, key=lambda e: (e.num_inflight, e.order))
@@ -292,7 +290,7 @@ class EnginePool:
         return chosen
 
     def has_other(self, engine: PooledEngine, avoid: Sequence[PooledEngine] = ()) -> bool:
-        """Whether another engine of its role, not in `avoid`, can take new requests."""
+        """Whether another engine of its role, not in `avoid`, can take requests."""
         mine = (e for e in self._engines.values() if e.role == engine.role and e.healthy)
         return any(e is not engine and e not in avoid for e in mine)
 
@@ -301,9 +299,7 @@ class EnginePool:
         await asyncio.shield(self._ask(engine))
 
     async def watch(self) -> None:
-        """Refresh all engines forever, and removed ones until their last leg has ended. A silent engine does not delay
-        the others.
-        """
+        """Refresh all engines forever, and removed ones until their last leg has ended. None waits for another."""
         try:
             while True:
                 for engine in (*self.engines, *self._removed):
@@ -316,7 +312,6 @@ class EnginePool:
             await asyncio.gather(*asking, return_exceptions=True)
 
     def _ask(self, engine: PooledEngine) -> asyncio.Task[None]:
-        """The running check of an engine, or a new one."""
         task = self._asking.get(engine)
         if task is None:
             task = self._asking[engine] = asyncio.create_task(self._check(engine))
@@ -330,7 +325,7 @@ class EnginePool:
             if engine.problem != str(error):
                 logger.warning("engine %s: %s", engine.url, error)
             engine.problem = str(error)
-            # An engine that was draining, and is gone now, counts as draining until it is back.
+            # An engine that was draining and is gone counts as draining until it is back.
             engine.draining |= isinstance(error, DrainingError)
             if not isinstance(error, EngineLostError):
                 engine.num_silent = 0
@@ -388,7 +383,7 @@ class EnginePool:
         return not self.bound and all(other.problem is not None for other in others)
 
     def _check_same_model(self, engine: PooledEngine, info: EngineInfo) -> None:
-        """Raise `IncompatiblePeerError` with what differs from the served model, or from an engine in use."""
+        """Raise `IncompatiblePeerError` if it differs from the served model, or from an engine in use."""
         alive = [e.info for e in self.engines if e is not engine and e.info is not None and e.problem is None]
         served = [] if self._reference is None or self._is_alone(engine) else [self._reference]
         for other in served + alive:
@@ -401,7 +396,7 @@ class EnginePool:
 
 
 def _differing(served: EngineInfo, info: EngineInfo) -> dict[str, tuple[object, object]]:
-    """The differences between two engines that must give the same tokens, by name."""
+    """Differences, by name, between two engines that must give the same tokens."""
     names = ("model", "vocab_size", "default_seed", "num_speculative_tokens")
     pairs = {name: (getattr(served, name), getattr(info, name)) for name in names}
     different: dict[str, tuple[object, object]] = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

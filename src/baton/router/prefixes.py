@@ -1,7 +1,5 @@
-"""What engines probably hold of the prompts that a router has sent them.
-
-It is an estimate, used only for routing: an engine checks its own prefix cache, and declines a prompt if it lacks too
-much of it.
+"""An estimate of what engines hold of the prompts that they were sent, used only for routing: an engine checks its own
+prefix cache, and declines a prompt of which it lacks too much.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ BLOCK_TOKENS = 16
 
 
 def chain_of(tokens: Sequence[int], salt: str = "") -> list[bytes]:
-    """Per whole block of tokens, 16 bytes: the hash of it, of all blocks before it, and of the request's salt."""
+    """A hash of 16 bytes per whole block of tokens, over it, all blocks before it, and the salt."""
     data, size = array("q", tokens).tobytes(), BLOCK_TOKENS * 8
     running, chain = hashlib.blake2b(salt.encode(), digest_size=16), []
     for start in range(0, len(data) - size + 1, size):
@@ -26,9 +24,8 @@ def chain_of(tokens: Sequence[int], salt: str = "") -> list[bytes]:
 
 
 class KnownPrefixes:
-    """An LRU set of the blocks that one engine holds.
-
-    `step`: the engine's prefix hits are multiples of this many tokens; 0: it has none. `kv_tokens`: its KV capacity.
+    """An LRU set of the blocks that one engine holds. `step`: its prefix hits are multiples of this many tokens; 0: it
+    has none. `kv_tokens`: its KV capacity.
     """
 
     def __init__(self, step: int = 0, kv_tokens: int = 0) -> None:
@@ -37,12 +34,12 @@ class KnownPrefixes:
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     def num_tokens(self, chain: Sequence[bytes]) -> int:
-        """The length of the expected prefix hit, in tokens."""
+        """The expected prefix hit, in tokens."""
         found = next((i for i, block in enumerate(chain) if block not in self._blocks), len(chain)) * BLOCK_TOKENS
         return found // self._step * self._step if self._step else 0
 
     def learn(self, chain: Sequence[bytes]) -> None:
-        """Note that the engine has the KV of these blocks. A prompt's first blocks are evicted last."""
+        """The engine has the KV of these blocks. A prompt's first blocks are evicted last."""
         for block in reversed(chain[: self._most]):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -50,6 +47,6 @@ class KnownPrefixes:
             self._blocks.popitem(last=False)
 
     def forget(self, chain: Sequence[bytes]) -> None:
-        """Note that the engine lacks some of these blocks."""
+        """The engine lacks some of these blocks."""
         for block in chain:
             self._blocks.pop(block, None)

@@ -1,4 +1,4 @@
-"""A limit on the number of requests that run at once, set by what the engines decode; others wait in FIFO order."""
+"""A limit on the number of running requests, set by what the engines decode at once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _LOOK_AGAIN_S = 0.25
 
 
 class Room:
-    """Requests beyond the engines' `--max-num-seqs` wait here, before their prefill begins. Started earlier, they would
-    hold pages of a prefill engine and stall after their first token. `capacity`: how many run at once; None if there
-    is no engine, or one does not tell (vLLM).
+    """Requests beyond the engines' `--max-num-seqs` wait here before their prefill: later they would hold pages of a
+    prefill engine, and stall after their first token. `capacity`: how many run at once; None if there is no engine, or
+    one does not tell (vLLM).
     """
 
     def __init__(self, capacity: Callable[[], int | None]) -> None:
@@ -24,7 +24,7 @@ class Room:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Wait for room, first come, first served, and occupy it."""
+        """Wait for room, in FIFO order, and occupy it."""
         if self._waiting or not self._has_room():
             await self._turn()
         self.num_running += 1
@@ -49,7 +49,7 @@ class Room:
         try:
             while self._waiting[0] is not mine or not self._has_room():
                 mine.clear()
-                # A timer, not a timeout, so that a cancellation by a client is never taken for an expired timeout.
+                # A timer, not a timeout, so that a client's cancellation is never taken for an expired timeout.
                 timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, mine.set)
                 try:
                     await mine.wait()

@@ -1,7 +1,7 @@
-"""Where a request runs, and why: handed off between two engines, or on one alone.
+"""Routes of requests: handed off between two engines, or computed on one.
 
-A role says what an engine is used for; every engine can prefill and decode. A request is handed off if that pays and
-there are engines of both roles.
+Every engine can prefill and decode; a role says what it is used for. A request is handed off if that pays and both
+roles are there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Why = Literal[
 ]
 WHYS: tuple[Why, ...] = get_args(Why)
 PREFIX_MISSING = "prefix_missing"  # an engine's reason to decline
-# An engine may be chosen for its cached prefix if it has at most this many more legs than the one whose turn it is.
+# An engine with a cached prefix may have up to this many more legs than the one whose turn it is.
 _SLACK_LEGS = 1
 _LAST = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The engines of one attempt. Without `prefill`, `decode` computes all. It declines if it lacks the KV of more than
-    `max_prefill_tokens` of the prompt; None: it never declines.
+    """The engines of one attempt. Without `prefill`, `decode` computes all, but declines if it lacks the KV of more
+    than `max_prefill_tokens` of the prompt (None: never).
     """
 
     why: Why
@@ -38,8 +38,8 @@ class Route:
 
 
 class Decisions:
-    """Counts of routes by reason: of all attempts, and of the first attempts of the last 100 requests. `stale` counts
-    routes that an engine declined because it lacked more than expected.
+    """Counts of routes by reason: of all attempts, and of the first attempts of the last 100 requests. `stale`: routes
+    that were declined because the engine lacked more than expected.
     """
 
     def __init__(self) -> None:
@@ -57,12 +57,10 @@ class Decisions:
         self.counts[why] += 1
 
     def describe(self) -> dict[str, object]:
-        """All counts, and the summary."""
         counts: dict[str, object] = {why: self.counts[why] for why in WHYS}
         return {"summary": self.summary(), **counts, "stale": self.stale}
 
     def summary(self) -> str:
-        """The routes of the last requests as readable text."""
         last = Counter(self._last)
         handed = last.pop("handed_off", 0)
         local = ", ".join(f"{why.replace('_', ' ')} {last[why]}" for why in WHYS if last[why])
@@ -80,9 +78,8 @@ class Routes:
         self._most = max_local_prefill_length
 
     def choose(self, request: GenerateRequest, tried: Sequence[PooledEngine], hand_off: bool) -> Route | None:
-        """A route over healthy engines that may serve the request, or else over suspected ones, or None. Engines in
-        `tried` are used only if there is no other of their role. `hand_off`: hand off even if the decode engine holds
-        the prompt.
+        """A route over healthy engines that may serve the request, or else suspected ones, or None. Engines in `tried`
+        are a last choice for their role. `hand_off`: even if the decode engine holds the prompt.
         """
         for healthy in (True, False):
             usable = self._pool.usable(healthy)
@@ -134,12 +131,12 @@ class Routes:
         return Route("cached", best, max_prefill_tokens=self._most)
 
     def served(self, route: Route, request: GenerateRequest, output: Sequence[int]) -> None:
-        """Note that the decoding engine has the KV of the request and its `output`."""
+        """The decoding engine has the KV of the request and its `output`."""
         if self._most:
             route.decode.known.learn(_chain(request, output))
 
     def declined(self, route: Route, request: GenerateRequest) -> None:
-        """Note that the decoding engine lacks KV that it was expected to have."""
+        """The decoding engine lacks KV that it was expected to have."""
         route.decode.known.forget(_chain(request))
 
 

@@ -1,4 +1,4 @@
-"""The metrics page of a whole deployment: the router's own metrics, and those of its engines with labels."""
+"""The metrics page of a deployment: the router's own metrics, and its engines' with labels."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """A result that concurrent callers share. One page asks every engine, so each concurrent client would otherwise
-    multiply the load on the engines.
+    """A result that concurrent callers share. Each page asks every engine, so concurrent clients would multiply the
+    load on engines.
     """
 
     def __init__(self, make: Callable[[], Awaitable[T]]) -> None:
@@ -26,19 +26,19 @@ class Shared(Generic[T]):
         self._task: asyncio.Future[T] | None = None
 
     async def get(self) -> T:
-        """Return the result in progress, or a new one. Raises the errors of `make`."""
+        """The result in progress, or a new one. Raises the errors of `make`."""
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._make())
         return await asyncio.shield(self._task)
 
 
-# The router has vLLM's metrics per request. The engines' metrics of the same names, per leg, are left out.
+# The router has vLLM's metrics per request, so the engines' of the same names, per leg, are left out.
 _OWN = "vllm:"
 
 
 async def families(own: Iterable[Metric], engines: Sequence[PooledEngine]) -> list[Metric]:
-    """The router's `own` families, and those of its engines with the labels `engine` and `role`. An engine that does
-    not answer with metrics is left out.
+    """The router's `own` families, and its engines' with labels `engine` and `role`. Engines that do not answer with
+    metrics are left out.
     """
     pages = await asyncio.gather(*(_page(engine) for engine in engines))
     found = {family.name: family for family in own}
@@ -65,6 +65,6 @@ async def _page(engine: PooledEngine) -> list[Metric]:
 
 
 def _labelled(sample: Sample, engine: str, role: str) -> Sample:
-    """Rename the engine's own labels `engine` and `role` as Prometheus does (`exported_`)."""
+    """Rename the engine's own labels `engine` and `role` to `exported_...`, as Prometheus does."""
     labels = {f"exported_{name}" if name in ("engine", "role") else name: text for name, text in sample.labels.items()}
     return sample._replace(labels={**labels, "engine": engine, "role": role})

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RouterTimers:
-    """Durations in seconds, on the router's own clock. An engine's answer renews its lease.
+    """Durations in seconds, on the router's clock. An engine's answer renews its lease.
 
-    - `check`: interval between questions to an engine.
+    - `check`: between questions to an engine.
     - `answer`: an engine that takes longer to answer gets new requests only if there is no other.
-    - `lease`: an engine that is silent for this long is given up, and its legs continue elsewhere.
-    - `patience`: how long a request that has begun waits for an engine that can continue it.
+    - `lease`: an engine that is silent for this long is given up.
+    - `patience`: how long a request that has begun waits for an engine to continue it.
     - `connect`: for a leg's connection.
-    - `tell`: for a vLLM server's answer to a question or message, which costs it one token.
-    - `drain`: how long a leg whose request has ended is read, so that it ends by itself.
+    - `tell`: for a vLLM server's answer to a message, which costs it one token.
+    - `drain`: how long a leg whose request has ended may take to end by itself.
     """
 
     check: float = 0.5

@@ -11,7 +11,7 @@ from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
 # vLLM's seeds are signed.
 _SEED_BITS = 63
-# Far above the number of samples per prompt, so no sample gets the seed of another sample at a later position.
+# Far above the number of samples per prompt, so no two samples share a seed, even after a resume.
 _SEED_STRIDE = 2**32
 
 
@@ -23,9 +23,7 @@ def completion_body(
     first_only: bool,
     stream: bool,
 ) -> dict[str, Any]:
-    """The body of a leg's completion request. The prompt ends with `num_sent` output tokens. `first_only`: sample one
-    token only.
-    """
+    """A leg's completion request. The prompt ends with `num_sent` output tokens. `first_only`: sample one token."""
     params = request.sampling_params
     left = 1 if first_only else params.max_tokens - num_sent
     body: dict[str, Any] = {
@@ -47,8 +45,8 @@ def completion_body(
         "return_token_ids": True,
     }
     if params.seed is not None:
-        # Each sample has its own seed, equal in both legs. vLLM starts the noise of every request from its seed, so a
-        # resumed request needs another one: it must not repeat the noise of the tokens already sent.
+        # Per sample a seed, equal in both legs. vLLM starts each request's noise from its seed, so a resumed request
+        # needs another one, or it would repeat the noise of the tokens already sent.
         body["seed"] = (params.seed + params.sample_index + num_sent * _SEED_STRIDE) % 2**_SEED_BITS
     given = {
         "cache_salt": request.cache_salt,
@@ -64,7 +62,7 @@ def completion_body(
 
 
 def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenChunk:
-    """Convert a choice, or a part of one, whose first token is output token `position` of the request.
+    """Convert a choice, or a part of one, that begins with output token `position`.
 
     Raises `ValueError` if logprobs do not fit the tokens, or for an unknown finish reason.
     """
@@ -90,8 +88,8 @@ def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenCh
 
 def can_resume(params: SamplingParams) -> bool:
     """Whether a vLLM server that gets output tokens in its prompt continues as if it had generated them. It does not
-    with presence or frequency penalties (it counts generated tokens only), with bad words (it looks for their beginning
-    in generated tokens only) and with structured outputs (the grammar starts anew).
+    with penalties for presence or frequency and with bad words, which only look at generated tokens, nor with
+    structured outputs, whose grammar starts anew.
     """
     counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     return not counts and not params.bad_words and params.structured_outputs is None

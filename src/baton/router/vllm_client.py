@@ -1,4 +1,4 @@
-"""The HTTP client of one vLLM server: legs over its completions API, and messages to its connector."""
+"""The HTTP client of a vLLM server: legs over its completions API, and messages to its connector."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 _MAX_BODY_BYTES = 16 * 2**20
 # How long a reading of a server's clock is used. Clocks drift by less than 0.1 s in this time.
 _CLOCK_S = 600.0
-# No vLLM server restarts within this time, so an answer this soon after another one comes from the same process.
+# No vLLM server restarts within this time, so an answer this soon after another comes from the same process.
 _UNSEEN_S = 3.0
 _STARTED = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
 _T = TypeVar("_T")
 
 
 class VllmClient(EngineClient):
-    """The client of one vLLM server, or of one of its data-parallel ranks. `identify` asks its connector for its
-    identity, once per incarnation.
+    """The client of a vLLM server, or of one data-parallel rank. `identify` asks the connector for the identity, once
+    per incarnation.
 
-    A restarted server takes legs that were meant for its predecessor. So a server that was not seen for `_UNSEEN_S`
-    gets no leg before its process is recognised by the start time in its metrics, or its identity is asked again.
+    A restarted server takes legs that were meant for its predecessor. So before a leg is sent to a server that was not
+    seen for `_UNSEEN_S`, its process is recognised by the start time in its metrics, or asked for its identity again.
     """
 
     has_ranks = True
@@ -74,7 +74,7 @@ class VllmClient(EngineClient):
         return engine.client
 
     async def info(self) -> EngineInfo:
-        """Ask for the identity if the server may be another process, and for its clock every `_CLOCK_S`."""
+        """Asks for the identity if the server may be another process, and for its clock every `_CLOCK_S`."""
         asked = time.monotonic()
         try:
             await self._get("/health", _MAX_BODY_BYTES)
@@ -136,7 +136,7 @@ class VllmClient(EngineClient):
         )
 
     async def metrics(self) -> dict[str, list[float]]:
-        """Finite samples of vLLM's own metrics by name, one per set of labels. Raises the errors of `load`."""
+        """Finite samples of vLLM's own metrics by name, one per label set. Raises the errors of `load`."""
         found: dict[str, list[float]] = {}
         body = await self._get("/metrics", _MAX_BODY_BYTES)
         try:
@@ -150,7 +150,7 @@ class VllmClient(EngineClient):
         return found
 
     async def tell(self, kv_transfer_params: dict[str, object]) -> Completion:
-        """Send `kv_transfer_params` to the server's connector, in a completion request of one token.
+        """Send `kv_transfer_params` to the connector, in a completion request of one token.
 
         Raises `EngineUnavailableError`, `EngineLostError` if the server does not answer, `ProtocolError`.
         """
@@ -168,7 +168,7 @@ class VllmClient(EngineClient):
     async def leg(
         self, request: GenerateRequest, kv_transfer_params: dict[str, object] | None = None, first_only: bool = False
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of one leg; with `first_only`, of its first token.
+        """Yield the chunks of one leg; with `first_only`, one token.
 
         Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server has ended the request.
         """
@@ -186,7 +186,7 @@ class VllmClient(EngineClient):
     async def first_token(
         self, request: GenerateRequest, kv_transfer_params: dict[str, object]
     ) -> tuple[TokenChunk, dict[str, Any]]:
-        """The first token, and the response's `kv_transfer_params`, which vLLM sends only without streaming.
+        """The first token, and the response's `kv_transfer_params`, which vLLM does not stream.
 
         Raises the errors of `leg`.
         """
@@ -203,7 +203,7 @@ class VllmClient(EngineClient):
         return _goes_on(chunk) if more else chunk, answer.kv_transfer_params or {}
 
     async def _served(self, request: GenerateRequest) -> Model:
-        """The model. Raises the errors of `info`, and `IncompatiblePeerError` for a request of another identity."""
+        """The model. Raises the errors of `info`, and `IncompatiblePeerError` if the request has another identity."""
         async with self._recognising:
             info = await self._recognise(time.monotonic(), self._tell_timeout)
         own = token_identity(info.fingerprint)

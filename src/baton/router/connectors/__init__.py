@@ -1,4 +1,4 @@
-"""The router's connectors, one per kind of handoff. A new one is a module and an entry of `CONNECTORS`."""
+"""The router's connectors, one per kind of handoff: a module and an entry of `CONNECTORS` each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VLLM_CONNECTORS = tuple(name for name in CONNECTORS if name != BATON_ENGINES)
 
 
 def create_connector(name: str, config: ConnectorConfig) -> Connector:
-    """Create the connector `name`. Raises `ConfigError` if there is none, or if it does not support `config`."""
+    """Raises `ConfigError` if there is no connector `name`, or if it does not support `config`."""
     if name not in CONNECTORS:
         raise ConfigError("kv_connector", f"must be one of {', '.join(VLLM_CONNECTORS)}, got {name!r}")
     return CONNECTORS[name](config)

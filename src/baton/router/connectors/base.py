@@ -1,4 +1,4 @@
-"""The interface of connectors: a connector makes the clients of engines and the legs of each request."""
+"""The interface of connectors, which make the clients of engines and the legs of requests."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """`ticket_key` signs tickets. Both legs must reach their engines within `ticket_life_s` seconds.
-    `seed_first_token`: the decode engine gets the prefill engine's first token. `new_transfer_id` returns 128 random
-    bits.
+    """`ticket_key` signs tickets, with which both legs must come within `ticket_life_s` seconds. `seed_first_token`:
+    the decode engine gets P's first token. `new_transfer_id`: makes 128 random bits.
     """
 
     ticket_key: bytes | None = None
@@ -43,9 +42,9 @@ class ConnectorConfig:
 
 @dataclass(frozen=True, slots=True)
 class Legs:
-    """The legs of one attempt: both, or either alone. `notices`: the decode engine detects the loss of the prefill leg,
-    and recovers or reports it; otherwise it needs the prefill leg to succeed. `over` is awaited after the attempt, with
-    its legs closed. If it fails, the engines' own timeouts free what it would have freed.
+    """The legs of one attempt: both, or either. `notices`: the decode engine detects the loss of the prefill leg, and
+    recovers or reports it; otherwise it cannot succeed without it. `over` is awaited after the attempt, with its legs
+    closed; if it fails, the engines' own timeouts free what it would have freed.
     """
 
     chunks: Mapping[LegRole, Chunks]
@@ -71,39 +70,38 @@ class Connector(ABC):
 
     @abstractmethod
     def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> EngineClient:
-        """Create a client of the engine at `url`, which is used in `role`."""
+        """The client of the engine at `url`, which is used in `role`."""
 
     @abstractmethod
     def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
-        """Return the legs of one attempt. Nothing is sent before they are read.
+        """The legs of one attempt. Nothing is sent before they are read.
 
         Raises `EngineUnavailableError` if an engine is no longer known.
         """
 
     def alone(self, request: GenerateRequest, engine: PooledEngine) -> Chunks:
-        """Return the only leg of a request that `engine`, of any role, computes whole. Nothing is sent before it is
-        read.
+        """The only leg of a request that `engine`, of any role, computes whole. Nothing is sent before it is read.
 
         Raises `EngineUnavailableError` if the engine is no longer known.
         """
         return engine.client.generate(request)
 
     def check(self, params: SamplingParams) -> None:
-        """Raise `RequestError` for a parameter that is not supported. Seed None: the client gave none."""
+        """Raise `RequestError` for an unsupported parameter. Seed None: the client gave none."""
         for name, neutral in _NOT_SEEDED.items():
             if self.config.seed_first_token and getattr(params, name) != neutral:
                 raise RequestError(f"{name} cannot be had here: this router runs with --seed-first-token", name)
 
     def can_resume(self, params: SamplingParams) -> bool:
-        """Whether another attempt can continue after the tokens sent without changing later tokens."""
+        """Whether another attempt can continue after the tokens sent without changing the next ones."""
         return True
 
 
 def in_turn(
     first: Callable[[asyncio.Future[_T | None]], Chunks], then: Callable[[_T], Chunks]
 ) -> dict[LegRole, Chunks]:
-    """Legs in sequence: the decode leg `then` begins when the prefill leg `first` has set its future to the argument
-    of `then`. A prefill leg that ends the request sets nothing.
+    """Legs in sequence: the decode leg `then` begins when the prefill leg `first` has set its future to the argument of
+    `then`. A prefill leg that ends the request does not set it.
     """
     found: asyncio.Future[_T | None] = asyncio.get_running_loop().create_future()
 
@@ -119,7 +117,7 @@ def in_turn(
             if not ended and not found.done():
                 raise EngineUnavailableError("the prefill leg ended without a token")
         except EngineLostError as error:
-            # No decode engine waits for this handoff yet, so none can recover from its loss.
+            # No decode engine waits for this handoff yet that could recover from its loss.
             raise EngineUnavailableError(str(error)) from None
         finally:
             if not found.done():
@@ -136,7 +134,7 @@ def in_turn(
 
 
 async def muted(leg: Chunks) -> Chunks:
-    """The leg without its tokens, except for an error: the request gets those of the other leg."""
+    """A leg without its tokens, which the other leg sends too; only an error is kept."""
     async with contextlib.aclosing(leg):
         async for chunk in leg:
             if chunk.finish_reason == "error":

@@ -19,18 +19,18 @@ from baton.router.timers import RouterTimers
 from baton.timeouts import timeout
 from baton.wire import GenerateRequest, HandoffParams, LegRole, Mode, Role
 
-# How long a decode leg waits for the first token of a prefill engine on its own host. A prefill that takes longer is
-# copied while it is computed, and needs the decode engine's pages by then.
+# How long a decode leg waits for the first token of a prefill engine on its own host. Longer prefills are copied while
+# they run, and need the decode engine's pages by then.
 FIRST_TOKEN_WAIT_S = 0.05
 # A delay, so that the token is sent to the client first.
 _THEN_S = 0.001
 
 
 class EngineConnector(Connector):
-    """A prefill leg's stream lasts as long as its pages are held; closing the stream frees them.
+    """A prefill leg's stream lasts as long as its pages are held; closing it frees them.
 
     Engines on one host share its cores. With a short prompt, the decode engine's work would delay the first token, and
-    can be done later while P's drafter runs. So the decode leg begins after the first token.
+    can be done while P's drafter runs. So the decode leg begins after the first token.
     """
 
     needs_ticket_key = True

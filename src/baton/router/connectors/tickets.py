@@ -14,7 +14,7 @@ from baton.wire import Mode
 def mint_ticket(
     config: ConnectorConfig, prefill: PooledEngine, decode: PooledEngine, mode: Mode, request_digest: bytes
 ) -> str:
-    """Sign a ticket for one attempt of the request with this digest, valid for `config.ticket_life_s` seconds.
+    """Sign a ticket for one attempt, valid for `config.ticket_life_s` seconds.
 
     Raises `EngineUnavailableError` without a ticket key, or if an engine is no longer known.
     """
@@ -23,8 +23,8 @@ def mint_ticket(
         raise EngineUnavailableError("the router has no ticket key, and so cannot hand off")
     if p is None or d is None:
         raise EngineUnavailableError("an engine of the pair is not known any more")
-    # Each engine's clock is extrapolated from its last answer. The time that the answer took only shortens the
-    # ticket's life.
+    # Each engine's clock is extrapolated from its last answer. The answer's travel time only shortens the ticket's
+    # life.
     now, life_s = asyncio.get_running_loop().time(), config.ticket_life_s
     expiries = (p.clock + now - prefill.answered + life_s, d.clock + now - decode.answered + life_s)
     ticket = Ticket.between(p, d, mode, request_digest, expiries, config.new_transfer_id())

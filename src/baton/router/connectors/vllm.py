@@ -49,8 +49,8 @@ class VllmConnector(Connector):
 
 
 def draws_anew(request: GenerateRequest, engine: PooledEngine) -> bool:
-    """Whether another engine draws another first token than `engine`, even with the same seed: vLLM samples differently
-    in a verification step than in an ordinary step.
+    """Whether another engine draws another first token even with the same seed: vLLM samples differently in a
+    verification step than in an ordinary one.
     """
     drafts = engine.info is not None and engine.info.num_speculative_tokens > 0
     return drafts and request.sampling_params.temperature > 0

@@ -1,8 +1,8 @@
 """vLLM servers with vLLM's own NIXL connectors, for comparison and for existing deployments.
 
-With `NixlConnector` the decode server pulls: the legs run in sequence, since it needs the parameters in the finished
-prefill response. With `NixlPushConnector` the prefill server pushes: both legs begin at once and are paired by request
-id. Neither side is told if the other gives up; its blocks are freed when vLLM's own lease expires.
+With `NixlConnector` the decode server pulls: the legs run in sequence, since it needs parameters from the prefill
+response. With `NixlPushConnector` the prefill server pushes: both legs begin at once and are paired by request id. No
+server is told if the other gives up; its blocks are freed when vLLM's own lease expires.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ANY_TOKEN = 2**31 - 1
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """The address of a server's connector, from the response of a finished prefill leg."""
+    """The address of a server's connector, from a prefill response."""
 
     remote_engine_id: str
     remote_host: str
@@ -50,7 +50,7 @@ class _NixlConnector(VllmConnector):
         self._addresses: dict[str, _Address] = {}  # by URL
 
     def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
-        """Return the legs. `kv_mode` is ignored: the servers have one mode."""
+        """`kv_mode` is ignored: the servers have one mode."""
         p = VllmClient.of(prefill)
         if request.sampling_params.max_tokens - request.num_known == 1:
             return Legs({"prefill": p.leg(request)})  # the first token is the last
@@ -74,8 +74,8 @@ class _NixlConnector(VllmConnector):
     async def _first(
         self, request: GenerateRequest, prefill: PooledEngine
     ) -> tuple[TokenChunk, dict[str, object], bool]:
-        """The prefill leg: its token, what the decode server needs, and whether the token is the request's first. It is
-        not if this server leaves out the prompt's last token, or if servers that speculate draw other tokens.
+        """The prefill leg: its token, what the decode server needs, and whether that is the request's first token. It
+        is not if this server leaves out the prompt's last token, or if servers that speculate draw other tokens.
         """
         p = VllmClient.of(prefill)
         chunk, params = await p.first_token(request, _FETCHED)
@@ -118,8 +118,8 @@ class NixlPullConnector(_NixlConnector):
 
 
 class NixlPushConnector(_NixlConnector):
-    """The prefill server pushes after it has finished, to where the decode server tells it. The first handoff of a
-    prefill server runs in sequence, because its response is the source of the server's address.
+    """The prefill server pushes after it has finished, to where the decode server tells it. A prefill server's first
+    handoff runs in sequence: its address comes with the response.
     """
 
     mode = "push"
