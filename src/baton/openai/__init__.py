@@ -1,7 +1,4 @@
-"""The OpenAI API over any source of tokens. An engine's server and the router share it.
-
-`backend.Backend` is the interface to the source of tokens, and `service.OpenAIService` the API over it.
-"""
+"""The OpenAI API (`service.OpenAIService`) over any source of tokens (`backend.Backend`): an engine or a router."""
 
 from baton.openai.backend import Backend, ServedModel
 from baton.openai.metrics import FrontMetrics

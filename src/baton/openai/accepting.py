@@ -1,6 +1,5 @@
-"""Accept client connections, within the limit on open files.
-
-asyncio's own server accepts until no file descriptor is left, and then logs thousands of tracebacks per second.
+"""Accept client connections within the limit on open files. asyncio's own server accepts until no descriptor is left,
+and then logs thousands of tracebacks per second.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _FILES_PER_CLIENT = 3
 
 
 def max_connections(limits: HttpLimits) -> int:
-    """The limit on client connections: `HttpLimits.connections`, or less if fewer files may be open."""
+    """`HttpLimits.connections`, or less if fewer files may be open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return limits.connections
@@ -36,10 +35,10 @@ def max_connections(limits: HttpLimits) -> int:
 
 
 class Door:
-    """Accepts connections from `listener` for the clients of `server` until it is closed.
+    """Accepts connections from `listener` for the clients of `server`.
 
-    At the limit of connections, each new one closes an idle one, first those that have never sent a request. If all are
-    busy, new ones wait.
+    At the limit, each new connection closes an idle one, first those that have never sent a request. If all are busy,
+    it waits.
     """
 
     def __init__(
@@ -104,9 +103,9 @@ class Door:
             raise
 
     def _has_room(self) -> bool:
-        """Whether a connection can be accepted, after closing an idle one if need be."""
+        """Whether a connection can be accepted, after closing an idle one if needed."""
         connections = self._server.connections
-        # Without TLS, a connection opens within two turns of the event loop, and would be counted twice meanwhile.
+        # Without TLS, a connection is open after one or two turns of the event loop, and would be counted twice.
         num_opening = 0 if self._tls is None else len(self._opening)
         if len(connections) + num_opening < self._limit:
             return True

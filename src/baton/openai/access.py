@@ -22,9 +22,8 @@ _CORS_MAX_AGE_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use a server. The fields are vLLM's flags. `allowed_origins`: web pages from there may read responses;
-    "*": all. `ssl_cert_reqs` as in Python's `ssl`: 0 requests no client certificate, 2 requires one that `ssl_ca_certs`
-    signs.
+    """Who may use a server, by vLLM's flags. `allowed_origins`: web pages from there ("*": all) may read responses.
+    `ssl_cert_reqs` as in Python's `ssl`: 0 ignores client certificates, 2 requires one that `ssl_ca_certs` signs.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -58,7 +57,7 @@ class Access:
         return context
 
     def origin_of(self, request: web.Request) -> str | None:
-        """The origin of the requesting web page, if it may read the response."""
+        """The origin of the requesting web page, if allowed."""
         origin = request.headers.get("Origin")
         allowed = origin is not None and not {origin, "*"}.isdisjoint(self.allowed_origins)
         return origin if allowed else None
@@ -88,10 +87,7 @@ OPEN = Access()
 
 
 class ApiKeys:
-    """The API keys of which a client must have one. Without keys, all clients are served.
-
-    Raises `ConfigError` for an empty key.
-    """
+    """The API keys of which a client must have one, if there are any. Raises `ConfigError` for an empty key."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         if not all(key.strip() for key in keys):
@@ -99,12 +95,10 @@ class ApiKeys:
         self._digests = [_digest(key) for key in keys]
 
     def check(self, request: web.Request) -> None:
-        """Raise `InvalidApiKeyError` for an API request without a valid key."""
         if request.path.startswith(_GUARDED) and not self.allow(request):
             raise InvalidApiKeyError("this server needs an API key: Authorization: Bearer KEY, or X-Api-Key: KEY")
 
     def allow(self, request: web.Request) -> bool:
-        """Whether a request has a valid key, or needs none."""
         return not self._digests or self.number(request) is not None
 
     def number(self, request: web.Request) -> int | None:
@@ -112,13 +106,12 @@ class ApiKeys:
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [bearer] if scheme.lower() == "bearer" else []
         given.append(request.headers.get("X-Api-Key", ""))
-        # Compare with all keys, so that timing reveals nothing about them.
+        # Compare with all keys, so that timing reveals nothing.
         known = [hmac.compare_digest(_digest(key.strip()), digest) for key in given for digest in self._digests]
         return 1 + known.index(True) % len(self._digests) if any(known) else None
 
 
 async def name_response(request: web.Request, response: web.StreamResponse) -> None:
-    """Set `X-Request-Id` of a response."""
     caller = CALLER.get()
     response.headers[REQUEST_ID] = request_id_of(request.headers) if caller is None else caller.request_id
 

@@ -1,6 +1,4 @@
-"""Responses of OpenAI-compatible servers, as Baton's clients read them and its servers write them. They are untrusted
-when read.
-"""
+"""Responses of OpenAI-compatible servers: written by Baton, and read, untrusted, by its clients."""
 
 from __future__ import annotations
 
@@ -107,14 +105,13 @@ class _ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
-    """A response to a chat, without its messages: their text says less than the token ids."""
+    """A response to a chat, without its messages: token ids say more than their text."""
 
     choices: list[_ChatChoice] = []
     usage: Usage | None = None
     prompt_token_ids: list[TokenId] | None = None
 
     def of_completion(self) -> Completion:
-        """The same as a `Completion`."""
         choices = [
             Choice(
                 one.token_ids,
@@ -138,7 +135,7 @@ class _Error(msgspec.Struct, frozen=True):
 
 
 def decode(body: bytes, kind: type[T], problem: str = "the answer is malformed") -> T:
-    """Decode a JSON body. Raises `ProtocolError` with `problem` if it is not of this `kind`."""
+    """Decode JSON. Raises `ProtocolError` with `problem` if it is not of this `kind`."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -146,7 +143,7 @@ def decode(body: bytes, kind: type[T], problem: str = "the answer is malformed")
 
 
 def read_error(body: bytes) -> ErrorFields:
-    """The error in a response body; empty if the body does not have OpenAI's shape."""
+    """The error in a body; empty if it does not have OpenAI's shape."""
     try:
         return msgspec.json.decode(body, type=_Error).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -154,7 +151,7 @@ def read_error(body: bytes) -> ErrorFields:
 
 
 def tokens_of(choice: Choice) -> list[int]:
-    """Token ids of a choice: its `token_ids`, or else those that its logprobs name. Raises `ProtocolError`."""
+    """A choice's `token_ids`, or else those that its logprobs name. Raises `ProtocolError`."""
     if choice.token_ids is not None:
         return choice.token_ids
     if choice.logprobs is not None and choice.logprobs.tokens is not None:

@@ -17,10 +17,9 @@ class ServedModel:
     """The model of a backend, as far as the API needs it. Lengths are in tokens.
 
     - `default_seed`: for requests without a seed; None: each gets a random one.
-    - `identity`: requests are prepared with this model's tokenizer and limits, so only engines with this
-      `comparison.token_identity` may serve them; None: any.
-    - `root`: the checkpoint directory.
-    - `created`: when the model was first served here, in seconds since 1970.
+    - `identity`: engines need this `comparison.token_identity` to serve requests that were prepared with this model's
+      tokenizer and limits; None: any may.
+    - `root`: the checkpoint directory. `created`: when it was first served here, in seconds since 1970.
     - `defaults`: sampling parameters for requests without them.
     """
 
@@ -55,20 +54,18 @@ class Backend(Protocol):
         ...
 
     def model(self) -> ServedModel:
-        """Return the model. Raises `EngineUnavailableError` if there is none yet."""
+        """Raises `EngineUnavailableError` if there is no model yet."""
         ...
 
     def check(self, params: SamplingParams) -> None:
-        """Raise `RequestError` for parameters that this backend does not support. They are the client's: seed None if
-        it gave none, and any `n`.
-        """
+        """Raise `RequestError` for unsupported parameters. They are the client's: any `n`, and a seed only if given."""
         ...
 
     def generate(
         self, request: GenerateRequest, kv_mode: Mode | None = None, went: Went | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's chunks, of which the last has `finish_reason`. Closing the generator aborts the request.
-        `went` is called with the reason for the route, one word, and the names of its engines.
+        """Yield the request's chunks; the last has `finish_reason`. Closing the generator aborts the request. `went` is
+        called with the reason for the route, one word, and its engines.
 
         The first step raises `RequestError` or `EngineUnavailableError` if the request is refused.
         """

@@ -20,8 +20,8 @@ _USER_FIELDS = ("user", "safety_identifier")
 
 @dataclass(slots=True)
 class Caller:
-    """`request_id`: the client's `X-Request-Id`, or a generated one. `key`: the number of its API key, from 1, in the
-    server's order. `user`: the end user in the request body.
+    """`request_id`: the client's `X-Request-Id`, or a generated one. `key`: the number of its API key, from 1. `user`:
+    the end user in the request body.
     """
 
     request_id: str
@@ -30,7 +30,6 @@ class Caller:
     user: str | None = None
 
     def fields(self) -> dict[str, object]:
-        """The fields of a log line."""
         return {"request_id": self.request_id, "address": self.address, "key": self.key, "user": self.user}
 
 
@@ -43,14 +42,14 @@ CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
 def request_id_of(headers: _Headers) -> str:
-    """The request's `X-Request-Id`, or a new id if that is missing or unusable in a response."""
+    """The request's `X-Request-Id`, or a new id if that is missing or not fit for a response."""
     asked = headers.get(REQUEST_ID, "")
     usable = 0 < len(asked) <= _MAX_ID_CHARS and asked.isascii() and asked.isprintable()
     return asked if usable else secrets.token_hex(16)
 
 
 def note_user(fields: Mapping[str, msgspec.Raw]) -> None:
-    """Store the end user that a request body names in the current caller."""
+    """Note the end user in a request body in the current caller."""
     caller = CALLER.get()
     if caller is None:
         return
@@ -63,7 +62,7 @@ def note_user(fields: Mapping[str, msgspec.Raw]) -> None:
 
 
 def line_of(fields: Mapping[str, object]) -> str:
-    """`name=value ...` on one line, without None. Values that are not one word are quoted."""
+    """`name=value ...` without None. Values that are not one word are quoted."""
     return " ".join(f"{name}={_word(value)}" for name, value in fields.items() if value is not None)
 
 

@@ -45,7 +45,7 @@ def base_url(url: str, field: str) -> str:
 @contextlib.contextmanager
 def failures(where: str, unreached: type[EngineUnavailableError] = EngineLostError) -> Iterator[None]:
     """Convert errors of an exchange with the server `where` to `EngineLostError` (it may have taken the request),
-    `unreached` (it could not be reached) or `ProtocolError` (its response is malformed).
+    `unreached`, or `ProtocolError` (its response is malformed).
     """
     try:
         yield
@@ -73,14 +73,14 @@ async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
 
 
 async def read_refusal(response: aiohttp.ClientResponse) -> bytes:
-    """Read the body of an error response, cut to `_MAX_REFUSAL_BYTES`."""
+    """Read an error's body, cut to `_MAX_REFUSAL_BYTES`."""
     return (await _read_start(response, _MAX_REFUSAL_BYTES))[:_MAX_REFUSAL_BYTES]
 
 
 async def read_events(response: aiohttp.ClientResponse, url: str) -> AsyncGenerator[Completion, None]:
     """Yield the events of a streamed completion up to `[DONE]`.
 
-    Raises `HandoffError` for an error event, `EngineLostError` if the stream ends early, and msgspec's errors for a
+    Raises `HandoffError` for an error event, `EngineLostError` if the stream ends early, msgspec's errors for a
     malformed event.
     """
     async for line in response.content:
@@ -121,8 +121,8 @@ class OpenAIClient:
     """A client of the server at one base URL.
 
     All methods raise the errors of `failures` (`EngineLostError` also if a response ends early), `OverloadedError` for
-    HTTP status 429, `EngineUnavailableError` for any other status than 200 (redirects are not followed), and
-    `ProtocolError` for a response that is too large.
+    HTTP status 429, `EngineUnavailableError` for any other but 200 (redirects are not followed), and `ProtocolError`
+    for a response that is too large.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
@@ -162,7 +162,6 @@ class OpenAIClient:
         return read_samples((await self.fetch("GET", url or f"{self.url}/metrics")).decode(errors="replace"))
 
     async def fetch(self, method: str, url: str, body: dict[str, Any] | None = None) -> bytes:
-        """The body of a response."""
         async with self._answer(method, url, body) as response:
             return await read_body(response, MAX_BODY_BYTES)
 

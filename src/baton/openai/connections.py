@@ -1,6 +1,4 @@
-"""Client connections: time limits for request heads and for reading responses, and OpenAI's error shape for malformed
-HTTP.
-"""
+"""Client connections, with time limits for request heads and reading responses, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _READ_BYTES = 2**14
 
 
 class Unread:
-    """The response bytes that are buffered in this process because a server's clients have not read them."""
+    """Response bytes buffered in this process because a server's clients have not read them."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limit = limits.unread_bytes
@@ -43,7 +41,6 @@ class Unread:
                 max(self._waiting, key=self._waiting.__getitem__).cut_off()
 
     def has_read(self, connection: ClientConnection) -> None:
-        """Record that nothing waits for one client."""
         self.num_bytes -= self._waiting.pop(connection, 0)
 
 
@@ -51,12 +48,11 @@ class ClientConnection(web.RequestHandler):
     """One client's connection.
 
     A request whose head is not complete `HttpLimits.head_s` after its first byte (for the first request: after the
-    connection) gets status 408, and the connection is closed. aiohttp itself limits only idle connections, and answers
-    malformed HTTP with text and a traceback.
+    connection) gets status 408. aiohttp only limits idle connections, and answers malformed HTTP with a traceback.
 
-    `send` does not wait for the client, so that no engine does: unread bytes are buffered here. The client is cut off
-    if more than `HttpLimits.stream_bytes` are buffered, if bytes stay unread for `write_s` (up to twice that, since
-    this is checked every `write_s`), or if it has the most bytes when `Unread` exceeds its limit.
+    `send` does not wait for the client, so that no engine does: unread bytes are buffered. The client is cut off if
+    they exceed `HttpLimits.stream_bytes`, if some stay unread for `write_s` (checked every `write_s`, so up to twice
+    that), or if it has the most when `Unread` exceeds its limit.
     """
 
     __slots__ = ("_added", "_discards", "_head_timer", "_limits", "_sending", "_unread", "_write_timer", "has_asked")
@@ -68,22 +64,20 @@ class ClientConnection(web.RequestHandler):
         self._write_timer: asyncio.TimerHandle | None = None
         self._sending: asyncio.Transport | None = None  # aiohttp drops its own reference before all is sent
         self._added = 0
-        self.has_asked = False  # a complete head has been received
+        self.has_asked = False  # a complete head was received
         self._discards = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._sending = cast(asyncio.Transport, transport)
-        # So that pause and resume show whether anything is buffered. With a limit of 0, TLS would pause needlessly.
+        # Pause and resume then show whether anything is buffered. With a limit of 0, TLS would pause needlessly.
         self._sending.set_write_buffer_limits(high=1, low=0)
         # How much asyncio reads at once. Parsing a body in one-byte chunks blocks the event loop for 1 µs per byte.
         cast(Any, transport).max_size = _READ_BYTES
         self._head_timer = self._loop.call_later(self._limits.head_s, self._head_is_late)
 
     async def send(self, writer: StreamWriter, data: bytes) -> None:
-        """Send a part of a response without waiting. Raises `ConnectionResetError` if the client has left or is cut
-        off.
-        """
+        """Write part of a response without waiting. Raises `ConnectionResetError` if the client is gone or cut off."""
         before = self.num_unread()
         if before > self._limits.stream_bytes:
             self.cut_off()
@@ -95,7 +89,6 @@ class ClientConnection(web.RequestHandler):
             self._unread.waits(self, after)
 
     def num_unread(self) -> int:
-        """The bytes that are buffered for this client."""
         return 0 if self._sending is None else self._sending.get_write_buffer_size()
 
     def pause_writing(self) -> None:
@@ -116,7 +109,7 @@ class ClientConnection(web.RequestHandler):
             self._sending = None
 
     def _look(self) -> None:
-        """Cut the client off unless all that was buffered `write_s` ago has been read, so only newer bytes remain."""
+        """Cut the client off unless it has read all bytes that are older than `write_s`."""
         if self.num_unread() > self._added:
             self.cut_off()
         else:
@@ -172,8 +165,8 @@ class ClientConnection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **options: Any) -> None:
-        """Log what failed outside the app, except a body that cannot be decoded: aiohttp continues to read it after the
-        request was refused.
+        """Log what failed outside the app, except a body that cannot be decoded, which aiohttp still reads after its
+        refusal.
         """
         if not isinstance(options.get("exc_info"), web.RequestPayloadError):
             super().log_exception(*args, **options)
@@ -198,8 +191,8 @@ class ClientConnection(web.RequestHandler):
 
 
 class Stream(web.StreamResponse):
-    """A streamed response. Parts are sent when they are made, not when they are read. The headers are sent with the
-    first part in one packet, since each packet costs the reader a turn of its event loop.
+    """A streamed response. Parts are sent when they are made, not when they are read. The headers go with the first
+    part in one packet: each packet costs the reader a turn of its event loop.
     """
 
     _send_headers_immediately = False  # an attribute of aiohttp's `Response`; older versions ignore it

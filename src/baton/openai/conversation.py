@@ -60,7 +60,7 @@ def encode(text: str, model: ServedModel, special: bool, param: str) -> PromptId
 
 
 def check_num_chars(num_chars: int, param: str, model: ServedModel) -> None:
-    """Raise `RequestError` for text that cannot fit, however it is tokenised, without tokenising it."""
+    """Raise `RequestError` for text that cannot fit, without the cost of tokenising it."""
     limit = model.max_model_len * model.tokenizer.max_token_chars
     if num_chars > limit:
         raise RequestError(

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 2000  # a message may quote what the client sent
 # URLs, socket addresses as Python prints them, IPv4, IPv6, and names with ports: clients must not learn where engines
-# are. Lengths are bounded, or a long message could make the search quadratic, starting again at each of its letters.
+# are. Bounded lengths keep the search of long messages from being quadratic.
 _ADDRESS = re.compile(
     r"""[a-z][a-z0-9+.-]{0,15}://[^\s'",;)]*[^\s'",;):]|\('[^']{0,253}',\ \d+[^)]{0,99}\)"""
     r"""|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|\[(?=[0-9a-f]{0,4}:)[0-9a-f:]{2,45}\](?::\d+)?"""
@@ -38,10 +38,10 @@ _ADDRESS = re.compile(
     re.VERBOSE,
 )
 
-# Routers recognise by these codes an engine that answers but may be stuck, and one that is about to end.
+# Routers recognise by these codes an engine that may be stuck, and one that is about to end.
 ENGINE_STALLED, DRAINING = "engine_stalled", "draining"
 
-# Reasons in an error chunk that mean that the engine cannot serve now, not that the request failed.
+# Reasons in an error chunk that mean that the engine cannot serve now.
 _UNAVAILABLE_REASONS = frozenset(
     {"engine_unavailable", "engine_lost", ENGINE_STALLED, "peer_lost", "queue_timeout", "shutdown"}
 )
@@ -58,7 +58,6 @@ class ApiError:
     code: str | None = None
 
     def body(self) -> bytes:
-        """The JSON body."""
         fields = {
             "message": self.message[:_MAX_MESSAGE_CHARS],
             "type": self.type,

@@ -1,8 +1,7 @@
-"""Request fields of OpenAI, vLLM and SGLang that are refused by name.
+"""Request fields of OpenAI, vLLM and SGLang that are refused by name; docs/api.md has the table.
 
-The fields of `requests.CompletionRequest` and `requests.ChatRequest` are supported. Other fields are refused if they
-could change the response, unless their value has no effect, and ignored if they could not. Unknown names are ignored.
-The table is in docs/api.md.
+Fields of `requests.CompletionRequest` and `requests.ChatRequest` are supported. Others are refused if their value could
+change the response. Those that cannot, and unknown names, are ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _MAX_NEUTRAL_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """`why` a field is refused, and its values that have no effect. null, [] and {} never have one."""
+    """`why` a field is refused, and its values without effect. null, [] and {} never have one."""
 
     why: str
     neutral: tuple[object, ...]
@@ -75,7 +74,7 @@ _UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (
 NOTHING_ELSE: Mapping[str, Refused] = MappingProxyType({})
 REFUSED = {name: Refused(why, neutral) for why, neutral, names in _UNSERVED for name in names.split()}
 
-# Fields with which clients of other servers control a handoff. Any value but null is refused.
+# With these, clients of other servers control a handoff. Any value but null is refused.
 FORBIDDEN = {"kv_transfer_params", "ec_transfer_params", "disaggregated_params", "handoff", "ticket"}
 FORBIDDEN |= {"bootstrap_host", "bootstrap_port", "bootstrap_room", "remote_host", "remote_port"}
 

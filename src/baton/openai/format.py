@@ -16,15 +16,15 @@ Json = dict[str, Any]
 
 
 def usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Usage:
-    """The `usage` object. A prompt counts once, however many choices share it. There are no draft counts if the engine
-    speculates without reporting its verifications, as vLLM does.
+    """The `usage` object. A prompt counts once, however many choices share it. Draft counts are left out if the engine
+    speculates without reporting its verifications (vLLM).
     """
     num_prompt = sum(len(prompt) for prompt in plan.prompts)
     num_output = sum(len(output.token_ids) for output in outputs)
     k = plan.model.num_speculative_tokens
     accepted = sum(sum(output.accepted) for output in outputs)
     drafted = sum(sum(output.drafted) for output in outputs)
-    # The choices of a prompt share its cached tokens, so only the first one's are added.
+    # The choices of a prompt share its cached tokens, so only the first choice's count.
     per_prompt = max(1, len(outputs) // len(plan.prompts))
     cached = sum(output.num_cached_tokens for output in outputs[::per_prompt])
     drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
@@ -113,7 +113,7 @@ def _message(plan: Plan, output: SampleOutput) -> Json:
         return {"content": output.text}
     message: Json = {"content": output.content or (None if output.calls else "")}
     if plan.tells_reasoning and output.reasoning:
-        # `reasoning_content` is DeepSeek's name, formerly vLLM's too; `reasoning` is vLLM's now.
+        # `reasoning_content` is DeepSeek's name, formerly also vLLM's; `reasoning` is vLLM's now.
         message["reasoning_content"] = message["reasoning"] = output.reasoning
     if output.calls:
         message["tool_calls"] = [
@@ -124,7 +124,7 @@ def _message(plan: Plan, output: SampleOutput) -> Json:
 
 
 def _delta(plan: Plan, delta: Delta, output: SampleOutput) -> Json:
-    """What one event of a stream adds. Only the first part of a call has its id and name."""
+    """The content of one event. Only the first part of a call has its id and name."""
     if plan.reader is None:
         return {"content": delta.text}
     found: Json = {}
@@ -161,7 +161,7 @@ def _choice(plan: Plan, index: int, said: Delta | SampleOutput) -> Json:
 
 
 def _echo(plan: Plan, index: int, output: SampleOutput, choice: Json) -> None:
-    """Put the prompt before the output, in text and logprobs. Its first token has no logprob."""
+    """Put the prompt before the output, in text and logprobs."""
     prompt = plan.requests[index].prompt_token_ids
     detokenizer = IncrementalDetokenizer(plan.model.tokenizer, skip_special_tokens=False)
     text, offsets = "", []
@@ -182,7 +182,7 @@ def _echo(plan: Plan, index: int, output: SampleOutput, choice: Json) -> None:
 
 
 def _prompt_logprobs(plan: Plan, index: int, output: SampleOutput) -> list[Json | None]:
-    """vLLM's `prompt_logprobs`: per prompt token its own entry and the most likely ones, by token id."""
+    """vLLM's `prompt_logprobs`: per token its own entry and the most likely ones, by token id."""
     text, found = plan.model.tokenizer.token_text, list[Json | None]()
     for token, score in zip(plan.requests[index].prompt_token_ids, output.prompt_logprobs, strict=True):
         if score is None:
@@ -214,9 +214,7 @@ def _completion_logprobs(
 
 
 def _alternatives(plan: Plan, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
-    """The most likely tokens and the chosen one, by name. If two have the same text, the less likely one is named
-    `token_id:N`.
-    """
+    """The chosen token and the most likely ones, by name. Of two with one text, the less likely is `token_id:N`."""
     own = _token_name(plan, token_id)
     found: dict[str, float] = {}
     for other, value in entry.top:

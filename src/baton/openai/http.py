@@ -1,4 +1,4 @@
-"""The aiohttp app: errors in OpenAI's shape, metrics, draining and streamed responses."""
+"""The aiohttp app: errors in OpenAI's shape, metrics, draining, streams."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MESSAGES = "/v1/messages"
 
 
 class Drain:
-    """The running requests of a server, and the state of its shutdown."""
+    """A server's running requests, and the state of its shutdown."""
 
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task[object]] = set()
@@ -51,7 +51,7 @@ class Drain:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Count the current task as a request. Raises `DrainingError` if new ones are refused."""
+        """Count the current task as a request. Raises `DrainingError` after `begin`."""
         if self.begun:
             raise DrainingError("this server is shutting down")
         task = asyncio.current_task()
@@ -79,10 +79,9 @@ def new_app(
     access: Access = OPEN,
     families: Callable[[], Awaitable[Iterable[Metric]]] | None = None,
 ) -> web.Application:
-    """Return an app that answers errors in OpenAI's shape, or Anthropic's, and serves `GET /metrics`.
+    """Return an app with errors in OpenAI's or Anthropic's shape and `GET /metrics`.
 
-    `families`: the content of `/metrics`; None: `metrics`. Raises `ConfigError` for an empty key or unusable
-    certificates.
+    `families`: the content of `/metrics`; None: `metrics`. Raises `ConfigError` for an empty key or bad certificates.
     """
     drain, limits, keys = Drain(), limits or HttpLimits(), ApiKeys(access.api_keys)
 
@@ -95,7 +94,7 @@ def new_app(
             return allowed
         resource = request.match_info.route.resource
         endpoint = resource.canonical if resource is not None else "unknown"
-        status = 499  # in metrics only: the client has left without a response
+        status = 499  # only counted: the client left without a response
 
         def refuse(error: ApiError) -> web.Response:
             nonlocal status
@@ -139,12 +138,12 @@ def new_app(
 
 
 def json_response(value: object, status: int = 200) -> web.Response:
-    """A response of `value` (plain data or msgspec structs) as JSON."""
+    """Plain data or msgspec structs as JSON."""
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
 def error_response(error: ApiError, body: bytes | None = None) -> web.Response:
-    """A response for an error, by default in OpenAI's shape."""
+    """An error, by default in OpenAI's shape."""
     headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 429 else None
     return web.Response(
         body=body or error.body(), status=error.status, content_type="application/json", headers=headers
@@ -175,7 +174,7 @@ async def reply(
 
 
 def _told(request: web.Request, error: ApiError) -> web.Response:
-    """An error in the shape of the requested API. The rest of a body that was not read is dropped."""
+    """An error in the shape of the requested API. The rest of an unread body is dropped."""
     response = error_response(error, error_body(error) if request.path.startswith(MESSAGES) else None)
     if not request.content.is_eof() and isinstance(request.protocol, ClientConnection):
         response.force_close()

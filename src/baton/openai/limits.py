@@ -1,4 +1,4 @@
-"""Limits on what one connection may cost a server. Times are in seconds, sizes in bytes."""
+"""Limits on what clients may cost a server."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ WRITE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Limits per connection, request or server.
+    """Times are in seconds, sizes in bytes.
 
     - `head_s`: from the first byte of a request to the end of its head. `body_s`: for its body.
     - `write_s`: for the client to read what is ready of its response.
-    - `keep_alive_s`: between two requests. Longer than clients keep connections, or one could be closed while a request
-      is on its way.
+    - `keep_alive_s`: between two requests. It is longer than clients keep connections, so that none is closed while a
+      request is on its way.
     - `body_bytes`: one body. `bodies_bytes`: all bodies that are being read or decoded.
-    - `body_brackets`: brackets in one body, strings included. msgspec holds the GIL while it decodes untyped arrays and
+    - `body_brackets`: brackets in one body, strings included: msgspec holds the GIL while it decodes untyped arrays and
       objects.
-    - `stream_bytes`: unread bytes of one stream. `unread_bytes`: those of all clients.
+    - `stream_bytes`: unread bytes of one stream. `unread_bytes`: of all clients.
     - `connections`: of all clients.
     """
 
@@ -53,11 +53,11 @@ class Bodies:
     async def read(self, request: web.Request) -> AsyncIterator[bytes]:
         """Yield a request's body, which counts until the context ends.
 
-        Raises `HTTPRequestTimeout` if it is slow, `HTTPRequestEntityTooLarge`, `RequestError` if it contradicts
-        Transfer-Encoding or has too many brackets, `HTTPUnsupportedMediaType` if it is compressed, and
-        `OverloadedError` if all bodies exceed `HttpLimits.bodies_bytes`.
+        Raises `HTTPRequestTimeout`, `HTTPRequestEntityTooLarge`, `RequestError` if it contradicts Transfer-Encoding or
+        has too many brackets, `HTTPUnsupportedMediaType` if it is compressed, and `OverloadedError` if all bodies
+        exceed `HttpLimits.bodies_bytes`.
         """
-        # A compressed body may expand a thousandfold. vLLM's server does not decode any either.
+        # A compressed body may expand a thousandfold. vLLM's server decodes none either.
         if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
             raise web.HTTPUnsupportedMediaType(reason="Content-Encoding: request bodies must not be compressed")
         if (request.content_length or 0) > self._limits.body_bytes:

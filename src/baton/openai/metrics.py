@@ -1,4 +1,4 @@
-"""Prometheus metrics of a front door: requests, tokens, and latencies as clients see them, in seconds."""
+"""Prometheus metrics of a front door: requests, tokens, and latencies in seconds, as clients see them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,15 @@ Row = tuple[str, str, str, Mapping[str, str], float | Distribution]
 
 
 def counter(name: str, text: str, value: float, **labels: str) -> Row:
-    """A row for `RowCollector`: one of Baton's own counters."""
+    """A `Row` of one of Baton's own counters."""
     return f"baton:{name}", "counter", text, labels, float(value)
 
 
 def gauge(name: str, text: str, value: float, **labels: str) -> Row:
-    """A row for `RowCollector`: one of Baton's own gauges."""
     return f"baton:{name}", "gauge", text, labels, float(value)
 
 
 def histogram(name: str, text: str, value: Distribution, **labels: str) -> Row:
-    """A row for `RowCollector`: one of Baton's own histograms."""
     return f"baton:{name}", "histogram", text, labels, value
 
 
@@ -71,7 +69,7 @@ _VLLM_NAMES = frozenset(
 
 
 def with_vllm_names(rows: Iterable[Row], model: str) -> Iterator[Row]:
-    """The rows of an engine, and again those that vLLM has, with its names and labels."""
+    """An engine's rows, and again those that vLLM has, with its names and labels."""
     for row in rows:
         yield row
         name, kind, text, labels, value = row
@@ -81,15 +79,15 @@ def with_vllm_names(rows: Iterable[Row], model: str) -> Iterator[Row]:
 
 
 class FrontMetrics:
-    """Counters and histograms in their own registry, so that two apps in one process do not mix. Those that vLLM has
-    exist under its names too, by model. `running`: the number of running sequences.
+    """Counters and histograms in their own registry, so that two apps in one process do not mix. vLLM's are there under
+    its names too, by model. `running`: the number of running sequences.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.running = 0
-        # An endpoint is a route, not a path that a client chooses.
+        # An endpoint is a route, never a client's path.
         self.requests = self._counter(
             "baton:http_requests", "Requests by endpoint and HTTP status.", "endpoint", "status"
         )
@@ -132,7 +130,7 @@ def exposed(families: Iterable[Metric]) -> bytes:
 
 
 class RowCollector(Collector):
-    """Exports metrics that are kept elsewhere. Each scrape reads the rows."""
+    """Exports metrics that are kept elsewhere. Each scrape reads their rows."""
 
     def __init__(self, rows: Callable[[], Iterable[Row]]) -> None:
         self._rows = rows
@@ -142,7 +140,7 @@ class RowCollector(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family per name. Rows of one name must have the same label names."""
+        """Yield one family per name. Rows of one name need the same label names."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily] = {}
         for name, kind, text, labels, value in self._rows():
             if name not in families:

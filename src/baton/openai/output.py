@@ -18,7 +18,7 @@ _ID_LETTERS = string.ascii_letters + string.digits
 @dataclass(slots=True)
 class Delta:
     """What one chunk adds to one choice, after detokenisation and stop strings. `text_offsets`: where each token begins
-    in the choice's text, in characters; all tokens of one character begin at that character.
+    in the choice's text, in characters; tokens of one character begin at the same offset.
     """
 
     text: str = ""
@@ -41,7 +41,7 @@ class Times:
 
 @dataclass(slots=True)
 class Call:
-    """A tool call, as far as it is known. `id` is generated here."""
+    """A tool call so far. `id` is generated here."""
 
     id: str
     name: str
@@ -49,10 +49,8 @@ class Call:
 
 
 class SampleOutput:
-    """The growing output of one `GenerateRequest`.
-
-    It accumulates what the deltas add, and `accepted` and `drafted`: the number of accepted and of proposed drafts per
-    verification. With a `parser` it also has `content`, `reasoning` and `calls`. `times` is set at the end.
+    """The growing output of one `GenerateRequest`: the sum of the deltas, and of each verification the number of
+    `accepted` and `drafted` tokens. With a `parser` also `content`, `reasoning` and `calls`. `times` is set at the end.
     """
 
     def __init__(
@@ -63,8 +61,8 @@ class SampleOutput:
         parser: Parser | None = None,
         spelt: frozenset[int] = frozenset(),
     ) -> None:
-        """`stop` None: the request's own stop strings (requests to engines have none). `spelt`: special tokens that are
-        text even if special tokens are skipped.
+        """`stop` None: the request's own stop strings (those of legs have none). `spelt`: special tokens that are text
+        even if others are skipped.
         """
         self._parser = parser
         self._content: list[str] = []
@@ -103,10 +101,7 @@ class SampleOutput:
         return "".join(self._reasoning)
 
     def push(self, chunk: TokenChunk) -> Delta:
-        """Add a chunk. Nothing may be pushed after a delta with `finish_reason`.
-
-        Raises the `BatonError` that an error chunk names.
-        """
+        """Add a chunk; none may follow a delta with `finish_reason`. Raises the `BatonError` of an error chunk."""
         if chunk.finish_reason == "error":
             raise error_of_chunk(chunk.error)
         if chunk.finish_reason == "abort":
@@ -172,15 +167,15 @@ class SampleOutput:
 
 
 def _call_id() -> str:
-    """Nine letters and digits: Mistral's chat templates accept no other ids in later requests."""
+    """Nine letters and digits: Mistral's chat templates accept no other ids when the call is sent again."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 
 def _rounds_used(chunk: TokenChunk, num_used: int) -> int:
     """How many verifications of `chunk` produced its first `num_used` tokens.
 
-    A chunk may hold several engine steps. Verifications after a stop string must not count, or counts would depend on
-    timing. A verification yields its accepted drafts and one more token; tokens without one come first.
+    A chunk may hold several engine steps. Verifications after a stop string are left out, or counts would depend on
+    timing. Each yields its accepted drafts and one more token; tokens without a verification come first.
     """
     start = max(0, len(chunk.token_ids) - sum(a + 1 for a in chunk.accepted))
     for number, accepted in enumerate(chunk.accepted):

@@ -1,4 +1,4 @@
-"""A server's description of itself: `/openapi.json`, `/docs`, and a page at `/`. The pages load nothing else."""
+"""Pages about a server: `/openapi.json`, `/docs` and `/`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class Endpoint:
 
 
 def endpoints(app: web.Application) -> Iterator[Endpoint]:
-    """The routes of an app, in order."""
     for route in app.router.routes():
         path = re.sub(r"{(\w+):[^{}]*}", r"{\1}", route.resource.canonical if route.resource is not None else "")
         if route.method not in ("HEAD", "*"):
@@ -80,7 +79,7 @@ def openapi(app: web.Application) -> dict[str, Any]:
 
 
 def docs_page(app: web.Application) -> web.Response:
-    """An HTML page of an app's routes and their request fields."""
+    """The routes of an app and their request fields."""
     parts = ["<h1>Baton's API</h1><p>As <a href=openapi.json>openapi.json</a>.</p>"]
     for one in endpoints(app):
         parts.append(f"<h2><code>{one.method} {escape(one.path)}</code></h2><p>{escape(one.summary)}</p>")

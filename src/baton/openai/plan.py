@@ -37,14 +37,14 @@ _REASONING_OPENED = "<think>"
 class Plan:
     """A checked API request.
 
-    - `requests[i]` generates choice i; choices of one prompt are adjacent. They have no stop strings, which are applied
-      by the front door.
+    - `requests[i]` generates choice i; choices of one prompt are adjacent. They have no stop strings: the front door
+      applies them.
     - `asked`: the client's sampling parameters.
-    - `continuous_usage`: each event of a stream has the usage so far.
-    - `grammar_field`: the request field with the grammar, if any.
+    - `continuous_usage`: each event has the usage so far.
+    - `grammar_field`: the request field with the grammar.
     - `echo`: the response begins with the prompt.
     - `reader`: makes the parser of a choice; None: all text is content. `spelt`: special tokens that it must see.
-    - `tells_calls`: a response with calls has finish reason "tool_calls".
+    - `tells_calls`: the finish reason of a response with calls is "tool_calls".
     """
 
     id: str
@@ -117,8 +117,8 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
 
 
 def template_variables(request: ChatRequest, model: ServedModel) -> dict[str, Any]:
-    """The client's chat template variables, and those that follow from `reasoning_effort` if the template has them. As
-    in vLLM, an effort also enables thinking ("none" disables it) unless the client sets that itself.
+    """The client's chat template variables, and what `reasoning_effort` sets of those that the template has. As in
+    vLLM, an effort also enables thinking ("none" disables it) unless the client sets that itself.
     """
     given = dict(request.chat_template_kwargs or {})
     if (effort := request.reasoning_effort) is None:
@@ -128,8 +128,8 @@ def template_variables(request: ChatRequest, model: ServedModel) -> dict[str, An
 
 
 def make_completion_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
-    """The plan of `POST /v1/completions`. Its responses are not parsed. A long body may take seconds, in which other
-    threads run. Raises the errors of `decode` and `plan_completion`.
+    """The plan of `POST /v1/completions`, whose responses are not parsed. A long body may take seconds, during which
+    other threads run. Raises the errors of `decode` and `plan_completion`.
     """
     return plan_completion(decode(body, CompletionRequest), model)
 
@@ -150,12 +150,12 @@ def _plan(
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(f"prompts times n must be at most {MAX_CHOICES}", "n")
     _check_scores(prompts, params)
-    # Engines do this too. Here it refuses bad words before anything runs.
+    # Engines do this too; here it refuses bad words before anything runs.
     tokens_of(params.bad_words, model.tokenizer, model.vocab_size)
     plan_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     requests: list[GenerateRequest] = []
     for prompt in prompts:
-        # Requests without a seed get one here, so that all legs and retries use the same noise.
+        # Without a seed, one is chosen here, so that all legs and retries use the same noise.
         seed = model.default_seed if params.seed is None else params.seed
         seed = secrets.randbits(63) if seed is None else seed
         for index in range(params.n):
@@ -192,7 +192,7 @@ def _plan(
 def _truncated(
     prompt: PromptIds, request: CompletionRequest | ChatRequest, max_tokens: int | None, model: ServedModel
 ) -> PromptIds:
-    """Apply `truncate_prompt_tokens`: keep that many last tokens; -1: as many as fit."""
+    """Keep the last `truncate_prompt_tokens` tokens; -1: as many as fit."""
     asked, name = request.truncate_prompt_tokens, "truncate_prompt_tokens"
     if asked is None:
         return prompt

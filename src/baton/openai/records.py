@@ -1,4 +1,4 @@
-"""Times and counts of one sequence: metrics, and one log line at its end."""
+"""Times and counts of one sequence, for metrics and a log line at its end."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ _REPORT_S = 10.0
 
 
 class SequenceRecord:
-    """Records one sequence in `FrontMetrics`, from its arrival. `where`: its route, as the backend names it. Times are
-    in seconds.
-    """
+    """Records one sequence in `FrontMetrics`. `where`: the backend's reason for its route. Times are in seconds."""
 
     def __init__(self, metrics: FrontMetrics, request_id: str, model: str, num_prompt_tokens: int) -> None:
         self._metrics, self._id, self._model = metrics, request_id, model
@@ -42,7 +40,7 @@ class SequenceRecord:
         metrics.running += 1
 
     def went(self, where: str, engines: Sequence[str] = ()) -> None:
-        """Record the backend's route: its reason and engines."""
+        """Record the backend's reason for the route, and its engines."""
         self.where, self.engines = where, engines
 
     def tokens(self, num_tokens: int, accepted: Iterable[int] = ()) -> None:
@@ -112,8 +110,8 @@ class SequenceRecord:
 
 
 def log_refusal(method: str, endpoint: str, error: ApiError) -> None:
-    """Log a request that gets an error. The rate is limited, so that floods do not fill the disk;
-    `baton:http_requests` counts all.
+    """Log an error response. The rate is limited, so that floods do not fill the disk; `baton:http_requests` counts
+    all.
     """
     caller = CALLER.get()
     fields: dict[str, object] = {
@@ -132,7 +130,7 @@ def log_refusal(method: str, endpoint: str, error: ApiError) -> None:
 
 
 async def report_throughput(metrics: FrontMetrics, more: Callable[[], str], every_s: float = _REPORT_S) -> None:
-    """Log tokens per second forever, except in idle periods. `more` returns text to append."""
+    """Log tokens per second, except in idle periods. `more` returns text to append."""
     counters = (metrics.prompt_tokens, metrics.output_tokens)
     before = [_value(counter) for counter in counters]
     while True:

@@ -20,7 +20,7 @@ class PerRequestMetrics:
     per_request_spec_decode_metrics: SpecDecodeLevel = "none"
 
     def of(self, plan: Plan, outputs: Sequence[SampleOutput]) -> dict[str, Any] | None:
-        """The `metrics` of a response; None if none are enabled or, as in vLLM, if there are several choices."""
+        """`metrics`; None if none are enabled or, as in vLLM, if there are several choices."""
         if len(outputs) != 1:
             return None
         (output,) = outputs
@@ -37,8 +37,8 @@ NO_METRICS = PerRequestMetrics()
 
 
 def _times(output: SampleOutput) -> dict[str, Any]:
-    """Times in milliseconds since the request's arrival at this server, queues included. `queue_time_ms` is the
-    engine's own; vLLM servers behind a router do not report it.
+    """Milliseconds since the request's arrival here, queues included. `queue_time_ms` is the engine's own; vLLM servers
+    behind a router do not report it.
     """
     times, num_tokens = output.times, len(output.token_ids)
     if times is None or not num_tokens:
@@ -54,8 +54,8 @@ def _times(output: SampleOutput) -> dict[str, Any]:
 
 
 def _spec_decode(output: SampleOutput, num_spec_tokens: int) -> dict[str, Any]:
-    """vLLM's `speculative_decoding`. Entry j of the histogram counts verifications that accepted j drafts. Empty if the
-    engine does not speculate, or does not report its verifications (vLLM's servers).
+    """vLLM's `speculative_decoding`. Entry j of the histogram: verifications that accepted j drafts. Empty if the
+    engine does not speculate, or does not report its verifications (vLLM).
     """
     rounds = output.accepted
     if not num_spec_tokens or (not rounds and len(output.token_ids) > 1):

@@ -29,7 +29,7 @@ _MISSING = re.compile(r"required field `([^`]+)`")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """`stream_options`. `include_obfuscation` (padding against traffic analysis) has no effect."""
+    """`stream_options`. `include_obfuscation` has no effect."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -157,8 +157,8 @@ _AS_ASKED = (
 def decode_body(
     body: bytes, kind: type[B], served: Collection[str] = (), also: Mapping[str, Refused] = NOTHING_ELSE
 ) -> B:
-    """Decode a body. `served`: fields that this endpoint supports although others refuse them. `also`: more fields that
-    it refuses.
+    """Decode a body. `served`: fields that this endpoint supports although others refuse them; `also`: more that it
+    refuses.
 
     Raises `RequestError` for a field that is malformed or not supported.
     """
@@ -206,8 +206,7 @@ def sampling_params(
     vocab_size: int,
     defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> SamplingParams:
-    """The checked parameters, with the client's `n` and `seed`. `grammar`: the result of `grammar_of`. `defaults` are
-    for parameters that the request leaves out.
+    """The checked parameters, with the client's `n` and `seed`. `defaults` are for those that the request leaves out.
 
     Raises `RequestError` with the parameter's name.
     """
@@ -217,7 +216,7 @@ def sampling_params(
     top_k = given.pop("top_k", 0)
     return SamplingParams(
         max_tokens=max_tokens,
-        # A larger value would mean the same (all tokens), and could overflow in the engine.
+        # Larger values would mean the same (all tokens), and could overflow in the engine.
         top_k=min(top_k if request.top_k is None else request.top_k, vocab_size),
         logit_bias=request.logit_bias or None,
         allowed_token_ids=tuple(request.allowed_token_ids or ()) or None,
@@ -237,15 +236,15 @@ def _prompt_logprobs(request: CompletionRequest | ChatRequest, max_tokens: int) 
     asked, echoes = request.prompt_logprobs, isinstance(request, CompletionRequest) and request.echo
     if echoes and request.logprobs is not None and not isinstance(request.logprobs, bool):
         asked = max(asked or 0, request.logprobs)
-    # With max_tokens 0 the response is the echo, so there is only the prompt to compute.
+    # With max_tokens 0, the echo is the response, so only the prompt is computed.
     return 0 if asked is None and echoes and max_tokens == 0 else asked
 
 
 def grammar_of(
     request: CompletionRequest | ChatRequest, tools: CheckedTools = NO_TOOLS
 ) -> tuple[StructuredOutputsParams | None, str]:
-    """The grammar of the output, if any, and the request field with it. As in vLLM, a tool call that is required
-    overrides other constraints.
+    """The grammar of the output, if any, and the request field with it. As in vLLM, a required tool call overrides
+    other constraints.
 
     Raises `RequestError` with the field's name.
     """

@@ -36,9 +36,7 @@ _NOT_GENERATED = {
 
 
 def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
-    """Add OpenAI's models, completions, chats and responses, Anthropic's messages, vLLM's `/tokenize`, `/detokenize`
-    and `/version`, and pages.
-    """
+    """Add OpenAI's models, completions, chats and responses, Anthropic's messages, and vLLM's endpoints."""
 
     async def models(request: web.Request) -> web.StreamResponse:
         """The served model."""

@@ -1,4 +1,4 @@
-"""The OpenAI API without HTTP: from request bodies to response bodies or event streams."""
+"""The OpenAI API without HTTP: from request bodies to response bodies or streams."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ class OpenAIService:
         parsing: Parsing = NO_PARSING,
         per_request: PerRequestMetrics = NO_METRICS,
     ) -> None:
-        """`max_queued_requests`: choices that may wait for their first token; None: the backend has its own limit.
-        `parsing`: how responses are parsed. `per_request`: their `metrics`.
-        """
+        """`max_queued_requests`: choices that may wait for their first token; None: the backend has its own limit."""
         self.queue = Queue(max_queued_requests)
         self._backend = backend
         self._parsing, self._per_request = parsing, per_request
@@ -76,16 +74,14 @@ class OpenAIService:
         }
 
     async def plan(self, body: bytes, make: Callable[[bytes, ServedModel, Parsing], T]) -> T:
-        """Call `make` with a request's body. Raises `OverloadedError` if too many requests wait."""
+        """Call `make` with a body. Raises `OverloadedError` if too many requests wait."""
         self.queue.check()
         return await self.understand(make, body, self._parsing)
 
     async def tokenize(self, body: bytes) -> dict[str, object]:
-        """The response to `POST /tokenize`."""
         return await self.understand(tokenize, body)
 
     async def detokenize(self, body: bytes) -> dict[str, object]:
-        """The response to `POST /detokenize`."""
         return await self.understand(detokenize, body)
 
     async def understand(self, read: Callable[..., T], body: bytes, *more: object) -> T:
@@ -155,7 +151,7 @@ class OpenAIService:
         return body if metrics is None else body | {"metrics": metrics}
 
     async def run(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield (choice, delta) of all choices as they come. Closing it aborts those that run."""
+        """Yield (choice, delta) of all choices. Closing it aborts those that run."""
         try:
             with self.queue.waiting(len(outputs)) as served:
                 samples = [self._sample(plan, index, output, served) for index, output in enumerate(outputs)]

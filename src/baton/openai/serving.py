@@ -32,9 +32,9 @@ _SAME_SIGNAL_S = 1.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket; port 0: a free port. Raises `ConfigError` if that fails.
+    """Return a listening TCP socket; port 0: a free one. Raises `ConfigError` if that fails.
 
-    Call it before loading anything slow, so that a port in use is noticed at once.
+    Call it before loading anything slow, to notice a port in use at once.
     """
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET

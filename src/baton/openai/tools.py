@@ -1,6 +1,4 @@
-"""Tools of a chat: checks, the grammar of a required call, and the choice of the response's parser. The client runs
-the tools, and sends their results in its next request.
-"""
+"""Tools of a chat: checks, the grammar of a required call, and the response's parser. The client runs the tools."""
 
 from __future__ import annotations
 
@@ -69,8 +67,8 @@ class ToolCall(msgspec.Struct, kw_only=True):
     type: Literal["function"] = "function"
 
     def shown(self) -> dict[str, Any]:
-        """The call for a template, with `arguments` as an object. As in vLLM, invalid arguments count as empty: the
-        model wrote them, and clients send them again with each turn.
+        """The call for a template, with `arguments` as an object. As in vLLM, invalid ones count as empty: the model
+        wrote them, and clients send them again with each turn.
         """
         arguments = self.function.arguments or {}
         if isinstance(arguments, str):
@@ -129,12 +127,11 @@ class CheckedTools:
         return cls(tools, (choice or default) if tools else "none", parallel is not False)
 
     def shown(self) -> list[dict[str, Any]] | None:
-        """The tools for a template."""
         return [_shown(tool) for tool in self.tools] or None
 
     def grammar(self) -> StructuredOutputsParams | None:
-        """The grammar of a required call: as in vLLM, a list of `{"name", "parameters"}`, or the arguments of the named
-        function. Raises `RequestError` with the field's name.
+        """The grammar of a required call: as in vLLM, a list of `{"name", "parameters"}`, or the named function's
+        arguments. Raises `RequestError` with the field's name.
         """
         if isinstance(self.choice, NamedChoice):
             wanted = self.choice.function.name
@@ -151,8 +148,8 @@ class CheckedTools:
         return params
 
     def reader(self, parsing: Parsing, opened: bool, constrained: bool) -> Callable[[], Parser] | None:
-        """A function that makes the parser of one response; None: all text is content. `opened`: the prompt has opened
-        reasoning. `constrained`: the response follows a grammar from its first token, so it has no reasoning.
+        """Makes the parser of a response; None: all text is content. `opened`: the prompt has opened reasoning.
+        `constrained`: a grammar applies from the first token, so there is no reasoning.
 
         Raises `RequestError` with the field's name.
         """
@@ -177,7 +174,7 @@ class CheckedTools:
         return lambda: reasons.make(rest(), opened)
 
     def markers(self, parsing: Parsing, constrained: bool) -> tuple[str, ...]:
-        """The texts that the parsers must see even if they are special tokens. `constrained`: see `reader`."""
+        """Texts that the parsers must see even if they are special tokens."""
         name, reasons = parsing.tool_call_parser, parsing.reasoning_parser
         calls = TOOL_PARSERS[name].markers if self.choice == "auto" and name is not None else ()
         return calls + (REASONING_PARSERS[reasons].markers if reasons is not None and not constrained else ())
@@ -217,8 +214,8 @@ def _calls(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
-    """A tool without unset fields, in the order of OpenAI's reference, which templates show. The schema stays as it is,
-    since null may be a default in it.
+    """A tool without unset fields, in OpenAI's order, which templates show. The schema is unchanged: null may be a
+    default in it.
     """
     told = msgspec.structs.asdict(tool.function)
     return {"type": tool.type, "function": {name: value for name, value in told.items() if value is not None}}

@@ -1,5 +1,5 @@
-"""The trace of a request (W3C Trace Context), parsed from its headers and sent unchanged with its legs. Baton makes no
-spans of its own; a client's trace reaches servers that do, such as vLLM's.
+"""The trace of a request (W3C Trace Context), sent on unchanged with its legs. Baton makes no spans; a client's trace
+reaches servers that do, such as vLLM's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Trace:
         return self.traceparent.split("-")[1]
 
     def headers(self) -> Mapping[str, str]:
-        """The headers as received."""
         state = {} if self.tracestate is None else {TRACESTATE: self.tracestate}
         return {TRACEPARENT: self.traceparent, **state}
 
@@ -42,9 +41,7 @@ TRACE: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 
 def trace_of(headers: _Headers) -> Trace | None:
-    """The trace in request headers; None if it is missing or malformed. A `tracestate` that is too long or not
-    printable ASCII is dropped.
-    """
+    """The trace in request headers, or None. A `tracestate` that is too long or not printable ASCII is dropped."""
     parents = headers.getall(TRACEPARENT, [])
     found = _PARENT.fullmatch(parents[0]) if len(parents) == 1 and len(parents[0]) <= _MAX_PARENT else None
     if found is None or (found[1] == "00" and found[3] is not None):

@@ -1,4 +1,4 @@
-"""Plans and responses of `POST /v1/messages`. A request runs as a chat, and its output becomes a message."""
+"""`POST /v1/messages`: a request runs as a chat, and its output becomes a message."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MessagePlan:
 
     @property
     def id(self) -> str:
-        """The message's id, with the number of the chat's id in log lines."""
+        """The message's id, with the chat's number in log lines."""
         return f"msg_{self.plan.id.partition('-')[2]}"
 
 

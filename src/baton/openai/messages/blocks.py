@@ -1,5 +1,5 @@
-"""The content blocks of a message, and their streaming events as in Anthropic's API: a block starts, grows by deltas
-and stops. A whole message is the sum of the events.
+"""A message's content blocks, and their streaming events as in Anthropic's API: a block starts, grows by deltas and
+stops. A whole message is the sum of the events.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from baton.parsing import Content, ParsedEvent, Reasoning
 
 
 class Blocks:
-    """The blocks of one message, in order; only the last one grows.
-
-    `output` has the ids of calls. `signature`: the signature of thinking blocks, which is not a real one.
+    """The blocks of one message, in order; only the last grows. `output` has the ids of calls. `signature`: of thinking
+    blocks, and no real one.
     """
 
     def __init__(self, output: SampleOutput, signature: str) -> None:
@@ -27,7 +26,7 @@ class Blocks:
         self._arguments = ""
 
     def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
-        """The events of a delta: from what the parser found or, without a parser, from its text."""
+        """The events of a delta, from what the parser found or else from its text."""
         found: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
         for event in found:
             if isinstance(event, Content | Reasoning):

@@ -13,7 +13,7 @@ from baton.openai.requests import ChatMessage, ContentPart
 from baton.openai.tools import CalledFunction, ToolCall
 from baton.text import Tokenizer
 
-# Claude Code puts a text with this prefix, and a number that always differs, before its system prompt.
+# Claude Code's system prompts begin with such a text, with a number that always differs.
 _BILLING = "x-anthropic-billing-header"
 _PROBE = [{"role": role, "content": "a"} for role in ("system", "user", "system", "user")]
 
@@ -43,8 +43,8 @@ def messages_of(
 ) -> tuple[list[ChatMessage], bool]:
     """The chat messages, and whether the model must continue the last one, an assistant message.
 
-    Later system messages are merged into the first if the template accepts none in other places. Raises `RequestError`
-    with the block's name.
+    Later system messages join the first if the template accepts none elsewhere. Raises `RequestError` with the block's
+    name.
     """
     if not given:
         raise RequestError("messages must not be empty", "messages")
@@ -88,7 +88,7 @@ def _system(content: str | list[Block], field: str) -> str:
 
 
 def _add_user(messages: list[ChatMessage], blocks: list[Block], calls: set[str], field: str) -> None:
-    """Add a user message. Tool results become messages of their own before it."""
+    """Add a user message, after its tool results as messages of their own."""
     parts: list[ContentPart] = []
     for index, block in enumerate(blocks):
         here = f"{field}[{index}]"

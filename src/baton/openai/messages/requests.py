@@ -93,7 +93,7 @@ _CALLED = {
     **{"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config.format"},
     "reasoning_effort": "output_config.effort",
 }
-# Refused besides what chats refuse. A chat's field that messages do not have would otherwise be silently ignored.
+# Refused besides what chats refuse. A chat's field that messages lack would otherwise be silently ignored.
 REFUSED = {
     **{
         name: Refused("is not a field of messages", (False,))
@@ -120,7 +120,7 @@ def read(body: bytes) -> MessagesRequest:
 
 
 def read_count(body: bytes) -> CountTokensRequest:
-    """Raises the errors of `read`. Fields of messages only are ignored, because clients send the same body to both."""
+    """Raises the errors of `read`. Clients send the same body to both, so fields of messages only are ignored."""
     return decode_body(body, CountTokensRequest, served=_SERVED, also=REFUSED)
 
 
@@ -161,7 +161,7 @@ def named_here(error: RequestError) -> RequestError:
 
 
 def _variables(request: CountTokensRequest, model: ServedModel) -> dict[str, Any] | None:
-    """The template's variables, with `enable_thinking` if the template has it and the request decides it."""
+    """The template's variables, with `enable_thinking` if the template has it and the request sets it."""
     given, thinking = request.chat_template_kwargs, request.thinking
     if (
         thinking is None

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, stateless and served as chats: each request has the whole conversation."""
+"""OpenAI's Responses API, stateless and served as chats."""
 
 from baton.openai.responses.answer import ResponsePlan, make_response_plan, respond
 

@@ -1,4 +1,4 @@
-"""Plans and responses of `POST /v1/responses`. A request runs as a chat, and its output becomes a response."""
+"""`POST /v1/responses`: a request runs as a chat, and its output becomes a response."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ResponsePlan:
 
     @property
     def id(self) -> str:
-        """The response's id, with the number of the chat's id in log lines."""
+        """The response's id, with the chat's number in log lines."""
         return f"resp_{self.plan.id.partition('-')[2]}"
 
 
@@ -121,7 +121,7 @@ def _response(asked: ResponsePlan, items: Items, output: SampleOutput | None) ->
 
 
 def _usage(plan: Plan, output: SampleOutput) -> Json:
-    """The usage. Reasoning tokens are counted by tokenising the reasoning, because the parser works on text."""
+    """The usage. Reasoning tokens are counted by tokenising the reasoning, as the parser works on text."""
     counted = usage(plan, [output])
     reasoning = output.reasoning
     num_reasoning = len(plan.model.tokenizer.encode(reasoning, False)) if reasoning else 0

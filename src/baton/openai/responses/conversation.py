@@ -16,8 +16,8 @@ _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """An item of a conversation: a message (the default `type`), a function call, its output, or reasoning. Items of
-    earlier responses are accepted unchanged.
+    """A message (the default `type`), a function call, its output, or reasoning. Items of earlier responses are
+    accepted unchanged.
     """
 
     type: str = "message"
@@ -32,15 +32,15 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[ChatMessage]:
-    """The chat messages. Successive reasoning, text and calls of the assistant become one message. Role "developer"
-    becomes "system", because templates do not know it.
+    """The chat messages. Successive reasoning, text and calls of the assistant become one. "developer" becomes
+    "system", because templates do not know that role.
 
     Raises `RequestError` with the item's name.
     """
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     if isinstance(given, str):
         return [*messages, ChatMessage(role="user", content=given)]
-    # Checked first: a body's size alone does not limit the work per item.
+    # Checked first: a body of legal size may have too many items.
     if len(given) > MAX_MESSAGES:
         raise RequestError(f"input must be at most {MAX_MESSAGES} items", "input")
     calls = {item.call_id for item in given if item.type == "function_call"}
@@ -86,7 +86,7 @@ def _add(messages: list[ChatMessage], item: InputItem, field: str) -> None:
 
 
 def _assistant(messages: list[ChatMessage], begins: Callable[[ChatMessage], bool]) -> ChatMessage:
-    """The assistant message that an item belongs to: the last one, or a new one after another role or if `begins`."""
+    """The assistant message of an item: the last, or a new one after another role or if `begins`."""
     if not messages or messages[-1].role != "assistant" or begins(messages[-1]):
         messages.append(ChatMessage(role="assistant"))
     return messages[-1]

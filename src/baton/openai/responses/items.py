@@ -1,5 +1,5 @@
-"""The output items of a response, and their streaming events as in OpenAI's API: an item is added, its content comes in
-deltas, and each level is repeated when it is done. A whole response is the sum of the events.
+"""A response's output items, and their streaming events as in OpenAI's API: an item is added, its content comes in
+deltas, and each level is repeated at its end. A whole response is the sum of the events.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ _REASONING = ("rs", "reasoning_text", "reasoning_text")
 
 
 class Items:
-    """The items of one response, in order; only the last one grows.
-
-    `output` has the ids of calls. `tells_reasoning`: whether reasoning is part of the response.
+    """The items of one response, in order; only the last grows. `output` has the ids of calls. `tells_reasoning`:
+    whether reasoning is included.
     """
 
     def __init__(self, response_id: str, output: SampleOutput, tells_reasoning: bool) -> None:
@@ -27,7 +26,7 @@ class Items:
         self._growing: object = None
 
     def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
-        """The events of a delta: from what the parser found or, without a parser, from its text."""
+        """The events of a delta, from what the parser found or else from its text."""
         found: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
         for event in found:
             if isinstance(event, Content | Reasoning):

@@ -18,7 +18,7 @@ from baton.openai.structured import JsonSchema, ResponseFormat
 from baton.openai.tools import FunctionName, FunctionTool, NamedChoice, Tool, ToolChoice
 
 _KEPT = "is not supported: responses are not kept, so send the whole conversation as input"
-# The only `include` that is accepted. It adds nothing, because reasoning is returned as plain text.
+# The only `include` that is accepted, without effect: reasoning is returned as plain text.
 _INCLUDED = "reasoning.encrypted_content"
 
 
@@ -89,8 +89,8 @@ _CALLED = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
     **{"messages": "input", "response_format": "text.format", "reasoning_effort": "reasoning.effort"},
 }
-# Refused besides what chats refuse, with the values that have no effect. A chat's field that responses do not have
-# would otherwise be silently ignored.
+# Refused besides what chats refuse, with values without effect. A chat's field that responses lack would otherwise be
+# silently ignored.
 REFUSED = {
     **{
         name: Refused("is not a field of responses", _NEUTRAL.get(name, (False,)))
