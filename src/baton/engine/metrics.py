@@ -19,7 +19,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Written by the engine thread only. Other threads may read at any time; values may not agree with each other."""
+    """Written by the engine thread only. Other threads may read single values; values may not agree with each other."""
 
     num_requests: Counter[str] = field(default_factory=Counter)
     num_prompt_tokens: int = 0
@@ -59,7 +59,7 @@ class EngineMetrics:
             self.accepted_per_pos[position] += 1
 
     def prompt_came(self, num_tokens: int, num_cached: int, rest: PromptSource) -> None:
-        """Count a prompt's tokens by source of their KV: `num_cached` from the local cache, the others from `rest`."""
+        """Count prompt tokens by source of their KV: `num_cached` from the local cache, the others from `rest`."""
         self.prompt_sources["local_cache_hit"] += num_cached
         self.prompt_sources[rest] += num_tokens - num_cached
 

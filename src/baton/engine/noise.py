@@ -33,7 +33,7 @@ def _uniforms(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 
 
 def gumbel_rows(noise: Noise, position: npt.NDArray[np.int64], vocab_size: int) -> npt.NDArray[np.float64]:
-    """Gumbel(0, 1) noise [S, vocab_size] for the tokens at S positions."""
+    """Gumbel(0, 1) noise [S, vocab_size] for S positions."""
     rows = np.empty((len(position), vocab_size))
     words = zip(noise.seed.tolist(), noise.sample_index.tolist(), position.tolist(), strict=True)
     for row, (seed, sample_index, at) in enumerate(words):
@@ -43,7 +43,7 @@ def gumbel_rows(noise: Noise, position: npt.NDArray[np.int64], vocab_size: int) 
 
 @lru_cache(maxsize=_KEPT_ROWS)
 def gumbel(seed: int, sample_index: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
-    """Gumbel(0, 1) noise [vocab_size] for the token at `position`; read-only."""
+    """Gumbel(0, 1) noise [vocab_size] for one position; read-only."""
     out = _uniforms(_bits(seed, sample_index, position, _GUMBEL, vocab_size))
     np.log(out, out=out)
     np.negative(out, out=out)
@@ -54,5 +54,5 @@ def gumbel(seed: int, sample_index: int, position: int, vocab_size: int) -> npt.
 
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
-    """One uniform in (0, 1) for the token at `position`, independent of its Gumbel noise (rejection verifier)."""
+    """One uniform number in (0, 1) for the `rejection` verifier, independent of the position's Gumbel noise."""
     return float(_uniforms(_bits(seed, sample_index, position, _UNIFORM, 1))[0])

@@ -1,8 +1,8 @@
-"""The plans that the core gives to an executor for one step, and their results.
+"""The plans of one step, which the core gives to an executor, and their results.
 
-Plans hold only arrays, numbers and strings, so they can be run here or sent to other processes, and code that computes
-never sees a request. A step has two plans. The drafter's plan depends on the target's result: accepted tokens decide
-its rows, and only the core knows which requests continue. Tokens are sent to clients before the drafter runs.
+Plans hold only arrays, numbers and strings, so they can be sent to other processes, and code that computes never sees a
+request. A step has two plans, because the drafter's rows depend on which drafts the target accepts, and only the core
+knows which requests continue. Clients get their tokens before the drafter runs.
 
 Shapes: T rows of R requests concatenated, N rows with logits, V vocabulary, F features per row.
 """
@@ -56,7 +56,7 @@ class StateSlots:
 
 @dataclass(frozen=True, slots=True)
 class DraftSlots:
-    """Slots of one state group of the drafter. `baton.engine.draft_states` selects the slots of each forward."""
+    """Slots of one state group of the drafter. `engine.draft_states` selects those of each forward."""
 
     read: IntArray  # [R]: the state before a request's rows; 0: the request begins
     scratch: IntArray  # [R, S]: for the state after the last row, then for states after drafts
@@ -160,8 +160,8 @@ _COLUMNS = ("row", "draft", "position", "log_min_p", "top_k", "top_p", "repetiti
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Rows whose next token is a prompt token that needs a logprob: [M] each, rows ascending. `num_top`: the number of
-    most likely tokens to report as well."""
+    """Rows whose next token is a prompt token that needs a logprob: [M] each, rows ascending. `num_top`: how many most
+    likely tokens to report as well."""
 
     row: IntArray
     token: IntArray
@@ -199,13 +199,12 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """The drafter's plan, after the last executed `StepPlan`.
+    """The drafter's plan, for rows of the last `StepPlan`.
 
     `rows.token_ids` holds the token after each row. `feature_rows` [T]: the step's row with each row's features.
-    `num_drafts` [R]: tokens to draft after a request's last row. `noise`: [R] each. `contexts`: all known tokens per
-    request, if `PlanSpec.needs_contexts`. `constraints`: grammar per request; empty if no request has one.
-    `first_entry` [R]: the position of the first entry in a request's pages; empty if 0 for all. `chain`: additional
-    inputs of a drafter with several modules. `states`: by state group of the drafter.
+    `num_drafts` [R]: tokens to draft after a request's last row. `noise`: [R] each. `contexts`: a request's known
+    tokens, if `PlanSpec.needs_contexts`. `constraints`: grammars; empty if no request has one. `first_entry` [R]: the
+    position of the first entry in a request's pages; empty if 0 for all. `chain`: for a drafter with several modules.
     """
 
     rows: Rows
@@ -229,8 +228,7 @@ class DraftResult:
 
 
 def one_request(token_ids: Sequence[int], tables: Mapping[str, Sequence[int]], states: Container[str] = ()) -> Rows:
-    """Rows for the first tokens of one request. `tables`: page ids per group; for the groups in `states`, the slot to
-    write."""
+    """Rows for the first tokens of one request. `tables`: page ids per group, or the slot to write for `states`."""
     begins, last = np.zeros(1, dtype=np.int64), np.array([len(token_ids) - 1])
     return Rows(
         token_ids=np.asarray(token_ids, dtype=np.int64),

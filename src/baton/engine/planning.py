@@ -20,7 +20,7 @@ from baton.structured import Allowed, Known
 
 @dataclass(frozen=True, slots=True)
 class SampledRequest:
-    """A request that gets tokens from a step, with the indices of its first row in the result's choices and logits."""
+    """A request that gets tokens from a step. Its first row's indices in the result's choices and logits."""
 
     request: Request
     first_choice: int
@@ -139,7 +139,7 @@ def _constraints(draft_rows: Sequence[DraftRows]) -> Sequence[Known | None]:
 
 
 def _chain(draft_rows: Sequence[DraftRows], num_modules: int) -> ModuleChain:
-    """The entries of each module that have become computable since the drafter ran last, and the carried rows."""
+    """The entries of each module that have become computable since the last draft plan, and the carried rows."""
     modules = range(1, num_modules + 1)
     spans = np.zeros((len(draft_rows), num_modules, 2), dtype=np.int64)
     carried_row = np.full((len(draft_rows), num_modules - 1), -1)

@@ -1,8 +1,8 @@
 """Sizes an engine's KV pools, and from them the longest context.
 
-The pools get `gpu_memory_utilization` of the memory that was free at the start, divided equally among the host's
-engines, minus what loading the weights took, and no more than is likely to be used. Pools of the `shm` transport are
-in a separate file system, which may be smaller than the memory.
+The pools get `gpu_memory_utilization` of the memory that was free at the start, divided by the number of engines on the
+host, minus what loading took, and no more than is likely to be used. Pools of the `shm` transport are in a file system
+that may be smaller than the memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOST_UTILIZATION = 0.6
 DEVICE_UTILIZATION = 0.9
 # Small models use the rest of this for the prefix cache.
 MIN_POOL_BYTES = 256 << 20
-# Few sequences reach the full context: expect this fraction of it (1/4) per sequence.
+# Few sequences reach the full context: expect a quarter of it.
 USED_CONTEXT = 4
 
 
@@ -64,10 +64,10 @@ class PoolSize:
 @dataclass(frozen=True, slots=True)
 class Demand:
     """How to divide memory among groups: pages for the same number of tokens in each group; state slots for one
-    request, then for as many requests as need no more memory than the pages.
+    request, then for as many requests as take no more memory than the pages.
 
-    `needs_context`: allocate pages for `context` tokens before slots for a second request. `checkpoints`: checkpoint
-    slots per request.
+    `needs_context`: pages for `context` tokens come before slots for a second request. `checkpoints`: checkpoint slots
+    per request.
     """
 
     groups: Sequence[GroupSpec]
@@ -105,7 +105,7 @@ class Demand:
         return min(wanted, self.max_num_seqs, num_tokens)
 
     def request_bytes(self, num_tokens: int) -> int:
-        """Bytes that one request with `num_tokens` tokens needs in all groups."""
+        """Bytes of one request in all groups."""
         return self._paged_bytes(num_tokens) + self._slot_bytes()
 
     def num_bytes(self, num_tokens: int) -> int:
@@ -129,9 +129,9 @@ def pool_size(
 ) -> PoolSize:
     """Size the pools of an engine that has loaded its weights.
 
-    `before` and `now`: the memory before and after loading. `max_position`: the checkpoint's context. Without
+    `before` and `now`: memory before and after loading. `max_position`: the checkpoint's context. Without
     `config.max_model_len` the context is as long as fits. Raises `ConfigError`, which names the setting to change, if
-    the requested context does not fit the pool, or the requested pool does not fit the memory.
+    a requested context or pool does not fit.
     """
     context = config.max_model_len or max_position
     demand = Demand(
@@ -184,10 +184,10 @@ def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
 
 
 def _host_free(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Available bytes, from the kernel and the limit of this process's cgroup.
+    """Available bytes, within the limit of this process's cgroup.
 
-    A cgroup's usage includes its page cache, such as checkpoints that were read. The kernel can drop it, so it counts
-    as free.
+    A cgroup's usage includes files that were read, such as checkpoints. The kernel can drop these, so they count as
+    free.
     """
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}

@@ -1,11 +1,10 @@
 """Prefix store: KV of prompts in a `FileStore`, which outlives engines and is shared by all engines of a model.
 
 An entry holds the pages of one span (about `SPAN_TOKENS` tokens) in every group, including the drafter's, under a key
-that covers the model and all tokens that the pages depend on. Pages that are found enter the prefix cache before the
-request is scheduled, so the rest of the engine does not know the store. Entries that are missing, damaged or too large
-for the pool are computed. Only engines that compute prompts write: received KV must not be shared.
-
-States have one entry per prompt, after its last span that ends at a checkpoint.
+over the model and all tokens that they depend on. Pages that are found enter the prefix cache before the request is
+scheduled, so the rest of the engine does not know the store. Spans that are missing, damaged or too large for the pool
+are computed. Only engines that compute prompts write: received KV must not be shared. States have one entry per prompt,
+after its last span that ends at a checkpoint.
 
 Files are read and written on threads of this class. Only the engine thread uses pages and the prefix cache.
 """
@@ -61,8 +60,7 @@ class PrefixStore:
         self._on_failure: Callable[[str], None]
 
     def bind(self, post: Post, on_failure: Callable[[str], None]) -> None:
-        """`post` runs a call on the engine thread. `on_failure` is called there with "read" or "write" after one
-        failed."""
+        """`post` runs a call on the engine thread. `on_failure` is called there with "read" or "write"."""
         self._post, self._on_failure = post, on_failure
 
     def close(self) -> None:
@@ -74,8 +72,8 @@ class PrefixStore:
     # ------------------------------------------------------------ engine thread
 
     def load(self, request: Request, then: Callable[[int], None]) -> bool:
-        """Look up the request's prompt in the store. Returns False if there is nothing to look up. Otherwise `then` is
-        called later with the number of tokens that entered the prefix cache."""
+        """Look up the request's prompt. Returns False if there is nothing to look up, else calls `then` later with the
+        number of tokens that entered the prefix cache."""
         if request.is_salted:
             return False  # salted prompts are only shared in memory, between requests with the same salt
         tokens = request.token_ids[: request.prefill_len]
@@ -92,7 +90,8 @@ class PrefixStore:
         return True
 
     def save(self, request: Request, num_final: int) -> None:
-        """Write the request's entries [0, `num_final`) that the store lacks. The pages stay in use until then."""
+        """Write those of the request's entries [0, `num_final`) that the store lacks. Their pages stay in use until
+        they are written."""
         if request.is_salted:
             return
         num = min(num_final // self._span, self._num_spans(len(request.token_ids)))

@@ -49,15 +49,15 @@ class Request:
 
     `token_ids` holds prompt and output. Target KV is valid for [0, num_computed), drafter KV for [0, num_drafted).
     While decoding, `num_computed == len(token_ids) - 1`: the last token has no KV yet. A request that resumes with
-    known output (preemption, failover) prefills all tokens but the last, without sampling, and then drafts after the
-    last one, so its drafts are those of an uninterrupted run. A handoff moves the same tokens, [0, prefill_len).
+    known output (preemption, failover) prefills all tokens but the last, without sampling, and drafts from the last
+    one on, so its drafts are those of an uninterrupted run. A handoff moves the same tokens, [0, prefill_len).
 
-    - `cold_from`: if a handoff brought no drafter KV, the length of the local prefix hit of the drafter's groups.
-    - `first_drafted`: the position of the first entry in the drafter's pages. It is 0, unless a drafter that needs the
-      target's features got no KV for the prompt and begins after it.
-    - `num_known_drafted`, `carried` float32 [K - 1, E]: for a drafter with several modules, the number of tokens known
-      at its last run, and the rows for its next one (`baton.drafters.chain`).
-    - `arrival`: the order of arrival at this engine. `queued_at`: the time of arrival (monotonic seconds).
+    - `cold_from`: if a handoff brought no drafter KV, the local prefix hit of the drafter's groups.
+    - `first_drafted`: the position of the first entry in the drafter's pages. Not 0 if a drafter that needs target
+      features got no KV for the prompt and begins after it.
+    - `num_known_drafted`, `carried` float32 [K - 1, E]: for a drafter with several modules, the tokens known at its
+      last run, and the rows for its next one (`baton.drafters.chain`).
+    - `arrival`: the order of arrival at this engine. `queued_at`: its time (monotonic seconds).
     - `started`: it has had pages, or recomputes after a failed handoff. `started_at`: when its prompt was first
       computed here; None for a decode leg.
     """
@@ -115,17 +115,17 @@ class Request:
         self._status = status
 
     def set_prefill_length(self) -> None:
-        """Set `prefill_len` from the known tokens: the whole prompt, or with output all tokens but the last."""
+        """Set `prefill_len`: the whole prompt, or all tokens but the last if there is output."""
         self.prefill_len = len(self.token_ids) if self.num_output == 0 else len(self.token_ids) - 1
 
     @property
     def queued_s(self) -> float | None:
-        """Seconds from arrival until its prompt was first computed. None before that, and for a decode leg."""
+        """Seconds from arrival to `started_at`; None before that."""
         return None if self.started_at is None else self.started_at - self.queued_at
 
     @property
     def place(self) -> tuple[bool, int]:
-        """Sort key in queues: requests that have started come first, then by arrival."""
+        """Sort key in queues: requests that have started first, then by arrival."""
         return not self.started, self.arrival
 
     @property
@@ -163,7 +163,7 @@ class Request:
         return self.num_computed < self.prefill_len
 
     def to_score(self, start: int, stop: int) -> range:
-        """The prompt positions whose logprobs come from rows [start, stop): each row gives that of the next token."""
+        """The prompt positions whose logprobs come from rows [start, stop): a row gives that of the next token."""
         return range(start + 1, min(stop + 1, len(self.prompt_scores)))
 
     def forget_computed(self) -> None:

@@ -30,9 +30,8 @@ log.addFilter(LogLimit())
 def make_request(engine: Engine, wire: GenerateRequest) -> Request:
     """Check a request, and give it a seed if it has none.
 
-    Raises `RequestError` with the parameter's name, `ForbiddenError` for an invalid ticket, `WrongEngineError` if the
-    ticket is for another engine, and `IncompatiblePeerError` if a router planned the request for an engine with other
-    settings.
+    Raises `RequestError` with the parameter's name, `ForbiddenError` for an invalid ticket, `WrongEngineError` for the
+    ticket of another engine, and `IncompatiblePeerError` as `check_identity` does.
     """
     info = engine.info
     params = wire.sampling_params.check(info.vocab_size)
@@ -91,7 +90,7 @@ def check_identity(wire: GenerateRequest, info: EngineInfo) -> None:
 
 
 def _matcher(engine: Engine, wire: GenerateRequest, known: list[int]) -> Matcher | None:
-    """The matcher of the request's grammar, advanced by the request's known output."""
+    """The matcher of the request's grammar, after the known output."""
     asked = wire.sampling_params.structured_outputs
     if asked is None:
         return None

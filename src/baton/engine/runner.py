@@ -1,4 +1,4 @@
-"""Runs target and drafter over the rows of a plan. It uses tensors and pages, not requests, clients or handoffs.
+"""Runs target and drafter over the rows of a plan. Knows tensors and pages, not requests or handoffs.
 
 Shapes: T rows of the step, R requests, E hidden size, F features per row, V vocabulary, H query heads, G KV heads, D
 head size.
@@ -113,7 +113,6 @@ class _DraftPages:
 
 
 def plan_spec(groups: Sequence[GroupSpec], drafter: Drafter | None) -> PlanSpec:
-    """The plan spec of an engine with these groups."""
 
     def names(owner: Owner, states: bool) -> tuple[str, ...]:
         return tuple(g.name for g in groups if g.owner == owner and (g.kind == "state") is states)
@@ -130,8 +129,8 @@ def plan_spec(groups: Sequence[GroupSpec], drafter: Drafter | None) -> PlanSpec:
 
 
 class ModelRunner:
-    """`kv`: the memory of each group. Without `grammars`, drafts are not constrained. `aux_layers`: those of the
-    drafter, for a pipeline stage without it. Callers must be in `torch.inference_mode()`."""
+    """Without `grammars`, drafts are not constrained. `aux_layers`: those of the drafter, for a pipeline stage without
+    it. Callers must be in `torch.inference_mode()`."""
 
     def __init__(
         self,
@@ -221,7 +220,7 @@ class ModelRunner:
 
 
 def _check_drafts(drafts: list[list[int]], most: list[int], vocab_size: int, name: str) -> None:
-    """Raise `ValueError` for invalid drafts: a user's own drafter may return anything."""
+    """Raise `ValueError` for invalid drafts, because a user's own drafter may return anything."""
     if len(drafts) != len(most):
         raise ValueError(f"drafter {name} returned drafts of {len(drafts)} requests, not of {len(most)}")
     for ids, count in zip(drafts, most, strict=True):

@@ -1,4 +1,4 @@
-"""Per-request sampling state, and the sampling part of a plan made from it. Tokens are chosen in `engine.choice`."""
+"""Per-request sampling state, and the `Sampling` of a plan made from it. `engine.choice` chooses the tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SamplerState:
         self._penalised = (
             params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
         )
-        # How often each token occurs in the output. Prompt tokens count 0: the repetition penalty applies to them.
+        # Occurrences in the output. Prompt tokens have 0: the repetition penalty applies to them too.
         self._counts: dict[int, int] = dict.fromkeys(prompt_ids, 0) if self._penalised else {}
         self.plain_greedy = (
             params.temperature == 0.0
@@ -79,7 +79,6 @@ class SamplerState:
 
     @property
     def position(self) -> int:
-        """Absolute position of the next token."""
         return self.num_prompt + self.num_output
 
     @property
@@ -110,7 +109,7 @@ class SamplerState:
         return self._min_tokens if self.num_output + row < self.params.min_tokens else None
 
     def counted(self, drafts_before: Sequence[int]) -> ForTokens | None:
-        """Tokens with penalties after these drafts, and how often each occurs in the output."""
+        """Tokens with penalties after these drafts, and their occurrences in the output."""
         if not self._penalised:
             return None
         counts = self._counts
@@ -128,8 +127,8 @@ def _count(counts: dict[int, int], token_ids: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ToSample:
-    """A request's rows with logits, from `first_row` on: one for the next token, and one after each draft. `allowed`:
-    the allowed tokens of these rows; None: all."""
+    """A request's rows with logits, from `first_row` on: for the next token, and after each draft. `allowed`: the
+    allowed tokens; None: all."""
 
     state: SamplerState
     first_row: int
@@ -145,7 +144,7 @@ class ToSample:
 
 
 def sampling_of(asked: Sequence[ToSample], rejection: bool) -> Sampling | None:
-    """The sampling of a plan for these requests; None without requests."""
+    """The `Sampling` of these requests; None without requests."""
     if not asked:
         return None
     rows = [(one, row) for one in asked for row in range(1 + len(one.drafts))]
@@ -170,7 +169,6 @@ def sampling_of(asked: Sequence[ToSample], rejection: bool) -> Sampling | None:
 
 
 def noise_of(params: Sequence[SamplingParams]) -> Noise:
-    """The noise parameters of these requests."""
     return Noise(
         # Every sampled request has a seed; greedy requests draw nothing.
         seed=np.array([p.seed or 0 for p in params], dtype=np.uint64),

@@ -1,5 +1,5 @@
-"""States of recurrent layers. A forward reads one slot per request and writes other slots, so every state that a later
-step may need is kept, and a failed forward leaves the states that it read unchanged."""
+"""States of recurrent layers. A forward reads one slot per request and writes others, so it keeps every state that a
+later step may need, and a failed forward can be repeated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.models.cache import Recurrence, Scanned
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """The rows of one forward for one state group: row bounds per request, and the slots."""
+    """The rows and slots of one forward for one state group."""
 
     query_start: np.ndarray
     slots: StateSlots

@@ -49,7 +49,7 @@ class Scheduler:
         return [*self.waiting, *self.receive_queue, *self.announced]
 
     def enqueue(self, request: Request) -> None:
-        """Queue a request: a decode leg that waits for its handoff in `receive_queue`, any other in `waiting`."""
+        """Queue a request: a decode leg that needs its handoff in `receive_queue`, others in `waiting`."""
         queue = self.receive_queue if request.role == "decode" and not request.started else self.waiting
         at = next((i for i, other in enumerate(queue) if other.place > request.place), len(queue))
         queue.insert(at, request)
@@ -128,7 +128,7 @@ class Scheduler:
         request.forget_computed()
 
     def quarantine(self, request: Request, wanted: Mapping[str, Interval]) -> BlockTables:
-        """Release pages whose `wanted` entries a peer may still write. They stay in quarantine; returns the tables for
+        """Put pages whose `wanted` entries a peer may still write into quarantine. Returns the tables for
         `KVCache.leave_quarantine`."""
         request.forget_computed()
         return self.cache.quarantine(request.kv, wanted)
@@ -148,13 +148,12 @@ class Scheduler:
         return True
 
     def missing(self, request: Request) -> int:
-        """The number of tokens of a waiting request that would have to be computed."""
+        """The number of tokens that a waiting request would have to compute."""
         found = self.cache.find(request.kv, request.token_ids, request.prefill_len)
         return request.prefill_len - min(hit.num_tokens for hit in found.values())
 
     def start_receive(self, request: Request, brought: Container[str] | None = None) -> Destination | None:
-        """Allocate a decode leg's destination pages. Returns None if there is no room yet. `brought`: as in
-        `KVCache.attach_destination`."""
+        """Allocate a decode leg's pages (`KVCache.attach_destination`). Returns None if there is no room yet."""
         behind = bool(self.waiting) and self.waiting[0].place < request.place
         if self._num_active >= self.max_num_seqs or behind:
             return None
@@ -169,7 +168,7 @@ class Scheduler:
         return destination
 
     def commit_receive(self, request: Request) -> None:
-        """Run a decode leg from the next step on. All its groups are committed."""
+        """Run a committed decode leg from the next step on."""
         self.receiving.discard(request)
         request.become(RequestStatus.RUNNING)
         self.running.append(request)

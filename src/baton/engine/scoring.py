@@ -13,10 +13,7 @@ from baton.wire import TokenLogprobs
 
 def scores_of(logits_MV: Tensor, scored: Scored) -> list[TokenLogprobs | None]:
     """The logprob and rank of each row's token, and the most likely tokens, ties by lower id. None for a row whose
-    logits are not all finite.
-
-    Sums are NumPy's in float64, row by row, so that a row's result does not depend on the other rows.
-    """
+    logits are not all finite. Batch-invariant: sums are NumPy's in float64, row by row."""
     not_finite = rows_not_finite(logits_MV)
     wide = logits_MV.double().cpu().numpy()
     wide[not_finite] = 0.0

@@ -32,7 +32,7 @@ _MAX_HEADER_BYTES = 100 << 20
 
 
 def check_servable(path: str | Path) -> None:
-    """Raise `CheckpointError` if the checkpoint directory `path` is known not to be servable, saying what it is."""
+    """Raise `CheckpointError` if the directory `path` is recognised as something that cannot be served."""
     directory = Path(path)
     why = _why(directory, _object(directory / "config.json"))
     if why is not None:
@@ -93,7 +93,7 @@ def _of_headers(directory: Path, weights: list[str]) -> str | None:
 
 
 def _header(path: Path) -> Mapping[str, Any]:
-    """The tensors of a safetensors file. Empty for other files: loading them raises a better error."""
+    """The header of a safetensors file. Empty for other files: loading them raises a better error."""
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
@@ -104,7 +104,7 @@ def _header(path: Path) -> Mapping[str, Any]:
 
 
 def _object(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file. Empty if there is none: loading the checkpoint raises a better error."""
+    """The JSON object in a file. Empty if there is none: loading raises a better error."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -37,7 +37,6 @@ def check_sizes(config: EngineConfig, num_engines: int = 1) -> None:
 
 
 def _longest_context(path: Path) -> int | None:
-    """The longest context that a `config.json` may mean; None if it gives none."""
     try:
         settings = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -42,14 +42,14 @@ class StepOutcome:
 def compute(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
     """Run the scheduled rows and emit their tokens.
 
-    Raises an error of a request if all requests fail and a trivial test request fails too: the engine is broken.
+    Raises a request's error if all requests fail and a trivial one fails too: the engine is broken.
     """
     _note_starts(core, scheduled)
     computed = _together(core, scheduled)
     for request, error in computed.failed.items():
         if isinstance(error, NonFiniteLogitsError):
             core.metrics.num_corrupted += 1
-            # Else these pages in the prefix cache would fail prompts with the same prefix even after the cause is gone.
+            # Else prompts with the same prefix would fail even after the cause is gone.
             core.cache.forget(request.kv)
     if len(computed.failed) == len(scheduled) and not _works(core):
         raise next(iter(computed.failed.values()))
@@ -57,8 +57,7 @@ def compute(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> StepOutcome
 
 
 def told(request: Request, error: Exception) -> str:
-    """Error text for the client of a failed request. Internal errors are logged and only named by type; a
-    `RequestError` (no token left to choose) is the client's own and is sent whole."""
+    """Error text for the client of a failed request. Of internal errors it has only the type; the log has the rest."""
     if isinstance(error, RequestError):
         log.info("%s ends: %s", request.request_id, error)
         return refusal(error)
@@ -70,8 +69,7 @@ def told(request: Request, error: Exception) -> str:
 
 
 def _note_starts(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:
-    """Record the queue time of requests that run for the first time. Decode legs wait for KV, which handoff metrics
-    measure."""
+    """Record the queue time of requests that run for the first time. Handoff metrics cover decode legs."""
     for rows in scheduled:
         request = rows.request
         if request.started_at is None and request.role != "decode":
@@ -122,7 +120,7 @@ def _joined(parts: Sequence[StepOutcome]) -> StepOutcome:
 
 
 def _works(core: EngineCore) -> bool:
-    """Whether target and drafter can compute one token in spare pages. True if there are no spare pages to try it."""
+    """Whether target and drafter can compute one token in spare pages. True without spare pages."""
     tables = core.cache.spare()
     if tables is None:
         return True
@@ -166,7 +164,7 @@ def _choose(core: EngineCore, one: SampledRequest, choices: Sequence[int], resul
 def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.NDArray[np.float32]) -> None:
     num_drafts, request.draft_ids = len(request.draft_ids), []
     kept, reason, stop_reason = until_stop(request, verified.token_ids, core.eos_ids, core.max_model_len)
-    # Rows after a rejected draft or after the request's end are not in `kept`, so they do not matter.
+    # Rows after a rejected draft or after the end do not matter.
     if NOT_FINITE in kept:
         position = len(request.token_ids) + kept.index(NOT_FINITE)
         raise NonFiniteLogitsError(f"the model's logits for position {position} are not finite")
@@ -215,8 +213,8 @@ def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.
 def _note_scores(
     scheduled: Sequence[ScheduledRows], scores: Iterable[TokenLogprobs | None]
 ) -> dict[Request, Exception]:
-    """Store prompt logprobs. Returns the requests with non-finite logits. A prompt that is recomputed after preemption
-    gets the same logprobs again."""
+    """Store prompt logprobs. Returns the requests with logits that are not finite. A recomputed prompt gets the same
+    logprobs again."""
     left = iter(scores)
     failed: dict[Request, Exception] = {}
     for rows in scheduled:
@@ -230,7 +228,7 @@ def _note_scores(
 
 
 def _end_without_tokens(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:
-    """End requests with `max_tokens` 0, which want only prompt logprobs, when their prompt is computed."""
+    """End requests that want only prompt logprobs (`max_tokens` 0) when their prompt is computed."""
     for rows in scheduled:
         request = rows.request
         if request.params.max_tokens == 0 and rows.start + rows.num_rows == request.prefill_len:
@@ -271,8 +269,8 @@ def _advance(
 
 
 def _catch_up(late: Sequence[tuple[Request, int]], budget: int) -> list[DraftRows]:
-    """Drafter rows for requests whose earlier drafter entries are missing, in order, within the rest of the step's
-    token budget. A request gets drafts once no entry is missing."""
+    """Rows for requests that lack earlier drafter entries, in order, within the rest of the token budget. They get
+    drafts once no entry is missing."""
     found: list[DraftRows] = []
     for request, num_drafts in late:
         start = request.num_drafted

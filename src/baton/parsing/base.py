@@ -1,7 +1,7 @@
 """Streaming parsers that split a model's text into content, reasoning and tool calls.
 
-The result does not depend on how the text is cut into pieces: text that may become a marker is held back until that is
-decided. Malformed calls become content, so no text is lost, and no text ends a stream.
+The result does not depend on how the text is cut: text that may become a marker is held back. Malformed calls become
+content, so no text is lost, and no text ends a stream.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A part of tool call number `index` of an answer. Only the first part of a call has `name`. `arguments`: a piece
-    of JSON, as the model wrote it."""
+    """A part of tool call number `index`. Only the first part has `name`. `arguments`: JSON as the model wrote it."""
 
     index: int
     name: str | None
@@ -39,11 +38,11 @@ class Parser(Protocol):
     """Parses one answer."""
 
     def push(self, text: str) -> list[ParsedEvent]:
-        """Add text."""
+        """Add text. Returns the events that are certain."""
         ...
 
     def finish(self) -> list[ParsedEvent]:
-        """End the answer: parse the held text. Nothing may be pushed afterwards."""
+        """End the answer. Returns the events of held text."""
         ...
 
 
@@ -55,7 +54,7 @@ class Words:
         self._behind_call = False
 
     def push(self, text: str) -> list[ParsedEvent]:
-        """Add text. Trailing white space is held back, because a call may follow."""
+        """Trailing white space is held back, because a call may follow."""
         text = self._held + text
         words = text.rstrip()
         self._held = text[len(words) :]
@@ -74,8 +73,8 @@ class Words:
 
 
 def split_at(text: str, *markers: str) -> tuple[str, str, str]:
-    """Split `text` into the part before the first marker, the marker, and the rest. Without a marker: text, "", and a
-    tail that may be the beginning of one."""
+    """Split `text` into the part before the first marker, the marker, and the rest. Without a marker the rest is a tail
+    that may begin one."""
     found = min((m for m in markers if m in text), key=text.index, default="")
     if found:
         before, _, behind = text.partition(found)

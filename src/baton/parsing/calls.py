@@ -1,4 +1,4 @@
-"""Parses JSON calls into events, for the parsers of formats that use them."""
+"""Parses JSON calls into events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class JsonCalls:
         self._told = False
 
     def begin(self, lead: str) -> None:
-        """A call may begin here. `lead`: the text before it, which becomes content if it is not a call."""
+        """A call may begin. `lead`: the marker before it, which becomes content if it is not a call."""
         self._call, self._lead, self._told = JsonCall(), lead, False
 
     def push(self, text: str) -> tuple[list[ParsedEvent], str, bool | None]:
@@ -51,5 +51,4 @@ class JsonCalls:
         return self._words.push(self._lead + self._call.raw)
 
     def finish(self) -> list[ParsedEvent]:
-        """End an answer within a call."""
         return self._tell() if self._told else self._drop()

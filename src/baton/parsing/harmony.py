@@ -1,9 +1,9 @@
 """`openai` and `openai_gptoss`: the channels of gpt-oss, as its chat template writes them.
 
 An answer consists of messages `<|channel|>CHANNEL<|message|>TEXT<|end|>`, separated by `<|start|>assistant`. Channel
-"analysis" is reasoning, "final" is content. A message to `functions.NAME` (in "commentary") is a call whose text is the
+"analysis" is reasoning, "final" is content. A message to `functions.NAME` (in "commentary") is a call, its text the
 arguments; other commentary is content. Source: OpenAI's harmony response format. The `openai-harmony` library parses
-tokens, with a vocabulary from the network. This module parses text, which stop strings and routers may cut anywhere.
+tokens, with a vocabulary that it downloads; this module parses text, so stop strings and routers may cut it anywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.parsing.base import CallDelta, Content, ParsedEvent, Parser, Reasonin
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
-# After `<|start|>assistant`, with which the prompt ends, a header may name the recipient before the channel.
+# The prompt ends with `<|start|>assistant`, after which a header may name the recipient before the channel.
 _TO = "to="
 _FUNCTION = re.compile(r"\bto=functions\.([A-Za-z0-9_.:-]{1,256})")
 _NAME = re.compile(r"\s*([a-z]+)")
@@ -76,7 +76,7 @@ class HarmonyParser:
         return events
 
     def _begin(self, events: list[ParsedEvent]) -> None:
-        """Begin a message: its header is complete."""
+        """Begin a message after its header."""
         header, self._header = self._header, ""
         self._where, self._empty = "body", True
         function = _FUNCTION.search(header)
@@ -138,5 +138,5 @@ class HarmonyReasoning:
 
 
 def reasoning(rest: Parser, opened: bool) -> Parser:
-    """The reasoning parser before `rest`. None is needed before `HarmonyParser`, which parses reasoning itself."""
+    """The reasoning parser before `rest`. `HarmonyParser` needs none: it parses reasoning itself."""
     return rest if isinstance(rest, HarmonyParser) else HarmonyReasoning(rest)

@@ -60,14 +60,14 @@ class JsonCall:
         self._value = JsonValue()
 
     def take(self) -> str:
-        """The arguments read since the last `take`. Empty until the name is known."""
+        """The arguments since the last `take`. Empty until the name is known."""
         if self.name is None:
             return ""
         pending, self._pending = self._pending, ""
         return pending
 
     def push(self, char: str) -> None:
-        """Add one character. Nothing may be pushed once `state` is "done" or "failed"."""
+        """Add one character. Not allowed once `state` is "done" or "failed"."""
         self.raw += char
         if self.state in ("open", "key", "colon", "next"):
             self._between(char)

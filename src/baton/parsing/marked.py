@@ -8,8 +8,8 @@ from baton.parsing.base import ParsedEvent, Words, split_at
 
 
 class MarkedParser(ABC):
-    """Text before a marker is content. The subclass parses what follows, in its own states, until it sets the state
-    `_where` to "words" again. `_held`: text that cannot be parsed before more text comes."""
+    """Text before a marker is content. The subclass parses the text after it, until it sets the state `_where` to
+    "words" again. `_held`: text that cannot be parsed yet."""
 
     def __init__(self, *markers: str) -> None:
         self.markers = markers

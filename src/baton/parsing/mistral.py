@@ -39,7 +39,6 @@ class MistralParser(MarkedParser):
         return states[self._where](text, events)
 
     def _start(self, text: str, events: list[ParsedEvent]) -> str | None:
-        """After `[TOOL_CALLS]`."""
         rest = text.lstrip()
         if rest.startswith("[") and not _ARGS.startswith(rest):
             self._calls.begin(_OPEN + text[: len(text) - len(rest) + 1])
@@ -66,7 +65,6 @@ class MistralParser(MarkedParser):
         return text
 
     def _arguments(self, text: str, events: list[ParsedEvent]) -> str:
-        """After a name."""
         before = len(self._value.text)
         for char in text:
             self._value.push(char)
@@ -81,7 +79,6 @@ class MistralParser(MarkedParser):
         return text[len(more) :]
 
     def _call(self, text: str, events: list[ParsedEvent]) -> str:
-        """In a call of a list."""
         more, text, is_call = self._calls.push(text)
         events += more
         if is_call is not None:

@@ -10,7 +10,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 class ThinkParser:
     """Parses reasoning, then passes the answer to `rest`. `begun`: the prompt ends within the reasoning. `to_call`: a
-    call also ends the reasoning, as in vLLM's `qwen3`, because these models may leave out `</think>` before a call."""
+    call also ends it, as in vLLM's `qwen3`, because these models may leave out `</think>` before a call."""
 
     def __init__(self, rest: Parser, begun: bool, to_call: bool = False) -> None:
         self._rest = rest

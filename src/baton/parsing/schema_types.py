@@ -1,8 +1,8 @@
 """Converts values that a model wrote as text to JSON, by the schema of the parameter.
 
-As in vLLM, the first type that fits wins, of null, integer, number, boolean, object, array and string, among those that
-the schema allows; a schema without types means string. Beyond vLLM, `$ref` and `const` are followed, `allOf` allows
-what all its branches allow, and text that equals a value of an `enum` is that value.
+As in vLLM, the first allowed type that fits wins, in the order null, integer, number, boolean, object, array, string; a
+schema without types means string. Beyond vLLM, `$ref` and `const` are followed, `allOf` allows what all its branches
+allow, and text that equals a value of an `enum` is that value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_DEPTH, _MAX_PARTS = 32, 1024
 
 
 def parameter_schema(schema: Any, key: str) -> Any:
-    """The schema of parameter `key` in `schema`, that of a function's parameters; None if there is none."""
+    """The schema of parameter `key` of a function with `schema`; None if there is none."""
     parts = list(_Walk(schema).parts(schema))
     for part in parts:
         properties = part.get("properties")
@@ -60,8 +60,8 @@ def value_of(text: str, schema: Any, root: Any) -> str:
 
 
 class _Walk:
-    """One walk through a schema. It follows each reference once and visits at most `_MAX_PARTS` parts, because the
-    schema comes from a client, and the model decides how often it is walked."""
+    """One walk through a schema. It follows each reference once and visits at most `_MAX_PARTS` parts: clients choose
+    the schema, and the model decides how often it is walked."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -120,7 +120,6 @@ def _list(schema: dict[str, Any], field: str) -> list[Any]:
 
 
 def _constants(schema: dict[str, Any]) -> list[Any]:
-    """The values of `enum` and `const`."""
     return _list(schema, "enum") + ([schema["const"]] if "const" in schema else [])
 
 
@@ -143,7 +142,7 @@ def _same(text: str, constant: Any) -> bool:
 
 
 def _loads(text: str) -> Any:
-    """The JSON value in a text; `_NOTHING` if it is not JSON."""
+    """The JSON value in a text, or `_NOTHING`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
 """A process that checks grammars by compiling them: `python -m baton.structured.checker`.
 
 The compiler cannot be interrupted, and a hostile grammar may crash it, so each grammar is compiled here first. Input:
-one JSON value per line, first `[tokenizer.json, vocab_size, eos_ids]`, then grammar sources. Output per line: a JSON
-string that says what is wrong, empty if nothing is. The process ends with its input.
+one JSON value per line, first `[tokenizer.json, vocab_size, eos_ids]`, then sources. Output per line: a JSON string
+that says what is wrong, or is empty. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.structured.vocabulary import vocabulary
 
 # Far more than a valid grammar can take within `limits`, with the vocabulary.
 _MAX_MEMORY = 4 << 30
-# The first steps through a grammar are tried, because a slow step would block an engine.
+# The first steps are tried too, because a slow step would block an engine.
 _NUM_STEPS = 16
 _STRIDE = 7919
 _MAX_STEP_S = 0.25

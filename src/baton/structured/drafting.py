@@ -1,4 +1,4 @@
-"""Constrains drafts by their requests' grammars, from plain data: drafting may run in a process without requests."""
+"""Constrains drafts by grammars, from plain data: drafting may run in a process without requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DraftMatchers:
         self._matchers: OrderedDict[tuple[str, StructuredOutputsParams], Matcher] = OrderedDict()
 
     def at(self, known: Sequence[Known | None]) -> Constrained:
-        """The constraints of one plan's requests; None for requests without a grammar."""
+        """The constraints of one plan. `known`: None for requests without a grammar."""
         return Constrained([self._at(one) if one is not None else None for one in known])
 
     def _at(self, known: Known) -> Matcher | None:
@@ -52,7 +52,7 @@ class DraftMatchers:
 
 
 class Constrained:
-    """The drafts that the grammars of a plan's requests allow, while drafts are chosen one after another."""
+    """The grammars of a plan's requests, while drafts are chosen one after another."""
 
     def __init__(self, matchers: Sequence[Matcher | None]) -> None:
         self._matchers = list(matchers)
@@ -69,7 +69,7 @@ class Constrained:
             return None
 
     def chose(self, request: int, token: int) -> None:
-        """Advance by a chosen draft. After a draft that ends the output all tokens are allowed; they are not used."""
+        """Advance by a draft. After one that ends the output, all tokens are allowed: they are not used."""
         matcher = self._matchers[request]
         if matcher is not None and not matcher.consume(token):
             self._matchers[request] = None

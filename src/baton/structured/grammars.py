@@ -35,8 +35,8 @@ class Grammars:
         self._tokens: LLTokenizer | None = None
 
     def check(self, asked: StructuredOutputsParams) -> None:
-        """Compile a new grammar: first in the checker process, with a time limit, then here. Takes seconds at worst, on
-        the caller's thread. Raises `RequestError`."""
+        """Compile a new grammar, first in the checker process with a time limit. Takes seconds at worst, on the
+        caller's thread. Raises `RequestError`."""
         if self._known(asked) is None:
             self._checker.check(source_of(asked))
             self._compile(asked)

@@ -44,10 +44,9 @@ class Compiled:
 
 
 class Matcher:
-    """A position in a grammar. To move, it keeps the tokens in common and rolls back the others. Not thread-safe.
+    """A position in a grammar. It moves by rolling back the tokens that differ. Not thread-safe.
 
-    `compiled` is not changed. `eos_ids` are allowed where the grammar may end. They are not consumed, because nothing
-    follows them.
+    `compiled` is not changed. `eos_ids` are allowed if the grammar may end, and are never consumed.
     """
 
     def __init__(self, compiled: Compiled, eos_ids: Container[int]) -> None:
@@ -57,8 +56,8 @@ class Matcher:
         self._tokens: list[int] = []
 
     def move(self, output_ids: Sequence[int]) -> None:
-        """Move to the position after these output tokens. Raises `RequestError` if they do not follow the grammar, or
-        if it takes too much work."""
+        """Move to after these output tokens. Raises `RequestError` if they do not follow the grammar, or if it takes
+        too much work."""
         num_same = _num_common(self._tokens, output_ids)
         surplus = len(self._tokens) - num_same
         if surplus and not self._matcher.rollback(surplus):
@@ -76,8 +75,7 @@ class Matcher:
         return True
 
     def bits(self) -> Bits:
-        """The allowed tokens, uint8 [bytes]. Raises `RequestError` if there are none, or if computing them takes too
-        much work."""
+        """The allowed tokens, uint8 [bytes]. Raises `RequestError` if there are none, or if it takes too much work."""
         bits = np.zeros(self._num_bytes, dtype=np.uint8)
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
@@ -86,8 +84,8 @@ class Matcher:
         return bits
 
     def allowed(self, output_ids: Sequence[int], drafts: Sequence[int]) -> Allowed:
-        """The allowed tokens for the next position and after each draft, up to the first draft that is not allowed:
-        later rows do not matter. Raises `RequestError` as `move` and `bits` do."""
+        """The allowed tokens for the next position and after each draft, up to the first draft that is not allowed.
+        Raises `RequestError` as `move` and `bits` do."""
         self.move(output_ids)
         rows = [self.bits()]
         for draft in drafts:

@@ -41,7 +41,7 @@ def source_of(asked: StructuredOutputsParams) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote a text for a grammar, which allows no raw control characters. JSON escapes all of them but DEL."""
+    """Quote a text for a grammar, without control characters. JSON escapes all of them but DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -71,8 +71,8 @@ def _check_patterns(schema: Any) -> None:
 
 
 def check_repetition(regex: str) -> None:
-    """Raise `ValueError` for a regular expression or grammar text that is too long once its counted repetitions are
-    expanded: one step in it would take seconds."""
+    """Raise `ValueError` for a regular expression or grammar that is too long with its counted repetitions expanded:
+    one step in it would take seconds."""
     sizes, last, at = [0], 0, 0
     while at < len(regex):
         repeated = _REPEATED.match(regex, at)
@@ -98,8 +98,8 @@ def check_repetition(regex: str) -> None:
 
 
 def limits() -> LLParserLimits:
-    """Limits for compiling a grammar and for one step; beyond them a matcher is in error. A step runs on the engine
-    thread, so it must stay within tens of milliseconds."""
+    """Limits for compiling a grammar and for one step; beyond them a matcher is in error. A step must stay within tens
+    of milliseconds, because it runs on the engine thread."""
     return LLParserLimits(
         max_items_in_row=2000,
         initial_lexer_fuel=500_000,

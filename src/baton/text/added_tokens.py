@@ -1,5 +1,5 @@
-"""Tokens that `tokenizer_config.json` and its older companions declare in addition to `tokenizer.json`, such as markers
-of fine-tunes, and which tokens are special. Read as transformers does."""
+"""Tokens that `tokenizer_config.json` and older files declare besides `tokenizer.json`, such as markers of fine-tunes.
+Read as transformers does."""
 
 from __future__ import annotations
 

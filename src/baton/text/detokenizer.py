@@ -1,9 +1,8 @@
 """Token ids to text, one token at a time, without splitting a character.
 
 Tokens cannot be decoded alone: a character may span tokens, and some vocabularies drop the leading space of a text.
-Byte tokens go through a UTF-8 decoder. For other tokens, each step decodes a short window and emits the new text.
-Byte-fallback vocabularies need both, because they decode a whole run of bytes differently if its last character is
-incomplete.
+Byte tokens go through a UTF-8 decoder. For others, each step decodes a short window and emits the new text.
+Byte-fallback vocabularies need both: they decode a run of bytes differently if its last character is incomplete.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         spelt: frozenset[int] = frozenset(),
     ) -> None:
-        """`prompt_ids`: context that is not emitted. It decides how the first token is decoded, and the output may
-        complete its last character. `spelt`: special tokens that are emitted in any case."""
+        """`prompt_ids` is not emitted, but decides how the first token is decoded, and the output may complete its last
+        character. `spelt`: special tokens to emit even with `skip_special_tokens`."""
         self._tokenizer = tokenizer
         self._spelling = tokenizer.spelling
         self._hidden = tokenizer.special_ids - spelt if skip_special_tokens else frozenset[int]()
@@ -66,7 +65,7 @@ class IncrementalDetokenizer:
             out += ready[self._num_emitted :]
             self._num_emitted = len(ready)
         if len(ready) == len(text) and ready:
-            # Nothing is pending, so the last token is enough context for the next one.
+            # Nothing is pending: the last token is enough context.
             self._window = [token_id]
             self._num_emitted = len(self._text())
         elif len(self._window) > _MAX_WINDOW_TOKENS:
@@ -76,7 +75,7 @@ class IncrementalDetokenizer:
         return out
 
     def flush(self) -> str:
-        """Return the held text at the end of the sequence. An incomplete character becomes U+FFFD."""
+        """The held text at the end of the sequence. An incomplete character becomes U+FFFD."""
         out = self._leave_bytes()
         if self._spelling.in_bytes or not self._window:
             return out
@@ -86,7 +85,7 @@ class IncrementalDetokenizer:
         return out
 
     def _leave_bytes(self) -> str:
-        """End a run of byte tokens. The UTF-8 decoder has emitted its text, so count it as emitted."""
+        """End a run of byte tokens. The UTF-8 decoder has emitted its text."""
         if not self._in_bytes:
             return ""
         self._in_bytes = False

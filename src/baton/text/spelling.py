@@ -18,8 +18,8 @@ class Spelling:
     """The bytes of a vocabulary's tokens, as its decoder writes them within a text. Thread-safe.
 
     `in_bytes`: all tokens are bytes (GPT-2's alphabet), and a text is their concatenation as UTF-8. `mixed`: the same,
-    but the decoder also changes the text. `byte_values`: the byte of each token `<0x00>` to `<0xFF>`, if the decoder
-    has byte fallback (Llama 2, Gemma).
+    but the decoder also changes the text. `byte_values`: the bytes of tokens `<0x00>` to `<0xFF>`, if the decoder has
+    byte fallback (Llama 2, Gemma).
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:

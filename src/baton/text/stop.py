@@ -1,7 +1,7 @@
 """Stop strings in a stream of text. A match may span pieces, so text that may become a match is held back.
 
-Knuth-Morris-Pratt matching visits each character once per stop string. Neither work nor result depends on how the text
-is cut into pieces: the stop string that is complete first ends the text; of two that end together, the longer one.
+Knuth-Morris-Pratt visits each character once per stop string, so neither work nor result depends on how the text is
+cut. The stop string that is complete first ends the text; of two that end together, the longer one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StopChecker:
         return text[:shown]
 
     def flush(self) -> str:
-        """Return the held text at the end of a sequence without a match."""
+        """The held text at the end of a sequence without a match."""
         held, self._held = self._held, ""
         return held
 

@@ -53,8 +53,8 @@ def chosen_template(given: str) -> str:
 
 
 def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a directory by name. As in transformers, files replace those of `settings`, the content of
-    tokenizer_config.json."""
+    """The chat templates of a directory by name. As in transformers, files replace those in `settings`
+    (tokenizer_config.json)."""
     found: dict[str, str] = {}
     value = settings.get("chat_template")
     if isinstance(value, str):
@@ -72,8 +72,8 @@ class ChatTemplate:
     """One compiled template. Raises `CheckpointError` if `source` is not valid Jinja."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens`: by the names that templates use, such as `bos_token`. The attribute `variables` has all
-        names that the template uses."""
+        """`special_tokens` by name, such as `bos_token`. The attribute `variables` has all names that the template
+        uses."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
@@ -133,8 +133,8 @@ class ChatTemplate:
             raise RequestError(f"the chat template refuses the messages: {error}", "messages") from None
 
     def _shown(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages as the template takes them. As in vLLM, for a template that does not know the role `developer`
-        all developer and system messages become one system message, first, as strict templates require."""
+        """The messages as the template takes them. As in vLLM, if the template does not know the role `developer`, all
+        developer and system messages become one system message at the beginning, as strict templates require."""
         shown = [_with_reasoning(message) for message in messages]
         if self._knows_developer or all(message.get("role") != "developer" for message in shown):
             return shown

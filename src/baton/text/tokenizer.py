@@ -133,8 +133,8 @@ class Tokenizer:
 
 
 def _eos_token_ids(root: Path, special: Mapping[str, str], backend: tokenizers.Tokenizer | None) -> list[int]:
-    """The end tokens of generation_config.json, config.json and the tokenizer together, because fine-tunes often change
-    only one of them. Ids beyond the model's vocabulary are ignored."""
+    """The end tokens of generation_config.json, config.json and the tokenizer, because fine-tunes often change only one
+    of them. Ids beyond the model's vocabulary are ignored."""
     found: list[int] = []
     config = read_object(root / "config.json")
     for name, source in (

@@ -1,5 +1,5 @@
-"""Collectives between ranks (partial sums, layer outputs of pipeline stages): gloo over loopback, with a file store
-that only they can read."""
+"""Collectives between ranks (partial sums, outputs of pipeline stages): gloo over loopback, with a private file
+store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 class Exchange:
-    """One rank's member of a group of `size` ranks. The constructor waits for all others."""
+    """One rank's end of a process group. The constructor waits for all `size` ranks."""
 
     def __init__(self, store: str, rank: int, size: int) -> None:
         # By default gloo binds the address of the host name.
@@ -48,17 +48,16 @@ class Exchange:
         return torch.split(came, list(sizes))
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor to rank `to`, which calls `receive`."""
         self._group.send([tensor.contiguous().view(-1).view(torch.uint8)], to, 0).wait()
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Receive a tensor from rank `source` into `tensor`."""
+        """Receive into `tensor`."""
         self._group.recv([tensor.view(-1).view(torch.uint8)], source, 0).wait()
 
 
 def expert_ranks(config: EngineConfig, store: str) -> ExpertRanks:
-    """This process's place among the data-parallel ranks. They connect in their first exchange; without experts there
-    is none."""
+    """This process among the data-parallel ranks. They connect at the first exchange, of which there is none without
+    experts."""
     rank, size = config.data_parallel_rank, config.data_parallel_size
     exchange = functools.cache(lambda: Exchange(store, rank, size))
     return ExpertRanks(
@@ -67,8 +66,8 @@ def expert_ranks(config: EngineConfig, store: str) -> ExpertRanks:
 
 
 def tensor_rank(config: EngineConfig, store: str, rank: int) -> TensorRank:
-    """This process's place among an engine's ranks, after all have connected. Ranks are numbered stage by stage. Tensor
-    rank t of a stage exchanges layer outputs with tensor rank t of the other stages, and sums within its stage."""
+    """This process among an engine's ranks, after all have connected. Ranks are numbered stage by stage. Tensor rank t
+    exchanges layer outputs with tensor rank t of the other stages, and sums within its stage."""
     size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     index, number = divmod(rank, size)
     stage = Stage()

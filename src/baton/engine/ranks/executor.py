@@ -19,12 +19,12 @@ class RankExecutor:
     """Runs each plan on all ranks and returns rank 0's result. On return, every rank has written its KV.
 
     A plan that raises on one rank leaves the others in the middle of a collective, so it ends all ranks: later plans
-    raise too, and the engine ends. Drafts that differ between ranks do the same. Only rank 0 chooses tokens, so an
-    error there ends nothing.
+    raise too, and the engine ends. Drafts that differ between ranks do the same. Errors in choosing tokens do not,
+    because only rank 0 chooses.
     """
 
     def __init__(self, local: LocalExecutor, followers: Followers, spec: PlanSpec) -> None:
-        # `spec` covers all stages; other stages may have groups that rank 0 lacks.
+        # The `spec` of all stages: rank 0 may lack groups of other stages.
         self.local, self.spec = local, spec
         self._followers = followers
 
@@ -47,7 +47,7 @@ class RankExecutor:
         self._together(Copy(group, source, destination), lambda: self.local.copy_page(group, source, destination))
 
     def _together(self, order: Order, own: Callable[[], R]) -> R:
-        """Send an order, run rank 0's part `own`, wait for the other ranks, and return the result of `own`."""
+        """Run an order on all ranks. Returns the result of `own`, rank 0's part."""
         return self._answers(order, own)[0]
 
     def _answers(self, order: Order, own: Callable[[], R]) -> tuple[R, list[Done]]:

@@ -36,8 +36,8 @@ BLAME_LIMIT_S = 0.5
 class Followers:
     """Starts a process for each rank from 1 on; there may be none.
 
-    Ranks compute in lockstep: all answer each order before the next. If one ends or fails, all are ended, because its
-    KV is unknown, so nothing may be decoded or handed over.
+    Ranks compute in lockstep: all answer an order before the next. If one ends or fails, all are ended, because its KV
+    is unknown and must not be decoded from or handed over.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -103,7 +103,7 @@ class Followers:
             raise EngineUnavailableError(self.fail(f"rank {rank} has gone: {error}")) from None
 
     def answered(self) -> list[Done]:
-        """Wait until all ranks have carried out an order, and return their answers. Raises `EngineUnavailableError`."""
+        """Wait for the answers of all ranks to an order. Raises `EngineUnavailableError`."""
         answers = []
         for rank, pipe in enumerate(self._pipes, 1):
             if self._failure is not None:
@@ -126,7 +126,7 @@ class Followers:
             self._directory = None
 
     def share(self, pool: KVMemory, aux_layers: Sequence[int]) -> None:
-        """Send each rank from 1 on the location of its pages and the drafter's auxiliary layers; call `answered` next.
+        """Send each rank the location of its pages and the drafter's auxiliary layers; call `answered` next.
 
         Raises `EngineUnavailableError`, and `ConfigError` if other processes cannot access the pages.
         """
@@ -138,7 +138,7 @@ class Followers:
             self._send(rank, Allocate(dict(pool.size.num_pages), files, list(aux_layers)))
 
     def blame(self, error: Exception) -> EngineUnavailableError:
-        """End all ranks after `error` in rank 0's part of an order, and return the exception to raise. It names another
+        """End all ranks after `error` in rank 0's part of an order. Returns the exception to raise, which names another
         rank as the cause if one has ended."""
         deadline = time.monotonic() + BLAME_LIMIT_S
         while not self._closing and time.monotonic() < deadline:
@@ -159,7 +159,7 @@ class Followers:
         return self._failure
 
     def close(self) -> None:
-        """End the processes by closing their pipes; kill those that have not ended after `END_LIMIT_S`."""
+        """Close the pipes, which ends the processes; kill them after `END_LIMIT_S`."""
         self._closing = True
         for pipe in self._pipes:
             pipe.close()

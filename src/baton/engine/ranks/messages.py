@@ -24,8 +24,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
-    """The second order. `num_pages` by group. `files`: path and byte offset of each group's pages; None: the rank
-    allocates them. `aux_layers`: the auxiliary layers of the drafter, which is on stage 0."""
+    """The second order. `files`: path and byte offset of each group's pages; None: the rank allocates them.
+    `aux_layers`: those of the drafter, which is on stage 0."""
 
     num_pages: dict[str, int]
     files: dict[str, tuple[str, int]] | None
@@ -49,8 +49,7 @@ class Draft(msgspec.Struct, frozen=True, tag="draft"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The answer to each order: it is carried out. `drafts`: the `digest` of the drafts, from a rank that has the
-    drafter."""
+    """The answer to each order. `drafts`: the `digest` of the drafts, from ranks with the drafter."""
 
     drafts: int | None = None
 
@@ -72,7 +71,7 @@ def _to_builtin(value: Any) -> Any:
 
 
 def _from_builtin(kind: Any, value: Any) -> Any:
-    # The annotation is an NDArray, e.g. NDArray[np.int64], and gives the dtype.
+    # The annotation, such as NDArray[np.int64], gives the dtype.
     (dtype,) = kind.__args__[1].__args__
     shape, data = value
     return np.frombuffer(bytearray(data), dtype).reshape(shape)
@@ -84,7 +83,7 @@ _ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
 def digest(result: DraftResult) -> int:
-    """A digest for comparing drafts between ranks: the next plan's rows are made from them."""
+    """Compared between ranks, because the next plan's rows contain the drafts."""
     return zlib.crc32(msgspec.msgpack.encode(result.drafts))
 
 
