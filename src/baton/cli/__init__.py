@@ -21,11 +21,11 @@ from baton.cli.verify import verify_command
 from baton.deployment.processes import CONFIG_STATUS
 from baton.errors import BatonError, ConfigError, RequestError
 
-# How often a GNU OpenMP thread polls for work before it sleeps: longer than the idle times within an engine's step, but
-# too short to cost other processes much. The runtime's own default lasts milliseconds.
+# How often a GNU OpenMP thread polls for work before it sleeps: longer than the pauses within an engine's step, but too
+# short to slow down other processes. The runtime's own default takes milliseconds.
 _SPIN_COUNT = 20_000
 
-# Click's class. Depending on typer's version, click is a part of typer or a package of its own.
+# Click's class. Depending on its version, typer contains or requires click.
 _UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(

@@ -1,6 +1,4 @@
-"""`baton serve --data-parallel-size N`: starts one server process per rank. They start and end together; this process
-computes nothing.
-"""
+"""`baton serve --data-parallel-size N`: one server process per rank. They start and end together."""
 
 from __future__ import annotations
 
@@ -25,9 +23,8 @@ _TRIES = 50
 
 
 def free_ports(host: str, port: int, count: int) -> list[int]:
-    """`port` and those after it, or for 0 free ports in a row. Raises `ConfigError` if one is taken.
-
-    The ports are free when this returns, but not reserved.
+    """`port` and those after it, or for 0 free ports in a row, which are not reserved. Raises `ConfigError` if one is
+    taken.
     """
     for left in reversed(range(_TRIES if port == 0 else 1)):
         with contextlib.ExitStack() as held:
@@ -44,13 +41,12 @@ def free_ports(host: str, port: int, count: int) -> list[int]:
 
 
 class DataRanks:
-    """The processes of all ranks. Each gets this command's flags and a few of its own. If one ends by itself, all end.
-
-    A rank's engine id is `engine_id` with the suffix `_dp0`, `_dp1`...
+    """The processes of all ranks, with this command's flags and a few of their own. If one ends by itself, all end.
+    Their engine ids are `engine_id` with suffixes `_dp0`, `_dp1`...
     """
 
     def __init__(self, size: int, engine_id: str, ports: Sequence[int], engines_per_host: int) -> None:
-        # Ranks find each other through files here, which other users cannot read.
+        # Ranks find each other through files here. Other users cannot read them.
         self._directory = RunDirectory("data-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []
@@ -87,8 +83,8 @@ class DataRanks:
         self._processes.append(process)
 
     def await_ready(self, reporter: Reporter) -> tuple[list[str], str]:
-        """Wait until all ranks serve. Returns their URLs and the KV capacity of one rank. Raises
-        `EngineUnavailableError` if a rank ends before.
+        """Wait until all ranks serve. Returns their URLs and one rank's KV capacity. Raises `EngineUnavailableError` if
+        a rank ends before.
         """
         urls: dict[int, str] = {}
         kv, pending = "", [b""] * len(self._pipes)
@@ -111,13 +107,13 @@ class DataRanks:
         return [urls[rank] for rank in range(len(urls))], kv
 
     def wait(self) -> None:
-        """Wait until all ranks have ended after a signal. If one ends by itself, raises `EngineUnavailableError` with
-        its status; the caller then ends the others.
+        """Wait until all ranks have ended after a signal. Raises `EngineUnavailableError` as soon as one ends by
+        itself.
         """
         while any(process.poll() is None for process in self._processes):
             ended = {rank: status for rank, one in enumerate(self._processes) if (status := one.poll()) is not None}
             if ended and not self._told:
-                # A killed rank has a negative status. The others end by themselves soon after it, so it is the cause.
+                # A killed rank has a negative status; the others end by themselves soon after it.
                 raise EngineUnavailableError(self._end_of(min(ended, key=lambda rank: ended[rank])))
             time.sleep(_LOOK_S)
         failed = [rank for rank, process in enumerate(self._processes) if process.returncode != 0]
@@ -144,7 +140,7 @@ class DataRanks:
                 process.send_signal(number)
 
     def close(self) -> None:
-        """End all running ranks. Without a signal they are killed: a rank without the others cannot end in order."""
+        """End all running ranks. Without a signal they are killed: no rank can end in order without the others."""
         for process in self._processes:
             if not self._told and process.poll() is None:
                 process.kill()

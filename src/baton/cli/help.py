@@ -38,13 +38,12 @@ _ROLES, _OTHERS = "Engines of one role", "Options"
 
 
 def panel_of(name: str) -> str:
-    """The group of a flag."""
     own = name.startswith(("prefill_", "decode_"))
     return _PANEL_OF.get(name, _ROLES if own else _OTHERS)
 
 
 class GroupedCommand(TyperCommand):
-    """A command that lists its flags by group, in the order of `_PANELS`, and prints its epilog unchanged."""
+    """A command with flags in groups, in the order of `_PANELS`, and an unchanged epilog."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         found: dict[str, list[tuple[str, str]]] = {}

@@ -173,7 +173,7 @@ async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficO
 
 
 def _local(root: str | None) -> str:
-    """The server's checkpoint, if it is a local directory. A hub name is not fetched: only users choose downloads."""
+    """The server's checkpoint, if it is a local directory. Hub names are not fetched: only users choose downloads."""
     if root is None or not os.path.isdir(root):
         raise ConfigError("tokenizer", f"must be given: the server's checkpoint is no directory here, but {root!r}")
     return root

@@ -1,4 +1,4 @@
-"""Logging of commands that serve: one line per record on stderr, as text or JSON, with its time in UTC."""
+"""Logging of commands that serve: one line per record on stderr, as text or JSON, with UTC times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _time_of(record: logging.LogRecord) -> str:
 
 
 class _Text(logging.Formatter):
-    """A record as text. Each of its lines, also in a traceback, has time, level and logger."""
+    """Text with time, level and logger on each line, also of tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_time_of(record)} {record.levelname} {record.name}: "
@@ -66,12 +66,12 @@ def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
 
 
 def logs() -> bool:
-    """Whether `log_to_stderr` was called, so that stderr must only get log lines."""
+    """Whether `log_to_stderr` was called; then stderr only gets log lines."""
     return any(isinstance(handler, _Stderr) for handler in logging.getLogger().handlers)
 
 
 def wants_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether a command line asks for JSON logs, so that its own errors are logged as JSON too."""
+    """Whether a command line asks for JSON logs, which then also report its own errors."""
     last = environment.get(f"{FLAG_VARIABLES}LOG_FORMAT")
     for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
         if argument == "--log-format":

@@ -1,4 +1,4 @@
-"""Flags as dataclasses, so that all commands that start engines share theirs. Names follow vLLM's."""
+"""Flags as dataclasses, shared by all commands that start engines. Names follow vLLM's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from baton.parsing import REASONING_PARSERS, TOOL_PARSERS
 from baton.text import chosen_template
 from baton.wire import KVStream, Mode, Recovery, Role
 
-# That many rows delay concurrent decodes less than a handoff's overhead would (docs/performance.md).
+# That many rows delay concurrent decodes less than a handoff would (docs/performance.md).
 MAX_LOCAL_PREFILL_LENGTH = 64
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class StepOptions:
     kv_stream: Annotated[KVStream, typer.Option(help="Push after the prefill, by chunk of it, or by layer.")] = "chunk"
 
     def to_flags(self) -> list[str]:
-        """The flags for a child process with these options."""
+        """These options as flags for a child process."""
         flags: list[str] = []
         for option in dataclasses.fields(self):
             value = getattr(self, option.name)
@@ -146,9 +146,7 @@ class EngineOptions(StepOptions):
         engine_id: str = "engine",
         process: ProcessOptions | None = None,
     ) -> EngineConfig:
-        """Return the checked configuration, after fetching models from the hub. Raises `ConfigError` for the first bad
-        field.
-        """
+        """The checked configuration, with models of the hub fetched. Raises `ConfigError` for the first bad field."""
         own = process or ProcessOptions()
         settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         settings["engines_per_host"] = 1 if self.engines_per_host is None else self.engines_per_host
@@ -169,7 +167,7 @@ class EngineOptions(StepOptions):
         return config.check().located()
 
     def located(self, config: EngineConfig) -> EngineOptions:
-        """These options for child processes, with hub names replaced by the directories in `config`."""
+        """These options for child processes, with the directories in `config` for hub names."""
         spec, name = config.speculative_config, config.served_model_name
         given = json.dumps(dataclasses.asdict(spec)) if spec else None
         return dataclasses.replace(self, revision=None, served_model_name=name, speculative_config=given)
@@ -223,16 +221,16 @@ class ListenOptions:
     log_format: Annotated[LogFormat, typer.Option(help="Of log lines, on stderr.")] = "text"
 
     def bind(self) -> socket.socket:
-        """Start logging, and listen. Raises `ConfigError` if the address is unavailable."""
+        """Start logging, and listen. Raises `ConfigError` if that fails."""
         log_to_stderr(self.log_level, self.log_format)
         return bind(self.host, self.port)
 
     def template(self) -> str | None:
-        """The chat template's text, or None. Raises the errors of `chosen_template`."""
+        """The chat template's text. Raises the errors of `chosen_template`."""
         return None if self.chat_template is None else chosen_template(self.chat_template)
 
     def parsing(self) -> Parsing:
-        """The parsers of responses. Raises `ConfigError` for an unknown one."""
+        """Raises `ConfigError` for an unknown parser."""
         return Parsing(self.enable_auto_tool_choice, self.tool_call_parser, self.reasoning_parser)
 
     def limits(self) -> HttpLimits:
@@ -242,7 +240,7 @@ class ListenOptions:
         return PerRequestMetrics(self.enable_per_request_metrics, self.per_request_spec_decode_metrics)
 
     def access(self) -> Access:
-        """Access to the API. Raises `ConfigError` for a setting that is malformed or unreadable."""
+        """Raises `ConfigError` for a setting that is malformed or unreadable."""
         try:
             origins = msgspec.json.decode(self.allowed_origins or "[]", type=tuple[str, ...])
         except msgspec.DecodeError as error:
@@ -295,7 +293,7 @@ class RouterOptions:
     ] = None
 
     def to_config(self, host: str, **settings: Any) -> RouterConfig:
-        """Return the configuration, with other `settings` of `RouterConfig`. Creates the admin token file if needed."""
+        """The configuration, with other `settings` of `RouterConfig`. Creates a missing admin token file."""
         from baton.router import RouterConfig
         from baton.router.admin import admin_token
 

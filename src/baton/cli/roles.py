@@ -63,7 +63,7 @@ class RoleOptions:
         return {role: size or options.data_parallel_size for role, size in own.items()}
 
     def alike(self, options: Options, batch_invariant: bool) -> Options:
-        """`options` that make batch-invariant engines of both roles compute the same bits."""
+        """`options` with which batch-invariant engines of both roles compute the same bits."""
         sizes = (options.tensor_parallel_size, self.prefill_tensor_parallel_size, self.decode_tensor_parallel_size)
         most = max(size for size in sizes if size is not None)
         if not batch_invariant or options.reduction_slices is not None or most == 1:

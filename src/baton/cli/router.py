@@ -1,4 +1,4 @@
-"""`baton router`, and how a router is served. Slow imports are delayed until they are needed."""
+"""`baton router`, and how a router is served. Slow imports come late."""
 
 from __future__ import annotations
 
@@ -104,9 +104,7 @@ async def serve_router(
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve a router as `baton.openai.serving.serve` does, until SIGINT, SIGTERM or `stop`. `beside` is a cleanup
-    context that runs with the app.
-    """
+    """Serve a router as `baton.openai.serving.serve` does, with `beside` as a cleanup context of its app."""
     from baton.router import build_app
 
     app = await build_app(config)

@@ -1,4 +1,4 @@
-"""`baton serve` and `baton up`. Slow imports are delayed until the port is known to be free."""
+"""`baton serve` and `baton up`. Slow imports come after the port is known to be free."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _serve_ranks(
     from baton.cli.data_ranks import DataRanks, free_ports
 
     log_to_stderr(listen.log_level, listen.log_format)
-    # Checked here too, so that a bad flag gives one error line instead of one per rank.
+    # Checked here too, so that a bad flag gives one error line, not one per rank.
     size = options.data_parallel_size
     check_sizes(options.to_config(model, role, engine_id or role, process), size)
     ports = free_ports(listen.host, listen.port, size)
@@ -146,7 +146,7 @@ def up_command(
     from baton.server.run import ending_on_sigterm
 
     began = time.monotonic()
-    # Checked here too, so that a bad flag gives one error line instead of one per engine.
+    # Checked here too, so that a bad flag gives one error line, not one per engine.
     answers = {
         "chat_template": listen.template(),
         "limits": listen.limits(),
@@ -207,7 +207,7 @@ def up_command(
 
 
 def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -> str:
-    """A summary of what runs, with an example request if clients are served at `url`. `engines`: a line on each."""
+    """A summary of what runs, with an example request to `url`. `engines`: a line on each."""
     spec, name = config.speculative_config, config.served_model_name or Path(config.model).name
     lines = {"model": f"{name} ({config.model})", "drafter": "none", **engines}
     if spec is not None:
@@ -224,7 +224,7 @@ def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -
 
 
 async def _supervise(supervisor: Supervisor, stop: asyncio.Event, app: web.Application) -> AsyncIterator[None]:
-    """Restart children that end by themselves while the app runs. Set `stop` when the supervisor gives up."""
+    """Restart children that end by themselves. Set `stop` when the supervisor gives up."""
 
     async def watch() -> None:
         while supervisor.failure is None:

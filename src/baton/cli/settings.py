@@ -1,5 +1,5 @@
-"""Flags from a file (`--config`) and from environment variables, checked like those of the command line. As in vLLM,
-the command line overrides the environment, and the environment the file.
+"""Flags from a file (`--config`) and environment variables. As in vLLM, the command line overrides the environment, and
+the environment the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Restarts the processes of a deployment that end by themselves, after growing pauses.
+"""Restarts processes of a deployment that end by themselves, after growing pauses.
 
 An ended engine loses its state. The router continues its requests elsewhere or fails them, and uses the new process at
 the same address once it answers.
@@ -13,7 +13,7 @@ from typing import Protocol
 
 DEFAULT_MAX_RESTARTS = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-# A process that has served for this long gets all its restarts again: its start cannot be at fault.
+# After this time of service, a process gets all its restarts again: its start cannot be at fault.
 _CALM_S = 300.0
 
 

@@ -23,9 +23,8 @@ class Difference:
 
 @dataclass(slots=True)
 class Report:
-    """The outcome of one mode. `near_ties`: answers that diverge at a near-tie of the reference's two best tokens.
-
-    `acceptance` and `reference_acceptance`: accepted drafts per verification, by draft position.
+    """The outcome of one mode. `near_ties`: answers that diverge where the reference's two best tokens are nearly
+    equal.
     """
 
     mode: str
@@ -58,12 +57,11 @@ def compare(
     logprob_tolerance: float | None = 1e-4,
     near_tie: float = 0.0,
 ) -> Report:
-    """Compare answers pairwise. `logprob_tolerance` None: logprobs are not compared. If one side does not speculate,
-    only acceptance is not compared.
+    """Compare answers pairwise. `logprob_tolerance` None: without logprobs. If one side does not speculate, acceptance
+    is not compared.
 
-    If the answers diverge at a token, the candidate is excused if the token's logprob is within `near_tie` of the
-    reference's best, since another summation order may reverse such a choice. Later tokens have another context and are
-    not compared.
+    Where answers diverge, the candidate is excused if its token's logprob is within `near_tie` of the reference's best:
+    another summation order may reverse such a choice. Later tokens have another context and are not compared.
     """
     report = Report(mode, len(cases))
     for index, (case, want, have) in enumerate(zip(cases, reference, candidate, strict=True)):
@@ -122,7 +120,7 @@ def _first_difference(want: Observed, have: Observed, tolerance: float | None) -
 
 
 def _prompt_difference(want: Observed, have: Observed) -> str | None:
-    """Where the prompts differ that two chat templates made of the same chat."""
+    """The first difference between the prompts that two chat templates made of one chat."""
     first, second = want.prompt_token_ids, have.prompt_token_ids
     if first is None or second is None or first == second:
         return None
@@ -139,7 +137,7 @@ def _parting(want: Observed, have: Observed) -> int | None:
 
 
 def _near_tie(want: Observed, have: Observed, bound: float) -> float | None:
-    """How far the first tokens that differ are below the reference's best; None if `bound` or more, or unknown."""
+    """How far the diverging tokens are below the reference's best; None if `bound` or more, or unknown."""
     position = _parting(want, have)
     if position is None or want.top is None or position >= len(want.top) or _prompt_difference(want, have):
         return None
@@ -151,7 +149,7 @@ def _near_tie(want: Observed, have: Observed, bound: float) -> float | None:
 
 
 def _logprob_difference(want: Observed, have: Observed) -> float:
-    """The largest difference of logprobs before the first token that differs."""
+    """The largest difference of logprobs before the answers diverge."""
     position = _parting(want, have)
     pairs = zip((want.logprobs or ())[:position], (have.logprobs or ())[:position], strict=False)
     return max((abs(x - y) for x, y in pairs), default=0.0)

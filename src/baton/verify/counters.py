@@ -30,8 +30,8 @@ def metrics_urls(text: str, field: str) -> tuple[str, ...]:
 
 
 def count_drafts(samples: Sequence[Sample]) -> Acceptance | None:
-    """The sum over engines and labels; None without such counters. Baton's engines have the counters under both names,
-    so only one is summed. Raises `ProtocolError`.
+    """The sum over engines and labels; None without such counters. Baton's engines have both names, so only one is
+    summed. Raises `ProtocolError`.
     """
     prefix = next((p for p in _PREFIXES if any(sample.name == p + _DRAFTS for sample in samples)), None)
     if prefix is None:

@@ -25,8 +25,8 @@ _BAR_DELAY_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request: a prompt in token ids or a chat, and sampling parameters. A chat's token ids, from the model's own
-    template, are for an engine in this process; a server gets the messages.
+    """A prompt in token ids or a chat, and sampling parameters. A chat's token ids, from the model's own template, are
+    for an engine in this process; a server gets the messages.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -78,13 +78,12 @@ def progress(**options: Any) -> tqdm[NoReturn]:
 
 
 def num_drafts(settings: Mapping[str, Any]) -> int:
-    """The number of drafts per verification with these engine settings."""
+    """Drafts per verification with these engine settings."""
     spec = settings.get("speculative_config") or {}
     return int(spec.get("num_speculative_tokens", 3)) if spec else 0
 
 
 def observe_llm(llm: Any, cases: Sequence[Case], num_speculative_tokens: int) -> list[Observed]:
-    """The answers of a `baton.LLM`."""
     prompts, params = [list(case.prompt_token_ids) for case in cases], [case.params for case in cases]
     results = llm.generate(prompts, params, use_tqdm=progress)
     observed = []
@@ -115,8 +114,8 @@ async def observe_client(
     kv_mode: str | None = None,
     cache_salts: Sequence[str] | None = None,
 ) -> list[Observed]:
-    """The answers of `POST /v1/completions`, or `/v1/chat/completions` for chats. A failed request is an `Observed`
-    with its error, not an exception.
+    """The answers of `POST /v1/completions` or `/v1/chat/completions`. A failed request is an `Observed` with its
+    error.
 
     `cache_salts`: one per case. A case only finds prefixes of cases with the same salt.
     """
@@ -146,7 +145,7 @@ def completion_body(model: str, case: Case) -> dict[str, Any]:
 
 
 def chat_body(model: str, case: Case, chat: Chat) -> dict[str, Any]:
-    """The body of a chat. The model sees the tools, but calls stay text (`tool_choice` none), which needs no parser."""
+    """A chat. The model sees its tools, but calls stay text (`tool_choice` none), which needs no parser."""
     body = _body(model, case.params) | {"messages": chat.messages}
     if case.params.logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": case.params.logprobs}

@@ -46,7 +46,7 @@ class Bounds:
         servers: bool,
         temperature: float,
     ) -> Bounds:
-        """None: the default, which is strict unless a side is a server, which promises less than Baton's engines.
+        """None: the default, strict unless a side is a server, which promises less than Baton's engines.
 
         Raises `ConfigError` for a value that is out of range.
         """
@@ -76,8 +76,8 @@ class Bounds:
             return check_acceptance(reference, candidate, self.acceptance, required=False)
         if self.servers:
             return found
-        # Engines that verify started report their verifications, so one without any does not draft. The other modes
-        # are compared with the reference's counters, so show those.
+        # Engines that verify started report their verifications, so one without any does not draft. Show the
+        # reference's counters, with which the other modes are compared.
         return AcceptanceCheck(reference if isinstance(want.counters, str) else want.counters, candidate)
 
 
@@ -97,9 +97,8 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def parse_modes(text: str | None, served: bool = False) -> list[str]:
-    """Parse names of `MODES`, separated by commas. A `served` candidate has one mode of its own, or the given kv_modes.
-
-    Raises `ConfigError`.
+    """Parse names of `MODES`. A `served` candidate has one mode of its own, or the given kv_modes. Raises
+    `ConfigError`.
     """
     if text is None:
         return ["candidate"] if served else list(DEFAULT_MODES)
@@ -121,7 +120,7 @@ def choose_cases(
     token_range: str,
     params: SamplingParams,
 ) -> list[Case]:
-    """Cases from a file of prompts or chats, from text for the model's tokenizer, or from random tokens.
+    """Cases from a file of prompts or chats, text for the model's tokenizer, or random tokens.
 
     Raises `ConfigError`, `CheckpointError`.
     """
@@ -145,8 +144,8 @@ def choose_cases(
 
 
 def find_bos(model: str | None, server: Served | None) -> int | None:
-    """The BOS token that the tokenizer of the model, or else of the server, adds to texts; None if it adds none, or is
-    unknown. Raises `CheckpointError`.
+    """The BOS token that the tokenizer of the model, or else of the server, adds to texts, or None. Raises
+    `CheckpointError`.
     """
     if model is not None:
         return asyncio.run(ask_bos(_encoder(model)))

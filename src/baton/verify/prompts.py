@@ -64,9 +64,7 @@ async def read_prompts(path: str, encode: Encode, add_special_tokens: bool) -> l
 
 def read_chats(path: str) -> list[Chat]:
     """Chats from the lines of a file: `{"messages": [...]}`, with optional `tools` and `chat_template_kwargs`, or a
-    list of messages. Other fields and empty lines are ignored.
-
-    Raises `ConfigError` with the line.
+    list of messages. Other fields and empty lines are ignored. Raises `ConfigError` with the line.
     """
     chats = []
     for where, line in _lines("chat", path):
@@ -92,7 +90,7 @@ def num_doubled(prompts: Sequence[Sequence[int]], bos: int | None) -> int:
 def _lines(field: str, path: str) -> Iterator[tuple[str, str]]:
     """(place, line) of all lines that are not empty."""
     try:
-        # Only split at newlines: other line ends, such as U+2028, may be part of a JSON string.
+        # Only split at newlines: U+2028, for one, may be part of a JSON string.
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(field, f"{path}: {error}") from None

@@ -38,7 +38,7 @@ class Answers:
 @dataclass(frozen=True, slots=True)
 class Served:
     """A running server, named `side` in messages. `metrics`: pages that must have counters; None: its own `/metrics`,
-    if it has any.
+    if any.
     """
 
     side: str
@@ -63,17 +63,16 @@ class Served:
     def answers(self, cases: Sequence[Case], kv_mode: str | None = None, salted: bool = False) -> Answers:
         """Send all cases, and read the counters before and after. `salted`: do not let vLLM reuse prefixes.
 
-        Raises `EngineUnavailableError` or `ProtocolError` if the server lists no model, or if required counters are
-        unavailable.
+        Raises `EngineUnavailableError` or `ProtocolError` if the server lists no model, or lacks required counters.
         """
         return asyncio.run(self._answers(cases, kv_mode, salted))
 
     def read_prompts(self, path: str, add_special_tokens: bool) -> list[list[int]]:
-        """Prompts of a file, tokenised by the server. Raises `ConfigError` for the file, and if the server cannot."""
+        """Prompts of a file, tokenised by the server. Raises `ConfigError`."""
         return asyncio.run(self._read_prompts(path, add_special_tokens))
 
     def bos(self) -> int | None:
-        """The BOS token that the server adds to texts; None if it adds none, or is unknown."""
+        """The BOS token that the server adds to texts, or None."""
         try:
             return asyncio.run(self._bos())
         except BatonError:
@@ -97,7 +96,7 @@ class Served:
         return Answers(observed, counters)
 
     async def _counters(self, client: OpenAIClient, before: Acceptance | str | None = None) -> Acceptance | str:
-        """The counters now, or what they have gained since `before`."""
+        """The counters now, or their increase since `before`."""
         urls = self.metrics or (f"{self.url}/metrics",)
         if isinstance(before, str):
             return before
@@ -145,8 +144,8 @@ class InProcess:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A Baton deployment for all modes. `flags` are for all engines, `role_flags` for those of one role. With
-    `recovery` none a failed handoff becomes visible: recomputed, it would give the same answer.
+    """A Baton deployment for all modes, with `flags` for all engines and `role_flags` for those of one role. `recovery`
+    none makes failed handoffs visible: recomputed, they would give the same answer.
     """
 
     model: str
