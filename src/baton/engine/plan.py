@@ -199,7 +199,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """The drafter's plan, for rows of the last `StepPlan`.
+    """The drafter's plan, for the step that was executed last.
 
     `rows.token_ids` holds the token after each row. `feature_rows` [T]: the step's row with each row's features.
     `num_drafts` [R]: tokens to draft after a request's last row. `noise`: [R] each. `contexts`: a request's known

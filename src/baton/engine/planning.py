@@ -20,7 +20,7 @@ from baton.structured import Allowed, Known
 
 @dataclass(frozen=True, slots=True)
 class SampledRequest:
-    """A request that gets tokens from a step. Its first row's indices in the result's choices and logits."""
+    """A request that gets tokens from a step, and its first index into the result's choices and logits."""
 
     request: Request
     first_choice: int

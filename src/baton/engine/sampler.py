@@ -105,7 +105,7 @@ class SamplerState:
         return self._bias
 
     def masked(self, row: int) -> ForTokens | None:
-        """Tokens with -inf that `min_tokens` bars at `row` (0: the next token; i: after draft i)."""
+        """Tokens that `min_tokens` bars at `row` (0: the next token; i: after i drafts), each with -inf."""
         return self._min_tokens if self.num_output + row < self.params.min_tokens else None
 
     def counted(self, drafts_before: Sequence[int]) -> ForTokens | None:

@@ -19,7 +19,7 @@ _ID = re.compile(r"\[CALL_ID\][A-Za-z0-9_-]{0,256}")
 
 
 def _begins(marker: str, text: str) -> bool:
-    """Whether `text` is the beginning of the marker."""
+    """Whether `text` is an incomplete beginning of the marker."""
     return marker.startswith(text) and marker != text
 
 
@@ -86,7 +86,7 @@ class MistralParser(MarkedParser):
         return text
 
     def _list(self, text: str, events: list[ParsedEvent]) -> str:
-        """After a call of a list."""
+        """After a call in a list."""
         rest = text.lstrip()
         if rest.startswith(","):
             self._calls.begin(",")

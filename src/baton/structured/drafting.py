@@ -69,7 +69,8 @@ class Constrained:
             return None
 
     def chose(self, request: int, token: int) -> None:
-        """Advance by a draft. After one that ends the output, all tokens are allowed: they are not used."""
+        """Advance by a draft. After one that ends the output all tokens are allowed, because later drafts are not
+        used."""
         matcher = self._matchers[request]
         if matcher is not None and not matcher.consume(token):
             self._matchers[request] = None

@@ -46,7 +46,8 @@ class Compiled:
 class Matcher:
     """A position in a grammar. It moves by rolling back the tokens that differ. Not thread-safe.
 
-    `compiled` is not changed. `eos_ids` are allowed if the grammar may end, and are never consumed.
+    `compiled` is not changed. `eos_ids` are allowed if the grammar may end. They are never consumed, because nothing
+    follows them.
     """
 
     def __init__(self, compiled: Compiled, eos_ids: Container[int]) -> None:
@@ -56,8 +57,8 @@ class Matcher:
         self._tokens: list[int] = []
 
     def move(self, output_ids: Sequence[int]) -> None:
-        """Move to after these output tokens. Raises `RequestError` if they do not follow the grammar, or if it takes
-        too much work."""
+        """Move to the end of these output tokens. Raises `RequestError` if they do not follow the grammar, or if it
+        takes too much work."""
         num_same = _num_common(self._tokens, output_ids)
         surplus = len(self._tokens) - num_same
         if surplus and not self._matcher.rollback(surplus):

@@ -41,7 +41,7 @@ def source_of(asked: StructuredOutputsParams) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote a text for a grammar, without control characters. JSON escapes all of them but DEL."""
+    """Quote a text for a grammar, which needs control characters escaped. JSON escapes all of them but DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
