@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
@@ -112,21 +112,25 @@ def _prove(sock: zmq.Socket[bytes], maker: FrameMaker, hello: Hello, ticket_key:
     return b""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Usage:
-    """What this process holds: resident bytes, open files, threads."""
+    """What a process holds: resident bytes, open files, threads."""
 
-    rss: int = field(default_factory=lambda: _resident_bytes())
-    files: int = field(default_factory=lambda: len(os.listdir("/proc/self/fd")))
-    threads: int = field(default_factory=lambda: len(os.listdir("/proc/self/task")))
+    rss: int
+    files: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int | str = "self") -> Usage:
+        """Of this process, or of another one of this user."""
+        process = Path("/proc") / str(pid)
+        pages = int((process / "statm").read_text().split()[1])
+        return cls(
+            pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(process / "fd")), len(os.listdir(process / "task"))
+        )
 
     def __str__(self) -> str:
         return f"{self.rss / 2**20:.0f} MiB, {self.files} files, {self.threads} threads"
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +185,11 @@ def _run(traffic: Traffic, messages: int, seed: int, processes: int, keys: str |
     wave(0, warm_up)
     seconds = time.monotonic() - began
     faults = _settle(traffic)
-    before, began = Usage(), time.monotonic()
+    before, began = Usage.of(), time.monotonic()
     wave(1, messages - warm_up)
     seconds += time.monotonic() - began
     faults += _settle(traffic)
-    after = Usage()
+    after = Usage.of()
     stats = {node.name: node.agent.stats() for node in nodes}
     received = sum(stats[node.name].frames for node in nodes)
     faults += growth(before, after)

@@ -13,19 +13,13 @@ P and D must live, every handoff must be served, and memory, open files and thre
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import multiprocessing
 import queue
-import random
-import socket
 import statistics
-import struct
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -36,26 +30,16 @@ from zmq.utils import z85
 
 from baton.handoff.channel.curve import HANDSHAKE_MS
 from baton.handoff.channel.keys import KeyRing, make_keys
+from baton.handoff.node.attempts import TOMBSTONE_S
 from simulation.fuzz import Usage, growth
-from simulation.handoff_pair import Traffic, attacked
-from simulation.zmtp import Handshake, Step, ZmtpMaker
+from simulation.handoff_pair import SHORT_LIFE_S, Traffic, attacked
+from simulation.strangers import Target, attack
 
 _NUM_BEFORE = 200  # handoffs before the attack
-_HELD = 64  # connections that one attacker leaves open
-_ANSWER_S = 0.2
+_PAUSE_S = 0.002  # between two
 _END_S = 60.0
 # After a handshake's limit no connection of an attacker is left.
 _SETTLE_S = HANDSHAKE_MS / 1000 + 1.0
-_WELCOME_BYTES = 64 + 2 + 168
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where to connect, and the public key of who listens, where it is known."""
-
-    host: str
-    port: int
-    public: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +68,9 @@ class Report:
 # ---------------------------------------------------------------- P and D
 
 
-def serve(keys: str | None, parent: Connection) -> None:
-    """P and D, which hand over until they are told to stop; the body of their process."""
+def serve(keys: str | None, warm_up_s: float, parent: Connection) -> None:
+    """P and D, which hand over until they are told to stop; the body of their process. `warm_up_s`: seconds before the
+    attack, so that as many tombstones go as come."""
     logging.getLogger("baton").setLevel(logging.CRITICAL)
     ticket_key = b"k" * 32
     p, d = (attacked(name, ticket_key, None if keys is None else KeyRing(keys, name)) for name in ("P", "D"))
@@ -98,12 +83,17 @@ def serve(keys: str | None, parent: Connection) -> None:
 
     try:
         # The first have new pages and a new session.
-        before = [timed() for _ in range(_NUM_BEFORE)][_NUM_BEFORE // 4 :]
+        before: list[float] = []
+        warm = time.monotonic() + warm_up_s
+        while len(before) < _NUM_BEFORE or time.monotonic() < warm:
+            before.append(timed())
+            time.sleep(_PAUSE_S)
+        del before[: _NUM_BEFORE // 4]
         parent.send([node.agent.address for node in (p, d)])
         during = []
         while True:
             during.append(timed())
-            time.sleep(0.002)
+            time.sleep(_PAUSE_S)
             if not parent.poll():
                 continue
             settle_s = parent.recv()
@@ -113,63 +103,13 @@ def serve(keys: str | None, parent: Connection) -> None:
             while time.monotonic() < until:
                 timed()
                 time.sleep(0.05)
-            parent.send(Usage())
+            parent.send(Usage.of())
         stats = [node.agent.stats() for node in (p, d)]
         read = sum(one.malformed + one.unknown + one.rejected for one in stats)
         parent.send(Victims(before, during, sum(one.refused for one in stats), read))
     finally:
         d.close()
         p.close()
-
-
-# ---------------------------------------------------------------- attackers
-
-
-def attack(seed: int, frames: int, targets: Sequence[Target], sent: Queue[tuple[int, int]]) -> None:
-    """Send so many frames; the body of an attacking process. Puts the numbers of frames and connections."""
-    rng = random.Random(seed)
-    makers = [(target, ZmtpMaker(rng, target.public)) for target in targets]
-    held: deque[socket.socket] = deque()
-    left, connections = frames, 0
-    while left > 0:
-        target, maker = rng.choice(makers)
-        sock = socket.socket()
-        sock.settimeout(_ANSWER_S)
-        # Whoever closes has the port back at once.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        try:
-            sock.connect((target.host, target.port))
-        except ConnectionRefusedError:
-            break  # nobody lives there any more
-        except OSError:
-            continue
-        connections += 1
-        with contextlib.suppress(OSError):
-            for step in _resolved(maker, sock):
-                left -= step.frames
-                sock.sendall(step.data)
-        held.append(sock)
-        while len(held) > (_HELD if rng.random() < 0.98 else 0):
-            held.popleft().close()
-    for sock in held:
-        sock.close()
-    sent.put((frames - left, connections))
-
-
-def _resolved(maker: ZmtpMaker, sock: socket.socket) -> Iterator[Step]:
-    """The steps of a connection, with INITIATE made from what was answered."""
-    heard = b""
-    for step in maker.steps():
-        if isinstance(step, Handshake):
-            initiate = step.initiate(heard, maker.properties(), maker.rng)
-            if initiate is not None:
-                yield Step(initiate, 1)
-            continue
-        yield step
-        if step.wait:
-            with contextlib.suppress(OSError):
-                while len(heard) < _WELCOME_BYTES and (part := sock.recv(4096)):
-                    heard += part
 
 
 # ---------------------------------------------------------------- one run
@@ -183,7 +123,9 @@ def run(frames: int, seed: int = 0, processes: int = 2, with_keys: bool = False,
         if keys is not None:
             make_keys(keys, ["P", "D"])
         here, there = spawn.Pipe()
-        victims = spawn.Process(target=serve, args=(keys, there), daemon=True)
+        victims = spawn.Process(
+            target=serve, args=(keys, TOMBSTONE_S + SHORT_LIFE_S if settle_s else 0.0, there), daemon=True
+        )
         victims.start()
         there.close()
         try:
@@ -269,8 +211,9 @@ def main() -> int:
     if report.victims is not None:
         print(f"refused    {report.victims.refused} connections")
         for name, times in (("before", report.victims.before), ("during", report.victims.during)):
-            middle, slowest = statistics.median(times) * 1000, max(times) * 1000
-            print(f"{name:<10} {len(times)} handoffs, median {middle:.1f} ms, slowest {slowest:.0f} ms")
+            cuts = [1000 * cut for cut in statistics.quantiles(times, n=100)]
+            figures = f"median {cuts[49]:.1f} ms, p99 {cuts[98]:.1f} ms, slowest {max(times) * 1000:.0f} ms"
+            print(f"{name:<10} {len(times)} handoffs, {figures}")
     for one in report.usage:
         print(f"usage      {one}")
     for fault in report.faults:

@@ -26,7 +26,7 @@ from baton.wire import Mode
 HANDOFF_LIMIT_S = 30.0
 SPENT = 64  # tickets of past handoffs that attackers may know
 # Those stay valid for as long as an attack lasts; of the others the tombstones must go meanwhile.
-_LONG_LIFE_S, _SHORT_LIFE_S = 600, 15
+_LONG_LIFE_S, SHORT_LIFE_S = 600, 15
 GROUPS = {"target": 2, "draft": 1}  # layers
 NUM_PAGES, HEADS, DIM = 64, 2, 4
 _TOKENS = 38
@@ -118,7 +118,7 @@ class Traffic:
     def serve_one(self) -> None:
         """One handoff. Raises `AssertionError` when it fails, takes too long or a byte differs."""
         p, d, began = self.p, self.d, time.monotonic()
-        life_s = _LONG_LIFE_S if self.served < SPENT else _SHORT_LIFE_S
+        life_s = _LONG_LIFE_S if self.served < SPENT else SHORT_LIFE_S
         plain = make_ticket(p, d, "pull" if self.served % 2 else "push", life_s)
         ticket = SignedTicket.of(plain, mint(self.key, plain))
         count = -(-_TOKENS // p.page_size)

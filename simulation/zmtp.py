@@ -230,14 +230,19 @@ class ZmtpMaker:
         return b"\1\0" + bytes(72) + rng.randbytes(32) + (1).to_bytes(8, "big") + rng.randbytes(80)
 
     def _damaged(self, data: bytes) -> bytes:
-        rng, made = self.rng, bytearray(data)
-        for _ in range(rng.choice((1, 1, 3))):
-            at = rng.randrange(len(made) + 1)
-            what = rng.randrange(4)
-            if what == 0:
-                del made[at:]
-            elif what == 1:
-                made[at:at] = rng.randbytes(rng.choice((1, 8)))
-            elif at < len(made):
-                made[at] ^= 1 << rng.randrange(8)
-        return bytes(made)
+        return damaged(self.rng, data)
+
+
+def damaged(rng: random.Random, data: bytes) -> bytes:
+    """`data` with one to three bytes changed, pieces put in, or its end cut off."""
+    made = bytearray(data)
+    for _ in range(rng.choice((1, 1, 3))):
+        at = rng.randrange(len(made) + 1)
+        what = rng.randrange(4)
+        if what == 0:
+            del made[at:]
+        elif what == 1:
+            made[at:at] = rng.randbytes(rng.choice((1, 8)))
+        elif at < len(made):
+            made[at] ^= 1 << rng.randrange(8)
+    return bytes(made)
