@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -207,9 +210,32 @@ def test_null_pages_are_not_read(name: str) -> None:
     pool.table[0, :8] = 0  # tokens 0..31; the oldest one that row 38 sees is 33
     out = backend.write_and_attend(pool.kv, LAYER, AttnRows(q[38:], k[38:], v[38:], 0.3), pool.batch({0: (38, 40)}), 6)
     torch.testing.assert_close(out.double(), naive(q, k, v, 0.3, 6)[38:], rtol=1e-5, atol=1e-6)
-    pool.table[0, 8] = 0  # given back too early
-    with pytest.raises(BatonError, match="slot"):
-        backend.write_and_attend(pool.kv, LAYER, AttnRows(q[38:], k[38:], v[38:], 0.3), pool.batch({0: (38, 40)}), 6)
+    for page in (0, len(pool.kv)):  # given back too early, and of no pool
+        pool.table[0, 8] = page
+        with pytest.raises(BatonError, match="slot"):
+            backend.write_and_attend(
+                pool.kv, LAYER, AttnRows(q[38:], k[38:], v[38:], 0.3), pool.batch({0: (38, 40)}), 6
+            )
+
+
+@pytest.mark.parametrize(("module", "maker"), [("attention_sdpa", "_make_plan"), ("attention_paged_cpu", "Where")])
+def test_layers_of_two_groups_that_alternate_share_a_plan_each(
+    module: str, maker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a model whose windowed and full layers take turns."""
+    source = importlib.import_module(f"baton.engine.{module}")
+    made = []
+    real = getattr(source, maker)
+    counted = types.SimpleNamespace(of=lambda *given: made.append(0) or real.of(*given))
+    monkeypatch.setattr(source, maker, counted if maker == "Where" else lambda *given: made.append(0) or real(*given))
+    q, k, v = random_qkv(8, 2, 1, 8, seed=5)
+    pools = [Pool(1, 8, 4, [8], torch.float32) for _ in range(2)]
+    batches = [pool.batch({0: (0, 8)}) for pool in pools]
+    backend = get_backend(module.removeprefix("attention_"), "cpu")
+    for layer in (0, 1):
+        for pool, batch in zip(pools, batches, strict=True):
+            backend.write_and_attend(pool.kv, layer, AttnRows(q, k, v, 0.3), batch, None)
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("name", ON_CPU)

@@ -47,16 +47,16 @@ class PagedCpuBackend:
     batch_invariant = True
 
     def __init__(self) -> None:
-        self._where: Where | None = None
+        self._where: dict[int, Where] = {}
 
     def write_and_attend(self, kv: Tensor, layer: int, rows: AttnRows, batch: AttnBatch, window: int | None) -> Tensor:
         if kv.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError("dtype", f"paged_cpu attends in float32 or bfloat16, not {kv.dtype}")
         if not kv.is_contiguous():
             raise ConfigError("kv", "paged_cpu needs a contiguous region")
-        where = self._where
+        where = self._where.get(kv.data_ptr())  # each group has a region of its own
         if where is None or where.batch is not batch:
-            where = self._where = Where.of(batch)
+            where = self._where[kv.data_ptr()] = Where.of(batch)
         num_rows, heads, size = rows.q_THD.shape
         q, k, v, width = _side_by_side(rows.q_THD.to(kv.dtype), rows.k_TGD.to(kv.dtype), rows.v_TGD.to(kv.dtype))
         sinks = None if rows.sinks_H is None else rows.sinks_H.float().contiguous()

@@ -42,10 +42,10 @@ class SdpaBackend:
     batch_invariant = False
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[int | None, int], _Plan] = {}
+        self._plans: dict[tuple[int, int | None], _Plan] = {}
 
     def write_and_attend(self, kv: Tensor, layer: int, rows: AttnRows, batch: AttnBatch, window: int | None) -> Tensor:
-        key = (window, kv.shape[3])
+        key = (kv.data_ptr(), window)  # each group has a region of its own
         plan = self._plans.get(key)
         if plan is None or plan.batch is not batch:
             plan = self._plans[key] = _make_plan(kv, batch, window)
@@ -116,7 +116,7 @@ def _make_plan(kv: Tensor, batch: AttnBatch, window: int | None) -> _Plan:
         first = 0 if window is None else max(int(positions[0]) - window + 1, 0)
         keys = np.arange(first, int(positions[-1]) + 1)
         pages = _pages(batch.page_table, np.full(len(keys), r), keys, page_size)
-        if not pages.min() > 0:
+        if not (pages.min() > 0 and pages.max() < kv.shape[0]):
             raise slot_error()
         mask = keys[None, :] <= positions[:, None]
         if window is not None:

@@ -61,9 +61,10 @@ class TritonBackend:
         num_rows, num_heads, head_dim = q_THD.shape
         page_size, num_kv_heads = kv.shape[3], kv.shape[4]
         group = num_heads // num_kv_heads
-        plan = self._plans.get((page_size, group))
+        key = (kv.data_ptr(), group)  # each group has a region of its own
+        plan = self._plans.get(key)
         if plan is None or plan.batch is not batch:
-            plan = self._plans[page_size, group] = _make_plan(kv, batch, group)
+            plan = self._plans[key] = _make_plan(kv, batch, group)
         out = torch.empty((num_rows, num_heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
         if not num_rows:
             return out

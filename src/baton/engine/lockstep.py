@@ -88,8 +88,9 @@ class Bells:
 
     def _listen(self, woken: Callable[[], None]) -> None:
         while data := self._socket.recv(_WAVE.size):
-            self.heard = max(self.heard, *_WAVE.unpack(data))
-            woken()
+            if len(data) == _WAVE.size:
+                self.heard = max(self.heard, *_WAVE.unpack(data))
+                woken()
 
     def ring(self, wave: int) -> None:
         """Wake the others. Raises `EngineUnavailableError` if one is gone."""
