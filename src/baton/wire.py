@@ -208,6 +208,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
         }
 
     def told(self) -> str:
+        """The defaults that are set, as readable text."""
         found = msgspec.structs.asdict(self).items()
         return ", ".join(f"{name} {value:g}" for name, value in found if value is not None)
 

@@ -105,7 +105,7 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def error_of_chunk(text: str | None) -> BatonError:
-    """The exception for a `TokenChunk.error`: `"<reason>: <message>"`, for a refusal with message `"<field>: ..."`."""
+    """The exception for a `TokenChunk.error`, `"<reason>: <message>"`. A refusal's message begins with its field."""
     reason, _, message = (text or "unknown").partition(": ")
     if reason in _UNAVAILABLE_REASONS:
         return EngineUnavailableError(message or reason)

@@ -12,9 +12,8 @@ _LOOK_AGAIN_S = 0.25
 
 
 class Room:
-    """Requests beyond the engines' `--max-num-seqs` wait here before their prefill: later they would hold pages of a
-    prefill engine, and stall after their first token. `capacity`: how many run at once; None if there is no engine, or
-    one does not tell (vLLM).
+    """Holds requests beyond the engines' `--max-num-seqs` back from their prefill, after which they would stall and
+    hold pages of a prefill engine. `capacity`: how many run at once; None: unknown (no engine, or vLLM).
     """
 
     def __init__(self, capacity: Callable[[], int | None]) -> None:

@@ -118,7 +118,7 @@ class NixlPullConnector(_NixlConnector):
 
 
 class NixlPushConnector(_NixlConnector):
-    """The prefill server pushes after it has finished, to where the decode server tells it. A prefill server's first
+    """The prefill server pushes after it has finished, to blocks that the decode server names. A prefill server's first
     handoff runs in sequence: its address comes with the response.
     """
 
