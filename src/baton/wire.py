@@ -76,7 +76,7 @@ class StructuredOutputsParams(
 
 
 def seed_word(seed: int | None) -> int | None:
-    """A client's seed as a 64-bit word (two's complement), or None for no seed, which is also -1, as in vLLM."""
+    """A client's seed as a 64-bit word (two's complement); None without a seed or, as in vLLM, for -1."""
     if seed is None or seed == -1:
         return None
     return seed + MAX_WORD + 1 if -(2**63) <= seed < 0 else seed

@@ -24,7 +24,7 @@ def usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Usage:
     k = plan.model.num_speculative_tokens
     accepted = sum(sum(output.accepted) for output in outputs)
     drafted = sum(sum(output.drafted) for output in outputs)
-    # The choices of a prompt share its cached tokens, so only the first choice's count.
+    # The choices of a prompt share its cached tokens, so only those of the first are counted.
     per_prompt = max(1, len(outputs) // len(plan.prompts))
     cached = sum(output.num_cached_tokens for output in outputs[::per_prompt])
     drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
