@@ -1,4 +1,4 @@
-"""Target models: one file per architecture, loaded from Hugging Face directories."""
+"""Target models: one file per architecture, loaded from Hugging Face checkpoint directories."""
 
 from baton.models.base import CausalLM
 from baton.models.cache import Attend, KVLayerSpec

@@ -1,7 +1,6 @@
-"""The decoder every architecture here is: embeddings, pre-norm layers, final norm, LM head.
+"""The base of every architecture: a decoder of embeddings, pre-norm layers, final norm and LM head.
 
-An architecture is a subclass that says how to read its `config.json`; parameter names are those of Hugging
-Face.
+An architecture is a subclass that reads its `config.json`. Parameter names are those of Hugging Face.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ class Embedding(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The stack between token ids and the final norm."""
+    """The decoder stack, from token ids to the final norm. Pipeline stages pass on the residual stream with the
+    auxiliary states so far."""
 
     def __init__(self, config: ModelConfig, layers: Mapping[int, nn.Module], build: Build) -> None:
         super().__init__()
@@ -75,7 +75,8 @@ class Decoder(nn.Module):
         return self.norm(x), [seen[layer_id] for layer_id in aux_layers]
 
     def _receive(self, num_rows: int, aux_layers: Sequence[int], source: int, seen: dict[int, Tensor]) -> Tensor:
-        """The residual stream [T, E] as it left stage `source`; what was seen before it goes into `seen`."""
+        """The residual stream [T, E] that stage `source` sent. The auxiliary states sent with it are added to
+        `seen`."""
         shape = 1 + len(aux_layers), num_rows, self._config.hidden_size
         got = torch.empty(shape, dtype=self._build.dtype, device=self._build.device)
         self._stage.receive(got, source)
@@ -84,7 +85,7 @@ class Decoder(nn.Module):
 
 
 def _rotaries(config: ModelConfig, build: Build) -> tuple[list[Rotary], list[int]]:
-    """The rotary embeddings of a decoder, each once, and which of them each layer has."""
+    """The distinct rotary embeddings of a decoder, and each layer's index into them."""
     of_layers = config.layer_ropes or (config.rope,) * config.num_layers
     specs: list[RopeSpec] = []
     for spec in of_layers:
@@ -96,10 +97,9 @@ def _rotaries(config: ModelConfig, build: Build) -> tuple[list[Rotary], list[int
 
 
 class CausalLM(nn.Module, ABC):
-    """A target model. It knows nothing of pages or batches: `cache` does.
+    """A target model. Pages and batches are hidden in the `LayerCache` of each forward.
 
-    `kv_layers[l]` describes the cache of layer l, over all ranks. `max_position` is the longest context in
-    tokens.
+    `kv_layers[l]` describes the cache of layer l over all ranks. `max_position`: the longest context in tokens.
     """
 
     kv_layers: list[LayerSpec]
@@ -118,7 +118,7 @@ class CausalLM(nn.Module, ABC):
         self._is_cut = False
         if build.ranks.stage.index > 0:
             return
-        # A vocabulary that ranks cannot share equally, and one that is tied, is on all of them.
+        # Replicated on all ranks if their number does not divide the vocabulary, or if the head is tied.
         is_cut = config.vocab_size % build.ranks.size == 0 and not config.tie_word_embeddings
         share = build.ranks.share(config.vocab_size, "tokens") if is_cut else None
         self.lm_head = Linear(config.hidden_size, share.length if share else config.vocab_size, build, share=share)
@@ -132,21 +132,21 @@ class CausalLM(nn.Module, ABC):
         """Read `config.json`. Raises `CheckpointError` naming the field that is missing or not supported."""
 
     def kv_layer(self, config: ModelConfig, layer_id: int) -> LayerSpec:
-        """What layer `layer_id` keeps."""
+        """The cache spec of layer `layer_id`."""
         return KVLayerSpec(config.num_kv_heads, config.head_dim, config.windows[layer_id])
 
     def layer(self, config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
-        """Layer `layer_id`. From the residual stream [T, E], the rotary (cos, sin) of its rows and a `LayerCache`, its
-        forward makes the next [T, E]."""
+        """Build layer `layer_id`. Its forward takes the residual stream [T, E], the rotary (cos, sin) of the rows and a
+        `LayerCache`, and returns the next residual stream [T, E]."""
         return DecoderLayer(config, layer_id, build)
 
     def stored_name(self, name: str) -> str | None:
-        """This model's name of a checkpoint's tensor; None: it is left out."""
+        """This model's name of a checkpoint's tensor. None if the tensor is not loaded."""
         is_tied = name == "lm_head.weight" and self.config.tie_word_embeddings
         return None if is_tied or name.endswith("rotary_emb.inv_freq") else name
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """This model's tensors of one that a checkpoint stores under `name`: one, several, or none yet."""
+        """Convert a stored tensor to this model's: one, several, or none until a later stored tensor completes it."""
         return ((name, tensor),)
 
     def forward(
@@ -154,9 +154,8 @@ class CausalLM(nn.Module, ABC):
     ) -> tuple[Tensor, list[Tensor]]:
         """One forward over T rows: int64 token ids [T] at int64 positions [T].
 
-        Returns the hidden states after the final norm [T, E] and, for each l in `aux_layers`
-        (0..num_layers), the residual stream that enters layer l [T, E] (l = num_layers: what leaves the
-        last layer, before the norm).
+        Returns the hidden states after the final norm [T, E] and, for each l in `aux_layers` (0..num_layers), the
+        residual stream [T, E] that enters layer l (l = num_layers: the last layer's output, before the norm).
         """
         hidden, aux = self.model(input_ids_T, positions_T, cache, aux_layers)
         return hidden, aux
@@ -166,7 +165,6 @@ class CausalLM(nn.Module, ABC):
         return self.project(hidden_TE).float()
 
     def project(self, hidden_TE: Tensor) -> Tensor:
-        """What the LM head makes [T, V] of rows [T, E], over the whole vocabulary however ranks share it. All ranks
-        call it together."""
+        """The LM head's output [T, V] for rows [T, E], gathered over the ranks. A collective: all ranks call it."""
         part: Tensor = self.lm_head(hidden_TE)
         return torch.cat(tuple(self.build.ranks.gather(part)), dim=-1) if self._is_cut else part

@@ -1,4 +1,4 @@
-"""What a layer keeps between steps, and the one door through which it reaches that.
+"""Specs of what each kind of layer keeps between steps, and `LayerCache`, a layer's only access to it.
 
 Shapes: T rows of a forward, R requests, H query heads, G key-value heads, D head size.
 """
@@ -15,10 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KVLayerSpec:
-    """What one attention layer keeps per token.
-
-    `window`: key j is visible to query i iff i - window < j <= i; None: full attention.
-    """
+    """One attention layer's keys and values. `window`: query i sees key j iff i - window < j <= i; None: all j <= i."""
 
     num_kv_heads: int
     head_dim: int
@@ -27,7 +24,8 @@ class KVLayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentLayerSpec:
-    """What one layer of multi-head latent attention (DeepSeek-V2, 2024) keeps per token, for all its heads."""
+    """One layer of multi-head latent attention (DeepSeek-V2, 2024): one latent and one rope key per token, for all
+    heads."""
 
     latent_dim: int
     rope_dim: int
@@ -35,8 +33,8 @@ class LatentLayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class StatePlane:
-    """One part of a layer's state: `num_heads` x `head_dim`. `cut`: what ranks share it by; `dtype` None: the
-    model's."""
+    """One part of a layer's state: `num_heads` x `head_dim`. `cut`: how tensor ranks share it ("whole": each has all
+    of it). `dtype` None: the model's."""
 
     name: str
     num_heads: int
@@ -47,7 +45,7 @@ class StatePlane:
 
 @dataclass(frozen=True, slots=True)
 class StateLayerSpec:
-    """What one recurrent layer keeps per request."""
+    """One recurrent layer's state per request."""
 
     planes: tuple[StatePlane, ...]
 
@@ -59,27 +57,27 @@ States = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """The rows that a recurrence goes over: those of request r are query_start[r] .. query_start[r + 1] (int32
-    [R + 1]). The states behind the rows `kept` (int64 [K], ascending) are wanted."""
+    """The rows of a recurrence: those of request r are query_start[r] .. query_start[r + 1] (int32 [R + 1]). The states
+    after the rows `kept` (int64 [K], ascending) are to be returned."""
 
     query_start: npt.NDArray[np.int32]
     kept: npt.NDArray[np.int64]
 
 
 class Recurrence(Protocol):
-    """A recurrent layer's arithmetic, of its inputs alone: it keeps nothing."""
+    """A recurrent layer's arithmetic: a pure function."""
 
     def __call__(self, states: States, rows: Scanned) -> tuple[Tensor, States]:
-        """From each plane's states before the rows [R, num_heads, head_dim], zeros where a request begins: the layer's
-        output [T, ...], and each plane's states behind the rows `kept` [K, num_heads, head_dim]."""
+        """Takes each plane's states before the rows [R, num_heads, head_dim], zeros for a new request. Returns the
+        layer's output [T, ...], and each plane's states after the rows `kept` [K, num_heads, head_dim]."""
         ...
 
 
 class Attend(Protocol):
-    """Given by the runner for one forward: writes k and v to the paged cache, then attends causally.
+    """Write k and v to the paged cache, then attend causally. The runner provides it for one forward.
 
-    q [T, H, D], k and v [T, G, D] (G key-value heads), `scale` on the dot products; returns [T, H, D]. `sinks`
-    float32 [H]: one more logit of each head in every row's softmax, with no key and no value behind it.
+    q [T, H, D], k and v [T, G, D], `scale` on the dot products; returns [T, H, D]. `sinks` float32 [H]: one more logit
+    per head in every row's softmax, without a key or a value.
     """
 
     def __call__(
@@ -94,11 +92,11 @@ class Attend(Protocol):
 
 
 class LatentHeads(Protocol):
-    """What a layer's heads make of latents, in two forms with one meaning (DeepSeek-V2, arXiv:2405.04434, 2.1).
+    """A layer's projections between latents and heads, in two equivalent forms (DeepSeek-V2, arXiv:2405.04434, 2.1).
 
-    Expanded: keys [S, H, D] and values [S, H, V] of S kept rows [S, C + R]. Absorbed: queries [T, H, D] become queries
-    [T, H, C + R] of the kept rows themselves, and sums of latents [T, H, C] become sums of values [T, H, V].
-    `always_absorbed`: the forms round differently, so rows that may not depend on their batch take one alone.
+    Expanded: S kept rows [S, C + R] become keys [S, H, D] and values [S, H, V]. Absorbed: queries [T, H, D] become
+    queries [T, H, C + R] against the kept rows themselves, and sums of latents [T, H, C] become sums of values
+    [T, H, V]. `always_absorbed`: batch-invariant rows use this form alone, since the two round differently.
     """
 
     value_dim: int
@@ -110,7 +108,7 @@ class LatentHeads(Protocol):
 
 
 class LayerCache(Attend, Protocol):
-    """The cache of one forward's rows: what is called for keys and values, with a door for each other kind."""
+    """The cache for one forward's rows: called itself for keys and values, with a method for each other kind."""
 
     def attend_latent(
         self,
@@ -123,12 +121,11 @@ class LayerCache(Attend, Protocol):
     ) -> Tensor:
         """Write the rows' latents and rope keys (one for all heads), then attend causally.
 
-        q is [T, H, D]; returns [T, H, V], by whichever form costs less for a request's rows. Without `heads` every head
-        reads what is kept: q is [T, H, C + R], against latent and rope key side by side, and every value is the latent;
-        returns [T, H, C].
+        q is [T, H, D]; returns [T, H, V], in the form of `heads` that costs less for a request's rows. Without `heads`
+        a key is latent and rope key side by side and a value is the latent: q is [T, H, C + R]; returns [T, H, C].
         """
         ...
 
     def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:
-        """Go on from each request's state; returns the recurrence's output. What it says of kept rows is written."""
+        """Run `recurrence` from each request's state, and write the states it returns. Returns its output."""
         ...

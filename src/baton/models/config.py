@@ -1,8 +1,7 @@
-"""What a `config.json` says about a decoder, read once into plain typed values.
+"""Read a decoder's `config.json` into typed values.
 
-Every value that is missing, of another type or not supported is refused by a `CheckpointError` that names
-the field, so that a checkpoint which cannot be computed faithfully never starts. Defaults are those of the
-Hugging Face config classes.
+A value that is missing, of another type or not supported raises a `CheckpointError` that names the field, so a
+checkpoint that cannot be computed faithfully never loads. Defaults are those of the Hugging Face config classes.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from baton.models.specs import LatentSpec, MoESpec
 
 RawConfig = Mapping[str, Any]
 
-# No model comes near these; they keep a hostile file from sizing loops and tensors.
+# Far above any model: a hostile file must not choose the sizes of loops and tensors.
 MAX_SIZE = 1 << 31
 MAX_LAYERS = 4096
 
-# Fields that change what any decoder computes, and the value of those that are supported.
+# Fields that change the computation of any decoder, with their only supported value.
 _OF_ATTENTION = {
     "is_causal": True,
     "use_bidirectional_attention": False,
@@ -35,7 +34,7 @@ _OF_ATTENTION = {
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-# Parameters of each type of rotary embedding: those it needs, and those it may have.
+# The required and the optional parameters of each type of rotary embedding.
 _ROPE_PARAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -57,7 +56,7 @@ _ROPE_PARAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding: its type, base and the type's own parameters (numbers only, null ones left out)."""
+    """Rotary embedding: type, base, and the type's own parameters (numbers, without nulls)."""
 
     kind: str
     theta: float
@@ -68,12 +67,12 @@ class RopeSpec:
 class ModelConfig:
     """The shape of a pre-norm decoder with grouped-query attention and a SwiGLU MLP.
 
-    `windows[l]` is the sliding window of layer l in tokens, or None for full attention. `rotary_dim`: the first
-    dimensions of a head that are rotated, None: all. `layer_ropes`: the rotary embedding of each layer, where not all
-    have `rope`. `attention_multiplier`: the scale of attention scores, None: head_dim^-0.5. `has_sinks`: each head has
-    a logit of its own in the softmax. `norm_offset` None: weights of norms multiply numbers that are rounded to the
-    model's dtype; else they do so before the rounding, this much added to them. `moe`: experts in
-    place of some layers' MLP. `latent`: latent attention in place of grouped-query attention.
+    `windows[l]`: the sliding window of layer l in tokens, None for full attention. `rotary_dim`: how many leading
+    dimensions of a head are rotated, None: all. `layer_ropes`: each layer's rotary embedding, empty if all have `rope`.
+    `attention_multiplier`: the scale of attention scores, None: head_dim^-0.5. `has_sinks`: each head has an extra
+    logit in the softmax. `norm_offset` None: norms round to the model's dtype, then multiply by the weight; else they
+    multiply by weight + offset in float32 before rounding. `moe`: experts that replace some layers' MLP. `latent`:
+    latent attention replaces grouped-query attention.
     """
 
     vocab_size: int
@@ -103,7 +102,7 @@ class ModelConfig:
 
 
 def get_int(raw: RawConfig, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
-    """The integer field `name`, `minimum` to `maximum`. Raises `CheckpointError` naming the field."""
+    """The integer field `name` in [minimum, maximum]. Raises `CheckpointError` naming the field."""
     value = raw.get(name)
     if value is None:
         value = default
@@ -145,12 +144,12 @@ def get_dtype(raw: RawConfig) -> torch.dtype:
 
 
 def get_rope(raw: RawConfig, max_position: int) -> RopeSpec:
-    """Rotary settings in the old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`) shape."""
+    """The rotary embedding, from the old (`rope_theta`, `rope_scaling`) or the new (`rope_parameters`) fields."""
     return read_rope(rope_section(raw), raw, max_position)
 
 
 def rope_section(raw: RawConfig) -> RawConfig:
-    """`rope_parameters`, or `rope_scaling` of old configs; empty where there is none. Raises `CheckpointError`."""
+    """`rope_parameters`, or `rope_scaling` of old configs, else empty. Raises `CheckpointError` if the two differ."""
     new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
     section = new or old or {}
     if not isinstance(section, Mapping):
@@ -161,7 +160,7 @@ def rope_section(raw: RawConfig) -> RawConfig:
 
 
 def _spelt_out(section: object, raw: RawConfig) -> object:
-    """A section with what stands beside it and with its type under one name, to be compared with another."""
+    """A rope section with the fields beside it, and with its type under one name, for comparison."""
     if not isinstance(section, Mapping):
         return section
     beside = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
@@ -171,9 +170,9 @@ def _spelt_out(section: object, raw: RawConfig) -> object:
 
 
 def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_default: float = 10000.0) -> RopeSpec:
-    """One rotary embedding of `section`; what stands beside it, in `raw`, counts where the section is silent.
+    """The rotary embedding of `section`; fields that it lacks are read from `raw`.
 
-    Raises `CheckpointError` for a type or parameter that is not supported, naming it.
+    Raises `CheckpointError` naming a type or parameter that is not supported.
     """
     kind = section.get("rope_type", section.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_PARAMS:
@@ -193,11 +192,11 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
             )
         params[name] = float(value)
     if "original_max_position_embeddings" in optional:
-        # Beside the section it counts more than inside it, as in transformers.
+        # As in transformers, the top-level field takes precedence over the section's.
         where = raw if raw.get("original_max_position_embeddings") is not None else section
         original = get_int(where, "original_max_position_embeddings", max_position)
         params["original_max_position_embeddings"] = float(original)
-        # YaRN's null says that the two lengths tell the factor; a factor that is not named at all is an error.
+        # A null factor of YaRN means the ratio of the two lengths; a missing one is an error.
         if kind == "yarn" and "factor" in section:
             params.setdefault("factor", max_position / original)
     for name in needed:
@@ -208,8 +207,8 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
 
 
 def context_length(rope: RopeSpec, max_position: int) -> int:
-    """The longest context in tokens, as vLLM derives it: linear scaling lengthens `max_position_embeddings`. YaRN
-    lengthens what the model was trained with, and configs may or may not have the result there."""
+    """The longest context in tokens, as vLLM derives it. Linear scaling multiplies `max_position_embeddings`; YaRN
+    multiplies the original length, and `max_position_embeddings` may or may not be the result."""
     if rope.kind not in ("linear", "yarn"):
         return max_position
     trained = rope.params.get("original_max_position_embeddings", max_position)
@@ -217,7 +216,7 @@ def context_length(rope: RopeSpec, max_position: int) -> int:
 
 
 def get_rotary_dim(raw: RawConfig, head_dim: int, default_factor: float) -> int:
-    """The dimensions of a head that are rotated. Raises `CheckpointError` where none or an odd number would be."""
+    """How many dimensions of a head are rotated. Raises `CheckpointError` for none or an odd number."""
     factor = get_float({**raw, **rope_section(raw)}, "partial_rotary_factor", default_factor)
     dim = int(head_dim * factor)
     if not 0 < dim <= head_dim or dim % 2:
@@ -226,7 +225,7 @@ def get_rotary_dim(raw: RawConfig, head_dim: int, default_factor: float) -> int:
 
 
 def layer_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
-    """Sliding windows as Qwen states them: `use_sliding_window`, `layer_types` or `max_window_layers`."""
+    """Sliding windows from Qwen's fields: `use_sliding_window`, and `layer_types` or `max_window_layers`."""
     window = get_int(raw, "sliding_window", 4096) if get_bool(raw, "use_sliding_window") else None
     if raw.get("layer_types") is None:
         first = get_int(raw, "max_window_layers", 28, minimum=0)
@@ -238,7 +237,7 @@ def layer_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
 
 
 def sliding_layers(types: object, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have a window, as `layer_types` says. Raises `CheckpointError` for layers of other types."""
+    """Which layers have a window, from `layer_types`. Raises `CheckpointError` for layers of other types."""
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
         raise CheckpointError(f"config.json: layer_types must be {num_layers} of {' or '.join(known)}, got {types!r}")
@@ -252,12 +251,11 @@ def decoder_fields(
     partial_rotary_default: float | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
-    """The fields every supported decoder shares, as keyword arguments of `ModelConfig`.
+    """The fields common to all supported decoders, as keyword arguments of `ModelConfig`. Raises `CheckpointError`.
 
-    `head_dim_default` is the architecture's own default; None derives it from hidden size and heads.
-    `partial_rotary_default` likewise; None: the architecture rotates whole heads, and anything else is refused.
-    `activation`: the field that names it, and the one that the architecture has here.
-    `windows` is full attention everywhere; an architecture with sliding windows replaces it.
+    `head_dim_default` None: hidden size / heads. `partial_rotary_default` None: the architecture rotates whole heads,
+    and refuses anything else. `activation`: the field's name and its only supported value. `windows` is full attention
+    everywhere; an architecture with sliding windows replaces it.
     """
     for name, ordinary in _OF_ATTENTION.items():
         if raw.get(name) not in (None, ordinary):

@@ -1,7 +1,7 @@
-"""Compiled functions on disk that are never older than their sources.
+"""A disk cache for Numba functions that any change in their sources invalidates.
 
-Numba looks at the file of the function that it compiles, and at no other; but a function is compiled with all that it
-calls from other files. Here a change in any of them makes its copy on disk void.
+Numba checks only the file of the function that it compiles, although the functions which that calls in other files are
+compiled in. Here these files count too.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _IMPORT = re.compile(r"^from (baton[\w.]*) import", re.MULTILINE)
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
-    """`function` by `numba.njit`, kept on disk."""
+    """`numba.njit` with the disk cache."""
     dispatcher = _numba.njit(cache=True, **options)(function)
     _stamp(dispatcher._cache, function.__module__)
     return dispatcher
 
 
 def callback(function: Callable[..., Any], signature: Any, **options: Any) -> Any:
-    """As `numba.cfunc`, kept on disk."""
+    """`numba.cfunc` with the disk cache."""
     made: Any = CFunc(function, (signature.args, signature.return_type), {}, {"nopython": True, **options})
     made.enable_caching()
     _stamp(made._cache, function.__module__)
@@ -39,14 +39,14 @@ def callback(function: Callable[..., Any], signature: Any, **options: Any) -> An
 
 
 def _stamp(cache: Any, module: str) -> None:
-    # Without a folder that can be written to there is no file, and nothing to be outdated.
+    # Without a writable folder there is no file that could be outdated.
     if (file := getattr(cache, "_cache_file", None)) is not None:
         file._source_stamp = digest(module)
 
 
 @functools.cache
 def digest(module: str) -> str:
-    """Of the file of `module` and of all modules of Baton's that it imports from, and these in turn."""
+    """A hash of the files of `module` and of all Baton modules that it imports, directly or not."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(_files(module)))).hexdigest()
 
 

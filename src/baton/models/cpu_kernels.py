@@ -1,8 +1,8 @@
-"""Numba building blocks whose result for one element or row depends on nothing else in the batch.
+"""Batch-invariant elementwise functions and norms in Numba.
 
-PyTorch's vectorised elementwise loops finish the last few elements with scalar code whose `exp` rounds
-differently, so a row's SiLU depends on how many rows there are. The functions here are strict IEEE
-multiply-adds (no reassociation, no contraction): scalar and vector code give the same bits.
+PyTorch's vectorised loops finish the last few elements with scalar code whose `exp` rounds differently, so a row's SiLU
+depends on the number of rows. The functions here are strict IEEE multiply-adds (no reassociation, no contraction):
+scalar and vector code give the same bits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from baton.models.cpu_vectors import LANES, square_sum
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# exp(x) = 2^n * e^r with n = round(x / ln 2). Adding _MAGIC rounds to an integer, which then sits in the low
-# mantissa bits.
+# exp(x) = 2^n * e^r with n = round(x / ln 2). Adding _MAGIC rounds to an integer in the low mantissa bits.
 _LOG2E = np.float32(1.4426950408889634)
 _MAGIC = np.float32(12582912.0)
 _LN2_HIGH = np.float32(0.693359375)
@@ -49,12 +48,12 @@ def jit(function: F) -> F:
 
 
 def jit_contract(function: F) -> F:
-    """As `jit`, and lets a multiply and an add become one fused instruction (order is still kept)."""
+    """As `jit`, but a multiply and an add may be fused (their order is kept)."""
     return cast(F, compiled(function, nogil=True, error_model="numpy", fastmath={"contract"}))
 
 
 def _to_f32(typing_context: Any, value: Any) -> Any:
-    """A float32 as it is, the bits of a bfloat16 (uint16) widened exactly."""
+    """A float32 unchanged, or the bits of a bfloat16 (uint16) widened exactly."""
     if value == numba.float32:
         return numba.float32(numba.float32), lambda context, builder, signature, args: args[0]
 
@@ -66,7 +65,7 @@ def _to_f32(typing_context: Any, value: Any) -> Any:
 
 
 def _from_f32(typing_context: Any, element: Any, value: Any) -> Any:
-    """A float32 in the type of `element`: as it is, or as the bits of the nearest bfloat16 (uint16)."""
+    """A float32 in the type of `element`: unchanged, or the bits of the nearest bfloat16 (uint16)."""
     if element == numba.float32:
         return numba.float32(element, numba.float32), lambda context, builder, signature, args: args[1]
 
@@ -82,7 +81,7 @@ def _from_f32(typing_context: Any, element: Any, value: Any) -> Any:
 
 
 def _power_of_two(typing_context: Any, value: Any) -> Any:
-    """2^n as float32 of a float32 that holds _MAGIC + n."""
+    """2^n as float32, from _MAGIC + n."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = ir.IntType(32)
@@ -99,7 +98,7 @@ _exp2_of_magic = cast(Callable[[Any], Any], intrinsic(_power_of_two))
 
 @jit
 def exp32(x: Any) -> Any:
-    """e^x of a float32, relative error below 2e-7, x clamped to [-87, 88]; vectorised in a caller's loop."""
+    """e^x in float32, relative error below 2e-7, x clamped to [-87, 88]. LLVM vectorises it in a caller's loop."""
     x = min(max(x, _SMALLEST), _LARGEST)
     shifted = x * _LOG2E + _MAGIC
     n = shifted - _MAGIC
@@ -156,12 +155,12 @@ def _clamped_glu(gate_up: Any, alpha: Any, limit: Any, out: Any) -> None:
 
 
 def fits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the functions below take such tensors."""
+    """Whether the CPU kernels take tensors of this device and dtype."""
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
 def array(tensor: Tensor) -> Any:
-    """A contiguous CPU tensor as numpy array: float32, or the bits of bfloat16."""
+    """A contiguous CPU tensor as a numpy array: float32, or the bits of bfloat16."""
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
@@ -173,7 +172,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def rms_norm_wide(x: Tensor, weight: Tensor, offset: np.float32, eps: np.float32) -> Tensor:
-    """RMSNorm over the last dimension of a CPU tensor, times `offset` + `weight` in float32: see `layers.WideNorm`."""
+    """RMSNorm over the last dimension of a CPU tensor, times `offset` + `weight` in float32 (`layers.WideNorm`)."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if out.numel():
@@ -183,8 +182,8 @@ def rms_norm_wide(x: Tensor, weight: Tensor, offset: np.float32, eps: np.float32
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up of a CPU tensor [T, 2I], gate first, gelu in its form with tanh (Hendrycks & Gimpel, 2016,
-    arXiv:1606.08415): [T, I] in its dtype, computed in float32."""
+    """gelu(gate) * up of a CPU tensor [T, 2I], gate first: [T, I] in its dtype, computed in float32. The tanh form of
+    GELU (Hendrycks & Gimpel, 2016, arXiv:1606.08415)."""
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
     if len(out):
         _gelu_mul(array(gate_up.contiguous()), array(out))
@@ -192,8 +191,8 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 
 
 def clamped_glu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """(up + 1) gate sigmoid(alpha gate) of a CPU tensor [T, 2I], gates at even places, gates at most `limit` and ups
-    within +-`limit` (gpt-oss, arXiv:2508.10925): [T, I] in its dtype, computed in float32."""
+    """(up + 1) gate sigmoid(alpha gate) of a CPU tensor [T, 2I], gates at even columns: [T, I] in its dtype, computed
+    in float32. Gates are clamped to at most `limit`, ups to +-`limit` (gpt-oss, arXiv:2508.10925)."""
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
     if len(out):
         _clamped_glu(array(gate_up.contiguous()), np.float32(alpha), np.float32(limit), array(out))

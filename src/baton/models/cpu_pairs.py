@@ -1,5 +1,7 @@
-"""Products of pairs of bfloat16, by AVX-512's instruction for them: half the instructions of float32, and keys half as
-wide. Products are exact; sums are float32, rounded after each product, in order of the pairs."""
+"""Dot products of bfloat16 pairs (AVX-512 VDPBF16PS): half the instructions of float32, and half the bytes per key.
+
+Products are exact; sums are float32, rounded after each product, in order of the pairs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
 class BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's type, which llvmlite does not name."""
+    """LLVM's bfloat type, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -36,7 +38,7 @@ PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 
 
 def multiply_add(builder: Any) -> Any:
-    """The instruction: sums [16], and 16 pairs of each factor."""
+    """The instruction: takes sums float32 [16] and 16 pairs of each factor, returns the new sums."""
     function_type = ir.FunctionType(_VECTOR, [_VECTOR, PAIRS, PAIRS])
     return cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
 
@@ -46,7 +48,7 @@ def _pair_products(
 ) -> Any:
     """out [num_rows, 64] float32 = scale * sum over `steps` pairs of left [row, pair] * right [pair, 64].
 
-    Addresses, of pairs of bfloat16 on the right-hand side. `num_rows` is a literal.
+    `left`, `right` (bfloat16) and `out` are addresses; `num_rows` is a literal.
     """
     rows = num_rows.literal_value
 

@@ -1,10 +1,9 @@
-"""Two threads of OpenMP that share two cores have one each, also when they have slept.
+"""Bind the two threads of an OpenMP team to one core each.
 
 Linux may wake both on one core and leave them there for 60 ms while the other core idles, which is most of a short
-prompt. So where the team has two threads and the process two cores, each thread is bound to its own. A larger team is
-left to the system: the runtime ends threads that a smaller piece of work does not need, and those that it starts later
-would share the core of the thread that starts them. So is an engine with others beside it on its cores: `up` sets
-`OMP_PROC_BIND` to false for these, since bound threads of two engines wait for each other while a core idles.
+prompt. Larger teams are not bound: the runtime ends threads that a smaller piece of work does not need, and threads
+that it starts later would inherit the core of the thread that starts them. Engines that share cores are not bound
+either: bound threads of two engines wait for each other while a core idles, so `up` sets `OMP_PROC_BIND` to false.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _THREADS = 2
 
 
 def bind_team() -> bool:
-    """Bind the threads of the calling thread's team, it among them; whether that was done.
+    """Bind the threads of the calling thread's team, itself included. Returns whether that was done.
 
-    Nothing is done where the process has more cores than two: engines that share a host are not to take the same ones;
-    nor where `OMP_PROC_BIND` is set (OpenMP 5.2, 21.2): then the user, or the runtime, has chosen.
+    Does nothing if the process has more than two cores, since engines that share a host must not bind to the same ones,
+    or if `OMP_PROC_BIND` is set (OpenMP 5.2, 21.2): then the user or the runtime has chosen.
     """
     if os.environ.get("OMP_PROC_BIND"):
         return False

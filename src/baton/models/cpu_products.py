@@ -1,9 +1,9 @@
-"""A few rows of bfloat16 times a packed weight: one call, which reads the weight as fast as memory gives it.
+"""A small GEMM: a few rows of bfloat16 times a packed weight, limited by memory bandwidth.
 
-The kernel reads oneDNN's own blocked copy where that lies as [N / 64][K / 2][64][2], pairs of one output's weights side
-by side, which is how AVX-512's instruction for pairs of bfloat16 takes them. An output is summed in order of its pairs,
-in spans whose sums are added up in order: a row comes out the same whatever rows stand beside it, and with the spans
-that oneDNN 3 takes it has the bits of oneDNN's rows. `linear` relies on that only where a probe finds it.
+The kernel reads oneDNN's own blocked copy if its layout is [N / 64][K / 2][64][2]: pairs of one output's weights side
+by side, as AVX-512's instruction for bfloat16 pairs takes them. Each output is summed in order of its pairs, in spans
+whose sums are added in order, so a row's result does not depend on the other rows. With the spans of oneDNN 3 it has
+the bits of oneDNN's result; `linear` relies on that only if a probe confirms it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from baton.models.cpu_pairs import HAS_PAIRS, PAIRS, multiply_add
 from baton.models.cpu_team import Kernel, arguments, take, threads_for
 from baton.models.cpu_vectors import LANES, WIDE, cgutils, load, load_wide, splat, store_narrow
 
-# Rows up to which a call costs less than oneDNN's; above, both are limited by products alone.
+# Up to this many rows a call costs less than oneDNN's; above, both are limited by arithmetic.
 MOST_ROWS = 64
 _BLOCK = WIDE * LANES
 _ROW_BYTES, _HALF_BYTES = 4 * _BLOCK, 2 * _BLOCK
-# Weights that are worth one more thread.
+# Weights per thread.
 _PARALLEL_WEIGHTS = 1 << 16
-# Columns that oneDNN sums before it adds the sum to what it has, for weights of at most 1,024 columns and of more.
+# Columns that oneDNN sums per span: for weights of at most 1,024 columns, and for wider ones.
 _SPANS = (512, 1024)
 _NUM_ARGUMENTS = 9
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -44,8 +44,9 @@ def _pair_products(
 ) -> Any:  # fmt: skip
     """out [num_rows, 16 * num_chunks] = sum over `steps` pairs of left [row, pair] * right [pair], plus bias.
 
-    Addresses of bfloat16, and bytes from row to row of `left` and `out`. Sums of `span` pairs each run in order, in
-    float32, are added in order, and rounded once. `bias` 0: none. `num_rows` and `num_chunks` are literals.
+    `left`, `right`, `bias` (0: none) and `out` are addresses of bfloat16; `row_bytes` and `out_bytes` are row strides.
+    Each span of `span` pairs is summed in order, in float32; the sums of spans are added in order and rounded once.
+    `num_rows` and `num_chunks` are literals.
     """
     rows, chunks = num_rows.literal_value, num_chunks.literal_value
 
@@ -100,7 +101,7 @@ def _block(
     num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, span: int, bias: Any, out: Any, out_bytes: int,
     is_half: bool,
 ) -> None:  # fmt: skip
-    """All rows of one block of outputs, or of half of it; as many at once as registers hold sums of."""
+    """All rows for one block of outputs or half a block, as many rows at once as there are registers for sums."""
     row = 0
     while row < num_rows:
         x, y, more = left + row * row_bytes, out + row * out_bytes, num_rows - row
@@ -129,7 +130,7 @@ def _multiply(arguments: Any) -> None:
     a = carray(arguments, _NUM_ARGUMENTS)
     num_rows, columns, outputs, x, weight, span, bias, out = a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8]
     steps = columns // 2
-    # An odd block is cut in two, so that two threads end together.
+    # The last block of an odd number is halved, so that two threads finish together.
     whole = outputs // _BLOCK // 2 * 2
     piece = take(arguments)
     while piece * _BLOCK < outputs + (outputs // _BLOCK % 2) * _BLOCK:
@@ -147,8 +148,8 @@ _MULTIPLY = Kernel(_multiply)
 
 
 def address(weight: Tensor, packed: Tensor) -> int | None:
-    """Where the numbers of `packed` [N, K] lie, a copy of bfloat16 `weight`; None where the kernel cannot read them:
-    on another CPU, of other sizes, or where this oneDNN lays them out otherwise."""
+    """The address of the data of `packed` [N, K], oneDNN's copy of bfloat16 `weight`. None if the kernel cannot read
+    it: on another CPU, for other sizes, or if this oneDNN uses another layout."""
     outputs, columns = weight.shape
     if weight.dtype is not torch.bfloat16 or outputs % _BLOCK or columns % 2 or not HAS_PAIRS:
         return None
@@ -159,7 +160,7 @@ def address(weight: Tensor, packed: Tensor) -> int | None:
         return None
     if num_bytes != 2 * outputs * columns or not at:
         return None
-    # The numbers themselves say how they lie.
+    # oneDNN does not tell the layout, so compare some of the data.
     half = columns // 2
     stored = np.ctypeslib.as_array((ctypes.c_uint16 * (outputs * columns)).from_address(at)).reshape(
         -1, half, _BLOCK, 2
@@ -170,7 +171,7 @@ def address(weight: Tensor, packed: Tensor) -> int | None:
 
 
 def multiply(x: Tensor, at: int, outputs: int, bias: Tensor | None) -> Tensor:
-    """Rows x [T, K] times the weight [N, K] whose `address` is `at`, plus bias [N]: [T, N]. bfloat16, contiguous."""
+    """x [T, K] times the transposed weight [N, K] at `address` `at`, plus bias [N]: [T, N]. bfloat16, contiguous."""
     num_rows, columns = x.shape
     out = torch.empty(num_rows, outputs, dtype=x.dtype)
     if num_rows:

@@ -1,6 +1,6 @@
-"""What stands between the matrix products of a layer, row by row on the CPU: norms, rotations, gates.
+"""Batch-invariant CPU kernels between a layer's matrix products: norms, rotary embedding, gated activations.
 
-Each is one call of a kernel; many rows are shared among threads, and no row's result depends on another.
+Each is one kernel call, which shares the rows among threads if there are many.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from baton.models.cpu_team import Kernel, arguments, float_bits, float_of, point
 from baton.models.cpu_vectors import LANES, added, scaled, silu_times, square_sum
 
 _ONE = np.float32(1.0)
-# Numbers that are worth one more thread; below half of it a kernel keeps Python's lock.
+# Numbers per thread. Below half of it a kernel keeps the GIL.
 _PARALLEL_NUMBERS = 1 << 14
 # Rows that a thread takes at once.
 _BLOCK = 16
-# Arguments of all kernels, behind the counter of `take`; what they mean is each kernel's business.
+# Of every kernel, with the counter of `take` first; each kernel gives the others its own meaning.
 _NUM_ARGUMENTS = 9
 
 
@@ -72,8 +72,8 @@ def _gates(arguments: Any, element: Any) -> None:
             for i in range(0, whole * out.itemsize, LANES * out.itemsize):
                 silu_times(element, gates + i, gates + row_bytes + i, to + i)
             if whole < width:
-                # The last vector overlaps the one before: where a number stands must not change how it is rounded,
-                # since tensor ranks cut rows at places of their own.
+                # The last vector overlaps the one before, so that no number is computed by scalar code: rounding must
+                # not depend on a number's column, since tensor ranks cut rows at different columns.
                 i = row_bytes - LANES * out.itemsize
                 silu_times(element, gates + i, gates + row_bytes + i, to + i)
         block = take(arguments)
@@ -123,7 +123,7 @@ def _rotations_narrow(arguments: Any) -> None:
     _rotations(arguments, np.uint16(0))
 
 
-# Of float32, and of bfloat16.
+# For float32, and for bfloat16.
 _NORMS = (Kernel(_norms_wide), Kernel(_norms_narrow))
 _GATES = (Kernel(_gates_wide), Kernel(_gates_narrow))
 _ROTATIONS = (Kernel(_rotations_wide), Kernel(_rotations_narrow))
@@ -139,7 +139,7 @@ def _run(kernels: tuple[Kernel, Kernel], like: Tensor, *values: int) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: np.float32) -> Tensor:
-    """RMSNorm over the last dimension of a CPU tensor, rounded as Hugging Face does: see `layers.RMSNorm`."""
+    """RMSNorm over the last dimension of a CPU tensor, rounded as in `layers.RMSNorm`."""
     x, size = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
     if x.numel():
@@ -148,7 +148,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: np.float32) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: np.float32) -> tuple[Tensor, Tensor]:
-    """x + delta, contiguous CPU tensors of one shape, and its `rms_norm`."""
+    """x + delta, and its `rms_norm`. Both are contiguous CPU tensors of one shape."""
     total, out, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
     if x.numel():
         shape = x.numel() // size, size
@@ -161,7 +161,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of a CPU tensor [T, 2I], gate first: [T, I] in its dtype, computed in float32."""
     width = gate_up.shape[1] // 2
     if 0 < width < LANES:
-        # The kernel takes whole vectors.
+        # The kernel takes whole vectors only.
         parts = gate_up.reshape(len(gate_up), 2, width)
         return silu_mul(F.pad(parts, (0, LANES - width)).flatten(1))[:, :width]
     gate_up = gate_up.contiguous()
@@ -172,8 +172,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rotate_in_place(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the first `count` heads of a contiguous CPU tensor [T, H, D] by cos and sin [T, 1, at most D/2] of its
-    dtype, to which products are rounded."""
+    """Rotate the first `count` heads of a contiguous CPU tensor [T, H, D] by cos and sin [T, 1, at most D/2] of the
+    same dtype. Products are rounded to it."""
     num_rows, num_heads, size = heads.shape
     cos, sin = cos.contiguous(), sin.contiguous()
     if num_rows:

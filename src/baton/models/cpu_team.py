@@ -1,11 +1,11 @@
-"""Compiled kernels on the threads that PyTorch computes with.
+"""Run compiled kernels on PyTorch's OpenMP threads.
 
-Threads of OpenMP look for their next work for some milliseconds before they sleep, so threads of another pool would
-share the cores with threads that wait. Kernels therefore run in the same team, through the entry that compilers call in
-GNU's runtime (libgomp), which PyTorch's wheels for Linux carry. Elsewhere threads of Python do it.
+OpenMP threads spin for some milliseconds before they sleep, so the threads of another pool would compete with them for
+the cores. Kernels therefore run in the same team, through the entry point that compilers call in GNU's runtime
+(libgomp), which PyTorch's Linux wheels contain. Elsewhere they run on Python threads.
 
-A kernel takes one pointer, to its arguments as int64: numbers, and addresses of arrays. All threads of a team run it
-with the same arguments, and share the work by `take`; what is computed must not depend on who takes what.
+A kernel takes a pointer to its arguments as int64: numbers, and addresses of arrays. All threads of a team run it with
+the same arguments and share the work by `take`; results must not depend on which thread takes which piece.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ARGUMENTS = _numba.types.CPointer(numba.int64)
 
 
 def _take(typing_context: Any, arguments: Any) -> Any:
-    """The number of the next piece of work, from the first argument, which begins at 0: each is given out once."""
+    """Take the number of the next piece of work, from 0, each once: increments the first argument atomically."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", args[0], ir.Constant(ir.IntType(64), 1), "monotonic")
@@ -40,7 +40,7 @@ def _take(typing_context: Any, arguments: Any) -> Any:
 
 
 def _pointer(typing_context: Any, address: Any, element: Any) -> Any:
-    """A pointer to numbers of the type of `element`, for `numba.carray`."""
+    """`address` as a pointer to the type of `element`, for `numba.carray`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(_numba.types.CPointer(element)))
@@ -49,7 +49,7 @@ def _pointer(typing_context: Any, address: Any, element: Any) -> Any:
 
 
 def _float_of(typing_context: Any, bits: Any) -> Any:
-    """The float32 of these bits."""
+    """The float32 with these bits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(builder.trunc(args[0], ir.IntType(32)), ir.FloatType())
@@ -63,7 +63,7 @@ float_of = cast(Callable[[Any], Any], intrinsic(_float_of))
 
 
 class Kernel:
-    """A function of a pointer to int64 arguments, compiled when it is first called; `call` waits for all threads."""
+    """A kernel function, compiled at its first call."""
 
     def __init__(self, function: Callable[[Any], None]) -> None:
         self._function = function
@@ -75,7 +75,7 @@ class Kernel:
     @functools.cached_property
     def _entries(self) -> tuple[Any, Any, int]:
         address = self._compiled.address
-        # The first keeps Python's lock, which short work should not have to win back.
+        # The first keeps the GIL, which would cost short work more to reacquire.
         return (
             ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(address),
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address),
@@ -87,15 +87,14 @@ class Kernel:
         self._entries[0](arguments)
 
     def call(self, arguments: Any, threads: int) -> None:
-        """Run in `threads` threads, of which this is one."""
+        """Run in `threads` threads, the calling one included, and wait for all."""
         _, alone, address = self._entries
         if threads == 1:
             alone(arguments)
         elif (team := openmp_team()) is not None:
             team(address, arguments, threads, 0)
         else:
-            # The other threads begin first, and every one is waited for, even if Ctrl-C comes: they write into the
-            # arguments' arrays.
+            # Wait for every thread, even on Ctrl-C: they write into the arguments' arrays.
             jobs = [_pool(threads).submit(alone, arguments) for _ in range(threads - 1)]
             try:
                 alone(arguments)
@@ -106,7 +105,7 @@ class Kernel:
 
 @functools.cache
 def openmp_team() -> Any:
-    """`GOMP_parallel` of the runtime that is loaded already; None where it is another."""
+    """`GOMP_parallel` of the loaded OpenMP runtime. None if it is not libgomp."""
     try:
         function = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).GOMP_parallel
     except (AttributeError, OSError):
@@ -122,16 +121,16 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def threads_for(work: float, least: float) -> int:
-    """How many threads are worth their start for `work`, of which `least` are worth one more."""
+    """The number of threads for `work`, with at least `least` for each."""
     return max(1, min(torch.get_num_threads(), int(work / least)))
 
 
 def arguments(*values: int) -> Any:
-    """Arguments of a kernel, behind the counter of `take`."""
+    """A kernel's arguments, after the counter of `take`."""
     return (ctypes.c_int64 * (1 + len(values)))(0, *values)
 
 
 @functools.cache
 def float_bits(value: float) -> int:
-    """A float32 as an argument; kernels read it with `float_of`."""
+    """A float32 as a kernel argument; kernels read it with `float_of`."""
     return int(np.float32(value).view(np.int32))

@@ -1,7 +1,7 @@
-"""Vectors of 16 floats for numba kernels: what LLVM's own vectorizer does not make of a loop over an array.
+"""SIMD intrinsics on vectors of 16 floats for Numba kernels, for loops that LLVM's vectorizer does not handle well.
 
-Each function is an instruction sequence over addresses, in one fixed order, with a fused multiply-add wherever one is
-written: its bits are the same on every CPU, whatever the width of its registers.
+Each function is an instruction sequence over addresses, in one fixed order and with explicit fused multiply-adds, so
+its result has the same bits on every CPU, whatever the width of the registers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 cgutils: Any = untyped_cgutils
 
 LANES = 16
-# Accumulators of a tile: this many times LANES numbers wide, and as many rows high at most.
+# Vectors per row of a tile's accumulators; a tile has at most as many rows.
 WIDE = 4
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -44,7 +44,7 @@ def _store(builder: Any, value: Any, address: Any, byte_offset: Any = 0) -> None
 
 
 def load_wide(builder: Any, address: Any, num_bytes: int) -> Any:
-    """16 numbers as float32: those of a bfloat16 (2 bytes) widened exactly."""
+    """Load 16 numbers as float32: bfloat16 (2 bytes) are widened exactly."""
     if num_bytes == 4:
         return load(builder, address)
     words = builder.zext(load(builder, address, 0, _NARROW), _WORDS)
@@ -52,7 +52,7 @@ def load_wide(builder: Any, address: Any, num_bytes: int) -> Any:
 
 
 def store_narrow(builder: Any, vector: Any, address: Any, num_bytes: int) -> None:
-    """16 float32, as they are or rounded to the nearest bfloat16 (2 bytes)."""
+    """Store 16 float32, unchanged or rounded to the nearest bfloat16 (2 bytes)."""
     if num_bytes == 4:
         return _store(builder, vector, address)
     half, one, most = (splat(builder, ir.Constant(_I32, value)) for value in (16, 1, 0x7FFF))
@@ -85,12 +85,12 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _larger(builder: Any, a: Any, b: Any) -> Any:
-    """The larger of both in each lane; `a` where it is not a number, so that such a number shows in the end."""
+    """The larger of both in each lane; `a` if either is NaN, so that `_exp` propagates NaN."""
     return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
 
 def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
-    """All lanes combined pairwise, halves first."""
+    """Reduce all lanes to one number, pairwise, halves first."""
     half = LANES // 2
     while half:
         other = _shuffle(builder, vector, vector, [(lane + half) % LANES for lane in range(LANES)])
@@ -99,21 +99,21 @@ def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) 
 
 
 def _visible(builder: Any, first: Any, last: Any, chunk: int) -> Any:
-    """Which of the lanes of this chunk of a tile lie in [first, last)."""
+    """The mask of this chunk's lanes that are in [first, last) of a tile's row."""
     lanes = ir.Constant(_WORDS, [chunk * LANES + lane for lane in range(LANES)])
     low, high = (splat(builder, builder.trunc(edge, _I32)) for edge in (first, last))
     return builder.and_(builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high))
 
 
 def _transposed(typing_context: Any, element: Any, rows: Any, destination: Any, stride: Any) -> Any:
-    """16 numbers of the type of `element` from each of 16 addresses, which lie at `rows`: number i of row j goes to
-    float32 j of the row i at `destination`, `stride` bytes from row to row."""
+    """Transpose 16 x 16 numbers of the type of `element` to float32 at `destination`, `stride` bytes from row to row.
+    `rows` is the address of the 16 addresses of the source rows."""
     num_bytes = _element_bytes(element)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, rows, destination, stride = args
         block = [load_wide(builder, load(builder, rows, 8 * j, _I64), num_bytes) for j in range(LANES)]
-        # Rows j and j + distance swap quarters, eighths...: log2(16) rounds of two-input shuffles.
+        # log2(16) rounds of two-input shuffles: rows j and j + distance swap halves, quarters, eighths...
         distance = LANES // 2
         while distance:
             low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
@@ -131,7 +131,7 @@ def _transposed(typing_context: Any, element: Any, rows: Any, destination: Any, 
 
 
 def _widened(typing_context: Any, element: Any, source: Any, destination: Any) -> Any:
-    """16 numbers of the type of `element` at `source`, as float32 to `destination`."""
+    """Widen 16 numbers of the type of `element` at `source` to float32 at `destination`."""
     num_bytes = _element_bytes(element)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -142,10 +142,10 @@ def _widened(typing_context: Any, element: Any, source: Any, destination: Any) -
 
 
 def _touched(typing_context: Any, address: Any) -> Any:
-    """Read the 8 bytes around this address. CPUs may drop a prefetch, and do where it would help most."""
+    """Read the 8 bytes around this address. A prefetch instruction would not do: CPUs drop it when it matters most."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # Atomic: else the compiler would leave out a read that nobody uses.
+        # Atomic, since the compiler would remove an unused plain read.
         aligned = builder.and_(args[0], ir.Constant(_I64, -8))
         builder.load_atomic(builder.inttoptr(aligned, _I64.as_pointer()), "monotonic", 8)
         return context.get_dummy_value()
@@ -159,9 +159,9 @@ def _products(
 ) -> Any:  # fmt: skip
     """out [num_rows, 16 * num_chunks] = out * its row's factor + sum over `steps` of left [row, step] * right [step].
 
-    Addresses of float32, distances in bytes: from row to row and step to step of `left`, from step to step of `right`,
-    from row to row of `out`. The sum runs in order of the steps. `factors` 0: out begins at zero. `num_rows` and
-    `num_chunks` are literals.
+    `left`, `right`, `factors` (0: out begins at zero) and `out` are addresses of float32. Strides are in bytes:
+    `row_bytes` and `step_bytes` of `left`, `right_bytes` between steps of `right`, `out_bytes` between rows of `out`.
+    The sum runs in order of the steps. `num_rows` and `num_chunks` are literals.
     """
     rows, chunks = num_rows.literal_value, num_chunks.literal_value
 
@@ -201,7 +201,7 @@ def _products(
 
 
 def _largest(typing_context: Any, scores: Any, first: Any, last: Any) -> Any:
-    """The largest of the float32 in lanes [first, last) of the 64 at `scores`; -inf: none."""
+    """The largest of the float32 in lanes [first, last) of the 64 at `scores`; -inf if there are none."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         scores, first, last = args
@@ -216,7 +216,7 @@ def _largest(typing_context: Any, scores: Any, first: Any, last: Any) -> Any:
     return numba.float32(numba.int64, numba.int64, numba.int64), generate
 
 
-# As `cpu_kernels.exp32`, with fused steps.
+# As `cpu_kernels.exp32`, with fused multiply-adds.
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
@@ -237,9 +237,10 @@ def _exp(builder: Any, x: Any) -> Any:
 
 
 def _exponentials(typing_context: Any, scores: Any, first: Any, last: Any, peak: Any) -> Any:
-    """Each of the 64 float32 s at `scores` becomes e^(s - peak), 0 outside of lanes [first, last); returns their sum.
+    """Replace each of the 64 float32 s at `scores` by e^(s - peak), 0 outside of lanes [first, last). Returns their
+    sum.
 
-    `peak` is no smaller than any of them."""
+    `peak` must not be less than any of them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         scores, first, last, peak = args
@@ -257,9 +258,9 @@ def _exponentials(typing_context: Any, scores: Any, first: Any, last: Any, peak:
 
 
 def _square_sum(typing_context: Any, element: Any, source: Any, count: Any) -> Any:
-    """Sum of the squares, as float32, of `count` numbers of the type of `element`; `count` is a multiple of 16.
+    """Sum of squares in float32 of `count` numbers of the type of `element`; `count` is a multiple of 16.
 
-    Number i goes to lane i % 16, in order; the lanes are added in the end.
+    Lane i % 16 sums number i, in order; the lanes are added at the end.
     """
     num_bytes = _element_bytes(element)
 
@@ -277,13 +278,13 @@ def _square_sum(typing_context: Any, element: Any, source: Any, count: Any) -> A
 
 
 def _silu_times(typing_context: Any, element: Any, gate: Any, up: Any, out: Any) -> Any:
-    """silu(gate) * up, as float32, of 16 numbers of the type of `element` each, rounded once."""
+    """silu(gate) * up in float32 of 16 numbers of the type of `element` each, rounded once."""
     num_bytes = _element_bytes(element)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, gate, up, out = args
         gates, ups = load_wide(builder, gate, num_bytes), load_wide(builder, up, num_bytes)
-        # Beyond this the quotient is 0 anyway, and the exponential would overflow.
+        # Beyond 88 the exponential would overflow, and the quotient is 0 anyway.
         minus = builder.fsub(_constant(builder, 0.0), gates)
         most = _constant(builder, 88.0)
         minus = builder.select(builder.fcmp_ordered(">", minus, most), most, minus)
@@ -295,7 +296,7 @@ def _silu_times(typing_context: Any, element: Any, gate: Any, up: Any, out: Any)
 
 
 def _added(typing_context: Any, element: Any, left: Any, right: Any, out: Any) -> Any:
-    """The sum of 16 numbers of the type of `element` each, rounded once."""
+    """left + right, 16 numbers of the type of `element` each, rounded once."""
     num_bytes = _element_bytes(element)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What DeepSeek's models share, from V2 on: latent attention, and experts behind the first dense layers."""
+"""The common base of DeepSeek-V2 and V3: latent attention, and experts after the first dense layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class Deepseek(CausalLM):
-    """Layers of latent attention. Tensors of layers behind the last are those of MTP modules: left out."""
+    """A model with latent attention. MTP modules, stored as layers after the last, are not loaded."""
 
     def kv_layer(self, config: ModelConfig, layer_id: int) -> LayerSpec:
         assert config.latent is not None
@@ -36,7 +36,7 @@ class Deepseek(CausalLM):
 
 
 def is_behind(name: str, num_layers: int) -> bool:
-    """Whether a tensor belongs to a layer behind the last, where checkpoints keep their MTP modules."""
+    """Whether a tensor is of a layer after the last, where checkpoints store their MTP modules."""
     layer = _LAYER.match(name)
     return layer is not None and int(layer[1]) >= num_layers
 
@@ -47,14 +47,14 @@ def latent_fields(raw: RawConfig, max_position_default: int, interleaved: bool) 
     if get_int(raw, "num_key_value_heads", heads) != heads:
         raise CheckpointError("config.json: num_key_value_heads differs from num_attention_heads")
     rope_dim = get_int(raw, "qk_rope_head_dim", 64)
-    # Checkpoints say here what transformers derives: the rotated part of a head, or the whole.
+    # Configs have the rotated part of a head as `head_dim`, or the whole; transformers derives it.
     fields = decoder_fields({**raw, "head_dim": rope_dim}, max_position_default)
     spec = LatentSpec(
         latent_dim=get_int(raw, "kv_lora_rank", 512),
         rope_dim=rope_dim,
         nope_dim=get_int(raw, "qk_nope_head_dim", 128),
         value_dim=get_int(raw, "v_head_dim", 128),
-        # Null says that there is none, absence means the default.
+        # Null means none, absence the default.
         query_rank=get_int(raw, "q_lora_rank", 1536) if raw.get("q_lora_rank", 1536) is not None else None,
         is_interleaved=interleaved,
     )
@@ -64,7 +64,7 @@ def latent_fields(raw: RawConfig, max_position_default: int, interleaved: bool) 
 
 
 def biased_experts(raw: RawConfig, num_layers: int) -> MoESpec:
-    """DeepSeek-V3's experts (arXiv:2412.19437, 2.1.2)."""
+    """The spec of DeepSeek-V3's experts (arXiv:2412.19437, 2.1.2)."""
     expect(raw, "topk_method", "noaux_tc")
     expect(raw, "scoring_func", "sigmoid")
     width = get_int(raw, "moe_intermediate_size")
@@ -85,14 +85,14 @@ def biased_experts(raw: RawConfig, num_layers: int) -> MoESpec:
 
 
 def expert_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
-    """The layers with experts: from `first_k_dense_replace` on every `moe_layer_freq`th, counted from layer 0."""
+    """Which layers have experts: from `first_k_dense_replace` on, every `moe_layer_freq`th, counted from layer 0."""
     first = get_int(raw, "first_k_dense_replace", 0, minimum=0)
     step = get_int(raw, "moe_layer_freq", 1)
     return tuple(layer >= first and layer % step == 0 for layer in range(num_layers))
 
 
 def expect(raw: RawConfig, name: str, *supported: object) -> None:
-    """Raise `CheckpointError` where the field `name` is there with another value than those."""
+    """Raise `CheckpointError` if the field `name` has a value that is not supported. Absence and null pass."""
     value = raw.get(name)
     if value is not None and value not in supported:
         raise CheckpointError(f"config.json: {name} is {value!r}, expected {' or '.join(map(repr, supported))}")

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite (`model_type` deepseek_v2): softmax over experts, as they are or of the best groups."""
+"""DeepSeek-V2 and V2-Lite (`model_type` deepseek_v2): softmax scores, experts of all groups or of the best ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class DeepseekV2(Deepseek):
         fields = latent_fields(raw, max_position_default=2048, interleaved=True)
         expect(raw, "topk_method", "greedy", "group_limited_greedy")
         expect(raw, "scoring_func", "softmax")
-        # DeepSeek's own code renormalises in place of scaling, transformers never does.
+        # Refused: DeepSeek's own code then renormalises instead of scaling, transformers never does.
         expect(raw, "norm_topk_prob", False)
         grouped = raw.get("topk_method") == "group_limited_greedy"
         width = get_int(raw, "moe_intermediate_size", 1407)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 (`model_type` deepseek_v3): experts by sigmoid scores, biased for the choice alone."""
+"""DeepSeek-V3 and R1 (`model_type` deepseek_v3): sigmoid scores, biased for the choice of experts only."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Experts that several ranks share, each of which computes rows of its own (GShard, arXiv:2006.16668; attention data
-parallelism, DeepSeek-V3, arXiv:2412.19437, 3.4): a row goes to the ranks that hold its experts, and what these make of
-it comes back.
+"""Expert parallelism over data-parallel ranks (GShard, arXiv:2006.16668; attention data parallelism, DeepSeek-V3,
+arXiv:2412.19437, 3.4): a row is sent to the ranks that hold its experts, and their outputs come back.
 
-Ranks meet in *rounds*. In each a rank asks for rows of one layer, or for none; and all compute what they were asked
-for, each expert once for all ranks that ask for the same layer. Ranks need not be at the same layer, nor make equally
-many rounds in a step: who is done with its own goes on with rounds in which it asks for nothing, until all are done.
+Ranks communicate in *rounds*, which are collectives. In a round each rank dispatches rows of one layer or nothing, and
+computes what the others dispatched to it: each expert once for all ranks that are at the same layer. Ranks need not be
+at the same layer, nor need equally many rounds in a step: a rank that is done joins rounds without rows of its own
+until all are done.
 
-Shapes: T rows, E hidden size, K experts chosen for a row, P pairs of a row and an expert, W width of what one makes.
+Shapes: T rows, E hidden size, K experts chosen for a row, P (row, expert) pairs, W width of an expert's output.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from baton.errors import ConfigError, EngineUnavailableError
 
-# The tensors of all ranks, in the order of ranks. All ranks call it together.
+# All-gather: the tensors of all ranks, in rank order.
 Gather = Callable[[Tensor], Sequence[Tensor]]
-# Bytes for each rank, and how many come from each -> those that came. All ranks call it together.
+# All-to-all: bytes for each rank, and how many to expect from each -> the bytes from each.
 Swap = Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
-# Rows [T, E], the row of each pair and its expert's id, both [P] -> what these make [P, W].
+# Rows [T, E], and the row index and expert id of each pair, both [P] -> the experts' outputs [P, W].
 Make = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _NOTHING = -1
@@ -31,12 +31,12 @@ _PAIR_BYTES = 8
 
 
 class Elsewhere(nn.Module):
-    """The place of an expert that another rank holds."""
+    """Placeholder for an expert that another rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLayer:
-    """One layer's experts. `make` computes those of this rank; `width`: W."""
+    """One layer's experts. `make` computes those of this rank; `width` is W."""
 
     make: Make
     num_experts: int
@@ -48,7 +48,7 @@ class SharedLayer:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Rows [T, E] that one rank sends to another, and pairs [P] of these rows, by their place, and experts."""
+    """Rows [T, E] that one rank sends to another, with the index into these rows and the expert of each pair, [P]."""
 
     rows: Tensor
     places: Tensor
@@ -56,10 +56,10 @@ class _Asked:
 
 
 class ExpertRanks:
-    """One rank's place among `size` that share experts. Of a layer's it has an equal part, one more at most.
+    """One of `size` ranks that share experts: each holds an equal number of a layer's, give or take one.
 
-    `begun`: there was a round since the last `finish`. `begins` is called before the first, of which others may not
-    know yet. After a round that failed all fail: what the other ranks have of it is not known.
+    `begun`: there was a round since the last `finish`. `begins` is called before the first round, since the other ranks
+    may not know of it yet. After a failed round every later one fails: what the other ranks received is unknown.
     """
 
     def __init__(self, rank: int, size: int, gather: Gather, swap: Swap) -> None:
@@ -71,23 +71,22 @@ class ExpertRanks:
         self._layers: list[SharedLayer] = []
 
     def held(self, num_experts: int) -> range:
-        """The ids of this rank's experts. Raises `ConfigError` for fewer experts than ranks."""
+        """The ids of this rank's experts. Raises `ConfigError` if there are fewer experts than ranks."""
         if num_experts < self.size:
             raise ConfigError("data_parallel_size", f"is {self.size}, and the model has {num_experts} experts")
         return range(self.rank * num_experts // self.size, (self.rank + 1) * num_experts // self.size)
 
     def add(self, layer: SharedLayer) -> int:
-        """The layer's number, the same on all ranks if they add the same layers in the same order."""
+        """Register a layer. Returns its number, equal on all ranks if they add the same layers in the same order."""
         self._layers.append(layer)
         return len(self._layers) - 1
 
     @property
     def num_layers(self) -> int:
-        """How many layers were added."""
         return len(self._layers)
 
     def made(self, number: int, x_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """What each row's experts make of it [T * K, W]: a round. Raises `EngineUnavailableError` where it fails."""
+        """The outputs of each row's experts [T * K, W], by one round. Raises `EngineUnavailableError` if it fails."""
         layer = self._layers[number]
         starts = [rank * layer.num_experts // self.size for rank in range(1, self.size)]
         owners_TK = torch.bucketize(ids_TK, torch.tensor(starts, device=ids_TK.device), right=True)
@@ -106,8 +105,10 @@ class ExpertRanks:
         return made
 
     def finish(self, word: int) -> list[int]:
-        """Compute for the other ranks until all have come here; returns the word of each, a small number. Raises as
-        `made` does."""
+        """Join rounds until all ranks have called `finish`; returns the `word` of each rank, a small number.
+
+        Raises as `made` does.
+        """
         self._begin()
         while True:
             _, words = self._round(_NOTHING, [], word)
@@ -125,7 +126,7 @@ class ExpertRanks:
                 raise
 
     def _round(self, number: int, asked: Sequence[_Asked], word: int) -> tuple[list[Tensor], list[int] | None]:
-        """The answers to what this rank asks; or, where none asked for anything, the words of all."""
+        """The answers to what this rank dispatches; or, if no rank dispatched anything, the words of all."""
         if self._failure is None:
             try:
                 return self._tried(number, asked, word)
@@ -146,7 +147,7 @@ class ExpertRanks:
         return answers, None
 
     def _exchanged(self, asked: Sequence[_Asked], heads: Sequence[Sequence[int]]) -> dict[int, _Asked]:
-        """What each rank that asks wants of this one."""
+        """Dispatch: what each rank with rows sends to this one."""
         out, sizes = [_no_bytes()] * self.size, [0] * self.size
         for rank, one in enumerate(asked):
             if rank != self.rank and len(one.experts):
@@ -169,7 +170,7 @@ class ExpertRanks:
         }
 
     def _computed(self, received: dict[int, _Asked], heads: Sequence[Sequence[int]]) -> dict[int, Tensor]:
-        """What this rank's experts make for each rank that asks, [P, W]: a layer's for all of them at once."""
+        """The outputs [P, W] of this rank's experts for each rank with rows. A layer is computed for all at once."""
         made: dict[int, Tensor] = {}
         for number in {heads[rank][0] for rank in received}:
             of_layer = {rank: one for rank, one in received.items() if heads[rank][0] == number}
@@ -186,7 +187,7 @@ class ExpertRanks:
         return made
 
     def _answered(self, number: int, made: dict[int, Tensor], pairs: Sequence[int]) -> list[Tensor]:
-        """What each rank made of this one's rows."""
+        """Combine: send the outputs back to the other ranks, and collect each rank's outputs for this one's rows."""
         out, sizes = [_no_bytes()] * self.size, [0] * self.size
         for rank, part in made.items():
             if rank != self.rank:
@@ -222,5 +223,5 @@ def _from_bytes(data: Tensor, num_rows: int, num_pairs: int, layer: SharedLayer)
 
 
 def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers; in memory of their own, which begins where such numbers may."""
+    """Bytes as numbers, copied, since a view needs aligned memory."""
     return data.clone().view(dtype)

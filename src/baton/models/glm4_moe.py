@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6 (`model_type` glm4_moe): grouped-query attention on partly rotated heads, DeepSeek-V3's experts."""
+"""GLM-4.5 and 4.6 (`model_type` glm4_moe): grouped-query attention, partly rotated heads, DeepSeek-V3's experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEFAULTS = {
 
 
 class Glm4Moe(CausalLM):
-    """Tensors of layers behind the last are those of MTP modules: left out."""
+    """MTP modules, stored as layers after the last, are not loaded."""
 
     @classmethod
     def parse_config(cls, raw: RawConfig) -> ModelConfig:

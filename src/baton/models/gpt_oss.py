@@ -1,7 +1,7 @@
-"""gpt-oss (`model_type` gpt_oss; arXiv:2508.10925): windowed and full layers in turn, attention sinks, experts.
+"""gpt-oss (`model_type` gpt_oss; arXiv:2508.10925): alternating windowed and full layers, attention sinks, experts.
 
-Checkpoints hold the experts of a layer in one tensor, in MXFP4 or plain. Shapes: T rows, E hidden size, X experts, K
-experts chosen for a row, I the width of one.
+Checkpoints stack a layer's experts in one tensor, in MXFP4 or plain. Shapes: T rows, E hidden size, X experts, K
+experts chosen for a row, I an expert's inner width.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BIAS = "_bias"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptOssConfig(ModelConfig):
-    """`alpha` and `limit`: of the experts' gates."""
+    """`alpha` and `limit`: constants of the experts' clamped gates."""
 
     alpha: float
     limit: float
@@ -67,7 +67,7 @@ class GptOss(CausalLM):
         layers = fields["num_layers"]
         types = raw.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
         slides = sliding_layers(types, layers)
-        # Absent means the architecture's default; null would leave windowed layers without a window.
+        # Absence means the default; null is refused, since windowed layers would have no window.
         window = get_int({"sliding_window": 128, **raw}, "sliding_window") if any(slides) else None
         top_k = get_int(raw, "num_experts_per_tok", 4)
         if get_int(raw, "experts_per_token", top_k) != top_k:
@@ -89,8 +89,7 @@ class GptOss(CausalLM):
         return DecoderLayer(config, layer_id, build, mlp=RoutedExperts(cast(GptOssConfig, config), build))
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """The experts of a layer one by one. Plain weights are stored [X, in, out], those in MXFP4 [X, out, in / 32,
-        16]."""
+        """Split a layer's stacked experts. Plain weights are [X, in, out], MXFP4 blocks [X, out, in / 32, 16]."""
         if not self._is_stacked(name, tensor):
             yield name, tensor
         elif not name.endswith((BLOCKS, SCALES)):
@@ -115,7 +114,7 @@ class GptOss(CausalLM):
 
 
 def _of_expert(name: str, expert: int) -> str:
-    """...down_proj -> ...3.down_proj.weight, and ...down_proj_bias -> ...3.down_proj.bias, of expert 3."""
+    """For expert 3: ...down_proj -> ...3.down_proj.weight, and ...down_proj_bias -> ...3.down_proj.bias."""
     owner, _, kind = name.rpartition(".")
     part = f"{kind.removesuffix(_BIAS)}.bias" if kind.endswith(_BIAS) else f"{kind}.weight"
     return f"{owner}.{expert}.{part}"
@@ -142,7 +141,7 @@ class RoutedExperts(nn.Module):
 
 
 class LogitRouter(Linear):
-    """The K experts with the largest logits, weighted by a softmax over these alone; in float32."""
+    """Chooses the K experts with the largest logits, weighted by a softmax over these alone, in float32."""
 
     def __init__(self, spec: MoESpec, hidden: int, build: Build) -> None:
         super().__init__(hidden, spec.num_experts, replace(build, dtype=torch.float32), bias=True)
@@ -156,13 +155,13 @@ class LogitRouter(Linear):
 
 
 class Expert(nn.Module):
-    """down((up + 1) gate sigmoid(alpha gate)) of clamped gates and ups, which take turns: [T, E] -> [T, E]."""
+    """down((up + 1) gate sigmoid(alpha gate)) of clamped, interleaved gates and ups: [T, E] -> [T, E]."""
 
     def __init__(self, config: GptOssConfig, build: Build) -> None:
         super().__init__()
         self._alpha, self._limit = config.alpha, config.limit
         share = build.ranks.share(config.intermediate_size, "inner numbers of an expert")
-        # A gate and its up are neighbours, so that a rank's are one stretch of outputs.
+        # Each gate is next to its up, so a rank's share of both is one range of outputs.
         self.gate_up_proj = Linear(config.hidden_size, 2 * share.length, build, bias=True, share=share.times(2))
         self.down_proj = RowLinear(share, config.hidden_size, build, bias=True)
         self._has_bias = build.ranks.rank == 0
@@ -172,8 +171,8 @@ class Expert(nn.Module):
         return self.down_proj(self._gated(x))  # type: ignore[no-any-return]
 
     def partials(self, x: Tensor) -> list[Tensor]:
-        """This rank's partial sums of what `forward` returns. The bias is in the model's first, so that a row has each
-        of its experts' once, with the expert's weight."""
+        """This rank's partial sums of the output. The bias is added to the first of rank 0 only, so that it counts once
+        per expert, with the expert's weight."""
         parts = self.down_proj.partials(self._gated(x))
         if self._has_bias:
             assert self.down_proj.bias is not None

@@ -27,7 +27,7 @@ _MLP_LAYERS = ("input_linear", "output_linear")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraniteConfig(ModelConfig):
-    """`is_recurrent[l]`: layer l is a Mamba-2 layer. `shared_size` is the width of the MLP that all rows pass."""
+    """`is_recurrent[l]`: layer l is a Mamba-2 layer. `shared_size`: width of the MLP that all rows pass."""
 
     is_recurrent: tuple[bool, ...]
     mamba: Mamba2Spec
@@ -38,7 +38,7 @@ class GraniteConfig(ModelConfig):
 
 
 class GraniteMoeHybrid(CausalLM):
-    """As Llama with other layers, and four multipliers: of embeddings, residuals, attention scores and logits."""
+    """Llama with Mamba-2 layers, and multipliers of embeddings, residuals, attention scores and logits."""
 
     @classmethod
     def parse_config(cls, raw: RawConfig) -> GraniteConfig:
@@ -70,7 +70,7 @@ class GraniteMoeHybrid(CausalLM):
         return GraniteLayer(cast(GraniteConfig, config), layer_id, build)
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Gates and ups, the experts of a layer, and the parts of what goes into a state, which are stored as one."""
+        """Split stored tensors that join gates and ups, a layer's experts, or the parts of a Mamba-2 projection."""
         granite, (owner, _, kind) = cast(GraniteConfig, self.config), name.rpartition(".")
         place, _, layer = owner.rpartition(".")
         if place.endswith(".mamba") and (parts := stored_parts(granite.mamba).get(layer)):
@@ -93,7 +93,7 @@ class GraniteMoeHybrid(CausalLM):
 
 
 class GraniteLayer(nn.Module):
-    """x + m mixer(norm(x)), then + m MLP(norm(.)); the mixer is Mamba-2 or attention. [T, E] -> [T, E]."""
+    """x + m mixer(norm(x)), then + m MLP(norm(.)), with Mamba-2 or attention as mixer. [T, E] -> [T, E]."""
 
     def __init__(self, config: GraniteConfig, layer_id: int, build: Build) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class GraniteLayer(nn.Module):
 
 
 class SparseMoE(nn.Module):
-    """Experts, each a SwiGLU MLP, beside the shared one: [T, E] -> [T, E]."""
+    """The routed experts, each a SwiGLU MLP: [T, E] -> [T, E]."""
 
     def __init__(self, spec: MoESpec, hidden: int, build: Build) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class SparseMoE(nn.Module):
 
 
 def _of_mlp(name: str, place: str, layer: str, tensor: Tensor, size: int) -> Iterable[tuple[str, Tensor]]:
-    """The weights of the MLP at `place`, of inner size `size`, that one of its two stored tensors holds."""
+    """The weights in one of the two stored tensors of the MLP at `place`, whose inner size is `size`."""
     if layer == _MLP_LAYERS[1]:
         yield f"{place}.down_proj.weight", tensor
         return
@@ -143,7 +143,7 @@ def _of_mlp(name: str, place: str, layer: str, tensor: Tensor, size: int) -> Ite
 
 
 def _split(name: str, tensor: Tensor, parts: Mapping[str, int]) -> Iterable[tuple[str, Tensor]]:
-    """The parts of a stored tensor, of so many rows each. Raises `CheckpointError` for another number of rows."""
+    """Split a stored tensor into `parts` of so many rows each. Raises `CheckpointError` if the rows do not add up."""
     rows = sum(parts.values())
     if tensor.dim() == 0 or len(tensor) != rows:
         raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, expected {rows} rows")
@@ -151,7 +151,7 @@ def _split(name: str, tensor: Tensor, parts: Mapping[str, int]) -> Iterable[tupl
 
 
 def _experts(raw: RawConfig, fields: dict[str, Any]) -> MoESpec | None:
-    """The softmax over the chosen experts' logits is that over all of them, divided by its sum over the chosen."""
+    """The spec of the experts. Granite's softmax over the chosen logits equals a renormalised one over all."""
     num_experts = get_int(raw, "num_local_experts", 8, minimum=0)
     if num_experts == 0:
         return None
@@ -188,10 +188,10 @@ def _mamba(raw: RawConfig, hidden: int) -> Mamba2Spec:
 
 
 def _refuse_limit(limit: Any) -> None:
-    """The reference heeds a limit of time steps in prompts and not behind them, so that no implementation is right."""
+    """Refuse time step limits: the reference applies them to prompts but not to later tokens, so no result is right."""
     if limit is None:
         return
     ends = list(limit) if isinstance(limit, list | tuple) else [limit]
-    # As transformers writes it, JSON having no infinity.
+    # transformers writes infinity so, since JSON has none.
     if [math.inf if end == {"__float__": "Infinity"} else end for end in ends] != [0.0, math.inf]:
         raise CheckpointError(f"config.json: time_step_limit is {limit!r}, only [0, Infinity] is supported")

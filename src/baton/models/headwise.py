@@ -1,4 +1,4 @@
-"""Products of each head with a matrix of its own, rows batch-invariant where they must be: see `linear`."""
+"""Products of each head with its own matrix, batch-invariant if needed: see `linear`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _headwise(x_THK: Tensor, weight_HKN: Tensor) -> Tensor:
 def _heights(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, threads: int
 ) -> tuple[int, ...]:
-    """As `linear.block_heights`, for a weight [H, K, N] that lies so in memory."""
+    """As `linear.block_heights`, for a weight [H, K, N] of these strides."""
     generator = torch.Generator().manual_seed(0)
     heads, inner, columns = shape
     heights = [height for height in HEIGHTS if height <= TALL or heads * inner * columns < BIG_PROBE]
@@ -38,7 +38,7 @@ def _heights(
 
 
 def invariant_headwise(x_THK: Tensor, weight_HKN: Tensor) -> Tensor:
-    """As `headwise`, each row independent of all others."""
+    """As `headwise`, but batch-invariant."""
     total, threads = len(x_THK), torch.get_num_threads()
     shape, strides = tuple(weight_HKN.shape), tuple(weight_HKN.stride())
     chosen = blocks(total, _heights(shape, strides, x_THK.dtype, x_THK.device, threads))

@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): the cache holds one latent and one rotated key a
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): the cache holds one latent and one rotated key per
 token, which all heads share.
 
-Shapes: T rows, S kept rows, H heads, C latent, R rotated, N the other part of a head's query and key, V of its value,
-D = N + R, W = C + R.
+Shapes: T rows, S kept rows, H heads, C latent, R rotated part of a query or key, N unrotated part, V value, D = N + R,
+W = C + R.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from baton.models.rotary import deinterleaved, rotate, yarn_mscale
 from baton.models.row_linear import RowLinear
 from baton.models.specs import LatentSpec
 
-# Whatever rms_norm_eps says.
+# Not rms_norm_eps, as in transformers.
 _LATENT_EPS = 1e-6
 
 
 class LatentProjection(nn.Module):
-    """From latents to each head's keys and values: `LatentHeads`. The weight [H * (N + V), C] is named as on disk."""
+    """Projects latents to each head's keys and values: a `LatentHeads` with weight [H * (N + V), C]."""
 
     def __init__(self, spec: LatentSpec, num_heads: int, build: Build) -> None:
         super().__init__()
@@ -60,9 +60,9 @@ class LatentProjection(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """The attention of a layer: [T, in_features] -> [T, hidden]. `config.latent` must be set.
+    """A layer's latent attention: [T, in_features] -> [T, hidden]. `config.latent` must be set.
 
-    `in_features` differs from the hidden size only in a drafter that is fed embedding and features side by side.
+    `in_features` differs from the hidden size only in a drafter whose input is embedding and features side by side.
     """
 
     def __init__(self, config: ModelConfig, layer_id: int, build: Build, in_features: int | None = None) -> None:
@@ -89,7 +89,7 @@ class LatentAttention(nn.Module):
         q = self.q_proj(x) if spec.query_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q_nope, q_rope = q.view(len(x), self._heads, -1).split([spec.nope_dim, spec.rope_dim], dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([spec.latent_dim, spec.rope_dim], dim=-1)
-        # The shared key is one more head.
+        # The shared key is rotated as one more head.
         ropes = torch.cat((q_rope, k_rope[:, None]), dim=1)
         ropes = rotate(deinterleaved(ropes) if spec.is_interleaved else ropes, self._heads + 1, *cos_sin)
         q = torch.cat((q_nope, ropes[:, :-1]), dim=-1)
@@ -100,6 +100,6 @@ class LatentAttention(nn.Module):
 
 
 def _yarn_scale(rope: RopeSpec) -> float:
-    """What stretched positions multiply the scores by (arXiv:2405.04434, 3.1.4)."""
+    """YaRN's factor on the attention scores (arXiv:2405.04434, 3.1.4)."""
     weight = rope.params.get("mscale_all_dim", 0.0)
     return yarn_mscale(rope, weight) ** 2 if weight else 1.0

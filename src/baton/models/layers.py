@@ -21,7 +21,7 @@ from baton.models.row_linear import RowLinear
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension (Zhang & Sennrich, 2019).
 
-    Rounded exactly as Hugging Face does: float32 inside, back to the input's dtype, then the weight.
+    Rounded exactly as in Hugging Face: float32 inside, back to the input's dtype, then times the weight.
     """
 
     def __init__(self, size: int, eps: float, build: Build) -> None:
@@ -47,10 +47,8 @@ class RMSNorm(nn.Module):
 
 
 class WideNorm(nn.Module):
-    """RMSNorm that multiplies by its weight, plus an offset, in float32, and rounds once.
-
-    gpt-oss has no offset; Gemma's is 1, and its weights lie around zero.
-    """
+    """RMSNorm that multiplies by weight + `offset` in float32 and rounds once. The offset is 0 in gpt-oss, 1 in
+    Gemma."""
 
     def __init__(self, size: int, eps: float, offset: float, build: Build) -> None:
         super().__init__()
@@ -72,7 +70,7 @@ class WideNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig, size: int, build: Build) -> RMSNorm | WideNorm:
-    """A norm over `size` numbers as this architecture has it."""
+    """This architecture's norm over `size` numbers."""
     if config.norm_offset is None:
         return RMSNorm(size, config.rms_eps, build)
     return WideNorm(size, config.rms_eps, config.norm_offset, build)
@@ -92,11 +90,11 @@ class MLP(nn.Module):
         return self.down_proj(self.gated(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
     def partials(self, x: Tensor) -> list[Tensor]:
-        """This rank's partial sums of what `forward` returns (see `RowLinear.partials`)."""
+        """This rank's partial sums of the output: see `RowLinear.partials`."""
         return self.down_proj.partials(self.gated(self.gate_up_proj(x)))
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """Gates and what they let through, side by side [T, 2I] -> [T, I]."""
+        """silu(gate) * up of gates and ups side by side, [T, 2I] -> [T, I]."""
         if self._on_cpu:
             return silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
@@ -104,10 +102,9 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions, or with none; the cache and the softmax are `attend`'s business.
+    """Grouped-query attention, with rotary embedding or without. `attend` does the softmax and the cache.
 
-    `in_features` differs from the hidden size only in a drafter that is fed embedding and features side by
-    side.
+    `in_features` differs from the hidden size only in a drafter whose input is embedding and features side by side.
     """
 
     def __init__(self, config: ModelConfig, layer_id: int, build: Build, in_features: int | None = None) -> None:
@@ -143,7 +140,7 @@ class Attention(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm residual layer: x + attention(norm(x)), then + MLP(norm(.)). [T, E] -> [T, E].
 
-    `attention` and `mlp` replace grouped-query attention and the SwiGLU MLP.
+    `attention` and `mlp` replace the default grouped-query attention and SwiGLU MLP.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
-"""Linear layers: packed weights, and what makes rows batch-invariant.
+"""Linear layers with packed weights and batch-invariant rows.
 
-On a CPU a filled layer keeps oneDNN's blocked copy of its weight instead of the weight: reading it takes half the
-time for a few rows of bfloat16. Where PyTorch or the CPU has no such copy, the weight stays as it is. A few rows of
-bfloat16 need no call of oneDNN: see `cpu_products`.
+On a CPU a filled layer keeps oneDNN's blocked copy of its weight instead of the weight: for a few rows of bfloat16,
+reading it takes half the time. Where PyTorch or the CPU has no such copy, the plain weight stays. A few rows of
+bfloat16 do not go through oneDNN at all: see `cpu_products`.
 
-A GEMM library picks its algorithm by the number of rows, so the same row can come out with other last bits in another
-batch (oneDNN, 1,536 columns in float32: a lone row differs from the same row among others). With `batch_invariant` rows
-go through the GEMM in blocks of fixed heights, short ones padded. Sixteen rows is the definition; the other heights
-exist for speed, and are used for a weight's shape only if a probe finds each of their rows equal to the definition's
-bit for bit. So are the rows of `cpu_products`.
+A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches (oneDNN, 1,536
+columns in float32: a lone row differs from the same row among others). With `batch_invariant` rows go through the GEMM
+in blocks of fixed heights, padded if necessary. The result in blocks of sixteen rows is the reference. Other heights,
+and `cpu_products`, are faster; they are used for a weight's shape only if a probe finds their rows equal to the
+reference bit for bit.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from torch import Tensor, nn
 from baton.models import cpu_products
 from baton.models.parallel import ALONE, Share, TensorRank
 
-# What oneDNN, and PyTorch around it, compile for one shape of a product each keeps, for 1,024 shapes by default: with
-# prompts of many lengths most of a gigabyte. They read this at the first product.
+# oneDNN, and PyTorch around it, each cache the code compiled for 1,024 shapes of products by default: most of a
+# gigabyte with prompts of many lengths. They read these variables at the first product.
 for _capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_capacity, "128")
 
 _REFERENCE_HEIGHT = 16
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _PROBE_SHIFTS = (0, 1, 2, 3, 5, 11)
-# Every place in a low block is met in so many rows.
+# Enough rows to test every place in a low block.
 _PROBE_ROWS = 64
-# Numbers of a weight beyond which tall blocks would take long to probe.
+# For weights of this many numbers or more, blocks above TALL would take too long to probe.
 BIG_PROBE = 1 << 22
 TALL = 64
-# The rows that a weight is packed for; any other number works too.
+# The number of rows that packing optimises for; any other works too.
 _PACKED_ROWS = 16
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -49,7 +49,7 @@ WeightCut = tuple[int, Share]
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How the tensors of a model are made: dtype, device, whether rows must be batch-invariant, and for which rank."""
+    """How to build a model: dtype, device, whether rows must be batch-invariant, and the rank it is for."""
 
     dtype: torch.dtype
     device: torch.device
@@ -57,15 +57,15 @@ class Build:
     ranks: TensorRank = ALONE
 
     def empty(self, *shape: int) -> nn.Parameter:
-        """An uninitialised parameter of `shape` that takes no gradient."""
+        """An uninitialised parameter without gradient."""
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
 
 def packed(weight: Tensor) -> Tensor | None:
-    """oneDNN's blocked copy of `weight` [N, K]; None where this dtype, device, CPU or build of PyTorch has none."""
+    """oneDNN's blocked copy of `weight` [N, K]. None if this dtype, device, CPU or build of PyTorch has none."""
     if weight.device.type != "cpu" or weight.dtype not in _PACKED_DTYPES:
         return None
-    # Operators that PyTorch's own compiler emits, and promises to nobody else.
+    # Private operators of PyTorch's compiler, without any promise of stability.
     operators: Any = torch.ops.mkldnn
     try:
         if weight.dtype is torch.bfloat16 and not operators._is_mkldnn_bf16_supported():
@@ -90,8 +90,8 @@ def block_heights(
 ) -> tuple[int, ...]:
     """Block heights, tallest first, that give every row the same bits for a weight [rows, columns].
 
-    `threads` is part of the key because the library's choice may depend on it. Falls back to single rows,
-    which are invariant by themselves, where even the definition's rows depend on their place in the block.
+    `threads` is in the cache key because the library's choice of algorithm may depend on it. Falls back to single rows,
+    which are invariant by themselves, if rows depend on their place even in blocks of the reference height.
     """
     heights = [height for height in HEIGHTS if height <= TALL or rows * columns < BIG_PROBE]
     x, weight = _probe(heights[0], rows, columns, dtype, device)
@@ -103,7 +103,7 @@ def block_heights(
 
 
 def _probe(height: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows [height, columns] and a weight [rows, columns] whose products show how they are summed."""
+    """Rows [height, columns] and a weight [rows, columns] whose products reveal the order of summation."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(height, columns, generator=generator), torch.randn(rows, columns, generator=generator)
     x, weight = cancelling(x, weight)
@@ -112,7 +112,7 @@ def _probe(height: int, rows: int, columns: int, dtype: torch.dtype, device: tor
 
 @functools.cache
 def few_rows_agree(rows: int, columns: int, threads: int) -> bool:
-    """Whether `cpu_products` gives each row of bfloat16 the bits of the definition, with a bias and without."""
+    """Whether `cpu_products` gives each bfloat16 row the bits of the reference, with a bias and without."""
     x, weight = _probe(cpu_products.MOST_ROWS, rows, columns, torch.bfloat16, torch.device("cpu"))
     blocked = packed(weight)
     at = None if blocked is None else cpu_products.address(weight, blocked)
@@ -128,9 +128,9 @@ def few_rows_agree(rows: int, columns: int, threads: int) -> bool:
 
 
 def cancelling(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers [..., K] whose products add up to their rounding errors alone: every second product undoes another.
+    """Modify `x` and `weight` [..., K] so that products cancel in pairs and only rounding errors are left of a sum.
 
-    A sum in bfloat16 keeps 8 bits, so that two orders of summation mostly agree on it; nothing hides them here.
+    A sum rounded to bfloat16's 8 bits mostly hides the order of summation; a sum of rounding errors does not.
     """
     count = x.shape[-1] // 2
     order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(1))
@@ -141,7 +141,7 @@ def cancelling(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def equal_heights(multiply: Callable[[Tensor], Tensor], x: Tensor, heights: Sequence[int]) -> tuple[int, ...]:
-    """Those of the heights at which `multiply` gives each row of a block the bits of the definition."""
+    """The heights at which `multiply` gives each row of a block the bits of the reference."""
 
     def in_blocks(x: Tensor, height: int) -> Tensor:
         return torch.cat([multiply(block) for block in torch.split(x, height)])
@@ -149,7 +149,7 @@ def equal_heights(multiply: Callable[[Tensor], Tensor], x: Tensor, heights: Sequ
     expected = in_blocks(x, _REFERENCE_HEIGHT)
 
     def equal(height: int) -> bool:
-        # What a lone row gets cannot depend on its place.
+        # A lone row has only one place in its block.
         shifts = _PROBE_SHIFTS if height > 1 else _PROBE_SHIFTS[:1]
         rows, wanted = (part[: max(height, _PROBE_ROWS)] for part in (x, expected))
         return all(torch.equal(in_blocks(rows.roll(shift, 0), height), wanted.roll(shift, 0)) for shift in shifts)
@@ -160,11 +160,11 @@ def equal_heights(multiply: Callable[[Tensor], Tensor], x: Tensor, heights: Sequ
 
 
 def blocks(total: int, heights: tuple[int, ...]) -> list[int]:
-    """Heights of blocks for `total` rows, the last taller than its rows where that costs less than one more block."""
+    """Block heights for `total` rows. The last block is padded if that costs less than one more block."""
     chosen: list[int] = []
     while total > 0:
         fitting = min((height for height in heights if height >= total), default=0)
-        # A short block is limited by reading the weight, so a few rows more cost nothing.
+        # A short block is limited by reading the weight, so a few more rows cost nothing.
         if fitting and (fitting <= _REFERENCE_HEIGHT or fitting - total <= fitting // 8):
             return [*chosen, fitting]
         below = max((height for height in heights if height <= total), default=heights[-1])
@@ -174,7 +174,7 @@ def blocks(total: int, heights: tuple[int, ...]) -> list[int]:
 
 
 def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As `product`, each row independent of all others."""
+    """As `product`, but batch-invariant."""
     total = x.shape[0]
     key = (weight.dtype, x.device, torch.get_num_threads(), weight.is_mkldnn)
     chosen = blocks(total, block_heights(weight.shape[0], weight.shape[1], *key))
@@ -192,13 +192,13 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def reads_next_row(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN may multiply the first numbers of a row's successor by weights of 0: it fills up tiles of 32
-    columns so, where the CPU multiplies tiles of bfloat16 (AMX)."""
+    """Whether oneDNN may read past the end of a row: for CPUs with AMX it fills tiles of 32 bfloat16 columns with the
+    next row's first numbers, times weights of 0. A NaN there would spread."""
     return device.type == "cpu" and dtype is torch.bfloat16 and columns % 32 > 0
 
 
 def rows_apart(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`multiply` of rows [T, ..., K], NaN for each that is not finite, which no other row gets to see."""
+    """`multiply` rows [T, ..., K]. Rows that are not finite are kept from the others, and their results are NaN."""
     bad_T = ~x.flatten(1).sum(dim=1, dtype=torch.float32).isfinite()
     if not bad_T.any():
         return multiply(x)
@@ -209,8 +209,8 @@ def rows_apart(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class Linear(nn.Module):
     """y = x W^T + b for x [T, in] -> [T, out]. Weight [out, in] as in Hugging Face, None once it is packed.
 
-    With `share`, which is this rank's part of the outputs, the layer makes these alone. `cuts`: of a parameter, the
-    dimension that ranks share and this rank's part of it.
+    `share`: this rank's part of the outputs, if ranks share them. `cuts`: for each parameter that ranks share, the
+    dimension and this rank's part of it.
     """
 
     weight: nn.Parameter | None
@@ -224,20 +224,20 @@ class Linear(nn.Module):
         self.weight = build.empty(out_features, in_features)
         self.bias = build.empty(out_features) if bias else None
         self._packed: Tensor | None = None
-        # Where `cpu_products` reads the packed weight.
+        # Of the packed weight, for `cpu_products`.
         self._address: int | None = None
         self._batch_invariant = build.batch_invariant
         self._product = invariant_product if build.batch_invariant else product
         self._reads_next_row = reads_next_row(in_features, build.dtype, build.device)
 
     def pack(self) -> None:
-        """Keep the packed weight instead of the plain one, where there is one; the layer must be filled."""
+        """Replace the weight by its packed copy, if there is one. The layer must be filled."""
         if self.weight is not None and (blocked := packed(self.weight)) is not None:
             self._address = cpu_products.address(self.weight, blocked)
             self._packed, self.weight = blocked, None
 
     def forward(self, x: Tensor, adds_bias: bool = True) -> Tensor:
-        """x W^T, plus the bias if it has one; without it where partial sums are to be added first."""
+        """x W^T, plus the bias. Without the bias if partial sums are to be added first."""
         bias = self.bias if adds_bias else None
         if self._address is not None and self._takes(x):
             return cpu_products.multiply(x, self._address, self.out_features, bias)
@@ -248,16 +248,16 @@ class Linear(nn.Module):
         return self._product(x, weight, bias)
 
     def _takes(self, x: Tensor) -> bool:
-        """Whether these rows are some that `cpu_products` multiplies."""
+        """Whether `cpu_products` multiplies these rows."""
         if x.shape[0] > cpu_products.MOST_ROWS or x.dtype is not torch.bfloat16 or not x.is_contiguous():
             return False
         return not self._batch_invariant or few_rows_agree(self.out_features, x.shape[1], torch.get_num_threads())
 
 
 class MergedLinear(Linear):
-    """Several linears of one input as one GEMM; `parts` names them, in order, with this rank's part of their outputs.
+    """Several linears of one input as one GEMM. `parts`: their names, in order, with this rank's part of the outputs.
 
-    A checkpoint stores the parts under their own names, beside this module's (see `loader.weight_table`).
+    A checkpoint stores the parts under their own names, as siblings of this module (see `loader.weight_table`).
     """
 
     def __init__(self, in_features: int, parts: dict[str, Share], build: Build, bias: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Mistral (`model_type` mistral): one sliding window for all layers; `sliding_window` null: none."""
+"""Mistral (`model_type` mistral): one sliding window for all layers, or none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Mistral(CausalLM):
         if raw.get("layer_types") is not None:
             raise CheckpointError("config.json: layer_types is not supported for model_type 'mistral'")
         fields = decoder_fields({"num_key_value_heads": 8, **raw}, max_position_default=131072)
-        # Absent means the architecture's default of 4096; an explicit null means full attention.
+        # Absence means the default of 4096, null full attention.
         has_window = raw.get("sliding_window", 4096) is not None
         window = get_int(raw, "sliding_window", 4096) if has_window else None
         fields["windows"] = (window,) * fields["num_layers"]

@@ -1,4 +1,4 @@
-"""MXFP4 (OCP Microscaling Formats, version 1.0): blocks of 32 numbers of 4 bits, with one power of two a block."""
+"""MXFP4 (OCP Microscaling Formats, version 1.0): blocks of 32 4-bit numbers with one power of two per block."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Mxfp4Pairs:
-    """Joins blocks and scales, which a checkpoint stores as two tensors, in any order and maybe in two files."""
+    """Joins blocks and scales, which checkpoints store as two tensors, in any order and possibly in two files."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> tuple[str, Tensor, Tensor] | None:
-        """Take one of the two tensors; with the second, the name both have less its ending, blocks and scales.
-
-        Raises `CheckpointError` for two tensors that do not fit each other.
+        """Take one of the two tensors. Returns None for the first; for the second the common stem of their names,
+        blocks and scales. Raises `CheckpointError` if the two do not fit, or a scale is NaN.
         """
         stem, ending = name[: -len(BLOCKS)], name[-len(BLOCKS) :]
         other = self._waiting.pop(stem + (SCALES if ending == BLOCKS else BLOCKS), None)
@@ -46,7 +45,7 @@ class Mxfp4Pairs:
 def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     """Float32 numbers [..., 32 G] of blocks uint8 [..., G, 16], low half first, and scales uint8 [..., G].
 
-    They are exact in bfloat16 too, as far as its range goes."""
+    Within the range of bfloat16 they are exact in it too."""
     table = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
     pairs = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), dim=-1)
     exponents = (scales.int() - _BIAS)[..., None]

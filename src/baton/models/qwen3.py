@@ -1,4 +1,4 @@
-"""Qwen3 (`model_type` qwen3): RMSNorm on each query and key head; head size of its own."""
+"""Qwen3 (`model_type` qwen3): RMSNorm on each query and key head; its own head size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Architectures by `model_type`, imported only when a checkpoint asks for one."""
+"""Architectures by `model_type`, each imported only if a checkpoint has it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODELS = {
 
 
 def model_class(model_type: object) -> type[CausalLM]:
-    """The class of a `model_type`. Raises `CheckpointError` naming an unknown one."""
+    """The class for a `model_type`. Raises `CheckpointError` naming an unknown one."""
     if not isinstance(model_type, str) or model_type not in MODELS:
         known = ", ".join(MODELS)
         raise CheckpointError(f"config.json: model_type is {model_type!r}, expected one of {known}")

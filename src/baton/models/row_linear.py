@@ -1,4 +1,4 @@
-"""The linear layer behind which ranks' partial sums become one (see `parallel`)."""
+"""The linear layer after which the ranks' partial sums are added (see `parallel`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from baton.models.parallel import Share
 
 
 class RowLinear(Linear):
-    """y = x W^T + b, cut by its inputs: x [T, in of this rank] -> [T, out], the same on all ranks.
+    """y = x W^T + b, cut by its inputs: x [T, this rank's inputs] -> [T, out], the same on all ranks.
 
-    `share` is this rank's part of the inputs; the weight is [out, share.length]. With several slices each has a product
-    of its own.
+    `share` is this rank's part of the inputs; the weight is [out, share.length]. If the rank has several slices, each
+    is a separate product.
     """
 
     def __init__(self, share: Share, out_features: int, build: Build, bias: bool = False) -> None:
@@ -24,7 +24,7 @@ class RowLinear(Linear):
         self._slices: list[Linear] = []
 
     def pack(self) -> None:
-        """As `Linear.pack`, slice by slice where there are several."""
+        """As `Linear.pack`, slice by slice if there are several."""
         if self._num_slices == 1:
             super().pack()
         elif self.weight is not None:

@@ -1,4 +1,4 @@
-"""What a config says of experts and of latent attention."""
+"""The parts of a model's config for experts and for latent attention."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import Literal
 
 from baton.errors import CheckpointError
 
-# Ten times those of the largest models; each expert is an object, made before a checkpoint's tensors are seen.
+# Ten times the largest models. Each expert is an object, made before a checkpoint's tensors are seen.
 MAX_EXPERTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """The experts of a decoder; layer l has them where `layers[l]`, else one MLP.
+    """The experts of a decoder. Layer l has them if `layers[l]`, else one MLP.
 
-    A row goes to the `top_k` experts with the best scores, of `top_groups` among `num_groups` equal groups where that
-    is fewer. `group_score`: a group is as good as its best expert, or as its two best together. `has_choice_bias`:
-    scores are biased for the choice alone. The weights of the chosen are divided by their sum where `renormalise`
-    says so, then multiplied by `scale`. `shared_size`: width of the MLP that every row passes besides, 0: none.
+    A row goes to the `top_k` experts with the best scores. If `top_groups` < `num_groups`, only experts of the best
+    groups are eligible; `group_score`: a group's score is that of its best expert, or the sum of its two best.
+    `has_choice_bias`: scores are biased for the choice, not for the weights. With `renormalise` the weights of the
+    chosen experts are divided by their sum; then they are multiplied by `scale`. `shared_size`: width of the shared
+    expert, an MLP that every row passes, 0: none.
 
-    Raises `CheckpointError` for numbers that leave a row no choice, and for more than `MAX_EXPERTS`.
+    Raises `CheckpointError` for impossible groups, for fewer eligible experts than `top_k`, and for more than
+    `MAX_EXPERTS`.
     """
 
     layers: tuple[bool, ...]
@@ -53,8 +55,8 @@ class MoESpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Sizes of multi-head latent attention: of what is kept (`latent_dim`, `rope_dim`), of a head's query and key less
-    their rotated part (`nope_dim`), of a head's value. `query_rank` None: queries are projected at once."""
+    """Sizes of multi-head latent attention: cached per token (`latent_dim`, `rope_dim`), the unrotated part of a head's
+    query and key (`nope_dim`), a head's value. `query_rank` None: queries have no low-rank projection."""
 
     latent_dim: int
     rope_dim: int
