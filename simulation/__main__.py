@@ -1,4 +1,4 @@
-"""`python -m simulation`: play many seeds, replay one, or prove that broken protocols are caught."""
+"""`python -m simulation`: play many seeds, replay one, or show that mutations of the protocol are caught."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from simulation.settings import FAULTS
 
 _SHOWN_FAILURES = 5
 _MUTATION_SEEDS = 2000
-# What is drawn where no first seed is given; a number that can still be typed.
+# Upper bound of the random first seed, so that it stays short enough to type.
 _FIRST_SEEDS = 1_000_000_000
 
 
@@ -34,7 +34,7 @@ def main(
         bool, typer.Option(help="Show for each known way of breaking it the seed that finds it.")
     ] = False,
 ) -> None:
-    """Play the handoff protocol on modelled engines, networks and clocks, and look for broken invariants."""
+    """Play the handoff protocol over modelled engines, networks and clocks, and search for broken invariants."""
     quiet_logs()
     kinds = FAULTS if faults == "all" else tuple(faults.split(","))
     try:

@@ -1,4 +1,4 @@
-"""What an engine of the simulator calls: the real agents' calls, carried out by the simulator's loop."""
+"""The agents of a simulated engine: the real agents' calls, run by the simulator's loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SimRankAgent(HandoffAgent):
-    """One rank's agent, without threads and sockets: `Rank` plays its loop."""
+    """One rank's agent without threads and sockets. `Rank` runs its loop."""
 
     def __init__(self, rank: Rank) -> None:
         self.config, self._node, self._rank = rank.config, rank.node, rank
@@ -29,7 +29,7 @@ class SimRankAgent(HandoffAgent):
 
 
 class SimAgent(InstanceAgent):
-    """What the engine says must be so when it says it."""
+    """An instance agent that checks each statement of the engine against memory at the time of the call."""
 
     def __init__(self, engine: Engine, instance: Instance) -> None:
         super().__init__(instance, engine.hears)
@@ -57,7 +57,7 @@ class SimAgent(InstanceAgent):
 
     def stream_layers(self, key: AttemptKey, event: LayersWritten | LayersWithdrawn) -> None:
         self._process.cluster.rungs["layers"] += 1
-        # A forward that is going to fail takes back what it says.
+        # A forward that is about to fail withdraws this event, so it is not checked.
         if isinstance(event, LayersWritten) and not self._engine.executor.broken:
             self._check_final(key, event.final, event.layers)
         super().stream_layers(key, event)
@@ -67,7 +67,7 @@ class SimAgent(InstanceAgent):
         story = self._engine.stories[request.request_id]
         for group, stop in final.items():
             memory, n = self._engine.memory(group), request.prefill_len
-            # No peer wants what no query behind the prompt sees.
+            # No peer asks for entries that no query after the prompt sees.
             start = 0 if memory.model.window is None else max(0, n - memory.model.window + 1 - memory.model.reach)
             bad = memory.wrong(story, n, request.kv.pages[group], min(start, stop), stop, below)
             if bad is not None:
@@ -78,7 +78,7 @@ class SimAgent(InstanceAgent):
     # ------------------------------------------------------------ D
 
     def announce_decode(self, ticket: SignedTicket) -> None:
-        """Some engines do without: their pages are enough for all."""
+        """Some engines skip ANNOUNCE: they have pages for all requests."""
         if self._announces:
             super().announce_decode(ticket)
         else:
@@ -99,6 +99,6 @@ class SimAgent(InstanceAgent):
             receipt.given_up = True
         ticket = self._unplaced.pop(key, None)
         if ticket is not None:
-            # P may already hold pages for it; without a word from here it would until the ticket expires.
+            # P may already hold pages for the attempt, and would keep them until the ticket expires if D stayed silent.
             super().open_decode(ticket, 1, {}, {})
         super().abort(key, reason, taken)

@@ -1,4 +1,4 @@
-"""What a process does beside its agent, and that nothing of it costs a healthy pair its lease."""
+"""The thread that computes digests, and the check that a healthy pair never loses its lease."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 _DIGEST_S = (0.0, 0.005)
 _SLOW_DIGEST_S = (0.1, 2.5)
 _LOOK_S = 0.05
-# Faults of which a message, or the answer to it, may be lost or late: a lease may then end between healthy engines.
+# Faults that can lose or delay a message or its answer: with them a lease may end between healthy engines.
 _DEAF = ("drop", "delay", "reorder", "slow_work", "full_socket", "no_descriptor")
 
 
 class SimWorker:
-    """The thread that takes digests: one job after the other, each with a time of its own."""
+    """The digest thread: it runs jobs one after the other, each for a random time."""
 
     def __init__(self, process: Rank) -> None:
         self._process, self._world = process, process.world
@@ -38,8 +38,8 @@ class SimWorker:
 
 
 def check_innocence(process: Rank, silent: Sequence[Session]) -> None:
-    """Of the sessions that were silent for their lease when time was looked at, and are gone now, none may lead to an
-    engine that was there all the time, within reach, and held this session too.
+    """Check sessions that were `silent` for their lease and are gone now: none may lead to an engine that was running
+    and reachable all the time, and also held this session.
     """
     world, sessions = process.world, process.node.sessions
     if any(world.settings.has(fault) for fault in _DEAF):

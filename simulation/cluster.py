@@ -1,4 +1,4 @@
-"""The modelled deployment: engines that come and go, the router, what connects them, and faults that strike."""
+"""The modelled deployment: engines that start and stop, routers, the network and transport between them, and faults."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ from simulation.stranger import Stranger
 from simulation.transport import Fabric
 from simulation.world import World
 
-# As the front door reads identities; mutations change it there.
+# The module through which `baton.openai` computes identities; mutations patch it there.
 _planned: Any = planned_by
-# How often who forges a claim has an attempt of its own for it.
+# The share of forged claims that use the forger's own attempt.
 _OWN_ATTEMPT = 0.5
 
 
 class Cluster:
-    """Everything of one simulated deployment. `processes` are the living incarnations by engine name."""
+    """The state of one simulated deployment. `processes` holds the current incarnation of each engine, by
+    engine name.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.rungs: Counter[str] = Counter()
-        self.seeds: dict[str, Seeds] = {}  # what each prefill handed over, by attempt
-        self.tickets: dict[AttemptKey, str] = {}  # all that the router signed
+        self.seeds: dict[str, Seeds] = {}  # what each prefill sent, by attempt
+        self.tickets: dict[AttemptKey, str] = {}  # all tickets that routers signed
         self.network = Network(world)
         self.stranger = Stranger(world, self.network)
         if world.settings.has("stranger"):
@@ -42,12 +44,12 @@ class Cluster:
         self.fabric = Fabric(world)
         self.processes: dict[str, Process] = {}
         self.by_uid: dict[str, Process] = {}
-        self.ranks: dict[str, Rank] = {}  # of all incarnations, by their own names
+        self.ranks: dict[str, Rank] = {}  # of all incarnations, by uid
         self.streams: list[Stream] = []  # all legs that reached an engine
-        self._waits: dict[tuple[str, AttemptKey], float] = {}  # since when a leg was seen on a rank of D
+        self._waits: dict[tuple[str, AttemptKey], float] = {}  # when an attempt was first seen on a rank of D
         self.roles: dict[str, LegRole] = {f"P{i}": "prefill" for i in range(world.settings.num_prefill)}
         self.roles |= {f"D{i}": "decode" for i in range(world.settings.num_decode)}
-        # Of engines on one host, decode legs wait for the first token.
+        # A router starts the decode leg of engines on one host only after the first token.
         self._one_host = world.random.random() < 0.5
         self.routers: list[Router] = []
         for name in self.roles:
@@ -55,22 +57,23 @@ class Cluster:
         self.routers += [Router(self) for _ in range(world.settings.num_routers)]
 
     def close(self) -> None:
-        """The seed is over: nothing is left that runs."""
+        """End the seed: nothing keeps running."""
         for router in self.routers:
             router.loop.end()
 
     @property
     def requests(self) -> list[Request]:
-        """All that were submitted."""
         return [request for router in self.routers for request in router.requests]
 
     def submit(self, request: Request) -> None:
-        """A client's request arrives at one of the routers, which know nothing of each other."""
+        """Send a client's request to one of the routers, which do not know each other."""
         self.world.progress()
         self.world.random.choice(self.routers).submit(request)
 
     def check_deaths(self) -> None:
-        """No leg waits for an engine that has been dead for longer than a lease, whoever is at its address now."""
+        """No leg waits for an engine that has been dead for longer than two leases, whatever listens at its address
+        now.
+        """
         timers, now = self.world.settings.timers, self.world.now
         longest = 2 * timers.lease + 2 * timers.check + 1.0
         for process in self.processes.values():
@@ -85,24 +88,22 @@ class Cluster:
                         self.world.fail("waits_for_the_dead", f"{key} waits on {rank.uid} for {far.uid}")
 
     def url_of(self, name: str) -> str:
-        """Where an engine's HTTP is."""
         if self._one_host:
             return f"http://host:{9000 + sorted(self.roles).index(name)}"
         return f"http://{name.lower()}:9000"
 
     def name_of(self, url: str) -> str:
-        """The engine that is at a URL."""
         return next(name for name in self.roles if self.url_of(name) == url)
 
     def story(self, request: Request, identity: str | None) -> Story:
-        """What the model with this identity makes of a request."""
+        """The correct tokens of a request for the model with this identity."""
         for process in self.by_uid.values():  # the first with this identity
             if _planned.token_identity(process.info().fingerprint) == identity:
                 return Story(request.prompt, request.params, process.model)
         return Story(request.prompt, request.params)
 
     def start(self, name: str) -> Process:
-        """A new incarnation of an engine, at its old address."""
+        """Start a new incarnation of an engine at its old address."""
         generation = sum(process.name == name for process in self.by_uid.values())
         other = generation > 0 and self.world.settings.has("other_settings") and self.world.random.random() < 0.6
         process = Process(self, name, self.roles[name], f"sim://{name}", generation, other)
@@ -124,13 +125,13 @@ class Cluster:
     def _take_leg(self, stream: Stream, process: Process) -> None:
         process.engine.serve(stream)
         if stream.gone:
-            # It was sent before its sender left, and says nothing of that.
+            # The sender hung up while the request was on its way; the engine notices later.
             self.world.after(self.world.random.uniform(0.0, 0.5), stream.noticed)
 
     # ------------------------------------------------------------ faults
 
     def strike(self, kind: str) -> None:
-        """A fault of a kind, somewhere."""
+        """Inject a fault of this kind at a random place."""
         world, random = self.world, self.world.random
         role: LegRole | None = "prefill" if "prefill" in kind else "decode" if "decode" in kind else None
         fit = [p for p in self.processes.values() if not p.gone and (role is None or p.role == role)]
@@ -166,7 +167,7 @@ class Cluster:
             world.injected[kind] += 1
 
     def _strike_router(self, kind: str, router: Router) -> bool:
-        """It dies, stops for a while, or is told by an operator to let an engine go, and to take it again."""
+        """The router dies, pauses, or an operator makes it remove or drain an engine and add it again."""
         world, random = self.world, self.world.random
         if not router.up or router.loop.paused:
             return False
@@ -185,7 +186,7 @@ class Cluster:
         return True
 
     def _squat(self) -> bool:
-        """Somebody listens at the addresses of an engine that has died."""
+        """A squatter listens at the addresses of a dead engine."""
         dead = [process for _, process in sorted(self.processes.items()) if process.dead]
         free = [rank for process in dead for rank in process.ranks if rank.address not in self.network.bound]
         for rank in free:
@@ -211,7 +212,7 @@ class Cluster:
         return True
 
     def _strike_rank(self, kind: str, fit: list[Process]) -> bool:
-        """One rank of an engine of several. That one of them is dead ends the engine, a little later."""
+        """A fault of one rank of an engine with several. If the rank dies, its engine ends a little later."""
         world, random = self.world, self.world.random
         if not fit:
             return False
@@ -237,8 +238,8 @@ class Cluster:
             self._restart_later(process)
 
     def _forge(self) -> bool:
-        """A decode engine claims the next attempt of another's transfer, or registers one that it has announced, with a
-        ticket that is not for it.
+        """A decode engine claims the next attempt of another engine's transfer, or registers an attempt that it has
+        announced, with a ticket for another attempt.
         """
         random = self.world.random
         attempts = [
@@ -255,14 +256,14 @@ class Cluster:
         if session is None or not session.ready:
             return False
         claimed = AttemptKey(key.transfer_id, key.attempt + 1, key.prefill_incarnation, forger.uid)
-        # Of a fork: what else a seed draws does not depend on it.
+        # A separate generator, so that the seed's other draws do not depend on it.
         fork, prefills = Random(self.world.now), victim.ranks[0].node.execution.prefills
         own = [k for k, known in prefills.live.items() if known.claimed and k.decode_incarnation == forger.uid]
         if own and fork.random() < _OWN_ATTEMPT:
             claimed = fork.choice(own)
         ticket = random.choice(sorted(self.tickets.values()))
         if self.tickets.get(claimed) == ticket:
-            return False  # the attempt and the ticket are its own, and so are the pages of which it speaks: no forgery
+            return False  # no forgery: attempt, ticket and pages are the forger's own
         groups = {memory.model.name: memory for memory in forger.memories}
         forger.ranks[0].channel.send(
             session.connection,
@@ -283,7 +284,7 @@ class Cluster:
         self.world.note("net", f"{sorted(pair)} reach each other again")
 
     def calm_down(self) -> None:
-        """No fault any more: who was paused goes on, who cannot reach another can."""
+        """End all faults: paused processes resume, and cut connections heal."""
         self.world.calm = True
         self.world.note("", "faults end")
         self.network.heal()

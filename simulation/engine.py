@@ -1,6 +1,6 @@
-"""The engine of a process: the real core, scheduler, legs, cache and steps, over an executor that writes cells.
+"""The engine of a process: the real core, scheduler, handoff legs, cache and steps over an executor that writes cells.
 
-Around it stands what watches it: every call to the agent and every event of it is checked against the cells.
+Every call to the agent and every event from it is checked against the cells.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
     from simulation.memory import GroupMemory
     from simulation.process import Process
 
-# What ends an attempt: its pages are the engine's again.
+# Events that end an attempt: its pages belong to the engine again.
 ENDINGS = (PrefillReleased, DecodeCommitted, DecodeFinished, DecodeReleased)
 MAX_OUTPUT = 10
 
 
 @dataclass(slots=True, eq=False)
 class Receipt:
-    """Pages that D has opened to an attempt. `deadline` by its process's monotonic clock."""
+    """Pages that D has opened to an attempt. `deadline` is on the process's monotonic clock."""
 
     story: Story
     num_tokens: int
@@ -66,7 +66,7 @@ class Receipt:
 
 
 class Engine:
-    """Everything of one engine that runs in its own thread, and the checks of it."""
+    """One engine's thread, with checks."""
 
     def __init__(self, process: Process, instance: Instance) -> None:
         self.process, self.world, self.name = process, process.world, process.name
@@ -76,7 +76,7 @@ class Engine:
         self.executor: CellExecutor = executor
         specs = [next(iter(memory.ranks.values())).spec for memory in process.memories]
         num_pages = {name: memory.num_pages for name, memory in self._memories.items()}
-        # The least interval that whole pages allow: prompts are short.
+        # The smallest checkpoint interval that whole pages allow, because prompts are short.
         self.cache = KVCache(specs, num_pages, settings.num_drafts, executor.copy_page, checkpoint_tokens=1)
         longest = (LONGEST_SMALL if settings.has("full_pools") else LONGEST) + MAX_OUTPUT + 1
         longest = longest if process.context is None else min(longest, process.context)
@@ -132,23 +132,22 @@ class Engine:
         self._front: Any = SimpleNamespace(info=info, core=self.core, redeemer=redeemer, tokenizer=None)
         self.longest = longest
         self._streams: dict[str, Stream] = {}
-        self._names: dict[Stream, str] = {}  # of the requests that streams brought
+        self._names: dict[Stream, str] = {}  # request names by stream
         self.stories: dict[str, Story] = {}  # by request
         self.closed = False
-        # By label: what D has opened, and P's requests; attempts whose pages the agent has let go of, which no copy may
-        # touch any more.
+        # By attempt: D's open pages, P's requests, and attempts whose pages the agent has released, so that no copy may
+        # touch them.
         self.receipts: dict[str, Receipt] = {}
         self.prefills: dict[str, Request] = {}
         self.quiet: set[str] = set()
 
     def memory(self, group: str) -> GroupMemory:
-        """A group's memory."""
         return self._memories[group]
 
     # ------------------------------------------------------------ requests
 
     def serve(self, stream: Stream) -> None:
-        """A leg that a router sent."""
+        """A leg from a router arrives."""
         wire = stream.request
         name = f"{self.name} {len(self.stories)} {wire.request_id}"
         self._names[stream] = name
@@ -165,7 +164,6 @@ class Engine:
         self.core.add(request)
 
     def hung_up(self, stream: Stream) -> None:
-        """The router hung up on a leg."""
         name = self._names.get(stream)
         if name is not None and self._streams.pop(name, None) is not None:
             self.core.abort(name)
@@ -184,10 +182,10 @@ class Engine:
             stream.send(msgspec.structs.replace(chunk, token_ids=list(chunk.token_ids)), last)
 
     def fail_any(self) -> bool:
-        """A fault: the engine gives up on one of its requests by itself; False when it has none."""
+        """A fault: the engine aborts one of its own requests. Returns False if it has none."""
         found = bool(self.core.requests)
         if found and self.world.computing is self.process:
-            self.process.post(self._fail_one)  # its thread is in the midst of a forward
+            self.process.post(self._fail_one)  # the engine's thread is in a forward
         elif found:
             self._fail_one()
         return found
@@ -205,7 +203,7 @@ class Engine:
                 self.core.finish(request, "error", "engine_failed", recoverable=True)
 
     def close(self) -> None:
-        """The process is about to end: no step any more, and every stream ends here."""
+        """The process is about to end: no more steps, and every stream ends now."""
         self.closed = True
         for receipt in self.receipts.values():
             receipt.given_up = True
@@ -213,10 +211,10 @@ class Engine:
             stream.cut(0.0, self.world.random.uniform(0.0, 0.01))
         self._streams.clear()
 
-    # ------------------------------------------------------------ what the agent says
+    # ------------------------------------------------------------ events of the agent
 
     def hears(self, event: HandoffEvent) -> None:
-        """An event of the agent leaves for the engine: what it says must be so already."""
+        """An event leaves the agent for the engine: what it reports must be true already."""
         self.process.post(lambda: self.on_handoff(event))
         label, world = str(event.key), self.world
         receipt = self.receipts.get(label)
@@ -258,7 +256,7 @@ class Engine:
         return self._memories[group].wrong(story, receipt.num_tokens, pages, tokens.start, tokens.stop)
 
     def on_handoff(self, event: HandoffEvent) -> None:
-        """The event has reached the engine's thread."""
+        """The event reaches the engine's thread."""
         leg, before = self.legs.open.get(event.key), self.metrics.recoveries["recompute"]
         if leg is None:
             self.world.fail("unknown_event", f"{self.name} has no leg {event.key}: {event}")
@@ -282,14 +280,14 @@ class Engine:
             memory.writers |= {tables[group][index]: label for index in used if not tokens.empty}
 
         def begin() -> None:
-            # A pair of ranks counts from its own REGISTER on, and a rank may be paused before it takes this call.
+            # Each pair of ranks counts from its own REGISTER, and a paused rank takes this call late.
             receipt.deadline = self.process.clock.monotonic() + limit
 
         for rank in self.process.ranks:
             rank.call(begin)
 
     def agent_has_run(self) -> None:
-        """Nobody waits for a handoff beyond its deadline, but for a rank that is not there."""
+        """No leg waits for a handoff longer than its deadline, unless one of the engine's ranks is dead or paused."""
         if not self.process.whole:
             return
         now, grace = self.process.clock.monotonic(), 2 * self.process.config.timers.check + 0.05
@@ -306,7 +304,7 @@ class Engine:
     # ------------------------------------------------------------ one-sided access, checked
 
     def may_read(self, group: str, page: int, label: str) -> None:
-        """A copy for attempt `label` reads a page here: it must be that attempt's, still."""
+        """A copy for attempt `label` reads a page here: the attempt must still hold the page."""
         request = self.prefills.get(label)
         if request is None or page not in request.kv.pages.get(group, ()):
             self.world.fail(
@@ -316,7 +314,7 @@ class Engine:
             )
 
     def may_write(self, group: str, page: int, label: str) -> None:
-        """A copy for attempt `label` writes a page here: it must be open to that attempt, and nobody else's."""
+        """A copy for attempt `label` writes a page here: the page must be open to that attempt and to nothing else."""
         memory, pool = self._memories[group], self.cache.pools[group]
         mine = pool._refs.get(page) == 1 or page in pool._quarantined
         if memory.writers.get(page) != label or not mine or page in pool._cached:

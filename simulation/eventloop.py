@@ -1,7 +1,7 @@
-"""An event loop in virtual time, for the router's asyncio code: it runs as events of the world, and waits for nothing.
+"""An asyncio event loop in virtual time for the router. It runs as events of the world and never blocks.
 
-Callbacks run in the order in which they were scheduled, so that a seed always plays the same schedule. There are no
-sockets and no threads; work for an executor is done at once.
+Callbacks run in the order in which they were scheduled, so a seed always plays the same schedule. There are no sockets
+and no threads; `run_in_executor` runs its function at once.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from simulation.world import World
 
-# A turn of a real loop takes about so long before the next, in seconds.
+# The range of time between two iterations of a real loop, in seconds.
 _TURN = (0.00005, 0.0005)
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """One process's loop. `fail` is told of errors that nobody retrieves. Once `dead` it takes in nothing more; `end`
-    cancels what is left."""
+    """One process's loop. `fail` receives errors that no caller retrieves. When `dead`, it runs no new callbacks; `end`
+    cancels the rest.
+    """
 
     def __init__(self, world: World, fail: Callable[[str], None]) -> None:
         self._world, self._fail = world, fail
@@ -33,7 +34,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.paused = False
         self.resumed_at = 0.0
 
-    # ------------------------------------------------------------ what asyncio asks of a loop
+    # ------------------------------------------------------------ the asyncio interface
 
     def time(self) -> float:
         return self._world.now
@@ -86,9 +87,9 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._fail(f"{context.get('message')}: {context.get('exception')!r}")
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """A cancelled timer is skipped when its time comes."""
+        """A cancelled timer is skipped when it is due."""
 
-    # ------------------------------------------------------------ turns
+    # ------------------------------------------------------------ iterations
 
     def _due(self, handle: asyncio.TimerHandle) -> None:
         if not handle.cancelled():
@@ -115,7 +116,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._come_round()
 
     def resume(self) -> None:
-        """Go on after a pause: what came due meanwhile runs in one turn."""
+        """Resume after a pause: everything that came due meanwhile runs in one iteration."""
         if self.paused:
             self.resumed_at = self._world.now
         self.paused = False
@@ -123,7 +124,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._come_round()
 
     def _run(self, rounds: int) -> None:
-        """Run all callbacks that are ready, and what they make ready, up to `rounds` times."""
+        """Run all ready callbacks, and those that they make ready, for up to `rounds` rounds."""
         outer = asyncio._get_running_loop()
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=lambda _: None, finalizer=self._finalize)
@@ -148,11 +149,11 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:
-        """Those that have not ended, in the order in which they began."""
+        """The unfinished tasks, in the order of their creation."""
         return list(self._tasks)
 
     def end(self) -> None:
-        """The process has died: its tasks unwind, which the world does not see."""
+        """The process has died: cancel its tasks; what they still do has no effect on the world."""
         self.dead = True
         for _ in range(20):
             left = self.tasks

@@ -1,7 +1,7 @@
-"""An `Executor` over cells. What it computes for a token stands for all tokens before it, so that KV at a wrong
-position, of another prompt or of another group has another value.
+"""An `Executor` over cells. The value of a token's KV depends on all tokens up to it, its group and its plane, so KV of
+a wrong position, prompt or group has another value.
 
-Whatever it reads must be right: an engine computes from nothing else. Whatever it writes must be its request's alone.
+Every value that is read must be right, and every page that is written must belong to its request alone.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 _RIGHT_GUESS = 0.7
 _BREAKS = 0.4
 Half = Literal["target", "drafter"]
-_Entry = tuple[GroupMemory, list[int], int, int]  # what a row writes where
+_Entry = tuple[GroupMemory, list[int], int, int]  # memory, block table, entry, state to write
 
 
 class StepFailed(Exception):
-    """A request's rows cannot be computed: a fault."""
+    """An injected fault: a request's rows cannot be computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """One request's rows of the step that ran last; the engine's own trial is of no request. `num_known`: tokens that
-    were known before it.
+    """One request's rows in the last step. `request` is None if the engine tests whether it still computes. `num_known`:
+    tokens that were known before the step.
     """
 
     request: Request | None
@@ -45,8 +45,9 @@ class _Computed:
 
 
 class CellExecutor:
-    """`failing`: requests whose rows raise, by id, in the target's half of a step or the drafter's. `broken`: the
-    forward under way is going to raise."""
+    """`failing`: ids of requests whose rows raise, and in which half of the step. `broken`: the current forward is
+    going to raise.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._world = engine, engine.process.world
@@ -70,7 +71,7 @@ class CellExecutor:
         self._engine.memory(group).copy_page(source, destination)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     # ------------------------------------------------------------ the target
 
@@ -116,8 +117,8 @@ class CellExecutor:
         return StepResult(choices, nothing, nothing)
 
     def _write_by_layer(self, entries: list[_Entry], written: Written) -> None:
-        """Layer by layer, while time passes. Of tensor ranks the first tells when it has written a layer, and the
-        others write theirs a little later; it does not go on before they have.
+        """Write layer by layer while time passes. The first tensor rank reports a layer as soon as it has written it,
+        and the others write it a little later; the first does not continue before they have.
         """
         parts = sorted(
             (layer, rank, memory.model.name)
@@ -139,8 +140,8 @@ class CellExecutor:
                 raise StepFailed(self._engine.name)
 
     def _breaks(self) -> bool:
-        """Whether a forward over several layers ends in the midst of them: for one request's rows, or for no request's
-        in particular, and then they are computed again one by one.
+        """Whether a forward over several layers fails midway: for one request's rows, or for no particular request, and
+        then the engine computes the rows again one request at a time.
         """
         world = self._world
         try:
@@ -159,7 +160,7 @@ class CellExecutor:
                 raise StepFailed(one.request.request_id)
 
     def _whose(self, rows: Rows, index: int, start: int) -> _Computed:
-        """The request that holds the page which the first row goes to."""
+        """Find the request that holds the page of the first row."""
         memory = self._target[0]
         name, place = memory.model.name, start // memory.page_size
         page = rows.tables[name][index, place]
@@ -174,8 +175,8 @@ class CellExecutor:
     # ------------------------------------------------------------ the drafter
 
     def draft(self, plan: DraftPlan) -> DraftResult:
-        """Entries of a module that look further than tokens are known rest on guesses, and are written
-        anew by the next step.
+        """Entries of a module that need tokens that are not known yet are computed from guesses, and the next step
+        writes them again.
         """
         rows, random = plan.rows, self._world.random
         ids, positions, ends = rows.token_ids.tolist(), rows.positions.tolist(), rows.query_start.tolist()
@@ -191,7 +192,7 @@ class CellExecutor:
             if plan.contexts:
                 states += extend(states[-1], plan.contexts[index].tolist()[len(states) :])
             count = int(plan.num_drafts[index])
-            written = stop + max(0, count - 1)  # the last draft's own entry is nobody's yet
+            written = stop + max(0, count - 1)  # the last draft has no entry yet
             for memory in self._draft:
                 reach, table = memory.model.reach, rows.tables[memory.model.name][index].tolist()
                 final = min(one.start, max(one.num_known - reach, 0))
@@ -212,7 +213,9 @@ class CellExecutor:
     def _go_on(
         self, one: _Computed, memory: GroupMemory, slots: DraftSlots, index: int, states: list[int], stop: int
     ) -> None:
-        """One request's state, from its slot to the first of its scratch; the others get what rests on guesses."""
+        """Write one request's state, from its slot to the first of its scratch slots; the other scratch slots get
+        values that depend on guesses.
+        """
         self._check(one, memory, [int(slots.read[index])], one.start)
         kept, *behind = slots.scratch[index].tolist()
         memory.put(self._own(memory, [kept], 0), 0, states[stop - 1])
@@ -223,21 +226,21 @@ class CellExecutor:
                 memory.put(self._own(memory, [int(slot)], 0), 0, states[int(count) - 1])
 
     def _guesses(self, story: Story, state: int, position: int, count: int) -> list[int]:
-        """For `position` and those after it: right until one is wrong, as a rule."""
+        """Guesses for `position` and the following ones: usually right until the first wrong one."""
         random, out = self._world.random, []
         for at in range(position, position + count):
             out.append(story.follow(state, at) if random.random() < _RIGHT_GUESS else random.randrange(VOCAB))
             (state,) = extend(state, out[-1:])
         return out
 
-    # ------------------------------------------------------------ what is read and written
+    # ------------------------------------------------------------ checks of reads and writes
 
     def _check(self, one: _Computed, memory: GroupMemory, table: list[int], stop: int) -> None:
-        """A step reads all KV up to `stop` that a query at `one.start` sees: every entry must be the right one."""
+        """A step reads all KV before `stop` that a query at `one.start` sees: every entry must be right."""
         if one.request is None:
             return
         group = memory.model
-        # Not asked of `Rules`, which this checks.
+        # Computed here rather than by `Rules`, because this checks `Rules`.
         seen_from = 0 if group.window is None else max(0, one.start - group.window + 1)
         bad = memory.wrong(one.story, one.start, table, min(seen_from, stop), stop)
         if bad is not None:
@@ -248,7 +251,7 @@ class CellExecutor:
             )
 
     def _own(self, memory: GroupMemory, table: list[int], entry: int) -> list[int]:
-        """The table, of which a page is about to be written: nobody else may hold it, count on it, or write it."""
+        """Returns the table after a check that no other request, cache or peer uses the page to be written."""
         name, index = memory.model.name, entry // memory.page_size
         pool, page = self._engine.cache.pools[name], table[index] if index < len(table) else 0
         if page == 0 or pool._refs.get(page) != 1 or page in pool._cached or page in memory.writers:
@@ -261,7 +264,7 @@ class CellExecutor:
 
 
 def _by_kind(memories: Iterable[GroupMemory], owner: Owner) -> tuple[list[GroupMemory], list[GroupMemory]]:
-    """An owner's groups with pages, and those of states."""
+    """An owner's groups with pages, and its state groups."""
     own = [memory for memory in memories if memory.model.owner == owner]
     return [m for m in own if m.model.kind != "state"], [m for m in own if m.model.kind == "state"]
 

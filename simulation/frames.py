@@ -1,6 +1,6 @@
-"""Control frames of every kind, valid, slightly wrong and thoroughly wrong: what a fuzzer sends to a listener.
+"""Makes valid and damaged control frames of every kind, for fuzzing.
 
-Values come from the types of the messages themselves, so that a message which is added is covered at once.
+Values are derived from the message types, so a new message is covered at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.handoff.protocol.frames import PROTOCOL_VERSION
 from baton.handoff.protocol.messages import AttemptKey, Hello, Message
 from baton.kv.interval import Interval
 
-Tree = Any  # what msgpack holds: None, bool, int, float, str, bytes, list, dict
+Tree = Any  # any msgpack value: None, bool, int, float, str, bytes, list, dict
 
 _INTEGERS = (-(1 << 63), -1, 0, 1, 2, 63, 64, 65, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 62) + 1, (1 << 64) - 1)
 _FLOATS = (0.0, -0.0, 1.5, -1.0, 1e308, float("inf"), float("-inf"), float("nan"))
@@ -25,7 +25,7 @@ _LONG = 3000
 
 
 def message_classes() -> dict[str, type[Message]]:
-    """Every concrete message by its kind."""
+    """All concrete messages by kind."""
     found: dict[str, type[Message]] = {}
     waiting: list[type[Message]] = [Message]
     while waiting:
@@ -37,9 +37,9 @@ def message_classes() -> dict[str, type[Message]]:
 
 
 class FrameMaker:
-    """An endless source of frames for one session, the same for the same `rng`.
+    """An endless source of frames for one session, reproducible for the same `rng`.
 
-    `hello` opens the session; `keys` and `tickets` are attempts that the listener may know.
+    `hello` opens the session. `keys` and `tickets` are attempts that the listener may know.
     """
 
     def __init__(
@@ -63,11 +63,10 @@ class FrameMaker:
         return self.say(self._hello)
 
     def say(self, hello: Tree) -> list[bytes]:
-        """A HELLO (a struct, or what it becomes in msgpack) in this session."""
+        """Encode a HELLO (a struct, or its msgpack form) in this session."""
         return [self._encode("HELLO", msgspec.to_builtins(hello, builtin_types=(bytes,)))[1]]
 
     def next(self) -> list[bytes]:
-        """The parts of one message."""
         rng = self.rng
         roll = rng.random()
         if roll < 0.05 and self._recent:
@@ -117,7 +116,7 @@ class FrameMaker:
     # ------------------------------------------------------------ bodies
 
     def body(self, kind: str) -> dict[str, Tree]:
-        """A body that its decoder takes, fields and all; attempts and tickets are often ones that exist."""
+        """A valid body; attempts and tickets are often ones that exist."""
         if kind == "HELLO" and self.rng.random() < 0.5:
             return dict(self._hello)
         body: dict[str, Tree] = self._value(self._types[kind])
@@ -171,7 +170,7 @@ class FrameMaker:
     # ------------------------------------------------------------ mutation
 
     def mutated(self, tree: Tree) -> Tree:
-        """A copy of `tree` in which one node is another."""
+        """A copy of `tree` with one node replaced."""
         rng = self.rng
         if isinstance(tree, dict) and tree and rng.random() < 0.85:
             name = rng.choice(list(tree))

@@ -1,11 +1,11 @@
-"""Attack a live handoff agent with broken control messages while it hands requests over.
+"""Fuzz a live handoff agent with broken control messages while it hands requests over.
 
     python -m simulation.fuzz --messages 1000000
 
-Two engines without models, P and D, hand requests over and compare every byte, in this process. Other processes
-dial both and send what `simulation.frames` makes: each kind of message with fields changed, cut, of other types or
-huge, replays, spent tickets, foreign attempts, sessions opened and left by the hundred. With `--keys` the attackers are
-an engine with an authorised key; without, anyone on this host.
+Two engines without models, P and D, run in this process, hand requests over and compare every byte. Other processes
+connect to both and send the frames of `simulation.frames`: messages of each kind with fields changed, truncated, of
+other types or huge, replays, spent tickets, foreign attempts, and sessions opened and left by the hundred. With
+`--keys` the attackers are an engine with an authorised key; without, any process on this host.
 
 Every handoff must be served, and memory, open files and threads must not grow.
 """
@@ -46,7 +46,7 @@ _ANSWER_MS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """What one attacking process is told."""
+    """The parameters of one attacking process."""
 
     seed: int
     messages: int
@@ -58,13 +58,13 @@ class Attack:
 
 
 def attack(order: Attack) -> None:
-    """Send the messages; the body of an attacking process."""
+    """Send the messages. The main function of an attacking process."""
     rng = random.Random(order.seed)
     transport = create_transport("shm://")
     own = transport.register([transport.allocate("own", 1 << 20), transport.allocate("own", 1 << 20)])
     victims = [msgspec.msgpack.decode(hello, type=Hello) for hello in order.hellos]
     keys = [AttemptKey(*key) for key, _ in order.spent]
-    # Transfers that nobody has begun, between the same engines.
+    # Transfers between the same engines that nobody has begun.
     keys += [msgspec.structs.replace(key, transfer_id=rng.randbytes(16)) for key in keys]
     context = zmq.Context()
     ring: Keys = TicketKeys(order.ticket_key) if order.keys is None else KeyRing(order.keys, ATTACKER)
@@ -78,9 +78,9 @@ def attack(order: Attack) -> None:
         as_client(sock, ring, ring.public_of(engine) or b"")
         sock.connect(f"tcp://{host}")
         for _ in range(_SESSIONS_PER_SOCKET):
-            # Some know the ticket key, so that what they say afterwards is looked at.
+            # Some attackers know the ticket key, so that their later messages are processed.
             insider = rng.random() < 0.4
-            # Under its own name, or another's; with memory of its own, or what it heard another has.
+            # HELLO under its own name or another's, with its own memory descriptor or a random one.
             as_whom = rng.choice(victims)
             hello = msgspec.structs.replace(as_whom, descriptor=rng.choice((own, own, rng.randbytes(20))))
             if order.keys is not None or insider or rng.random() < 0.5:
@@ -103,7 +103,9 @@ def attack(order: Attack) -> None:
 
 
 def _prove(sock: zmq.Socket[bytes], maker: FrameMaker, hello: Hello, ticket_key: bytes, address: str) -> bytes:
-    """Answer the challenge in the other side's HELLO, if it comes in time, by one message; the session's key."""
+    """Answer the challenge in the peer's HELLO, if one arrives in time, by one message. Returns the session's key, or
+    b"".
+    """
     while sock.poll(_ANSWER_MS):
         session, _, message = decode(sock.recv_multipart()[0])
         if session == maker.session and isinstance(message, Hello):
@@ -135,8 +137,6 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Figures of one run."""
-
     sent: int
     received: int
     seconds: float
@@ -149,7 +149,7 @@ class Report:
 
 
 def run(messages: int, seed: int = 0, processes: int = 2, with_keys: bool = False) -> Report:
-    """Attack, and report. `faults` of the report is empty when everything held."""
+    """Run the attack. `faults` of the report is empty if all checks passed."""
     with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as directory:
         keys = str(Path(directory) / "keys") if with_keys else None
         if keys is not None:
@@ -179,7 +179,7 @@ def _run(traffic: Traffic, messages: int, seed: int, processes: int, keys: str |
         ]
         _attack_all(orders, traffic)
 
-    # What a first attack leaves behind is the measure for the second.
+    # A first attack warms up caches; growth is measured over the second.
     warm_up = messages // 5
     began = time.monotonic()
     wave(0, warm_up)
@@ -201,7 +201,7 @@ def _run(traffic: Traffic, messages: int, seed: int, processes: int, keys: str |
 
 
 def _attack_all(orders: Sequence[Attack], traffic: Traffic) -> None:
-    """Run attackers to their end, handing over meanwhile."""
+    """Run the attackers until they exit, handing over meanwhile."""
     spawn = multiprocessing.get_context("spawn")
     children: list[SpawnProcess] = [spawn.Process(target=attack, args=(o,), daemon=True) for o in orders if o.messages]
     for child in children:
@@ -234,7 +234,7 @@ def _settle(traffic: Traffic) -> list[str]:
 
 
 def growth(before: Usage, after: Usage) -> list[str]:
-    """What a process holds more of after an attack than before it."""
+    """Resources that grew between the two measurements."""
     faults = []
     if after.rss - before.rss > 32 << 20:
         faults.append(f"memory grew by {(after.rss - before.rss) >> 20} MiB")
@@ -246,7 +246,7 @@ def growth(before: Usage, after: Usage) -> list[str]:
 
 
 def main() -> int:
-    """The command line; 0 when everything held."""
+    """The command line. Returns 0 if all checks passed."""
     parser = argparse.ArgumentParser(prog="python -m simulation.fuzz", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,13 +1,13 @@
-"""Attack the sockets of live handoff agents below their messages, as somebody without a key, while they hand over.
+"""Fuzz the ZeroMQ sockets of live handoff agents below the message level, without a key, while they hand over.
 
     python -m simulation.fuzz_sockets --frames 10000000
 
-P and D, engines without models, run in one process and hand requests over, comparing every byte. Other processes open
-connections to both and send what `simulation.zmtp` makes: greetings, handshakes, commands and frames, right and wrong,
-ids of connections that are the listener's to give, messages without an end; they hang up, or stay and say nothing.
-With `--keys` the engines have a key directory, and the attackers know the engines' public keys.
+P and D, engines without models, run in one process, hand requests over and compare every byte. Other processes connect
+to both and send the bytes of `simulation.zmtp`: valid and broken greetings, handshakes, commands and frames, connection
+ids that only the listener may assign, and messages without an end. They disconnect, or stay connected and silent. With
+`--keys` the engines have a key directory, and the attackers know the engines' public keys.
 
-P and D must live, every handoff must be served, and memory, open files and threads must not grow.
+P and D must survive, every handoff must be served, and memory, open files and threads must not grow.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from simulation.strangers import Target, attack
 _NUM_BEFORE = 200  # handoffs before the attack
 _PAUSE_S = 0.002  # between two
 _END_S = 60.0
-# After a handshake's limit no connection of an attacker is left.
+# After the handshake timeout no connection of an attacker is left.
 _SETTLE_S = HANDSHAKE_MS / 1000 + 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Victims:
-    """How P and D fared: seconds of each handoff before and during the attack, connections that they refused, and
-    frames that were read although nobody with a key had sent them."""
+    """Measurements of P and D: seconds per handoff before and during the attack, refused connections, and frames that
+    were read although no holder of a key had sent them.
+    """
 
     before: list[float]
     during: list[float]
@@ -55,7 +56,7 @@ class Victims:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Figures of one run; `faults` is empty when everything held."""
+    """The results of one run. `faults` is empty if all checks passed."""
 
     frames: int
     connections: int
@@ -116,7 +117,7 @@ def serve(keys: str | None, warm_up_s: float, parent: Connection) -> None:
 
 
 def run(frames: int, seed: int = 0, processes: int = 2, with_keys: bool = False, settle_s: float = _SETTLE_S) -> Report:
-    """Attack, and report. Growth is looked at where `settle_s` lets the attackers' connections end."""
+    """Run the attack. Growth is checked only if `settle_s` lets the attackers' connections end."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as directory:
         keys = str(Path(directory) / "keys") if with_keys else None
@@ -153,7 +154,7 @@ def _run(
     try:
         targets = [_target(address, keys) for address in pipe.recv()]
         began = time.monotonic()
-        # What a first attack leaves is the measure for the second.
+        # A first attack warms up; growth is measured over the second.
         for wave, share in enumerate((frames // 5, frames - frames // 5)):
             args = [(seed * 1000 + wave * 100 + i, share // processes, targets, sent) for i in range(processes)]
             attackers = [spawn.Process(target=attack, args=one, daemon=True) for one in args]
@@ -192,7 +193,7 @@ def _target(address: str, keys: str | None) -> Target:
 
 
 def main() -> int:
-    """The command line; 0 when everything held."""
+    """The command line. Returns 0 if all checks passed."""
     parser = argparse.ArgumentParser(
         prog="python -m simulation.fuzz_sockets", description=(__doc__ or "").splitlines()[0]
     )

@@ -1,4 +1,4 @@
-"""Two engines without models that hand requests over and compare every byte: what attacks are aimed at."""
+"""Two engines without models that hand requests over and compare every byte: the target of the fuzzers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TIMERS = Timers(retry=0.2, renew=0.5, lease=3.0)
 
 
 class Node:
-    """One engine without a model: pools, an agent, and the agent's events. `config` is for `AgentConfig`."""
+    """One engine without a model: pools, an agent and the agent's events. `config` is for `AgentConfig`."""
 
     def __init__(self, name: str, incarnation: str, scheme: str, page_size: int = 4, **config: Any) -> None:
         self.name, self.incarnation, self.page_size = name, incarnation, page_size
@@ -70,24 +70,23 @@ class Node:
         self.agent.start()
 
     def note(self, event: HandoffEvent) -> None:
-        """Take an event of the agent, on its thread."""
+        """Take an event of the agent, on the agent's thread."""
         self.events.put(event)
 
     def close(self) -> None:
-        """End the agent and give the memory back."""
         self.agent.close()
         self.pools.clear()
         self.transport.close()
 
 
 def attacked(name: str, ticket_key: bytes, keys: KeyRing | None) -> Node:
-    """A node that attacks are aimed at, new with each call."""
+    """A node to attack, with a new incarnation for each call."""
     incarnation = f"{name}-{os.urandom(4).hex()}"
     return Node(name, incarnation, "shm://", ticket_key=ticket_key, keys=keys, timers=_TIMERS)
 
 
 def make_ticket(p: Node, d: Node, mode: Mode, life_s: float) -> Ticket:
-    """A ticket for a new transfer from `p` to `d`, good for `life_s` seconds from now on."""
+    """A ticket for a new transfer from `p` to `d`, valid for `life_s` seconds."""
     expiry = time.monotonic() + life_s
     return Ticket(
         transfer_id=new_transfer_id(),
@@ -105,7 +104,7 @@ def make_ticket(p: Node, d: Node, mode: Mode, life_s: float) -> Ticket:
 
 
 class Traffic:
-    """Legitimate handoffs from P to D, one after the other, push and pull by turns."""
+    """Legitimate handoffs from P to D one after the other, alternating push and pull."""
 
     def __init__(self, p: Node, d: Node, ticket_key: bytes) -> None:
         self.p, self.d = p, d
@@ -116,7 +115,7 @@ class Traffic:
         self._rng = np.random.default_rng(0)
 
     def serve_one(self) -> None:
-        """One handoff. Raises `AssertionError` when it fails, takes too long or a byte differs."""
+        """Do one handoff. Raises `AssertionError` if it fails, takes too long or a byte differs."""
         p, d, began = self.p, self.d, time.monotonic()
         life_s = _LONG_LIFE_S if self.served < SPENT else SHORT_LIFE_S
         plain = make_ticket(p, d, "pull" if self.served % 2 else "push", life_s)
@@ -140,7 +139,7 @@ class Traffic:
             assert getattr(event, "outcome", "committed") == "committed", event
         for group in GROUPS:
             want, got = p.pools[group][tables[0][group]], d.pools[group][tables[1][group]]
-            # The last page holds tokens that nobody wanted.
+            # The last page also holds tokens that were not wanted.
             assert np.array_equal(want[:-1], got[:-1]), f"other bytes in group {group}"
         self.served += 1
         self.slowest_s = max(self.slowest_s, time.monotonic() - began)

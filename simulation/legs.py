@@ -1,4 +1,4 @@
-"""The HTTP between the real router and modelled engines: one `EngineClient` per engine, one stream per leg."""
+"""The HTTP between the real router and modelled engines: an `EngineClient` per engine and a stream per leg."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _Item = TokenChunk | BatonError | None  # None: the response has ended
 
 
 class Stream:
-    """One leg's HTTP response: chunks and an end, in order, until either side breaks it."""
+    """One leg's HTTP response: chunks and an end, in order, until either side breaks the connection."""
 
     def __init__(self, router: Router, url: str, request: GenerateRequest) -> None:
         self.router, self.url, self.request = router, url, request
         self.world = router.world
-        self.process: Process | None = None  # the one that took it
+        self.process: Process | None = None  # the process that took the leg
         self.open = True
         self.began = router.world.now
-        self.gone = False  # the engine has noticed that nobody listens
+        self.gone = False  # the engine has noticed that the client is gone
         self.items: asyncio.Queue[_Item] = asyncio.Queue()
         self._last = 0.0
 
     def _deliver(self, item: _Item) -> None:
-        """In order, and not at all if the stream breaks on the way."""
+        """Deliver in order, or not at all if the stream breaks on the way."""
         at = max(self._last, self.world.now + self.world.random.uniform(*_ONE_WAY)) + 1e-6
         self._last = at
         self.world.after(at - self.world.now, self._arrive, item)
@@ -47,7 +47,7 @@ class Stream:
     # ------------------------------------------------------------ the engine's side
 
     def send(self, chunk: TokenChunk, last: bool) -> None:
-        """A chunk of the request; `last`: the response ends after it."""
+        """Send a chunk of the request; after the `last` one the response ends."""
         if chunk.token_ids and self.world.hit("cut_stream"):
             self.cut(0.0, self.world.random.uniform(0.0, 0.5))
             return
@@ -56,7 +56,7 @@ class Stream:
             self._deliver(None)
 
     def refuse(self, error: Exception) -> None:
-        """The engine does not take the request: what its status and body tell the router."""
+        """The engine refuses the request; the router gets the status and body of `error`."""
         told = to_api_error(error)
         body = msgspec.json.encode({"error": {"message": told.message, "param": told.param}})
         self._deliver(refusal(self.url, told.status, body))
@@ -64,15 +64,15 @@ class Stream:
     # ------------------------------------------------------------ breaks
 
     def hang_up(self) -> None:
-        """The router is done with it; the engine sees later that the client is gone."""
+        """The router closes the stream; the engine notices later."""
         if self.open:
             self.open = False
-            # A server notices when it writes next, or when it looks.
+            # A server notices at its next write or check.
             late = self.world.random.choice((0.0, 0.4, 3.0)) * self.world.random.random()
             self.world.after(late + self.world.random.uniform(*_ONE_WAY), self.noticed)
 
     def cut(self, engine_after: float, router_after: float) -> None:
-        """The connection breaks; each side notices in its time."""
+        """The connection breaks; each side notices after its own delay."""
         if not self.open:
             return
         self.open = False
@@ -87,7 +87,7 @@ class Stream:
             self.items.put_nowait(error)
 
     def noticed(self) -> None:
-        """The engine sees that nobody listens."""
+        """The engine notices that the client is gone."""
         self.gone = True
         process = self.process
         if process is not None and not process.dead:
@@ -95,7 +95,7 @@ class Stream:
 
 
 class SimClient(EngineClient):
-    """What the router knows as the client of one engine: whichever process is at its address."""
+    """The router's client of one engine: it reaches whichever process is at the address."""
 
     def __init__(self, router: Router, url: str, name: str) -> None:
         self.url, self._router, self._name = url, router, name

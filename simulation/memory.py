@@ -1,8 +1,8 @@
-"""Modelled KV memory of one engine: cells in the place of bytes.
+"""Modelled KV memory of one engine: cells in place of bytes.
 
-One cell is 8 bytes and stands for one plane of one head of one token of one group, or of a state. Cells keep what was
-last written to them, also when their page is freed, as real memory does. Who holds which page is the engine's own
-`KVCache`.
+One cell is 8 bytes and stands for one plane of one head of one token of one group, or of a state. Cells keep the last
+written value, also after their page is freed, as real memory does. The engine's own `KVCache` decides who holds which
+page.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from simulation.settings import GroupModel
 from simulation.story import Story
 
 CELL_BYTES = 8
-# More than there are salts: layers of all groups take turns, as in a model.
+# More than there are salts, so that layer ids of the groups alternate, as in a model.
 _NUM_SALTS = 16
 
 
 class RankMemory:
-    """One rank's share of a group, in one region: some layers, and all of a latent or some heads of anything else. Page
-    0 is the null page. A cell is one plane of one head of one token in one layer.
+    """One rank's share of a group, in one region: some layers, and all of a latent or some heads of any other kind.
+    Page 0 is the null page. A cell is one plane of one head of one token in one layer.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class RankMemory:
         self.cells = [0] * (self.nbytes // CELL_BYTES)
         one = self.geometry.planes[0]
         self._page_step, self._token_step = one.page_stride // CELL_BYTES, one.token_stride // CELL_BYTES
-        # After so many cells the pages of the next plane or layer begin.
+        # Cells after which the pages of the next plane or layer begin.
         by_layer = one.layer_stride > one.page_stride
         self._period = self._page_step * num_pages if by_layer else len(self.cells)
         self._page_size = page_size
-        # By layer, plane and head of the model: where its cell is behind a token's first.
+        # By layer, plane and head of the model: the offset of its cell from the token's first cell.
         self._parts = {
             (layer, index, head): (
                 plane.base + place * plane.layer_stride + (head - plane.first_head) * plane.head_stride
@@ -84,11 +84,11 @@ class RankMemory:
         return page * self._page_step + token * self._token_step
 
     def pages_of(self, start: int, count: int) -> set[int]:
-        """The pages in which `count` cells from `start` on lie."""
+        """The pages that contain the `count` cells from `start` on."""
         return {cell % self._period // self._page_step for cell in range(start, start + count)}
 
     def put(self, page: int, token: int, state: int, layer: int | None = None) -> None:
-        """As `GroupMemory.put`; in one layer alone if it is named."""
+        """As `GroupMemory.put`, or only in `layer`."""
         at = self._cell(page, token)
         for offset, salt in self._values if layer is None else self._of_layer[layer]:
             self.cells[at + offset] = hash((state, salt))
@@ -108,7 +108,6 @@ class RankMemory:
         return [self.cells[self._cell(table[page], token) + at] for page, token in places for at in offsets]
 
     def copy_page(self, source: int, dest: int) -> None:
-        """The engine's own copy of one page's content."""
         for token in range(self._page_size):
             from_cell, to_cell = self._cell(source, token), self._cell(dest, token)
             for offset, _ in self._values:
@@ -116,8 +115,8 @@ class RankMemory:
 
 
 class GroupMemory:
-    """One group in one engine, on all ranks that have a part of it (by number), which have the same pages. `writers`:
-    pages that a peer may write, by the label of the attempt that they are open to.
+    """One group in one engine, over all ranks that hold a part of it (by rank number), which use the same pages.
+    `writers` maps each page that a peer may write to the label of the attempt that it is open to.
     """
 
     def __init__(self, model: GroupModel, num_pages: int, page_size: int, ranks: Mapping[int, RankMemory]) -> None:
@@ -126,17 +125,17 @@ class GroupMemory:
 
     @property
     def spec(self) -> GroupSpec:
-        """The group over all ranks; planes are those of one."""
+        """The group over all ranks; the planes are those of one rank."""
         parts = [rank.spec for rank in self.ranks.values()]
         return structs.replace(parts[0], layer_ids=tuple(sorted({i for part in parts for i in part.layer_ids})))
 
     def put(self, table: Sequence[int], entry: int, state: int) -> None:
-        """Write one entry, which stands for the tokens that `state` stands for."""
+        """Write one entry; `state` stands for the tokens up to it."""
         for rank in self.ranks.values():
             rank.put(table[entry // self.page_size], entry % self.page_size, state)
 
     def holds(self, table: Sequence[int], entry: int, state: int, below: int | None = None) -> bool:
-        """Whether an entry is what `put` writes, in all layers or in those below one."""
+        """Whether an entry has the value that `put` writes, in all layers or in those below `below`."""
         index = entry // self.page_size
         if index >= len(table) or table[index] == NULL_PAGE:
             return False
@@ -145,11 +144,11 @@ class GroupMemory:
     def wrong(
         self, story: Story, num_tokens: int, table: Sequence[int], start: int, stop: int, below: int | None = None
     ) -> int | None:
-        """The first entry in `[start, stop)` that is not the story's, of whose tokens `num_tokens` were computed; None
-        when all are. `below`: in the layers below that one.
+        """The first entry in `[start, stop)` that is not the story's, if `num_tokens` tokens were computed, or None.
+        `below`: check only the layers below that one.
         """
         if self.model.kind == "state":
-            # The one slot holds what all tokens so far come to.
+            # The single slot holds the state after all tokens so far.
             right = start == stop or self.holds(table, 0, story.chain[num_tokens - 1])
             return None if right else 0
         reach, chain = self.model.reach, story.chain
@@ -159,13 +158,12 @@ class GroupMemory:
         return None
 
     def copy_page(self, source: int, dest: int) -> None:
-        """The engine's own copy of one page's content."""
         for rank in self.ranks.values():
             rank.copy_page(source, dest)
 
 
 class CellDigester:
-    """A `Digester` over one rank's memories: a digest per piece and cell, as in memory of bytes."""
+    """A `Digester` over one rank's memories: a digest per piece and cell, as over real memory."""
 
     def __init__(self, memories: Sequence[RankMemory]) -> None:
         self._memories = {memory.spec.name: memory for memory in memories}

@@ -1,4 +1,4 @@
-"""The modelled control network: real frames between the real channels of processes, late, twice, never."""
+"""The modelled control network: real frames between the real channels, delivered late, twice or never."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 _ONE_WAY = (0.0002, 0.002)
-# Fields that a trace leaves out: long, or not of the seed.
+# Fields that a trace omits: long, or not determined by the seed.
 _UNSAID = ("key", "ticket", "fingerprint", "instance", "challenge", "proof")
 
 
 class Network:
-    """Who listens where, and who cannot reach whom at the moment."""
+    """Who listens where, and which pairs cannot reach each other."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.bound: dict[str, Rank] = {}
-        self._cut: set[frozenset[str]] = set()  # pairs of names of engines, or of addresses of ranks
+        self._cut: set[frozenset[str]] = set()  # pairs of engine names, or of rank addresses
         self._healed: dict[frozenset[str], float] = {}  # when such a pair was last cut
         self.overhear: Callable[[SimSocket, Parts], None] | None = None
         self._last: dict[tuple[int, bool], float] = {}
@@ -39,13 +39,12 @@ class Network:
         self._sockets = 0
 
     def socket(self, channel: SimChannel) -> SimSocket:
-        """A new socket of a channel."""
         self._sockets += 1
         return SimSocket(self, channel, self._sockets)
 
     def identity_for(self, dealer: SimSocket) -> bytes:
-        """What the ROUTER at its address will know a new connection by. Once in a while it is the identity of one that
-        is over, as somebody may claim it.
+        """The identity under which the ROUTER at its address will know a new connection. Sometimes it is the identity
+        of a closed connection, as a client may claim it.
         """
         known = self._dealers.setdefault(dealer.address, [])
         over = [other for other in known if other.gone]
@@ -57,26 +56,25 @@ class Network:
         return dealer.identity
 
     def bind(self, process: Rank) -> None:
-        """A process listens; what dialling sockets have kept for its address arrives."""
+        """A process listens; messages that dialling sockets kept for its address arrive."""
         self.bound[process.address] = process
         for dealer, parts in self._parked.pop(process.address, []):
             self.to_address(dealer, parts)
 
     def unbind(self, process: Rank) -> None:
-        """It listens no more."""
         if self.bound.get(process.address) is process:
             del self.bound[process.address]
 
-    # ------------------------------------------------------------ frames under way
+    # ------------------------------------------------------------ frames in flight
 
     def to_address(self, dealer: SimSocket, parts: Parts) -> None:
-        """From a dialling socket to whoever is bound at the address when it arrives."""
+        """Send from a dialling socket to the process that is bound to the address when the message arrives."""
         if self.overhear is not None:
             self.overhear(dealer, parts)
         self._send(dealer.channel.process, (dealer.number, True), self._arrive, dealer, parts)
 
     def to_dialler(self, sender: Rank, dealer: SimSocket, parts: Parts) -> None:
-        """From the listening side back to the socket that dialled."""
+        """Send from the listening side back to the socket that dialled."""
         self._send(sender, (dealer.number, False), self._return, dealer, parts)
 
     def _send(self, sender: Rank, lane: tuple[int, bool], arrive: object, *args: object) -> None:
@@ -85,30 +83,30 @@ class Network:
         if world.hit("drop"):
             return
         for _ in range(2 if world.hit("duplicate") else 1):
-            # Who has been busy in this turn says it as late.
+            # A sender that has spent time in this turn sends that much later.
             delay = sender.spent + world.random.uniform(*_ONE_WAY)
             if world.hit("delay"):
                 delay += world.random.choice((0.2, 2.0, 8.0)) * world.random.random()
             if world.hit("reorder"):
                 delay += world.random.choice((0.02, 0.2, 1.0)) * world.random.random()
             else:
-                # In order behind what was sent before.
+                # In order after earlier messages.
                 delay = max(delay, self._last.get(lane, 0.0) - world.now + 1e-6)
                 self._last[lane] = world.now + delay
             world.after(delay, arrive, *args)
 
     def cut(self, pair: frozenset[str]) -> None:
-        """These two, names of engines or addresses of ranks, do not reach each other from now on."""
+        """Two engines (names) or ranks (addresses) cannot reach each other from now on."""
         self._cut.add(pair)
 
     def heal(self, pairs: Iterable[frozenset[str]] | None = None) -> None:
-        """These pairs, or all, reach each other again."""
+        """These pairs, or all, can reach each other again."""
         for pair in list(self._cut) if pairs is None else pairs:
             self._cut.discard(pair)
             self._healed[pair] = self.world.now
 
     def reached(self, one: Rank, other: Rank, since: float) -> bool:
-        """Whether nothing was between these two at any time since then, in virtual seconds."""
+        """Whether these two could reach each other all the time since `since` (virtual seconds)."""
         pairs = [frozenset(pair) for pair in product((one.name, one.address), (other.name, other.address))]
         return not any(pair in self._cut or self._healed.get(pair, -1.0) >= since for pair in pairs)
 
@@ -122,7 +120,7 @@ class Network:
         if dealer.gone:
             return
         if receiver is None:
-            # The socket keeps it, and connects again when somebody listens.
+            # The socket keeps the message, and reconnects when a process listens.
             self._parked.setdefault(dealer.address, []).append((dealer, parts))
         elif self._reachable(dealer.channel.process, receiver):
             receiver.channel.accept(dealer, parts)
@@ -136,8 +134,8 @@ class Network:
 class SimChannel(Channel):
     """The real channel, with its sessions, seals and sequence numbers, over modelled sockets.
 
-    In worlds that are not `ordered`, sequence numbers are not looked at, so that the machines see every late and
-    doubled message.
+    In worlds that are not `ordered`, sequence numbers are ignored, so that the state machines see every late and
+    duplicated message.
     """
 
     def __init__(self, process: Rank, network: Network) -> None:
@@ -185,18 +183,17 @@ class SimChannel(Channel):
 
     @property
     def unread(self) -> bool:
-        """Whether frames wait."""
         poller: Any = self._poller
         return bool(poller.readable)
 
     def accept(self, dealer: SimSocket, parts: Parts) -> None:
-        """A message at the listening socket."""
+        """A message arrives at the listening socket."""
         self._router.peers[dealer.identity] = dealer
         self._router.inbox.append((dealer, [dealer.identity, *parts]))
         self.process.wake()
 
     def answered(self, dealer: SimSocket, parts: Parts) -> None:
-        """A message at a socket that dialled."""
+        """A message arrives at a socket that dialled."""
         dealer.inbox.append((dealer, parts))
         self.process.wake()
 

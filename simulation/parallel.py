@@ -1,4 +1,4 @@
-"""Many seeds over a few processes."""
+"""Plays many seeds over a few processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK = 50
 
 
 def quiet_logs() -> None:
-    """The protocol's warnings are what a simulation is made of."""
+    """Silence the protocol's warnings: a simulation causes them all the time."""
     logging.getLogger("baton").setLevel(logging.CRITICAL)
 
 
@@ -28,9 +28,8 @@ def run_seeds(
     stop_early: bool = False,
     progress: Callable[[Summary], None] | None = None,
 ) -> Summary:
-    """Play `seeds`, with a `mutation` of the protocol if one is named. `stop_early`: the first failure is enough.
-
-    Raises `ConfigError` for an unknown mutation.
+    """Play `seeds`, with `mutation` if one is named. `stop_early`: stop at the first failure. Raises `ConfigError` for
+    an unknown mutation.
     """
     total = Summary()
     for part in _parts(seeds, faults, workers, mutation, stop_early):

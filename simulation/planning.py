@@ -1,8 +1,9 @@
-"""`python -m simulation.planning`: the planner over random geometries, against an oracle that looks at every byte.
+"""`python -m simulation.planning`: the planner over random geometries, against an oracle that checks every byte.
 
-Each case is two engines with ranks, stages, groups of planes, page sizes and layouts of their own, and for every rank
-of the destination what it wants: every wanted byte comes exactly once, from where it is, and nothing else is written;
-both ends, each with what it knows of the other from the wire, expect the same pairs, groups and digests.
+Each case is two engines with their own ranks, stages, groups of planes, page sizes and layouts, and the entries that
+each destination rank wants. Every wanted byte must be copied exactly once, from the right place, and nothing else
+written. Both ends, each with its own copy of the other's geometry from the wire, must expect the same pairs, groups and
+digests.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from simulation.planning_cases import Case, draw
 
 @dataclass(slots=True)
 class Tally:
-    """What was played; `kinds` counts what cases had."""
+    """What was played. `kinds` counts properties of the cases."""
 
     cases: int = 0
     plans: int = 0
@@ -44,7 +45,9 @@ class Tally:
 
 
 def _cells(geometry: Geometry, table: Sequence[int], tokens: Interval) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Of all bytes of `tokens`: offset, what the byte is (the same number on every rank and side), and its layer."""
+    """For all bytes of `tokens`: the offset, a number that names the byte (the same on every rank and side), and the
+    layer.
+    """
     offsets, names, layers = [], [], []
     pages = np.array([*table, *[0] * 64], dtype=np.int64)
     for index, plane in enumerate(geometry.planes):
@@ -72,7 +75,7 @@ def _cells(geometry: Geometry, table: Sequence[int], tokens: Interval) -> tuple[
 
 
 def _indices(offset: Int64Array, nbytes: Int64Array) -> Int64Array:
-    """Every byte of the runs."""
+    """All byte offsets of the runs."""
     ends = np.cumsum(nbytes)
     return np.repeat(offset - (ends - nbytes), nbytes) + np.arange(int(ends[-1]), dtype=np.int64)
 
@@ -81,7 +84,7 @@ def check_rank(
     planned: dict[int, CopyList], sources: Sequence[RankGeometry], dest: RankGeometry, wanted: tuple[list[int], ...],
     tokens: Interval, layers: Interval,
 ) -> None:  # fmt: skip
-    """Raises `AssertionError` where `dest` does not get every wanted byte exactly once, or anything else."""
+    """Raises `AssertionError` unless `dest` gets every wanted byte exactly once, and nothing else."""
     here, there = wanted
     to = dest.geometry
     where, what, layer = _cells(to, there, tokens)
@@ -111,7 +114,7 @@ def check_rank(
 
 
 def _complete(case: Case) -> bool:
-    """Whether the source has all that the destination has."""
+    """Whether the source has everything that the destination holds."""
     for group, dests in case.dest.groups.items():
         held = set[tuple[int, int, int]]()
         needed = set[tuple[int, int, int]]()
@@ -126,7 +129,7 @@ def _complete(case: Case) -> bool:
 
 
 def _told(random: Random, other: Instance) -> Instance:
-    """What the far end knows of an engine: as it comes over the wire, its ranks in any order."""
+    """An engine's instance as the peer knows it: decoded from the wire, with its ranks in any order."""
     copy = msgspec.msgpack.decode(msgspec.msgpack.encode(other), type=Instance)
     return msgspec.structs.replace(
         copy, groups={group: random.sample(ranks, len(ranks)) for group, ranks in reversed(copy.groups.items())}
@@ -142,7 +145,7 @@ def _refusal(source: Instance, dest: Instance) -> str:
 
 
 def check(seed: int, tally: Tally) -> None:
-    """One case. Raises `AssertionError` where anything does not hold."""
+    """Check one case. Raises `AssertionError` if a check fails."""
     random = Random(seed)
     case = draw(random)
     tally.cases += 1
@@ -172,7 +175,7 @@ def check(seed: int, tally: Tally) -> None:
             digested = []
             for sender in senders:
                 moved.setdefault((sender, dest.rank), set()).add(group)
-                # The source plans its own share, of what it knows of the destination.
+                # The source plans its own share from what it knows of the destination.
                 alone = planner.plan(theirs, known, here, there, tokens, layers, sender)
                 assert set(alone) == {sender} & set(planned), "the ends plan otherwise"
                 for copies in alone.values():
@@ -199,7 +202,7 @@ def check(seed: int, tally: Tally) -> None:
 
 
 def _evenly(sources: Sequence[RankGeometry], dests: Sequence[RankGeometry]) -> None:
-    """Of ranks that hold the same, none sends to two more than another."""
+    """The ranks that hold the same head serve numbers of destinations that differ by at most one."""
     load: dict[tuple[int, int, int, tuple[int, ...]], Counter[int]] = {}
     for dest in dests:
         for sender in planner.senders(sources, dest):
@@ -217,7 +220,7 @@ def _evenly(sources: Sequence[RankGeometry], dests: Sequence[RankGeometry]) -> N
 
 
 def play(seeds: Sequence[int]) -> Tally:
-    """Many cases. Raises `AssertionError` that names the seed."""
+    """Check many cases. Raises `AssertionError` that names the seed."""
     tally = Tally()
     for seed in seeds:
         try:
@@ -228,7 +231,7 @@ def play(seeds: Sequence[int]) -> Tally:
 
 
 def main() -> int:
-    """The command line; 0 when every case held."""
+    """The command line. Returns 0 if every case passed."""
     parser = argparse.ArgumentParser(prog="python -m simulation.planning", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--first-seed", type=int, default=0)

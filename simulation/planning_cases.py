@@ -17,7 +17,7 @@ _TP = (1, 1, 2, 2, 3, 4, 6, 8)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Two engines, and what is to come of each group: tables of both, tokens, layers."""
+    """Two engines, and per group what to copy: both block tables, tokens, layers."""
 
     source: Instance
     dest: Instance
@@ -27,7 +27,7 @@ class Case:
 
 
 def draw(random: Random) -> Case:
-    """Two engines of a random model: a hybrid that is cut as engines cut theirs, or groups of any planes."""
+    """Two engines of a random model: a hybrid cut as real engines cut it, or groups of arbitrary planes."""
     if random.random() < 0.25:
         return _draw_hybrid(random)
     tile = random.choice((1, 1, 1, 2))
@@ -40,7 +40,7 @@ def draw(random: Random) -> Case:
 
 
 def _draw_hybrid(random: Random) -> Case:
-    """Both engines cut it by the same rules, or one of them has any layers and any share of each plane."""
+    """Both engines cut the hybrid by the same rules, or one of them has arbitrary layers and shares of each plane."""
     model, regular = hybrid(random), random.random() < 0.8
     groups = [as_layers(group) for group in model.groups]
     sides = [engine(random, model, random.randint(1, 5), _PAGES) for _ in range(2)]
@@ -50,7 +50,7 @@ def _draw_hybrid(random: Random) -> Case:
 
 
 def _case(random: Random, groups: Sequence[Layers], sides: Sequence[Instance], tile: int, regular: bool) -> Case:
-    """What is wanted of two engines."""
+    """Draw what is wanted of two engines."""
     wanted = {}
     for group in groups:
         sizes = [side.groups[group.name][0].geometry.page_size for side in sides]
@@ -113,7 +113,7 @@ def _divides(part: Part, tp: int) -> bool:
 
 
 def _odd(random: Random, groups: Sequence[Layers], size: int, tile: int) -> Instance:
-    """Ranks that hold any layers, any stretches of heads, in memory that lies anyhow; perhaps not all that there is."""
+    """Ranks with arbitrary layers and ranges of heads, in arbitrary layouts; perhaps some parts are on no rank."""
     num_ranks = random.randint(1, 5)
     found: dict[str, list[RankGeometry]] = {}
     for group in groups:
@@ -124,7 +124,7 @@ def _odd(random: Random, groups: Sequence[Layers], size: int, tile: int) -> Inst
             if not layers:
                 continue
             shares = []
-            # Planes may have as many heads as one another here, and other ones.
+            # Planes may have equally many heads here, but different ones.
             width = random.choice((None, 1, 2))
             for part in group.parts:
                 first = random.choice((0, 0, random.randrange(part.num_heads)))
@@ -145,7 +145,7 @@ def _odd(random: Random, groups: Sequence[Layers], size: int, tile: int) -> Inst
 
 
 def _table(random: Random, start: int, stop: int, page_size: int) -> list[int]:
-    """Pages in any order for `[start, stop)`; those before are null, and there may be more behind."""
+    """Pages in any order for `[start, stop)`. Earlier entries are null, and there may be pages after them."""
     first, last = start // page_size, -(-stop // page_size)
     pages = random.sample(range(1, _PAGES), min(_PAGES - 1, last - first + random.randint(0, 2)))
     if random.random() < 0.5:

@@ -1,8 +1,8 @@
-"""Hybrids for `simulation.planning`, cut as an engine cuts them: `baton.engine.kv_memory` says which share of each
-plane a rank has.
+"""Hybrids for `simulation.planning`, cut as an engine cuts them: `baton.engine.kv_memory` gives each rank's share of
+each plane.
 
-Of a Mamba-2 layer the ranks share x by the recurrence's heads, B and C by groups of them, or not at all where there is
-one group, and attention's heads are copied where there are fewer than ranks: on one rank each plane has a share of its
+Ranks share the x of a Mamba-2 layer by the recurrence's heads, and B and C by groups of heads, or not at all if there
+is one group. Attention heads are replicated if there are fewer than ranks. So on one rank each plane has a share of its
 own.
 """
 
@@ -29,7 +29,7 @@ _TP = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Hybrid:
-    """The groups of a model with states, over all ranks. `fits`: by how many tensor ranks it can be cut."""
+    """The groups of a model with states, over all ranks. `fits`: tensor-parallel sizes by which it can be cut."""
 
     groups: list[GroupSpec]
     num_layers: int
@@ -37,7 +37,7 @@ class Hybrid:
 
 
 def hybrid(random: Random) -> Hybrid:
-    """Some layers Mamba-2, some attention, perhaps a drafter."""
+    """Draw a model: some Mamba-2 layers, some attention layers, perhaps a drafter."""
     num_groups = random.choice((1, 2, 4, 8))
     mamba = Mamba2Spec(
         num_heads=num_groups * random.choice((1, 2, 3)) * (4 if num_groups < 4 else 1),
@@ -57,14 +57,14 @@ def hybrid(random: Random) -> Hybrid:
     drafter: Any = SimpleNamespace(kv_layers=[KVLayerSpec(random.choice((1, 2)), 2, None)], kv_modules=[1])
     config: Any = SimpleNamespace(block_size=1)
     groups = model_groups(config, model, drafter if random.random() < 0.5 else None)
-    # As the layers demand: heads of attention may be on several ranks, those of a state and their groups may not.
+    # Attention heads may be replicated on several ranks; a state's heads and groups may not.
     cut = (mamba.num_heads,) if num_groups == 1 else (mamba.num_heads, num_groups)
     fits = [tp for tp in _TP if not any(n % tp for n in cut) and (kv_heads % tp == 0 or tp % kv_heads == 0)]
     return Hybrid(groups, len(layers), tuple(fits))
 
 
 def as_layers(group: GroupSpec) -> Layers:
-    """The same for those who cut it otherwise."""
+    """The same group for engines that cut it otherwise."""
     parts = tuple(Part(p.name, p.cut, p.num_heads, p.head_dim, p.dtype) for p in group.planes)
     return Layers(group.name, parts, group.layer_ids, group.owner, 1 if group.kind == "state" else None)
 
@@ -78,7 +78,7 @@ def engine(random: Random, model: Hybrid, page_size: int, num_pages: int) -> Ins
     for rank in range(tp * stages):
         for region, (part, first_heads) in enumerate(parts_of(model.groups, config, model.num_layers, rank)):
             own, size = as_layers(part), 1 if part.kind == "state" else page_size
-            # As `baton.engine.ranks.agents` makes it, or as another engine may lay out the same shares.
+            # As `baton.engine.ranks.agents` lays it out, or as another engine may lay out the same shares.
             spec = msgspec.structs.replace(part, page_size=size)
             geometry = Geometry.block_major(spec, num_pages, region=region, first_head=first_heads)
             if layout is not None:

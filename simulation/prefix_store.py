@@ -1,4 +1,4 @@
-"""The prefix store as its engine sees it: answers come late, and pages stay in use while they are written."""
+"""A modelled prefix store: answers come late, and pages stay referenced while they are written."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class SimPrefixStore:
-    """Holds nothing; some requests wait for that answer, so that queues are in another order than arrivals."""
+    """An empty store. Some requests wait for its answer, so that queues are in another order than arrivals."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._process, self._world = engine, engine.process, engine.process.world
 
     def bind(self, post: Callable[[Callable[[], None]], None], on_failure: Callable[[str], None]) -> None:
-        """What it posts must also wake the modelled loop."""
+        """Nothing to bind: posted calls must also wake the modelled loop, so they go through the process."""
 
     def load(self, request: Request, then: Callable[[int], None]) -> bool:
         if self._world.random.random() < 0.5:
@@ -30,7 +30,7 @@ class SimPrefixStore:
     def save(self, request: Request, num_final: int) -> None:
         story, pages = self._engine.stories[request.request_id], {}
         if any(isinstance(pool, StatePool) for pool in self._engine.cache.pools.values()):
-            return  # how states are stored is not modelled
+            return  # stored states are not modelled
         for name, pool in self._engine.cache.pools.items():
             if not pool.enable_caching:
                 return

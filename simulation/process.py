@@ -1,4 +1,4 @@
-"""One incarnation of an engine: its clock, its engine's loop, its ranks, its life and death."""
+"""One incarnation of an engine: its clock, its engine loop, its ranks, and its start and end."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 TICKET_KEY = b"simulated ticket key of 32 bytes"
 _ENGINE_STEP = (0.002, 0.03)
 _SLOW_ENGINE_STEP = (0.02, 0.6)
-# As long as a real engine sleeps that has work and nothing to compute.
+# As long as a real engine sleeps if it has work but nothing to compute.
 _LOOK_AGAIN_S = 0.5
 
 
-# Other weights, another end token, and a shorter context.
+# Other weights, other end tokens, and a shorter context.
 _OTHERS: tuple[tuple[Model, int | None], ...] = ((Model(2), None), (Model(1, (0, 5)), None), (MODEL, 12))
 
 
 class Ended(BaseException):
-    """A process has ended in the midst of a forward. No guard of the engine's is meant for that."""
+    """The process ended during a forward. A BaseException, so that no `except Exception` of the engine catches it."""
 
 
 class SimClock:
-    """A process's clock: `rate` is how fast it runs, `start` what it said when the world began. `stepped` is how far
-    its time of day was set forward or back, which the protocol must not look at.
+    """A process's clock: `rate` is its speed, `start` its value when the world began. `stepped` is how far its time of
+    day was set forward or back, which must not affect the protocol.
     """
 
     def __init__(self, cluster: Cluster, rate: float, start: float) -> None:
@@ -50,19 +50,19 @@ class SimClock:
         return self._start + self._world.now * self.rate
 
     def read(self, age: float) -> float:
-        """What it says now, as somebody thinks who has read it `age` seconds ago, and has a clock of rate 1."""
+        """Its value now, as estimated by a peer that read it `age` seconds ago and has a clock of rate 1."""
         return self._start + (self._world.now - age) * self.rate + age
 
 
 class Process:
-    """A prefill or decode engine, from its start to its death: the loop of its requests, and those of its ranks'
-    agents, which meet in queues. With it all of its ranks stop and die.
+    """A prefill or decode engine, from start to death: the loop of its requests and those of its ranks' agents,
+    connected by queues. All ranks pause and die with it.
     """
 
     def __init__(
         self, cluster: Cluster, name: str, role: LegRole, address: str, generation: int, other: bool = False
     ) -> None:
-        """`other`: it is started with other settings than the engines before it."""
+        """`other`: started with other settings than the engines before it."""
         world, random = cluster.world, cluster.world.random
         self.model, self.context = MODEL, None
         if other:
@@ -76,7 +76,7 @@ class Process:
         self.dead = self.paused = self.leaving = self.closed = False
         self.resumed = 0.0  # by its monotonic clock
         self.paused_at = self.died_at = 0.0
-        # A batch may take long, while the agent, a thread of its own, goes on.
+        # A batch may take long while the agent, on its own thread, goes on.
         slow = world.settings.has("slow_engine") and random.random() < 0.5
         self._engine_pace = _SLOW_ENGINE_STEP if slow else _ENGINE_STEP
         self._next_step = float("inf")
@@ -96,7 +96,7 @@ class Process:
         }
         tp, stages = self.shape
         instances = [Instance(rank=number, groups=groups, sampling=tp * (stages - 1)) for number in range(tp * stages)]
-        # One rank of an engine of several may lag behind the others all the time.
+        # One rank of an engine with several may be slower than the others all the time.
         late = random.randrange(tp * stages) if world.settings.has("slow_rank") and tp * stages > 1 else None
         self.ranks = [
             Rank(
@@ -118,7 +118,7 @@ class Process:
             size = 1 if model.kind == "state" else random.randint(1, 6)
             tokens = random.randint(45, 70) if settings.has("full_pools") else random.randint(180, 300)
             if model.kind == "state":
-                # Slots for a few requests, and for what may follow each.
+                # Slots for a few requests, each with scratch slots.
                 tokens = tokens // 6
             num_pages = -(-tokens // size) + 1
             order = random.choice((BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD))
@@ -140,7 +140,7 @@ class Process:
         return memories
 
     def info(self) -> EngineInfo:
-        """What it tells routers of itself."""
+        """The engine's answer to routers."""
         return EngineInfo(
             engine_id=self.name,
             incarnation=self.uid,
@@ -162,23 +162,21 @@ class Process:
 
     @property
     def gone(self) -> bool:
-        """Dead, or closed its transport."""
+        """Dead, or its transport is closed."""
         return self.dead or self.closed
 
     def wake(self) -> None:
-        """The agents' loops run soon."""
         for rank in self.ranks:
             rank.wake()
 
     # ------------------------------------------------------------ the engine's loop
 
     def post(self, call: Callable[[], None]) -> None:
-        """Something for the engine's next step."""
         self.engine.core.post(call)
         self.stir()
 
     def stir(self, delay: float | None = None) -> None:
-        """The engine's loop runs soon, or in `delay` seconds at the latest."""
+        """Run the engine's loop soon, or after at most `delay` seconds."""
         if delay is None and self._next_step - self.world.now <= self._engine_pace[1]:
             return
         at = self.world.now + (self.world.random.uniform(*self._engine_pace) if delay is None else delay)
@@ -187,12 +185,12 @@ class Process:
             self.world.after(at - self.world.now, self._engine_step, at)
 
     def _engine_step(self, at: float) -> None:
-        """What `EngineCore.turn` does."""
+        """As `EngineCore.turn`."""
         if at != self._next_step or self.dead or self.paused or self.engine.closed:
             return
         self._next_step = float("inf")
         if self.world.computing is self:
-            return  # the step under way is followed by another
+            return  # another step follows the current one
         core = self.engine.core
         core.drain()
         try:
@@ -205,8 +203,8 @@ class Process:
             self.stir(_LOOK_AGAIN_S)
 
     def compute(self, share: float) -> None:
-        """A share of a forward takes its time, in which everything else goes on, this process's agents too. Forwards of
-        other engines take none meanwhile. Raises `Ended`.
+        """Let the time of a share of a forward pass, while everything else runs, this process's agents included.
+        Forwards of other engines take no time meanwhile. Raises `Ended`.
         """
         world = self.world
         if world.computing is not None:
@@ -228,13 +226,12 @@ class Process:
     # ------------------------------------------------------------ life and death
 
     def start(self) -> None:
-        """Listen, and let the router know after a while."""
         for rank in self.ranks:
             self.cluster.network.bind(rank)
         self.wake()
 
     def crash(self) -> None:
-        """Everything in it is gone at once."""
+        """Die: everything in the process is lost at once."""
         self.dead, self.died_at = True, self.world.now
         self.world.note(self.name, f"{self.uid} is dead")
         for rank in self.ranks:
@@ -247,18 +244,17 @@ class Process:
             other.wake()
 
     def pause(self) -> None:
-        """Neither loop runs; what arrives is kept."""
+        """Stop both loops; arriving messages are kept."""
         self.paused, self.paused_at = True, self.world.now
         self.world.note(self.name, "is paused")
 
     def stop_for_a_while(self) -> None:
-        """A fault: the process stops right after what it did last."""
+        """A fault: pause right after the last action."""
         if not self.dead and not self.paused:
             self.pause()
             self.world.after(self.world.random.uniform(0.5, 12.0), self.resume)
 
     def resume(self) -> None:
-        """Go on as if nothing had happened."""
         if self.dead or not self.paused:
             return
         self.paused = False
@@ -272,16 +268,16 @@ class Process:
         self.stir()
 
     def was_away(self) -> None:
-        """From now on it is there again, with all its ranks that live."""
+        """The engine, with its living ranks, runs again from now on."""
         self.resumed, self.awake_since = self.clock.monotonic(), self.world.now
 
     @property
     def whole(self) -> bool:
-        """Whether all its ranks are there."""
+        """Whether all its ranks are alive and running."""
         return not any(rank.dead or rank.paused for rank in self.ranks)
 
     def leave(self) -> None:
-        """Close as `HandoffAgent.close` does: give up, wait a bounded time for copies, say BYE, and end."""
+        """Close as `HandoffAgent.close` does: abort, wait a bounded time for copies, send BYE, and end."""
         if self.dead or self.leaving:
             return
         self.leaving = True

@@ -1,4 +1,4 @@
-"""One rank of an engine: its share of the memory, and its agent's loop around the real runner."""
+"""One rank of an engine: its share of the memory, and its agent's loop around the real node."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_IDLE_TURNS = 20
 
 
 class RankClock:
-    """Its process's clock, as its agent reads it in a turn that has taken some time already."""
+    """The process's clock as the agent reads it, including time spent in the current turn."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -48,7 +48,7 @@ class RankClock:
 
 
 class Rank:
-    """A node of its own, with channel and transport. It lives no longer than its engine, and may stop or die alone."""
+    """One rank with its own node, channel and transport. It dies with its engine, and may pause or die alone."""
 
     def __init__(
         self, process: Process, instance: Instance, memories: Sequence[RankMemory], *, slow: bool = False
@@ -77,32 +77,30 @@ class Rank:
         )
         self.calls: deque[Callable[[], None]] = deque()
         self.next_wake = float("inf")
-        self.spent = 0.0  # in the turn under way
-        self._free_at = 0.0  # when the last turn is over
+        self.spent = 0.0  # in the current turn
+        self._free_at = 0.0  # when the last turn ends
         self._idle_turns = 0
-        self.blocked_on: Future[Any] | None = None  # its agent waits for a call to end
+        self.blocked_on: Future[Any] | None = None  # a call that the agent waits for
         self._dead = self._paused = False
         self._pace = _SLOW_AGENT_STEP if slow else _AGENT_STEP
 
     @property
     def dead(self) -> bool:
-        """It, or its engine."""
         return self._dead or self.process.dead
 
     @property
     def paused(self) -> bool:
-        """It, or its engine."""
         return self._paused or self.process.paused
 
     @property
     def gone(self) -> bool:
-        """It is dead, or its engine has closed."""
+        """The rank is dead, or its engine has closed."""
         return self._dead or self.process.gone
 
-    # ------------------------------------------------------------ alone
+    # ------------------------------------------------------------ faults of one rank
 
     def crash(self) -> None:
-        """It dies, and its engine lives on until somebody notices."""
+        """Die; the engine lives on until it notices."""
         self._dead = True
         self.world.note(self.name, f"rank {self.uid} is dead")
         self.cluster.network.unbind(self)
@@ -111,12 +109,11 @@ class Rank:
             other.wake()
 
     def pause(self) -> None:
-        """Its loop and its copies stop; what arrives is kept."""
+        """Stop the loop and the copies; arriving messages are kept."""
         self._paused = True
         self.world.note(self.name, f"rank {self.uid} is paused")
 
     def resume(self) -> None:
-        """It goes on, if its engine does."""
         if self._paused and not self.dead:
             self._paused = False
             self.world.note(self.name, f"rank {self.uid} goes on")
@@ -128,7 +125,7 @@ class Rank:
     # ------------------------------------------------------------ the agent's loop
 
     def wake(self, delay: float | None = None) -> None:
-        """The agent's loop runs soon, or in `delay` seconds at the latest."""
+        """Run the agent's loop soon, or after at most `delay` seconds."""
         at = self.world.now + (self.world.random.uniform(*self._pace) if delay is None else delay)
         at = max(at, self._free_at)
         if at < self.next_wake and not self.dead:
@@ -148,7 +145,7 @@ class Rank:
         self.agent_step()
 
     def agent_step(self) -> None:
-        """What `HandoffAgent` does in one turn, in its order."""
+        """One turn of `HandoffAgent`, in the same order."""
         runner = self.node
         idle = not self.channel.unread and not self.calls and not len(runner.operations)
         silent = runner.sessions.expired(self.clock.monotonic())
@@ -171,12 +168,12 @@ class Rank:
         self.spent = 0.0
 
     def _works(self) -> None:
-        """What comes next takes time, in which this agent hears nothing."""
+        """Handling the next message or call takes time, in which this agent receives nothing."""
         if self.world.hit("slow_work"):
             self.spent = min(self.spent + self.world.random.uniform(*_SLOW_WORK), self.config.timers.lease / 3)
 
     def call(self, call: Callable[[], None]) -> None:
-        """A call of the engine for the agent."""
+        """Queue a call of the engine for the agent."""
         self.calls.append(call)
         self.wake()
 
@@ -188,7 +185,7 @@ class Rank:
     # ------------------------------------------------------------ one-sided access, checked
 
     def may_read(self, region: int, start: int, count: int, label: str) -> None:
-        """A copy for attempt `label` reads cells here: they must be that attempt's, still."""
+        """A copy for attempt `label` reads cells here: their pages must still be held by that attempt."""
         memory = self.memories[region]
         for page in memory.pages_of(start, count) if not self.dead else ():
             self.process.engine.may_read(memory.spec.name, page, label)
@@ -200,7 +197,7 @@ class Rank:
             self.process.engine.may_write(memory.spec.name, page, label)
 
     def vouches(self, message: Cancelled | Commit | Confirm | Finished) -> None:
-        """A message leaves by which the peer may free or trust pages: what it says must be so."""
+        """Check a message by which the peer may free or trust pages, before it is sent."""
         key = message.key
         if isinstance(message, Confirm):
             if str(key.of_pair((0, 0))) in self.process.engine.quiet:

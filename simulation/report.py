@@ -1,4 +1,4 @@
-"""What many seeds came to, as text; and the part of a failing seed's trace that tells why."""
+"""Statistics over many seeds as text, and the relevant part of a failing seed's trace."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from simulation.scenario import Result
 
 _ID = re.compile(r"\b[0-9a-f]{32}/\d+")
-# What happens to processes and connections, rather than to one attempt.
+# Events of processes and connections, rather than of one attempt.
 _CONTEXT = re.compile(r"VIOLATION|is dead|is paused|goes on|leaves|closed|reach each other|HELLO|BYE|faults end")
 _SHORT_LINES = 70
 
 
 @dataclass(slots=True)
 class Summary:
-    """Sums over seeds. `failures` are `(seed, violation)` of seeds in which an invariant was broken."""
+    """Totals over seeds. `failures` are `(seed, violation)` of seeds that broke an invariant."""
 
     seeds: int = 0
     events: int = 0
@@ -26,7 +26,6 @@ class Summary:
     failures: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, result: Result) -> None:
-        """Count one seed."""
         self.seeds += 1
         self.events += result.events
         self.injected.update(result.injected)
@@ -36,7 +35,6 @@ class Summary:
             self.failures.append((result.seed, str(result.violation)))
 
     def merge(self, other: Summary) -> None:
-        """Count what another process has counted."""
         self.seeds += other.seeds
         self.events += other.events
         self.injected.update(other.injected)
@@ -45,7 +43,7 @@ class Summary:
         self.failures = sorted(self.failures + other.failures)
 
     def text(self, seconds: float) -> str:
-        """The figures, one block per kind."""
+        """The totals as text, one block per kind."""
         lines = [
             f"{self.seeds:,} seeds, {self.events:,} events in {seconds:.0f} s: {len(self.failures)} violations",
             *_table("faults injected", self.injected),
@@ -61,7 +59,7 @@ def _table(title: str, counts: Counter[str]) -> list[str]:
 
 
 def shortened(result: Result) -> str:
-    """The end of a traced failure: what concerns its attempts, and what happened to processes meanwhile."""
+    """The end of a failing trace: lines of the violation's attempts, and events of processes."""
     named = {label[:6] + label[32:] for label in _ID.findall(str(result.violation))}
     named |= set(_ID.findall(str(result.violation)))
     kept, runs = [], 0

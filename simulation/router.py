@@ -1,6 +1,6 @@
-"""The real router over modelled engines: its pool, routes, backend and joining run on an event loop in virtual time.
+"""The real router over modelled engines: pool, routes, backend and joining run on an event loop in virtual time.
 
-What is modelled is its HTTP (`simulation.legs`), its clients, and its death.
+Its HTTP (`simulation.legs`), its clients and its crashes are modelled.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from simulation.world import Violation
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
-# How often an attempt after a lost one has the same transfer's next number, where the prefill engine is the same.
+# How often the attempt after a lost one continues the same transfer's numbering, if the prefill engine is the same.
 _SAME_TRANSFER = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One client's request. `story` is what it must get, from the moment on at which a router plans it; `sent` tokens
-    were received."""
+    """One client's request. `story` holds the correct tokens, from the moment a router plans it; `sent` counts received
+    tokens.
+    """
 
     index: int
     prompt: list[int]
@@ -53,13 +54,13 @@ class Request:
 
     @property
     def name(self) -> str:
-        """For the trace."""
         return f"request {self.index}"
 
 
 class SimConnector(EngineConnector):
-    """Mints what the router's own does, and in some attempts the next number of the transfer before, as a router may
-    whose prefill engine is still there. All tickets are kept: forgers use them."""
+    """Mints tickets as the router's own connector, and in some attempts continues the numbering of the previous
+    transfer, as a router may if the prefill engine is still there. All tickets are kept for forgers.
+    """
 
     def __init__(self, config: ConnectorConfig, cluster: Cluster) -> None:
         super().__init__(config)
@@ -86,18 +87,18 @@ class SimConnector(EngineConnector):
 
 
 def _read(text: str) -> Ticket:
-    """A ticket's content, whatever its clocks say."""
+    """Decode a ticket without checking its expiry."""
     body = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))[: -hashlib.sha256().digest_size]
     return msgspec.msgpack.decode(body, type=Ticket)
 
 
 class Router:
-    """One process of it, until it crashes, and then another. `requests`: all that clients brought here."""
+    """A router process; after a crash, another one. `requests`: all that clients sent here."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.world = cluster, cluster.world
         self.requests: list[Request] = []
-        self.clients: dict[str, Request] = {}  # by the ids of their requests to engines, less the attempt's number
+        self.clients: dict[str, Request] = {}  # by the ids of their engine requests, without the attempt number
         self.up = False
         random = self.world.random
         self.timers = RouterTimers(
@@ -111,7 +112,6 @@ class Router:
     # ------------------------------------------------------------ life and death
 
     def restart(self) -> None:
-        """A new router finds the engines."""
         world, random, settings = self.world, self.world.random, self.world.settings
         self.up = True
         self._generation += 1
@@ -140,20 +140,20 @@ class Router:
     async def _serve(self) -> None:
         pool = self.backend.pool
         for name, role in self.cluster.roles.items():
-            # One that differs from the others, or is draining, is asked again by `watch`, as after a start.
+            # `watch` retries an engine that differs from the others or is draining.
             with contextlib.suppress(BatonError):
                 await pool.add(self.cluster.url_of(name), role)
         await pool.watch()
 
     def _fault(self, what: str) -> None:
-        # It is raised after the event: asyncio calls this where nothing can be raised.
+        # It is raised after the event, because asyncio calls this where nothing can be raised.
         self.world.violation = self.world.violation or Violation("exception", f"the router's loop: {what}")
 
     def _start(self, work: Any) -> asyncio.Task[Any]:
         return self.loop.create_task(work)
 
     def crash(self) -> None:
-        """Every stream breaks, every request in flight is cut."""
+        """Die: every stream breaks, every request in flight is cut."""
         self.up = False
         self.world.note("router", "is dead")
         for request in self.requests:
@@ -166,7 +166,6 @@ class Router:
     # ------------------------------------------------------------ requests
 
     def submit(self, request: Request) -> None:
-        """A client's request arrives."""
         self.requests.append(request)
         self.world.note("router", f"{request.name}: {len(request.prompt)} tokens")
         if not self.up:
@@ -179,11 +178,11 @@ class Router:
 
     def _leave(self, client: asyncio.Task[None], request: Request) -> None:
         client.cancel()
-        # A task that has not begun ends without a word.
+        # A task that is cancelled before it starts does not run its `finally`.
         client.add_done_callback(lambda _: self._finish(request, "aborted"))
 
     async def _answer(self, request: Request) -> None:
-        """What the front door does for one client, until it has the answer or leaves."""
+        """Serve one client as the HTTP server does, until it has the answer or leaves."""
         outcome = "aborted"
         backend, world = self.backend, self.world
         try:
@@ -216,7 +215,7 @@ class Router:
                 self._finish(request, outcome)
 
     async def _model(self) -> Any:
-        """What is served, once an engine has been reached. Raises `EngineUnavailableError` after a while."""
+        """The served model, once an engine has been reached. Raises `EngineUnavailableError` after 20 attempts."""
         for _ in range(20):
             with contextlib.suppress(BatonError):
                 return self.backend.pool.model()
@@ -224,7 +223,7 @@ class Router:
         return self.backend.pool.model()
 
     def _got(self, request: Request, chunk: TokenChunk) -> str | None:
-        """A chunk that goes to the client: what was sent must be right. Returns the request's outcome with its end."""
+        """Check a chunk for the client. Returns the request's outcome with its last chunk."""
         story = request.story
         assert story is not None
         if chunk.token_ids:
@@ -249,7 +248,7 @@ class Router:
         self.world.note("router", f"{request.name} ends: {outcome}")
 
     def operate(self, name: str, what: str) -> None:
-        """An operator removes an engine or drains it, perhaps in a hurry, and adds it again some seconds later."""
+        """An operator removes or drains an engine, perhaps in a hurry, and adds it again some seconds later."""
         pool, url, world = self.backend.pool, self.cluster.url_of(name), self.world
 
         async def work() -> None:
@@ -264,13 +263,12 @@ class Router:
                 with contextlib.suppress(BatonError):
                     await pool.add(url, self.cluster.roles[name])
                     return
-                await asyncio.sleep(0.5)  # its last leg has not ended, or it serves something else now
+                await asyncio.sleep(0.5)  # its last leg has not ended, or it serves another model now
 
         self._start(work())
 
     def check_leases(self) -> None:
-        """A leg on an engine that has been silent for longer than a lease is given up, also one of an engine that was
-        removed."""
+        """Each leg on an engine that is silent for longer than a lease is given up, also if the engine was removed."""
         timers, now = self.timers, self.world.now
         longest = timers.lease + 2 * (timers.check + timers.answer) + 1.0
         if not self.up or self.loop.paused or now - self.loop.resumed_at < longest:
@@ -279,7 +277,7 @@ class Router:
             process = stream.process
             if stream.router is not self or not stream.open or process is None or not process.paused or process.dead:
                 continue
-            # A leg is read for a while after its request has ended, by the word of the other one.
+            # A leg is read for a while after its request has ended through the other leg.
             name = stream.request.request_id
             ended = bool(self.clients[name.partition(".")[0]].outcome)
             drained = timers.drain if ended or process.role == "prefill" else 0.0

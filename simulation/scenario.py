@@ -1,4 +1,4 @@
-"""One seed from start to rest: deployment, load, faults, and what must hold in the end."""
+"""Plays one seed: deployment, load, faults, and the final checks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from simulation.settings import FAULTS, TRAITS, Settings, draw
 from simulation.story import LONGEST_SMALL, VOCAB, prompts
 from simulation.world import Violation, World
 
-# Seconds after the last ticket's expiry within which everything must be at rest: a lease, a broken connection
-# that is noticed late, repetitions, and the router's clock against the slowest engine's.
+# Seconds after the last ticket's expiry within which everything must be at rest: a lease, a broken connection that is
+# noticed late, repetitions, and the router's clock against the slowest engine's.
 _REST_S = 25.0
 _POLL_S = 0.5
-# In a deployment without harmful faults something comes on at least this often, in seconds: an engine's slowest step, a
-# leg that is late, a message that is repeated.
+# Without harmful faults some request progresses at least this often, in seconds: an engine's slowest step, a late leg,
+# a repeated message.
 _STILL_S = 6.0
 
 
 @dataclass(slots=True)
 class Result:
-    """What one seed came to. `violation` is None when every invariant held."""
+    """The result of one seed. `violation` is None if every invariant held."""
 
     seed: int
     settings: Settings
@@ -55,7 +55,7 @@ def run_seed(seed: int, faults: Collection[str] = FAULTS, tracing: bool = False)
     except Violation as violation:
         result.violation = violation
     except Exception as error:
-        # Whatever escapes from the protocol would have ended a real engine's thread.
+        # In a real engine this exception would have ended the thread.
         result.violation = world.violation or Violation("exception", f"{type(error).__name__}: {error}")
         world.note("!", f"VIOLATION {result.violation}\n{traceback.format_exc()}")
     cluster.close()
@@ -83,7 +83,7 @@ def _outcome(request: Request) -> str:
 
 
 def _load(world: World, cluster: Cluster) -> float:
-    """Schedule all requests; returns the time by which each must have ended."""
+    """Schedule all requests. Returns the time by which each must have ended."""
     random, settings = world.random, world.settings
     count = settings.num_requests * (2 if settings.has("burst") else 1)
     last = 0.0
@@ -98,7 +98,7 @@ def _load(world: World, cluster: Cluster) -> float:
 
 
 def _params(random: Random) -> SamplingParams:
-    """Greedy, sampled, and such as follow a grammar."""
+    """Greedy, sampled, or grammar-like parameters."""
     seed = random.randrange(1 << 63) if random.random() < 0.3 else None
     allowed = tuple(sorted(random.sample(range(VOCAB), random.randint(2, 9)))) if random.random() < 0.2 else None
     return SamplingParams(
@@ -110,7 +110,7 @@ def _params(random: Random) -> SamplingParams:
 
 
 def _play(world: World, cluster: Cluster) -> None:
-    """Run until everything is at rest, or until it must have been."""
+    """Run until everything is at rest, or its time limit is over."""
     latest = _load(world, cluster)
     world.after(latest, cluster.calm_down)
     watch = _Watch(world, cluster, latest + world.settings.life + world.settings.timers.handoff + _REST_S)
@@ -120,8 +120,8 @@ def _play(world: World, cluster: Cluster) -> None:
 
 
 class _Watch:
-    """What is looked at after each event, also in the midst of a forward. `over`: everything is at rest, which it must
-    be by `rest_by`.
+    """Checks after each event, also during a forward. `over`: everything is at rest, which must be the case by
+    `rest_by`.
     """
 
     def __init__(self, world: World, cluster: Cluster, rest_by: float) -> None:
@@ -149,7 +149,7 @@ class _Watch:
             world.fail("no_progress", f"{waiting} wait, and nothing moves")
         if len(requests) == self._count and all(request.outcome for request in requests):
             if not world.calm:
-                # Processes that were paused have messages to take in before they are at rest.
+                # Processes that were paused must first take in their messages.
                 cluster.calm_down()
             elif _at_rest(cluster):
                 self.over = True
@@ -163,7 +163,7 @@ def _at_rest(cluster: Cluster) -> bool:
 
 
 def _left(cluster: Cluster) -> list[str]:
-    """Requests, legs, pages, copies, claims and attempts that are not over."""
+    """Requests, legs, pages, copies, claims and attempts that have not ended."""
     out = [f"{request.name} has not ended" for request in cluster.requests if not request.outcome]
     for router in cluster.routers:
         out += router.left()
@@ -185,16 +185,16 @@ def _left(cluster: Cluster) -> list[str]:
         if live or copies:
             out.append(f"{name} has attempts {live} and {copies} copies")
         if any(rank.channel.unread for rank in process.ranks):
-            # Nor is one that was paused until now at rest: what it takes in may begin something.
+            # A process that was paused until now may begin something with these messages.
             out.append(f"{name} has messages to take in")
         if any(node.routing.claims.holding for node in nodes):
-            # The connection of a claim may be under way to a process that died: a lease must have time to end it.
+            # The claim's connection may be on its way to a process that died; a lease must have time to end it.
             out.append(f"{name} holds a claim back")
     return out
 
 
 def _check_rest(world: World, cluster: Cluster) -> None:
-    """At rest: every request ended well or by name; after all tickets expired, nothing is remembered."""
+    """At rest: every request ended well or with a named error; after all tickets expired, no attempt is remembered."""
     for request in cluster.requests:
         if world.settings.harmless and _outcome(request) != "exact":
             world.fail("needless_failure", f"{request.name} ended {_outcome(request)} without a fault that explains it")
@@ -206,7 +206,7 @@ def _check_rest(world: World, cluster: Cluster) -> None:
     for rank in ranks:
         for _ in range(2):
             world.skip(1.3 * TOMBSTONE_S + 2 * world.settings.timers.retry)
-            # Whoever sleeps through a skip renews no lease.
+            # A process that sleeps through a skip renews no lease.
             rank.process.awake_since = world.now
             rank.agent_step()
         books = rank.node.execution.prefills, rank.node.execution.decodes

@@ -1,4 +1,4 @@
-"""What one seed decides before anything happens: the deployment, the load, and which faults there are."""
+"""The settings that a seed draws before it starts: the deployment, the load, and the faults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.wire import Integrity, Recovery
 
 Fabric = Literal["shm", "rdma"]
 
-# Struck with a chance at each message, copy or request: the range from which a seed draws the chance.
+# Faults with a chance per message, copy or request: the range from which a seed draws the chance.
 RATES: dict[str, tuple[float, float]] = {
     "delay": (0.02, 0.2),
     "reorder": (0.05, 0.5),
@@ -36,7 +36,7 @@ RATES: dict[str, tuple[float, float]] = {
     "claimed_id": (0.3, 1.0),
     "stop_after_hello": (0.05, 0.4),
 }
-# Struck at events drawn beforehand: at most how many of them.
+# Faults at events that are drawn in advance: the largest number of them.
 STRIKES: dict[str, int] = {
     "crash_prefill": 3,
     "crash_decode": 3,
@@ -74,11 +74,11 @@ HARMLESS = frozenset(
     }
     - {"clock_rates", "slow_rank", "other_settings"}
 )
-# Faults of one rank of an engine of several.
+# Faults of one rank of an engine with several.
 OF_RANKS = frozenset({"crash_rank", "pause_rank", "cut_rank", "slow_rank"})
-# Tensor ranks and stages of engines, by the number of heads that there are to share.
+# Tensor ranks and stages of engines, by the number of heads to share.
 SHAPES = {1: ((1, 1),), 2: ((1, 1), (2, 1), (1, 2), (2, 2)), 4: ((1, 1), (2, 1), (4, 1), (2, 2))}
-# Faults that matter most when others strike at the same moment.
+# Faults that matter most if others occur at the same time.
 COMPANIONS: dict[str, tuple[str, ...]] = {
     "corrupt": ("duplicate", "delay", "reorder", "slow_copy", "late_copy", "client_abort"),
     "stop_after_hello": ("burst", "slow_engine"),
@@ -89,23 +89,23 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
     "claimed_id": ("crash_decode", "leave", "stranger"),
     "operate_router": ("pause_decode", "pause_prefill"),
 }
-# Faults that show nothing without another.
+# Faults that have no effect without another.
 NEEDS: dict[str, set[str]] = {
     "other_settings": {"crash_decode", "crash_prefill"},
     "squatter": {"crash_prefill"},
     "claimed_id": {"crash_decode"},
 }
-# Where no more kinds than these are allowed, their meeting is what is looked for.
+# If at most this many kinds are allowed, the test is about their combination.
 _FEW = 8
 # The share of seeds in which prefill engines stream by layer.
 _BY_LAYER = 0.3
-# The event at which the last strike comes.
+# The last event at which a fault may be injected.
 _LAST_STRIKE = 1500
 
 
 @dataclass(frozen=True, slots=True)
 class GroupModel:
-    """A group of layers. `module` says on which tokens an entry depends, see `Rules`."""
+    """A group of layers. `module` defines on which tokens an entry depends, see `Rules`."""
 
     name: str
     owner: Literal["target", "draft"]
@@ -116,7 +116,7 @@ class GroupModel:
 
     @property
     def reach(self) -> int:
-        """How many tokens behind its own an entry depends on."""
+        """The number of later tokens that an entry depends on."""
         return self.module or 0
 
     @property
@@ -127,27 +127,27 @@ class GroupModel:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One seed's deployment. `life` is a ticket's, `patience` the router's per request, in seconds."""
+    """One seed's deployment. `life` is a ticket's lifetime and `patience` the router's time per request, in seconds."""
 
     num_routers: int
     tells_seqs: bool  # engines tell routers how many requests they compute at once
-    announces: bool  # D takes pages for what P has admitted; else at once, as an engine with room for all may
+    announces: bool  # D takes pages only for requests that P has admitted; else at once
     num_prefill: int
     num_decode: int
     num_requests: int
     fabric: Fabric
     recovery: Recovery
     integrity: Integrity
-    ordered: bool  # the channel drops what comes out of order, as ZeroMQ's sessions do; else machines see it
+    ordered: bool  # the channel drops out-of-order messages; else the state machines see them
     timers: Timers
     life: int
     patience: float
     num_drafts: int
     num_heads: int  # of K, V and states
     num_layers: int  # of each group
-    by_layer: bool  # prefill engines tell of layers while a forward runs
-    shapes: tuple[tuple[int, int], ...]  # what engines may be: tensor ranks, which share heads, and stages, layers
-    draft_alone: bool  # the drafter is on one rank of those that share the target's heads
+    by_layer: bool  # prefill engines report layers during a forward
+    shapes: tuple[tuple[int, int], ...]  # (tensor ranks, stages) that engines may have
+    draft_alone: bool  # the drafter is on one of the ranks that share the target's heads
     groups: tuple[GroupModel, ...]
     faults: frozenset[str]
     rates: dict[str, float] = field(default_factory=dict)
@@ -155,16 +155,15 @@ class Settings:
 
     @property
     def harmless(self) -> bool:
-        """Whether nothing happens that could explain a failure."""
+        """Whether no fault could explain a failure."""
         return self.faults <= HARMLESS
 
     def has(self, fault: str) -> bool:
-        """Whether this seed has faults of a kind."""
         return fault in self.faults
 
 
 def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
-    """The settings of one seed, with faults from `allowed` only: none, one kind, or a mixture."""
+    """Draw the settings of one seed, with faults from `allowed` only: none, one kind, or a mixture."""
     kinds = sorted(allowed)
     shape = random.random()
     if shape < 0.06 or not kinds:
@@ -172,7 +171,7 @@ def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
     elif len(kinds) <= _FEW and shape < 0.7:
         faults = set(kinds)
     elif shape < 0.14:
-        # An overload without faults: whatever does not come out exact, and soon, is the protocol's doing.
+        # An overload without harmful faults: every request must end exact, and soon.
         faults = {kind for kind in sorted(HARMLESS & set(kinds)) if kind == "full_pools" or random.random() < 0.6}
     elif shape < 0.3:
         faults = {random.choice(kinds)}
@@ -190,14 +189,14 @@ def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
     ]
     integrity: Integrity = random.choice(("off", "sampled", "full"))
     if "corrupt" in faults:
-        # Nothing else finds a flipped bit.
+        # Nothing else detects a flipped bit.
         integrity = "full"
     elif "corrupt_seeds" in faults and integrity == "off":
         integrity = "sampled"
     harmless = faults <= HARMLESS
-    # Of a fork: what other seeds draw does not depend on it.
+    # A separate generator, so that other draws do not depend on it.
     by_layer = Random(random.getstate()[1][0]).random() < _BY_LAYER
-    # Ranks that fail alone are those of engines that have several.
+    # Only engines with several ranks can lose one rank.
     num_heads = random.choice((2, 2, 4)) if faults & OF_RANKS else random.choice((1, 1, 1, 2))
     return Settings(
         num_routers=random.choice((1, 1, 2)),
@@ -209,7 +208,7 @@ def draw(random: Random, allowed: Collection[str] = FAULTS) -> Settings:
         fabric=random.choice(("shm", "rdma")),
         recovery=random.choice(("none", "retry", "source", "recompute", "full", "full", "full")),
         integrity=integrity,
-        # Ordered sessions throw away what was overtaken, and a loss is not harmless.
+        # Ordered sessions drop messages that were overtaken, and a loss is not harmless.
         ordered=random.random() < 0.4 and not (harmless and "reorder" in faults),
         timers=_timers(random, harmless),
         life=6 if harmless else random.randint(4, 12),
@@ -241,8 +240,8 @@ def _timers(random: Random, harmless: bool) -> Timers:
 
 
 def _groups(random: Random) -> tuple[GroupModel, ...]:
-    """Those of the target, the first of which has pages for all tokens, and those of a drafter, if it has any. A hybrid
-    has them all: latents or not, full attention, two windows and states.
+    """Groups of the target, the first of which keeps pages for all tokens, and of a drafter, if any. A hybrid has all
+    kinds: latents or not, full attention, two windows and states.
     """
     attends: tuple[Kind, ...] = ("full", "mla")
     window = random.randint(1, 8)

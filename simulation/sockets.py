@@ -1,7 +1,7 @@
-"""ZeroMQ as the real channel sees it: a ROUTER, DEALERs that dial it, and a poller, over the modelled network.
+"""The ZeroMQ objects of the real channel (a ROUTER, DEALERs and a poller) over the modelled network.
 
-A DEALER has the identity that the ROUTER gave its connection. Sockets cannot be made while descriptors are short, and
-a full one takes nothing.
+A DEALER has the identity that the ROUTER gave its connection. Making a socket fails while descriptors are short, and a
+full socket raises on send.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ Parts = list[bytes]
 
 
 class SimSocket:
-    """A DEALER once it has connected, until then and without that a ROUTER. Messages wait in its `inbox`, with who sent
-    them.
-    """
+    """A DEALER after `connect`, otherwise a ROUTER. Messages wait in `inbox`, with their sender."""
 
     def __init__(self, network: Network, channel: SimChannel, number: int) -> None:
         self._network, self.channel, self.number = network, channel, number
@@ -30,19 +28,19 @@ class SimSocket:
         self.identity = b"%s/%d" % (uid.encode(), number)
         self.closed = False
         self.inbox: deque[tuple[SimSocket, Parts]] = deque()
-        self.last = self  # whose message was read last
-        self.peers: dict[bytes, SimSocket] = {}  # of a ROUTER: whom it hears, by identity
+        self.last = self  # the sender of the last message read
+        self.peers: dict[bytes, SimSocket] = {}  # of a ROUTER: known senders by identity
 
     @property
     def gone(self) -> bool:
-        """Nobody reads or writes it any more."""
+        """Closed, or its process is dead."""
         return self.closed or self.channel.process.dead
 
     def setsockopt(self, option: int, value: object) -> None:
-        """Keys, limits and intervals: nothing of them is modelled."""
+        """Ignored: keys, limits and intervals are not modelled."""
 
     def connect(self, endpoint: str) -> None:
-        """It may be given the identity of a connection to that address that is over."""
+        """The socket may get the identity of a closed connection to that address."""
         self.address = endpoint
         self.identity = self._network.identity_for(self)
 
@@ -50,18 +48,18 @@ class SimSocket:
         self.closed = True
 
     def send_multipart(self, parts: Parts | tuple[bytes, ...], flags: int = 0) -> None:
-        """Raises `zmq.Again` where it is full."""
+        """Raises `zmq.Again` if it is full."""
         if self.channel.world.hit("full_socket"):
             raise zmq.Again
         if self.address:
             self._network.to_address(self, list(parts))
             return
         identity, *rest = parts
-        if (dealer := self.peers.get(identity)) is not None:  # a ROUTER drops what is for nobody
+        if (dealer := self.peers.get(identity)) is not None:  # a ROUTER drops messages for unknown identities
             self._network.to_dialler(self.channel.process, dealer, rest)
 
     def recv_multipart(self, flags: int = 0, copy: bool = True) -> Parts:
-        """Raises `zmq.Again` where nothing waits."""
+        """Raises `zmq.Again` if nothing waits."""
         if not self.inbox:
             raise zmq.Again
         self.last, parts = self.inbox.popleft()
@@ -69,8 +67,6 @@ class SimSocket:
 
 
 class SimContext:
-    """Makes one channel's sockets."""
-
     def __init__(self, network: Network, channel: SimChannel) -> None:
         self._network, self._channel = network, channel
 
@@ -82,8 +78,6 @@ class SimContext:
 
 
 class SimPoller:
-    """Knows which sockets have something to read."""
-
     def __init__(self) -> None:
         self._sockets: dict[SimSocket, None] = {}
 
@@ -94,10 +88,9 @@ class SimPoller:
         del self._sockets[sock]
 
     def poll(self, timeout_ms: int = 0) -> list[tuple[Any, int]]:
-        """It never waits: the world does."""
+        """Never waits: virtual time does."""
         return [(sock, zmq.POLLIN) for sock in self._sockets if sock.inbox]
 
     @property
     def readable(self) -> bool:
-        """Whether something waits anywhere."""
         return any(sock.inbox for sock in self._sockets)

@@ -1,4 +1,4 @@
-"""Whoever listens at the address of a dead engine: it has no ticket key, and answers as it likes."""
+"""A listener at the address of a dead engine. It has no ticket key, and answers in one of several ways."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Manner = Literal["bye", "silent", "garbage", "echo", "parts", "engine"]
 _LAST_SEQUENCE = (1 << 63) - 1
-# Whoever dials an address again and again asks at most so often, in virtual seconds, over a span of this many messages.
+# An engine that redials an address may send at most `_SPAN` messages per `_SHORTEST_S` virtual seconds.
 _SPAN, _SHORTEST_S = 200, 1.0
 
 
@@ -28,10 +28,10 @@ class Squatter:
         self.spent = 0.0
         self.channel = self
         self.manner: Manner = world.random.choice(get_args(Manner))
-        self._asked: dict[str, list[float]] = {}  # by who asks: when
+        self._asked: dict[str, list[float]] = {}  # times of messages, by sender
 
     def accept(self, dealer: SimSocket, parts: Parts) -> None:
-        """A message of an engine that dialled the address. To others without the key there is nothing to say."""
+        """A message of an engine that dialled the address. Strangers get no answer."""
         process = dealer.channel.process
         if process.name == "stranger":
             return
@@ -46,7 +46,7 @@ class Squatter:
         elif self.manner == "echo":
             answer = parts
         elif self.manner == "engine":
-            # Another engine listens here, which knows the key: it proves itself for its own address.
+            # Another engine with the ticket key listens here: it proves itself for its own address.
             bound = [rank for at, rank in self.network.bound.items() if at != self.address]
             others = [rank for rank in bound if not isinstance(rank, Squatter)]
             if others:

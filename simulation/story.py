@@ -1,8 +1,7 @@
-"""Modelled language: what follows a prompt, and what the KV of each token is.
+"""Modelled language: the tokens that follow a prompt, and the KV value of each token.
 
-Everything is a function of the model and of the tokens before it, so that KV at a wrong position, of another prompt, of
-another group or of another model has another value. What is sampled depends on the request's seed too, and what follows
-a grammar on the number of output tokens.
+Both are functions of the model and of all tokens before, so KV of a wrong position, prompt, group or model has another
+value. Sampled tokens also depend on the request's seed, and grammar-like ones on the number of output tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Model:
 
     @property
     def facts(self) -> dict[str, str]:
-        """As an engine tells them."""
+        """The facts that an engine reports."""
         return {"model.weights": str(self.begin), "output.eos_token_ids": repr(list(self.eos))}
 
 
@@ -37,7 +36,7 @@ MODEL = Model()
 
 
 def extend(state: int, tokens: Iterable[int]) -> list[int]:
-    """What stands for all tokens up to each of `tokens`, where `state` stands for those before them."""
+    """For each of `tokens` the state that stands for all tokens up to it; `state` stands for the tokens before them."""
     # Hashes of integers are the same in every process.
     out = []
     for token in tokens:
@@ -63,21 +62,21 @@ class Story:
         return len(self.tokens)
 
     def before(self, position: int) -> int:
-        """What stands for the tokens before a position."""
+        """The state that stands for the tokens before a position."""
         return self.chain[position - 1] if position else self._model.begin
 
     def follow(self, state: int, position: int) -> int:
-        """The one token that stands at `position`, after what `state` stands for."""
+        """The one correct token at `position`, after the tokens that `state` stands for."""
         params = self.params
         choice = hash((state, _FOLLOWS, params.seed)) if params.temperature > 0.0 else hash((state, _FOLLOWS))
         if params.allowed_token_ids is None:
             return choice % VOCAB
-        # A grammar: what is allowed depends on how many tokens there are of the output.
+        # A grammar: the allowed tokens depend on the number of output tokens.
         return params.allowed_token_ids[(choice + position - self.num_prompt) % len(params.allowed_token_ids)]
 
 
 def prompts(random: Random, count: int) -> list[list[int]]:
-    """Prompts of 1 to 24 tokens, rarely up to `LONGEST`, many of which begin alike."""
+    """Prompts of 1 to 24 tokens, rarely up to `LONGEST`, many with a common beginning."""
     stems = [[random.randrange(1, VOCAB) for _ in range(LONGEST)] for _ in range(2)]
     out = []
     for _ in range(count):

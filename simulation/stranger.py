@@ -1,4 +1,4 @@
-"""A process without the ticket key: it hears every frame, and says what it heard again, in connections of its own."""
+"""A process without the ticket key: it overhears every frame, and replays them in connections of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GARBAGE = 0.3
 
 @dataclass(slots=True)
 class _Nobody:
-    """What a channel wants to know of its process."""
+    """The part of a process that a channel uses."""
 
     world: World
     name: str = "stranger"
@@ -30,13 +30,15 @@ class _Nobody:
 
 
 class Stranger(SimChannel):
-    """May be told HELLO without a descriptor, and BYE. Whatever else it is told, or brings about, is a violation."""
+    """It may receive HELLO without a descriptor, and BYE. Any other message to it, or any effect of it, is a
+    violation.
+    """
 
     def __init__(self, world: World, network: Network) -> None:
         nobody: Any = _Nobody(world)
         super().__init__(nobody, network)
         self._network = network
-        # What dialling engines said, by their sockets.
+        # Messages of dialling engines, by socket.
         self._heard: dict[SimSocket, list[Parts]] = {}
 
     def overhear(self, dealer: SimSocket, parts: Parts) -> None:
@@ -48,8 +50,8 @@ class Stranger(SimChannel):
             del self._heard[next(iter(self._heard))]
 
     def repeat(self) -> bool:
-        """Say all of a session again, from its HELLO on, some of it in more parts than there are, or garbled; False
-        when there was none.
+        """Replay a whole session from its HELLO on, some of it garbled or with extra parts. Returns False if there is
+        none.
         """
         if not self._heard:
             return False
@@ -66,7 +68,6 @@ class Stranger(SimChannel):
         return True
 
     def answered(self, dealer: SimSocket, parts: Parts) -> None:
-        """What an engine tells it."""
         message = decode(parts[0])[2]
         if not isinstance(message, Bye) and not (isinstance(message, Hello) and message.descriptor is None):
             self.world.fail("stranger", f"{dealer.address} tells a stranger {kind_of(message)}")

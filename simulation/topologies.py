@@ -1,4 +1,4 @@
-"""Groups of a model over the ranks of an engine: geometries without memory, cut as engines cut them."""
+"""A model's groups over the ranks of an engine: geometries without memory, cut as engines cut them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Axis = Literal["token", "head", "element"]
 @dataclass(frozen=True, slots=True)
 class Part:
     """A plane of the whole model. `unit` heads or channels stay together on one rank (a convolution's B and C are cut
-    by groups of channels); beyond as many ranks as units, ranks share one.
+    by groups of channels). If there are more ranks than units, ranks share a unit.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Part:
     unit: int = 1
 
     def share(self, tp: int, shard: int) -> tuple[int, int]:
-        """`(first, count)` of the heads that rank `shard` of `tp` has. Raises `ValueError` where they do not divide."""
+        """`(first, count)` of the heads of rank `shard` of `tp`. Raises `ValueError` if they do not divide."""
         if self.cut == "whole":
             return 0, self.num_heads
         units = self.num_heads // self.unit
@@ -41,13 +41,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """A group of the whole model. A drafter's are all on the last stage."""
+    """A group of the whole model. A drafter's layers are all on the last stage."""
 
     name: str
     parts: tuple[Part, ...]
     layer_ids: tuple[int, ...]
     owner: Owner = "target"
-    page_size: int | None = None  # where it is not the engine's: 1 of a state
+    page_size: int | None = None  # if it differs from the engine's: 1 of a state
 
 
 Outer = Literal["page layer plane", "layer page plane", "layer plane page", "plane layer page"]
@@ -55,7 +55,7 @@ Outer = Literal["page layer plane", "layer page plane", "layer plane page", "pla
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How pages lie in memory: axes from the outermost one in. `gap` bytes are left between things. `tile` > 1: so many
+    """How pages lie in memory: axes from the outermost in. `gap` bytes are left between things. `tile` > 1: that many
     tokens of a head are one block.
     """
 
@@ -67,8 +67,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How an engine is cut. Stages have even shares of each group's layers. Drafters are on the first ranks of the last
-    stage: `draft_tp` of them, or all.
+    """How an engine is cut. Stages have even shares of each group's layers. Drafters are on the first `draft_tp` ranks
+    of the last stage, or on all of them.
     """
 
     tp: int = 1
@@ -89,7 +89,7 @@ class Shape:
 
 
 def instance(groups: Sequence[Layers], shape: Shape, num_pages: int = 64, rank: int = 0) -> Instance:
-    """An engine that holds these groups, cut regularly; `rank` speaks."""
+    """An engine that holds these groups, cut regularly, as seen from `rank`."""
     found: dict[str, list[RankGeometry]] = {}
     for group in groups:
         draft = group.owner == "draft"
@@ -125,7 +125,7 @@ def place(
     widest = max(sizes)
     padded = [-(-(block + layout.gap) // widest) * widest for block in blocks]
     outer = layout.outer.split()
-    # Where one plane's pages lie apart from the others', steps are its own; else those of all planes together.
+    # Axes outside the plane axis step over all planes together, axes inside it over one plane.
     planes, at = [], layout.gap * widest
     together, starts = sum(padded), [sum(padded[:i]) for i in range(len(padded))]
     counts = {"page": num_pages, "layer": len(layers)}
@@ -189,7 +189,7 @@ def _inner(num_heads: int, dim: int, size: int, page_size: int, layout: Layout) 
 
 
 def random_layout(random: Random, tile: int) -> Layout:
-    """Any layout; what is opaque within a tile is so on both sides."""
+    """Any layout. `tile` must be the same on both sides."""
     outer: Outer = random.choice(("page layer plane", "layer page plane", "layer plane page", "plane layer page"))
     inner: list[Axis] = ["token", "head", "element"]
     random.shuffle(inner)

@@ -1,9 +1,9 @@
-"""Modelled one-sided copies, which nobody at the other end can refuse while a connection lasts.
+"""Modelled one-sided copies, which the other end cannot refuse while a connection lasts.
 
-Two fabrics. `shm`: the issuing process moves the bytes, so that its pause stops them and its death ends them;
-death is seen at once, and is the fence. `rdma`: the adapter moves them, also for a paused process, and what
-was under way lands even after death; a dead peer is noticed late, and the fence is the closed connection,
-after which the adapter refuses the peer's operations.
+Two fabrics. `shm`: the issuing process moves the bytes, so its pause stops them and its death ends them; death is seen
+at once, and is the fence. `rdma`: the adapter moves them, also for a paused process, and copies in flight land even
+after death; a dead peer is noticed late, and the fence is the closed connection, after which the adapter refuses the
+peer's operations.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 from simulation.memory import CELL_BYTES
 
-# Seconds in which a fabric connection of a dead process is found broken.
+# Seconds until a connection to a dead process is found broken.
 _NOTICED = (0.3, 8.0)
-# Seconds that a call takes until what it began has ended; mostly, and where it strikes.
+# Seconds until a call completes, normally and with a fault.
 _CALL = (0.0, 0.004)
 _SLOW_CALL = (0.1, 4.0)
 _CONNECT_TIMEOUT_S = 5.0
@@ -35,8 +35,8 @@ _LOOK_S = 0.05
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """A fabric connection of two processes, of use once both have joined it. An end that is closed lets no
-    operation of the peer touch its side.
+    """A fabric connection of two processes, usable once both have joined it. A closed end lets no operation of the peer
+    touch its side.
     """
 
     ends: tuple[Rank, Rank]
@@ -45,19 +45,17 @@ class Connection:
 
     @property
     def usable(self) -> bool:
-        """Both ends are there."""
+        """Both ends have joined and none has closed."""
         return len(self.joined) == 2 and not self.closed
 
 
 class Fabric:
-    """All fabric connections of a world."""
-
     def __init__(self, world: World) -> None:
         self.world = world
         self._connections: dict[frozenset[str], Connection] = {}
 
     def connect(self, one: Rank, other: Rank) -> Connection:
-        """`one` joins its connection with `other`; a new one where the last is broken at either end."""
+        """`one` joins its connection with `other`; a new one if the last is broken at either end."""
         key = frozenset((one.uid, other.uid))
         found = self._connections.get(key)
         if found is None or found.closed:
@@ -66,7 +64,7 @@ class Fabric:
         return found
 
     def died(self, process: Rank) -> None:
-        """Its peers notice, sooner or later."""
+        """Its peers notice after a random time."""
         for connection in list(self._connections.values()):
             for end in connection.ends:
                 if process in connection.ends and end is not process:
@@ -120,7 +118,7 @@ Run = tuple[int, int, int, int, int]
 
 
 class SimOperation(Operation):
-    """One copy list under way, run by run."""
+    """One copy list in progress, run by run."""
 
     __slots__ = ("attempt", "corrupt", "direction", "label", "late", "peer", "runs", "stalled", "window")
 
@@ -134,7 +132,7 @@ class SimOperation(Operation):
 
     @property
     def harmless(self) -> bool:
-        """It may never end, but no living process's memory is touched by it any more."""
+        """It may never end, but no longer touches a living process's memory."""
         if self.peer.own.world.settings.fabric == "rdma" and self.peer.connection.closed:
             return True
         return self.direction == "write" and self.peer.far.dead
@@ -161,7 +159,7 @@ class SimTransport:
         return self.process.uid.encode()
 
     def connect(self, descriptor: bytes) -> Future[Peer]:
-        """Over `rdma` the peer has to answer: a paused one does when it goes on."""
+        """Over `rdma` the peer must answer; a paused peer answers after it resumes."""
         future: Future[Peer] = Future()
         far = self.world_process(descriptor.decode())
         slow = self.world.hit("slow_call")
@@ -211,7 +209,7 @@ class SimTransport:
         slow = self.process.slow or self.world.hit("slow_copy")
         operation.window = random.uniform(0.2, 4.0) if slow else random.uniform(0.0002, 0.01)
         if self.world.hit("failed_copy"):
-            # Ends in an error with some of its runs done.
+            # It ends in an error after some of its runs.
             del operation.runs[: random.randint(1, len(runs))]
             operation.runs.insert(0, (-1, 0, 0, 0, 0))
         self.pending.append(operation)
@@ -221,7 +219,7 @@ class SimTransport:
     def cancel(self, operation: Operation) -> None:
         assert isinstance(operation, SimOperation)
         if operation.poll() == "pending" and operation.late:
-            # It goes on for as long as it likes.
+            # It goes on for some time.
             operation.window = max(operation.window, self.world.random.uniform(0.1, 6.0))
         elif self.world.random.random() < 0.5:
             self._end(operation, "cancelled")
@@ -239,10 +237,10 @@ class SimTransport:
         for operation in list(self.pending):
             self._end(operation, "closed")
 
-    # ------------------------------------------------------------ bytes
+    # ------------------------------------------------------------ moving bytes
 
     def resume(self) -> None:
-        """The process runs again: so do the copies that its own threads make."""
+        """The process runs again, and so do the copies of its own threads."""
         for operation in self.pending:
             if operation.stalled:
                 operation.stalled = False
@@ -255,7 +253,7 @@ class SimTransport:
         self.process.wake()
 
     def _advance(self, operation: SimOperation) -> None:
-        """Move one run, and go on with the next one later."""
+        """Move one run, and schedule the next."""
         process, peer = self.process, operation.peer
         if operation.poll() != "pending":
             return
@@ -269,7 +267,7 @@ class SimTransport:
             self._end(operation, "the connection is broken")
             return
         elif peer.far.dead:
-            # Nobody answers any more; the adapter gives up when the connection is found broken.
+            # No answer; the adapter gives up when the connection is found broken.
             self.world.after(0.5, self._advance, operation)
             return
         run = operation.runs.pop()

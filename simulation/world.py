@@ -1,4 +1,4 @@
-"""What everything in a simulation shares: one event queue, one source of randomness, one list of faults."""
+"""What a simulation shares: the event queue, the source of randomness, and the faults."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from simulation.settings import Settings
 
-# A schedule that needs more is not ending: the largest of the first 100,000 seeds needs a tenth of it.
+# A longer schedule does not end: the largest of the first 100,000 seeds needs a tenth of it.
 MAX_EVENTS = 60_000
-_MAX_EVENTS_OF_RANKS = 240_000  # where engines have several
+_MAX_EVENTS_OF_RANKS = 240_000  # if engines have several ranks
 
 
 class Violation(Exception):
@@ -24,7 +24,7 @@ class Violation(Exception):
 
 
 class World:
-    """Virtual time in seconds, the queue of what is to happen, and the dice."""
+    """Virtual time in seconds, the event queue, and the random generator."""
 
     def __init__(self, seed: int, settings: Settings, random: Random, tracing: bool = False) -> None:
         self.seed = seed
@@ -32,13 +32,13 @@ class World:
         self.random = random
         self.now = 0.0
         self.events = 0
-        self.progressed = 0.0  # when a request last came on
-        self.calm = False  # no fault is injected any more
+        self.progressed = 0.0  # when a request last progressed
+        self.calm = False  # no more faults are injected
         self.injected: Counter[str] = Counter()
         self.violation: Violation | None = None
         self.tracing = tracing
         self.trace: list[str] = []
-        self.computing: object | None = None  # the one process that is in the midst of a forward
+        self.computing: object | None = None  # the one process that is in a forward
         self.watch: Callable[[], None] | None = None  # called after each event
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
@@ -51,7 +51,7 @@ class World:
         heappush(self._queue, (self.now + delay, self._count, call, args))
 
     def step(self) -> bool:
-        """Let the next event happen; False when there is none."""
+        """Run the next event. Returns False if there is none."""
         if not self._queue:
             return False
         self.now, _, call, args = heappop(self._queue)
@@ -61,27 +61,27 @@ class World:
             self.fail("endless", f"{most} events, and still not at rest")
         call(*args)
         if self.violation is not None:
-            # Raised inside a callback that guards itself against its caller's mistakes.
+            # It was raised inside a callback that catches its caller's exceptions.
             raise self.violation
         if self.watch is not None:
             self.watch()
         return True
 
     def run_for(self, seconds: float) -> None:
-        """Let everything happen that falls into that time, in the midst of an event."""
+        """Run all events of the next `seconds`, from within an event."""
         until = self.now + seconds
         while self._queue and self._queue[0][0] <= until:
             self.step()
         self.now = max(self.now, until)
 
     def skip(self, seconds: float) -> None:
-        """Let time pass in which every process sleeps."""
+        """Advance time while every process sleeps."""
         self.now += seconds
 
     # ------------------------------------------------------------ faults
 
     def hit(self, kind: str) -> bool:
-        """Whether a fault of this kind strikes here; it is counted."""
+        """Whether a fault of this kind occurs here; it is counted."""
         rate = self.settings.rates.get(kind, 0.0)
         if rate == 0.0 or self.calm or self.random.random() >= rate:
             return False
@@ -89,10 +89,10 @@ class World:
         return True
 
     def progress(self) -> None:
-        """Some request came on: it was admitted, computed or ended."""
+        """Some request progressed: it was admitted, computed or ended."""
         self.progressed = self.now
 
-    # ------------------------------------------------------------ findings
+    # ------------------------------------------------------------ violations
 
     def fail(self, rule: str, message: str) -> None:
         """An invariant is broken. Raises `Violation`."""
@@ -102,6 +102,6 @@ class World:
         raise self.violation
 
     def note(self, who: str, what: str) -> None:
-        """A line of the trace. Callers on hot paths ask `tracing` first."""
+        """Add a line to the trace. Callers on hot paths check `tracing` first."""
         if self.tracing:
             self.trace.append(f"{self.now:10.4f} {who:<6} {what}")

@@ -1,5 +1,6 @@
-"""What a stranger says to a ZeroMQ socket below its messages: greetings, commands and frames of ZMTP, right and wrong,
-and handshakes of CURVE by a client that knows the listener's public key and has none of its own that is let in.
+"""Makes the bytes that a stranger sends to a ZeroMQ socket below the message level: valid and broken greetings,
+commands and frames of ZMTP, and CURVE handshakes by a client that knows the listener's public key but has no authorised
+key of its own.
 
 ZMTP is RFC 37 of rfc.zeromq.org, CURVE RFC 26.
 """
@@ -43,7 +44,7 @@ _COMMANDS = (
     b"PING",
     b"PONG",
 )
-# The first id that a ROUTER gives a connection: C's `rand`, without a seed.
+# The first id that a ROUTER gives a connection: C's `rand` without a seed.
 _FIRST_ID = 0x6B8B4567
 _KEY, _NONCE, _MAC = 32, 24, 16
 
@@ -54,7 +55,7 @@ def greeting(mechanism: bytes = b"CURVE", version: tuple[int, int] = (3, 1), as_
 
 
 def frame(body: bytes, flags: int = 0, size: int | None = None) -> bytes:
-    """A frame; `size`: what it says of its length."""
+    """A frame. `size`: the length that its header states."""
     length = len(body) if size is None else size
     if length > 255 or flags & LONG:
         return bytes([flags | LONG]) + (length & (1 << 64) - 1).to_bytes(8, "big") + body
@@ -62,36 +63,32 @@ def frame(body: bytes, flags: int = 0, size: int | None = None) -> bytes:
 
 
 def command(name: bytes, body: bytes = b"") -> bytes:
-    """A command frame."""
     return frame(bytes([len(name)]) + name + body, COMMAND)
 
 
 def metadata(properties: list[tuple[bytes, bytes]]) -> bytes:
-    """Properties of a READY or an INITIATE."""
     return b"".join(bytes([len(k)]) + k + len(v).to_bytes(4, "big") + v for k, v in properties)
 
 
 class Sodium:
-    """The boxes of CURVE, by the library that comes with pyzmq."""
+    """The boxes of CURVE, with the libsodium that comes with pyzmq."""
 
     def __init__(self) -> None:
         folder = Path(zmq.__file__).parent.parent / "pyzmq.libs"
         self._library = ctypes.CDLL(str(next(folder.glob("libsodium*"))))
 
     def pair(self) -> tuple[bytes, bytes]:
-        """A new public and secret key."""
         public, secret = ctypes.create_string_buffer(_KEY), ctypes.create_string_buffer(_KEY)
         self._library.crypto_box_keypair(public, secret)
         return public.raw, secret.raw
 
     def box(self, text: bytes, nonce: bytes, public: bytes, secret: bytes) -> bytes:
-        """Encrypt."""
         out = ctypes.create_string_buffer(len(text) + _MAC)
         self._library.crypto_box_easy(out, text, ctypes.c_ulonglong(len(text)), nonce, public, secret)
         return out.raw
 
     def open(self, boxed: bytes, nonce: bytes, public: bytes, secret: bytes) -> bytes | None:
-        """Decrypt; None for a box that is not sound."""
+        """Decrypt. Returns None if the box is not authentic."""
         if len(boxed) < _MAC:
             return None
         out = ctypes.create_string_buffer(max(1, len(boxed) - _MAC))
@@ -103,7 +100,9 @@ class Sodium:
 
 @dataclass(slots=True)
 class Handshake:
-    """One client's side of CURVE: `hello`, and `initiate` in answer to WELCOME. `server` is the listener's key."""
+    """One client's side of CURVE: `hello`, and `initiate` in answer to WELCOME. `server` is the listener's
+    public key.
+    """
 
     sodium: Sodium
     server: bytes
@@ -116,7 +115,7 @@ class Handshake:
         return command(b"HELLO", b"\1\0" + bytes(72) + self.short[0] + nonce + boxed)
 
     def initiate(self, welcome: bytes, properties: list[tuple[bytes, bytes]], rng: random.Random) -> bytes | None:
-        """`welcome`: what came after the greeting. None if it is no WELCOME for this client."""
+        """`welcome`: the bytes after the greeting. Returns None if they contain no WELCOME for this client."""
         at = welcome.find(b"\x07WELCOME")
         if at < 0:
             return None
@@ -135,7 +134,7 @@ class Handshake:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a connection does next: send `data`, which holds `frames` frames, or `wait` for an answer."""
+    """A connection's next action: send `data`, which holds `frames` frames, or `wait` for an answer."""
 
     data: bytes = b""
     frames: int = 0
@@ -143,7 +142,9 @@ class Step:
 
 
 class ZmtpMaker:
-    """An endless source of connections, the same for the same `rng`. `server`: the listener's public key, if known."""
+    """An endless source of connections, reproducible for the same `rng`. `server`: the listener's public key,
+    if known.
+    """
 
     def __init__(self, rng: random.Random, server: bytes | None = None) -> None:
         self.rng = rng
@@ -152,7 +153,7 @@ class ZmtpMaker:
         self._claimed = 0
 
     def steps(self) -> Iterator[Step | Handshake]:
-        """One connection's steps. A `Handshake` is to be asked for INITIATE with the answer to the step before it."""
+        """One connection's steps. For a `Handshake`, the caller makes INITIATE from the answer to the step before."""
         rng = self.rng
         roll = rng.random()
         if roll < 0.05:
@@ -170,12 +171,12 @@ class ZmtpMaker:
         elif roll < 0.60:
             yield Step(greeting() + command(b"HELLO", self._hello_body()), 2)
         elif roll < 0.70:
-            # Clients that a listener without keys takes, some in the name of a connection that is still to come.
+            # Clients that a listener without keys accepts, some under the id of a connection that is yet to come.
             known = [(b"Socket-Type", b"DEALER"), (b"Identity", rng.choice((self._claim(), b"")))]
             yield Step(greeting(b"NULL") + command(b"READY", metadata(known)), 2)
             return
         elif roll < 0.85:
-            # As with a listener that takes everybody.
+            # As for a listener that accepts everybody.
             yield Step(greeting(b"NULL") + command(b"READY", metadata(self.properties())), 2)
         else:
             yield Step(self._any_greeting(), 1)
@@ -183,7 +184,9 @@ class ZmtpMaker:
         yield Step(b"".join(self.any_frame() for _ in range(count)), count)
 
     def properties(self) -> list[tuple[bytes, bytes]]:
-        """Of a READY or INITIATE: some that make sense, some that do not, and ids that are the listener's to give."""
+        """Properties of a READY or INITIATE: sensible ones, senseless ones, and ids that only the listener
+        may assign.
+        """
         rng = self.rng
         identity = rng.choice((self._claim(), b"", b"x", rng.randbytes(5), rng.randbytes(255), bytes(256)))
         found = [(b"Socket-Type", rng.choice(_SOCKET_TYPES)), (b"Identity", identity)]
@@ -195,12 +198,12 @@ class ZmtpMaker:
         return found
 
     def _claim(self) -> bytes:
-        # A connection that brings no name of its own gets the next number.
+        # A connection without an identity gets the next number.
         self._claimed += self.rng.random() < 0.5
         return b"\0" + (_FIRST_ID + self._claimed + self.rng.randrange(40)).to_bytes(4, "big")
 
     def any_frame(self) -> bytes:
-        """A frame or command, half of them sound; messages of many parts that never end among them."""
+        """A frame or command, half of them well-formed; some begin messages that never end."""
         rng = self.rng
         if rng.random() < 0.5:
             name = rng.choice(_COMMANDS)
@@ -216,7 +219,7 @@ class ZmtpMaker:
         rng = self.rng
         version = rng.choice(((3, 1), (3, 0), (2, 0), (1, 0), (0, 0), (4, 0), (255, 255)))
         made = greeting(rng.choice(_MECHANISMS), version, rng.random() < 0.3)
-        # What comes first decides which engine of libzmq reads on.
+        # The first bytes decide which protocol engine of libzmq reads the rest.
         old = (
             b"\x01\x00",
             b"\x06\x00claim",

@@ -1,6 +1,4 @@
-"""Broken protocols and engines: each undoes one safety rule of the machines, of what runs them, or of the engine, so
-that it can be shown that the simulator finds it.
-"""
+"""Broken protocols and engines: each mutation undoes one safety rule, to show that the simulator detects it."""
 
 from simulation.mutations import commits, engine, kinds, layers, pages, ranks, router, sessions, sockets
 from simulation.mutations.registry import MUTATIONS, Mutation, applied

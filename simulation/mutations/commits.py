@@ -1,4 +1,4 @@
-"""Mutations of what makes a commit."""
+"""Mutations of the rules of commit."""
 
 from __future__ import annotations
 

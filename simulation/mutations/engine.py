@@ -1,4 +1,4 @@
-"""Mutations of the engine: of what it says is final, keeps for other prompts, and lets go of."""
+"""Mutations of the engine: which entries are final, cached, and freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.kv.interval import Rules
 from baton.kv.tables import BlockTables
 from simulation.mutations.registry import Patch, around_method, mutation
 
-# ---------------------------------------------------------------- what is final
+# ---------------------------------------------------------------- final entries
 
 
 @mutation("an entry of module j is final only when the j-th token after it is known")
@@ -52,7 +52,7 @@ def _first_token_before_draft() -> list[Patch]:
     return [(step, "_draft", draft)]
 
 
-# ---------------------------------------------------------------- what other prompts are served
+# ---------------------------------------------------------------- the prefix cache
 
 
 @mutation("an engine that computes starts where all its groups can")
@@ -97,7 +97,7 @@ def _unproven_is_kept() -> list[Patch]:
     return [(KVCache, "leave_quarantine", leave)]
 
 
-# ---------------------------------------------------------------- who lets go of what, when
+# ---------------------------------------------------------------- freeing pages
 
 
 @mutation("a window's pages are free when no later query sees them")

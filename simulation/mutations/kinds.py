@@ -1,4 +1,4 @@
-"""Mutations of what is particular to windows, states, and groups with pages of their own size."""
+"""Mutations of the rules of windows, states, and page sizes per group."""
 
 from __future__ import annotations
 

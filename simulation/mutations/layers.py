@@ -1,4 +1,4 @@
-"""Mutations of what is told, and copied, of a forward that is under way."""
+"""Mutations of layer streaming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutations of who gets pages and who frees them, and of what CANCELLED says."""
+"""Mutations of which pages are taken and freed, and of what CANCELLED means."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from baton.handoff.protocol.phases import DecodePhase, PrefillPhase
 from baton.handoff.protocol.prefill import PrefillHandoff
 from simulation.mutations.registry import Handle, Patch, around_method, mutation
 
-# ---------------------------------------------------------------- who frees what, when
+# ---------------------------------------------------------------- freeing pages
 
 
 @mutation("P's pages stay until ACK: in pull D reads them, in push a repair does")
@@ -129,7 +129,7 @@ def _finish_while_copying() -> list[Patch]:
     return [(PrefillHandoff, "_finish", finish)]
 
 
-# ---------------------------------------------------------------- who gets pages, and for how long
+# ---------------------------------------------------------------- taking pages
 
 
 _OVERLOAD = ("full_pools", "burst", "slow_engine", "prefix_store", "late_leg")
@@ -152,7 +152,7 @@ def _deadline_from_ticket() -> list[Patch]:
     return [(PrefillAttempt, "deadline", deadline), (DecodeAttempt, "deadline", deadline)]
 
 
-# ---------------------------------------------------------------- what CANCELLED says
+# ---------------------------------------------------------------- the meaning of CANCELLED
 
 
 @mutation("P says CANCELLED only when its copies have ended")

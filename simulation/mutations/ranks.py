@@ -1,4 +1,4 @@
-"""Mutations of what makes one request of many pairs of ranks."""
+"""Mutations of how pairs of ranks make one handoff."""
 
 from __future__ import annotations
 

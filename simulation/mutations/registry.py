@@ -1,4 +1,4 @@
-"""The registry of mutations, and what they are made with."""
+"""The registry of mutations."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Patch = tuple[Any, str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """`rule` is what it undoes; `patches` are `(owner, attribute, replacement)`. `faults` are those that it is looked
-    for with: where only a rare meeting of a few shows it, these few.
+    """`rule` is the rule that it undoes; `patches` are `(owner, attribute, replacement)`. `faults`: the kinds of faults
+    to play it with, few if only a rare combination of them exposes it.
     """
 
     name: str
@@ -44,7 +44,7 @@ def mutation(
 
 @contextmanager
 def applied(name: str | None) -> Iterator[None]:
-    """The protocol with a mutation, or as it is. Raises `ConfigError` for a name that is not in `MUTATIONS`."""
+    """Apply a mutation, or nothing for None. Raises `ConfigError` for a name that is not in `MUTATIONS`."""
     if name is not None and name not in MUTATIONS:
         raise ConfigError("mutation", f"{name!r} is none of {', '.join(MUTATIONS)}")
     with ExitStack() as stack:
@@ -55,8 +55,9 @@ def applied(name: str | None) -> Iterator[None]:
 
 
 def _check_arguments(owner: Any, attribute: str, replacement: Any) -> None:
-    """Raise `TypeError` for what takes other arguments than the function in whose place it comes: every seed would end
-    in such an error, and the mutation be found by it alone."""
+    """Raise `TypeError` if a replacement takes other arguments than the original: otherwise every seed would end in
+    such an error, and only that error would find the mutation.
+    """
     original = inspect.getattr_static(owner, attribute)
     if not (inspect.isfunction(original) and inspect.isfunction(replacement)):
         return
@@ -69,6 +70,6 @@ Handle = Callable[[Any], list[Action]]
 
 
 def around_method(owner: type, attribute: str, around: Callable[[Any, Callable[..., Any], Any], Any]) -> list[Patch]:
-    """`around(self, original, argument)` in place of a method of one argument."""
+    """Replace a method of one argument by `around(self, original, argument)`."""
     original = getattr(owner, attribute)
     return [(owner, attribute, lambda self, argument: around(self, lambda a: original(self, a), argument))]

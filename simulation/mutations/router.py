@@ -1,4 +1,4 @@
-"""Mutations of the router: of what it is bound to, of how it joins tokens, and of engines that come and go."""
+"""Mutations of the router: its identity checks, its joining of tokens, and engines that come and go."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _anyone(self: PooledEngine, request: GenerateRequest) -> bool:
 
 
 def _unchecked(wire: GenerateRequest, info: EngineInfo) -> None:
-    """An engine that takes whatever comes."""
+    """An engine that accepts every request."""
 
 
 @mutation("a stream goes on with the model that began it, and a pool serves what it served first", _RESTARTS)

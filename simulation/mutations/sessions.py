@@ -1,4 +1,4 @@
-"""Mutations of what is addressed and to whom, of who is believed, and of what a call costs."""
+"""Mutations of addressing, of authentication, and of blocking calls."""
 
 from __future__ import annotations
 

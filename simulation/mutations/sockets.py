@@ -1,4 +1,4 @@
-"""Mutations of the control channel: of what its sockets bring, of whoever dials and listens, and of calls that fail."""
+"""Mutations of the control channel: its sockets, its peers, and failing calls."""
 
 from __future__ import annotations
 
