@@ -148,7 +148,7 @@ class LogitRouter(Linear):
         self._top_k = spec.top_k
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [T, E] -> ids of their experts int64 [T, K], ascending, and the weights of these, float32 [T, K]."""
+        """As `moe.Router.choose`."""
         logits = self(x.float())
         ids = logits.topk(self._top_k, dim=-1).indices.sort(dim=-1).values
         return ids, logits.gather(1, ids).softmax(dim=-1)

@@ -1,7 +1,6 @@
-"""Hugging Face checkpoint directories: config.json and safetensors, sharded or not. Never pickle.
+"""Load models from Hugging Face checkpoint directories: config.json and safetensors, sharded or not. Never pickle.
 
-Whatever is wrong with a directory ends in one `CheckpointError` of one line that names the file, tensor or
-field.
+Any fault of a directory raises a `CheckpointError` of one line that names the file, tensor or field.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from baton.models.stored import Stored, open_file, read_config, weight_files
 logger = logging.getLogger(__name__)
 
 _ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
-# Written by other tools, without influence on any result.
+# Fields that other tools write and that change no result.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "use_cache")
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -45,7 +44,7 @@ _READ_SIZE = 1 << 22
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(.+\.experts\.\d+)\.")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Of a weight file at once.
+# Bytes of a weight file that are mapped at once.
 _MAPPED_SIZE = 1 << 26
 
 Rename = Callable[[str], str | None]
@@ -54,21 +53,21 @@ Unpack = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor to fill; of a checkpoint's tensor it is the part `cut`, where ranks share it."""
+    """A tensor to fill. If ranks share it, it is the part `cut` of the checkpoint's tensor."""
 
     tensor: Tensor
     cut: WeightCut | None = None
 
     @property
     def shape(self) -> list[int]:
-        """That of the checkpoint's tensor."""
+        """The shape of the checkpoint's tensor."""
         shape = list(self.tensor.shape)
         if self.cut is not None:
             shape[self.cut[0]] = self.cut[1].total
         return shape
 
     def fill(self, values: Tensor) -> None:
-        """Copy this rank's part of `values`, which are of that shape."""
+        """Copy this rank's part of `values`, which have the shape `shape`."""
         if self.cut is not None:
             dim, share = self.cut
             values = values.narrow(dim, share.start, share.length)
@@ -77,7 +76,7 @@ class Place:
 
 
 def weight_table(module: nn.Module) -> dict[str, Place]:
-    """Checkpoint name -> place to fill, for all parameters and buffers; merged layers as their parts."""
+    """Checkpoint name -> place to fill, for all parameters and buffers. Merged layers are listed by part."""
     table: dict[str, Place] = {}
     modules = dict(module.named_modules())
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -96,19 +95,18 @@ def weight_table(module: nn.Module) -> dict[str, Place]:
 
 
 def one_tensor(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """What `fill` takes from a stored tensor where nothing is stacked or packed: it, under its name."""
+    """The `unpack` of `fill` for checkpoints in which nothing is stacked or packed."""
     return ((name, tensor),)
 
 
 def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = one_tensor) -> None:
-    """Copy the checkpoint's tensors into `module`, casting to its dtypes, and pack each linear layer once it is whole.
+    """Copy the checkpoint's tensors into `module`, casting to its dtypes, and pack each linear layer once it is filled.
 
-    `rename` maps a tensor's name to the module's, or None for one to leave out. `unpack` makes the module's tensors of
-    one that is stored under that name: one, several, or none yet. Every tensor must have a place of its own shape and
-    every place a tensor, else `CheckpointError` names it. At its peak the weights are in memory once, with one layer
-    and a piece of a file besides.
+    `rename` maps a stored name to the module's, or to None to leave the tensor out. `unpack` converts a renamed tensor
+    to the module's: one, several, or none yet. Raises `CheckpointError` naming a tensor without a place, a place
+    without a tensor, or a tensor of another shape. Peak memory: the weights once, one layer, and a piece of a file.
     """
-    # Places leave the table as they are filled: else it would keep what a layer has packed.
+    # Filled places are removed from the table, which would otherwise keep weights that a layer has replaced by packing.
     table = weight_table(module)
     places = set(table)
     unfilled = _Unfilled(module, table)
@@ -122,7 +120,7 @@ def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = o
         for stored, tensor in _stored(file, here):
             for place, values in unpack(str(rename(stored)), tensor):
                 if _expert_of(place) in elsewhere:
-                    continue  # one of several that are stored as one
+                    continue  # from a stacked tensor
                 if place not in places:
                     raise CheckpointError(f"{file}: unexpected tensor {stored}")
                 if place not in table:
@@ -142,17 +140,17 @@ def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = o
 
 
 def _expert_of(name: str) -> str | None:
-    """The module's name of the expert that a tensor is of."""
+    """The module name of the expert that a tensor belongs to."""
     found = _EXPERT.match(name)
     return found[1] if found else None
 
 
 def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file that have a name here. What is mapped of an open file counts as this process's memory, so
-    the file is opened anew after some of it."""
+    """The tensors of a file that `rename` keeps. The mapped part of an open file counts as this process's memory, so
+    the file is reopened every `_MAPPED_SIZE` bytes."""
     with open_file(file) as tensors:
         names = [name for name in tensors.keys() if rename(name) is not None]  # noqa: SIM118 - not a mapping
-    # Shown on a terminal only, and not where loading is quick.
+    # Shown on a terminal only, and only if loading takes more than two seconds.
     left = iter(tqdm(names, file.name, delay=2.0, disable=None, leave=False, unit="tensor"))
     name = next(left, None)
     while name is not None:
@@ -167,7 +165,8 @@ def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Unfilled:
-    """Which places each linear layer of a module still waits for. A layer that shares its weight is packed with it."""
+    """Counts the unfilled places of each linear layer, and packs the layer when there are none. Places are matched to
+    layers by storage, so a layer with a tied weight is packed too."""
 
     def __init__(self, module: nn.Module, table: Mapping[str, Place]) -> None:
         owners: dict[int, Linear] = {}
@@ -182,7 +181,6 @@ class _Unfilled:
         self._left = Counter(self._layers.values())
 
     def filled(self, place: str) -> None:
-        """The place has its values."""
         layer = self._layers.get(place)
         if layer is not None:
             self._left[layer] -= 1
@@ -191,8 +189,8 @@ class _Unfilled:
 
 
 def resolve_dtype(dtype: torch.dtype | str, raw: RawConfig) -> torch.dtype:
-    """`dtype` itself, by name, or for "auto" what config.json says. No kernel here computes in float16: float32 does,
-    and holds each of its numbers."""
+    """`dtype` itself or by name; for "auto" the dtype in config.json. float16 becomes float32, which holds all its
+    numbers, since no kernel here computes in float16."""
     if isinstance(dtype, torch.dtype):
         return dtype
     found = get_dtype(raw if dtype == "auto" else {"dtype": _ALIASES.get(dtype, dtype)})
@@ -209,10 +207,10 @@ def load_model(
     batch_invariant: bool = False,
     ranks: TensorRank = ALONE,
 ) -> CausalLM:
-    """Build the model of a checkpoint directory, or this rank's part of it, and fill it.
+    """Load the model of a checkpoint directory, or this rank's part of it.
 
-    `dtype` is a torch dtype, its name, or "auto" for the checkpoint's own. Raises `CheckpointError`, and `ConfigError`
-    for a model that cannot be cut for so many ranks.
+    `dtype`: a torch dtype, its name, or "auto" for the checkpoint's own. Raises `CheckpointError`, and `ConfigError`
+    if the model cannot be cut for so many ranks.
     """
     raw = read_config(path)
     cls = model_class(raw.get("model_type"))
@@ -236,7 +234,7 @@ def load_model(
 
 
 def _of_stage(name: str | None, stage: Stage, layers: range) -> str | None:
-    """The name, if a stage with these layers has the tensor."""
+    """`name` if the stage with these layers has the tensor, else None."""
     found = _LAYER.match(name or "")
     if name is None or stage.count == 1:
         return name
@@ -244,10 +242,10 @@ def _of_stage(name: str | None, stage: Stage, layers: range) -> str | None:
 
 
 def fingerprint(path: str | Path) -> str:
-    """128-bit hex digest of a checkpoint's config and weights: equal where every result must be equal.
+    """128-bit hex digest of a checkpoint's config and weights: equal digests mean equal results.
 
-    BLAKE2b over canonical JSON of the config (less fields that other tools write for the record) and the
-    bytes of each weight file. Nothing is cached: the directory may change between calls.
+    BLAKE2b over canonical JSON of the config (without `_CONFIG_NOISE`) and the bytes of each weight file. Nothing is
+    cached, since the directory may change between calls.
     """
     raw = {key: value for key, value in read_config(path).items() if key not in _CONFIG_NOISE}
     digest = hashlib.blake2b(json.dumps(raw, sort_keys=True).encode(), digest_size=16)
@@ -260,7 +258,7 @@ def fingerprint(path: str | Path) -> str:
 
 
 def tokenizer_hash(directory: Path) -> str:
-    """16 hex digits of the files from which text becomes tokens, and messages become text."""
+    """A digest, 16 hex digits, of the tokenizer's files and the chat templates."""
     digest = hashlib.sha256()
     further = sorted(f"{path.parent.name}/{path.name}" for path in directory.glob("additional_chat_templates/*.jinja"))
     for name in (*_TOKENIZER_FILES, *further):

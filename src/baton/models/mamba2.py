@@ -1,6 +1,6 @@
-"""Mamba-2 (Dao & Gu, 2024, arXiv:2405.21060): a short convolution, then a selective state-space recurrence.
+"""The Mamba-2 layer (Dao & Gu, 2024, arXiv:2405.21060): a short convolution, then a selective state-space recurrence.
 
-Shapes: T rows of R requests, E hidden size, I = H P inner size (H heads of P channels), N numbers of state a channel,
+Shapes: T rows of R requests, E hidden size, I = H P inner size (H heads of P channels), N state numbers per channel,
 G groups of heads that share B and C, C = I + 2 G N channels of the convolution, K its taps.
 """
 
@@ -23,13 +23,13 @@ from baton.models.linear import Build, MergedLinear, WeightCut
 from baton.models.parallel import Share, tree
 from baton.models.row_linear import RowLinear
 
-# Up to so many rows, one by one costs no more than a chunk.
+# Up to this many rows, row by row costs no more than one chunk.
 _FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Spec:
-    """Sizes of a layer; heads must be a multiple of groups."""
+    """Sizes of a layer. `num_heads` must be a multiple of `num_groups`."""
 
     num_heads: int
     head_dim: int
@@ -50,9 +50,9 @@ class Mamba2Spec:
 
     @property
     def kept(self) -> StateLayerSpec:
-        """The K - 1 last inputs of the convolution, in the model's dtype, and the recurrent state [H, N P] in float32:
-        what a bfloat16 state loses in each row would depend on where chunks end."""
-        # With one group all ranks need all of B and C.
+        """The state between steps: the last K - 1 inputs of the convolution, in the model's dtype, and the recurrent
+        state [H, N P] in float32, since the rounding of a bfloat16 state would depend on where chunks end."""
+        # If there is one group, each rank needs all of B and C.
         cut: Literal["channels", "whole"] = "channels" if self.num_groups > 1 else "whole"
         x, b, c = self.conv_sizes
         return StateLayerSpec(
@@ -66,7 +66,7 @@ class Mamba2Spec:
 
 
 class _Conv(nn.Module):
-    """The parameters of the convolution: `parts` names those of x, B and C as `MergedLinear` does."""
+    """The convolution's parameters. `parts` names those of x, B and C, as in `MergedLinear`."""
 
     def __init__(self, parts: dict[str, Share], taps: int, bias: bool, build: Build) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class _Conv(nn.Module):
 
 
 class _Weight(nn.Module):
-    """A norm's weight, under Hugging Face's name."""
+    """A norm's weight, in a module of its own for Hugging Face's name."""
 
     def __init__(self, share: Share, build: Build) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _Weight(nn.Module):
 
 
 def stored_parts(spec: Mamba2Spec) -> dict[str, dict[str, int]]:
-    """What a checkpoint stores as one tensor: its parts in order, with the rows of each, over all ranks."""
+    """The parts, in order, of each tensor that a checkpoint stores merged, with their rows over all ranks."""
     x, b, c = spec.conv_sizes
     channels = {"x": x, "B": b, "C": c}
     return {"in_proj": {"gate": x, **channels, "dt": spec.num_heads}, "conv1d": channels}
@@ -95,7 +95,7 @@ def stored_parts(spec: Mamba2Spec) -> dict[str, dict[str, int]]:
 class Mamba2(nn.Module):
     """One layer, [T, E] -> [T, E]. Rows of `in_proj`: gate I, x I, B G N, C G N, dt H. The recurrence is in float32.
 
-    Tensor ranks share the heads, with the groups of B and C that these read; one group is on all of them.
+    Tensor ranks share the heads and their groups of B and C; a single group is replicated.
     """
 
     def __init__(self, spec: Mamba2Spec, hidden: int, eps: float, layer_id: int, build: Build) -> None:
@@ -147,7 +147,8 @@ class Mamba2(nn.Module):
         return normed
 
     def _normed_in_pieces(self, y: Tensor, projected: Tensor) -> Tensor:
-        """As `_normed`, of squares that are summed in as many pieces of a row however many ranks share them."""
+        """As `_normed`, but squares are summed in a number of pieces per row that does not depend on the number of
+        ranks."""
         weight, ranks, groups = self.norm.weight, self._ranks, self._num_groups
         own, each = self._norm_pieces // ranks.size, self._norm_pieces // groups
         gated = torch.empty(y.shape, dtype=torch.float32, device=y.device)
@@ -169,7 +170,7 @@ class Mamba2(nn.Module):
         return out
 
     def _parameters32(self) -> tuple[Tensor, ...]:
-        """Convolution [K, C] and its bias, the decay's rate, dt's bias and D, in float32."""
+        """In float32: the convolution's weight [K, C] and bias [C], the decay rate -exp(A_log), dt_bias and D [H]."""
         if self._wide is None:
             weight = self.conv1d.weight[:, 0].T.float().contiguous()
             bias = torch.zeros_like(weight[0]) if self.conv1d.bias is None else self.conv1d.bias.float()

@@ -1,10 +1,10 @@
-"""Mamba-2 on a CPU: convolution, selective scan and gated norm, row after row.
+"""CPU kernels of Mamba-2: convolution, selective scan and gated norm, row by row.
 
-A row's arithmetic is the same whatever else is in the batch, and states are float32, so neither chunks nor neighbours
-change a bit. Going row by row costs less here than the usual chunks of matrix products: a head's state stays in the
-processor's first cache while all rows of a request pass it.
+A row's arithmetic does not depend on the batch, and states are float32, so results do not depend on other rows or on
+chunks. Row by row is also faster here than the usual chunks of matrix products: a head's state stays in the L1 cache
+while the rows of a request are scanned.
 
-Shapes: T rows of R requests, C channels of the convolution, H heads of P channels, N numbers of state a channel.
+Shapes: T rows of R requests, C channels of the convolution, H heads of P channels, N state numbers per channel.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ import numpy as np
 from baton.models.cpu_kernels import exp32, from_f32, jit_contract, to_f32
 
 _ONE = np.float32(1.0)
-# Beyond this softplus(x) is x in float32, as in PyTorch.
+# Above this softplus(x) is x, as in PyTorch.
 _LINEAR = np.float32(20.0)
 
 
 @jit_contract
 def convolve(rows: Any, first: Any, state: Any, weight: Any, bias: Any, query_start: Any, out: Any) -> None:
-    """Causal depthwise convolution, then SiLU: `rows` [T, first + C + ...] and, before each request's first row, the
-    columns of `state` [R, C, K - 1], with `weight` float32 [K, C] and `bias` [C], to `out` float32 [T, C]."""
+    """Causal depthwise convolution, then SiLU, to `out` float32 [T, C].
+
+    Inputs are columns `first` .. `first` + C of `rows`, and before each request's first row the columns of `state`
+    [R, C, K - 1]. `weight` is float32 [K, C], `bias` float32 [C].
+    """
     taps, channels = weight.shape
     for r in range(len(query_start) - 1):
         begin = query_start[r]
@@ -46,7 +49,7 @@ def convolve(rows: Any, first: Any, state: Any, weight: Any, bias: Any, query_st
 
 @jit_contract
 def last_inputs(rows: Any, first: Any, state: Any, query_start: Any, kept: Any, out: Any) -> None:
-    """The convolution's states [len(kept), C, K - 1] behind the rows `kept`: its K - 1 inputs up to there."""
+    """Write to `out` [len(kept), C, K - 1] the convolution's states after the rows `kept`: the last K - 1 inputs."""
     channels, columns = out.shape[1], out.shape[2]
     r = 0
     for i in range(len(kept)):
@@ -69,10 +72,10 @@ def scan(
     query_start: Any, kept: Any, out: Any, kept_states: Any,
 ) -> None:  # fmt: skip
     """The state-space recurrence. Per row and head: dt = softplus(rows[t, first + h] + dt_bias), S = S exp(dt rate) +
-    dt B x^T, y = S^T C + skip x, with x | B | C = `mixed` [T, H P + 2 G N], to `out` [T, H P].
+    dt B x^T, y = S^T C + skip x, with x | B | C = `mixed` [T, H P + 2 G N]; y goes to `out` [T, H P].
 
-    `state` float32 [R, H, N P] is S before the rows, and is overwritten; `kept_states` [len(kept), H, N P] gets S
-    behind the rows `kept`, which are ascending.
+    `state` float32 [R, H, N P] is S before the rows, and is overwritten. S after each of the rows `kept` (ascending)
+    goes to `kept_states` [len(kept), H, N P].
     """
     heads = len(rate)
     size = out.shape[1] // heads
@@ -113,7 +116,7 @@ def scan(
 
 @jit_contract
 def gated_norm(y: Any, rows: Any, weight: Any, num_groups: Any, eps: Any, out: Any) -> None:
-    """RMSNorm of y silu(gate) over each of `num_groups` equal parts of a row; the gates are the first columns of
+    """RMSNorm of y silu(gate) over each of `num_groups` equal parts of a row, to `out`. Gates are the first columns of
     `rows`."""
     size = y.shape[1] // num_groups
     element = weight[0]
@@ -133,8 +136,8 @@ def gated_norm(y: Any, rows: Any, weight: Any, num_groups: Any, eps: Any, out: A
 
 @jit_contract
 def gated_squares(y: Any, rows: Any, gated: Any, sums: Any) -> None:
-    """y silu(gate) to `gated` float32 [T, I], and the sums of its squares over equal pieces of a row to `sums` float32
-    [T, pieces]; gates as in `gated_norm`."""
+    """y silu(gate) to `gated` float32 [T, I], and its sums of squares over equal pieces of a row to `sums` float32
+    [T, pieces]. Gates as in `gated_norm`."""
     size = y.shape[1] // sums.shape[1]
     for t in range(y.shape[0]):
         for piece in range(sums.shape[1]):
@@ -150,7 +153,7 @@ def gated_squares(y: Any, rows: Any, gated: Any, sums: Any) -> None:
 
 @jit_contract
 def scaled(gated: Any, factors: Any, weight: Any, out: Any) -> None:
-    """`gated` [T, I] times the factor of its piece of a row (`factors` [T, pieces]) and its weight [I], to `out`."""
+    """`gated` [T, I] times the factor of its piece of the row (`factors` [T, pieces]), times `weight` [I], to `out`."""
     size = gated.shape[1] // factors.shape[1]
     element = weight[0]
     for t in range(gated.shape[0]):

@@ -1,9 +1,9 @@
-"""Mamba-2 in PyTorch, for devices that have no kernel of their own; see `mamba2_cpu` for the arithmetic.
+"""Mamba-2 in PyTorch, for devices without a kernel here. For the arithmetic see `mamba2_cpu`.
 
-Prompts go through the scan in chunks of matrix products (state space duality: Dao & Gu, 2024, arXiv:2405.21060,
-section 6). Where a state must not depend on chunks, and for the few rows of a verification, it goes row by row.
+Prompts are scanned in chunks of matrix products (state space duality: Dao & Gu, 2024, arXiv:2405.21060, section 6), or
+row by row if states must not depend on chunks. The few rows of a verification are scanned row by row.
 
-Shapes: T rows, C channels of the convolution, H heads of P channels, N numbers of state a channel.
+Shapes: T rows, C channels of the convolution, H heads of P channels, N state numbers per channel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ CHUNK = 64
 
 
 def convolve(inputs_TC: Tensor, state_CK: Tensor, weight_KC: Tensor, bias_C: Tensor) -> Tensor:
-    """One request's rows behind the K - 1 inputs of its state: float32 [T, C]."""
+    """Causal depthwise convolution of one request's rows after the K - 1 inputs of its state, then SiLU: float32
+    [T, C]."""
     joined = torch.cat((state_CK, inputs_TC.T), dim=1).float()
     return F.silu(F.conv1d(joined, weight_KC.T[:, None], bias_C, groups=len(joined))).T
 
@@ -32,8 +33,8 @@ def last_inputs(inputs_TC: Tensor, state_CK: Tensor, kept: Tensor) -> Tensor:
 def by_row(
     x_THP: Tensor, decay_TH: Tensor, b_THN: Tensor, c_THN: Tensor, state_HNP: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """S = S exp(decay) + B x^T, y = S^T C of one request, row after row; x is scaled by dt. Returns y [T, H, P], and S
-    behind the rows `kept`."""
+    """S = S exp(decay) + B x^T, y = S^T C of one request, row by row; x is already scaled by dt. Returns y [T, H, P],
+    and S after the rows `kept`."""
     wanted, out, states = set(kept.tolist()), torch.empty_like(x_THP), []
     for t, factor in enumerate(decay_TH.exp()):
         state_HNP = state_HNP * factor[:, None, None] + b_THN[t][:, :, None] * x_THP[t][:, None]
@@ -46,11 +47,11 @@ def by_row(
 def by_chunk(
     x_THP: Tensor, decay_TH: Tensor, b_THN: Tensor, c_THN: Tensor, state_HNP: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `by_row`: inside a chunk every row looks at the rows before it, as in attention; states go from chunk to
+    """As `by_row`, in chunks: within a chunk each row attends to the rows before it; S is passed from chunk to
     chunk."""
     fine_T = (x_THP.sum(dim=(1, 2)) + decay_TH.sum(dim=1) + b_THN.sum(dim=(1, 2)) + c_THN.sum(dim=(1, 2))).isfinite()
     if not fine_T.all():
-        # Matrix products multiply what a row does not see by 0, which hides no NaN.
+        # The matrix products multiply later rows by 0, which does not mask NaN.
         return by_row(x_THP, decay_TH, b_THN, c_THN, state_HNP, kept)
     outs, states = [], []
     for start in range(0, len(x_THP), CHUNK):

@@ -1,7 +1,7 @@
 """Mixtures of experts (Shazeer et al., 2017, arXiv:1701.06538): a router, the experts it chooses, and shared ones.
 
-A row's result is its own: each expert's product treats rows as `Linear` does, and a row adds what its experts made in
-the order of their ids, in float32. Shapes: T rows, E hidden size, X experts, K experts chosen for a row.
+Batch invariance is as in `Linear`: each expert is made of such layers, and a row's expert outputs are added in the
+order of their ids, in float32. Shapes: T rows, E hidden size, X experts, K experts chosen for a row.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ExpertCall = Callable[[Tensor], Tensor]
 
 
 class Router(Linear):
-    """Chooses experts of rows, in float32 whatever the model's dtype (DeepSeek-V2, arXiv:2405.04434, 2.2; DeepSeek-V3,
-    arXiv:2412.19437, 2.1.2). Of equal scores the library's choice decides."""
+    """Chooses each row's experts, in float32 whatever the model's dtype (DeepSeek-V2, arXiv:2405.04434, 2.2;
+    DeepSeek-V3, arXiv:2412.19437, 2.1.2). PyTorch's `topk` decides between equal scores."""
 
     def __init__(self, spec: MoESpec, hidden: int, build: Build) -> None:
         wide = replace(build, dtype=torch.float32)
@@ -34,7 +34,7 @@ class Router(Linear):
         self.e_score_correction_bias = wide.empty(spec.num_experts) if spec.has_choice_bias else None
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [T, E] -> ids of their experts int64 [T, K], ascending, and the weights of these, float32 [T, K]."""
+        """Rows [T, E] -> the ids of their experts int64 [T, K], ascending, and their weights float32 [T, K]."""
         spec = self._spec
         scores = self._scores(self(x.float()))
         wanted = scores if self.e_score_correction_bias is None else scores + self.e_score_correction_bias
@@ -43,7 +43,7 @@ class Router(Linear):
         ids = wanted.topk(spec.top_k, dim=-1).indices.sort(dim=-1).values
         weights = scores.gather(1, ids)
         if spec.renormalise:
-            # Deepseek's and Qwen's divisors differ by this, which is less than a rounding of any sum of scores.
+            # DeepSeek adds this, Qwen does not: it is less than the rounding of any sum of scores.
             weights = weights / (_row_sum(weights) + 1e-20)
         return ids, weights * spec.scale
 
@@ -63,7 +63,7 @@ class Router(Linear):
 
 
 def _row_sum(values: Tensor) -> Tensor:
-    """Sums of rows [T, 1], column after column: a reduction's order depends on the number of rows."""
+    """Row sums [T, 1], added column by column: the order of PyTorch's reduction depends on the number of rows."""
     total = values[:, :1]
     for column in range(1, values.shape[1]):
         total = total + values[:, column, None]
@@ -71,10 +71,9 @@ def _row_sum(values: Tensor) -> Tensor:
 
 
 class Experts(nn.ModuleList):
-    """A layer's experts, by their ids; where data-parallel ranks share them, this rank's alone are here.
+    """A layer's experts, by id. If data-parallel ranks share them, only this rank's are here.
 
-    Where tensor ranks share them, each is cut like any MLP and has `partials`, this rank's partial sums [T, E] of what
-    it makes.
+    If tensor ranks share them, each is cut like any MLP, and its `partials` are this rank's partial sums [T, E].
     """
 
     def __init__(self, make: Callable[[], nn.Module], num_experts: int, hidden: int, build: Build) -> None:
@@ -82,7 +81,7 @@ class Experts(nn.ModuleList):
         held = range(num_experts) if self._shared is None else self._shared.held(num_experts)
         super().__init__(make() if expert in held else Elsewhere() for expert in range(num_experts))
         self._ranks, self._num_parts = ranks, ranks.num_slices // ranks.size
-        # What one makes is as wide as its partial sums side by side.
+        # An expert's output here: its partial sums side by side.
         self._width = self._num_parts * hidden
         whole = ranks.num_slices == 1
         self._calls: list[ExpertCall] = [expert if whole else _side_by_side(expert) for expert in self]
@@ -94,8 +93,8 @@ class Experts(nn.ModuleList):
         return made_by(self._calls, experts_P, lambda order: rows[places_P[order]], self._width)
 
     def mixed(self, x: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The weighted sum [T, E] of what each row's experts make of it, in x's dtype. `ids_TK` says which, in the
-        order in which they are added. What tensor ranks have of a row is added once, for all its experts."""
+        """The weighted sum [T, E] of the outputs of each row's experts, in x's dtype, added in the order of `ids_TK`.
+        The partial sums of tensor ranks are added once per row, for all its experts."""
         top_k = ids_TK.shape[1]
         if self._shared is not None:
             made = self._shared.made(self._number, x, ids_TK)
@@ -110,8 +109,8 @@ class Experts(nn.ModuleList):
 
 
 def made_by(experts: Sequence[ExpertCall], experts_P: Tensor, rows: Callable[[Tensor], Tensor], width: int) -> Tensor:
-    """What the experts of pairs make of their rows [P, width]. `rows` gives those of pairs [N]; each expert is called
-    once, with all its rows."""
+    """The outputs [P, width] of P (row, expert) pairs. `rows` gives the rows of pairs by their indices [N]. Each expert
+    is called once, with all its rows."""
     order = experts_P.argsort(stable=True)
     chosen = rows(order)
     made = torch.empty(len(order), width, dtype=chosen.dtype, device=chosen.device)
@@ -133,7 +132,7 @@ def mlp_experts(spec: MoESpec, hidden: int, build: Build) -> Experts:
 
 
 class MoE(nn.Module):
-    """Routed experts, each a SwiGLU MLP, and the shared one beside them: [T, E] -> [T, E].
+    """Routed experts, each a SwiGLU MLP, plus the shared one if there is one: [T, E] -> [T, E].
 
     Parameters are named as in DeepSeek's and Qwen's checkpoints: `gate`, `experts.N`, `shared_experts`.
     """
@@ -150,7 +149,7 @@ class MoE(nn.Module):
 
 
 def feed_forward(config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
-    """What stands behind the attention of layer `layer_id`: experts, or one MLP."""
+    """The feed-forward part of layer `layer_id`: experts, or one MLP."""
     if config.moe is not None and config.moe.layers[layer_id]:
         return MoE(config.moe, config.hidden_size, build)
     return MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, build)

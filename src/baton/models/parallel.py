@@ -1,12 +1,11 @@
-"""One model on several tensor ranks (Megatron-LM, arXiv:1909.08053): which part of a tensor a rank holds, and how the
-ranks' partial sums become one.
+"""Tensor and pipeline parallelism: which part of a model a rank holds, and how partial sums are added.
 
-Every rank computes the whole residual stream. A projection into heads, or into an MLP's inner width, is cut by its
-outputs; the one back is cut by its inputs, so that each rank has a partial sum of every row.
+As in Megatron-LM (arXiv:1909.08053) every tensor rank has the whole residual stream. Projections into heads, or into an
+MLP's inner width, are cut by outputs; those back are cut by inputs, so each rank has a partial sum of every row.
 
-Floating-point sums depend on their order. With `num_slices` inputs are cut into so many slices however many ranks there
-are, and the partial sums of slices are added as one binary tree: any number of ranks that divides it gives the same
-bits.
+Floating-point sums depend on their order. Inputs are therefore cut into `num_slices` slices whatever the number of
+ranks, and the slices' partial sums are added as one binary tree: every number of ranks that divides `num_slices` gives
+the same bits.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.models.expert_parallel import ExpertRanks, Gather
 
-# To the stage of that number, and from it into the tensor.
+# Send a tensor to the stage of that number, and receive one from it into the tensor.
 SendTensor = Callable[[Tensor, int], None]
 Receive = Callable[[Tensor, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank holds of an axis of `total`: [start, start + length)."""
+    """A rank's part [start, start + length) of an axis of `total`."""
 
     start: int
     length: int
     total: int
 
     def times(self, size: int) -> Share:
-        """The same of an axis with `size` numbers for each of these."""
+        """The same part of an axis with `size` numbers for each one here."""
         return Share(self.start * size, self.length * size, self.total * size)
 
 
@@ -47,8 +46,8 @@ def _nowhere(tensor: Tensor, stage: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of `count` stages, which share the layers of a model in order (GPipe, arXiv:1811.06965). Stage 0 has the
-    embedding too, and what is behind the last layer: the last stage's output comes back to it."""
+    """One of `count` pipeline stages, which share the layers in order (GPipe, arXiv:1811.06965). Stage 0 also has the
+    embedding, the final norm and the LM head: the last stage sends its output back to it."""
 
     index: int = 0
     count: int = 1
@@ -56,14 +55,14 @@ class Stage:
     receive: Receive = _nowhere
 
     def layers(self, num_layers: int) -> range:
-        """Those of this stage. Raises `ConfigError` for fewer layers than stages."""
+        """This stage's layers. Raises as `stage_layers`."""
         return stage_layers(num_layers, self.index, self.count)
 
 
 def stage_layers(num_layers: int, index: int, count: int) -> range:
-    """The layers of one of `count` stages: equal numbers, and one more for each of the first where they do not divide.
+    """The layers of stage `index` of `count`: equal numbers, the remainder on the first stages.
 
-    Raises `ConfigError` for fewer layers than stages.
+    Raises `ConfigError` if there are fewer layers than stages.
     """
     if num_layers < count:
         raise ConfigError("pipeline_parallel_size", f"is {count}, and the model has {num_layers} layers")
@@ -74,9 +73,11 @@ def stage_layers(num_layers: int, index: int, count: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class TensorRank:
-    """One rank's place among `size`. `gather` gives every rank's tensor of one shape, in the order of ranks: all ranks
-    of its `stage` call it together. `num_slices` is a power of two and a multiple of `size`. `experts`: its place among
-    data-parallel ranks, which share these."""
+    """One of `size` tensor ranks of a pipeline stage.
+
+    `gather`: an all-gather of tensors of one shape over the ranks of the stage. `num_slices`: a power of two and a
+    multiple of `size`. `experts`: this rank's place among data-parallel ranks that share experts.
+    """
 
     rank: int = 0
     size: int = 1
@@ -86,7 +87,7 @@ class TensorRank:
     experts: ExpertRanks | None = None
 
     def share(self, total: int, what: str) -> Share:
-        """An equal part of `total`. Raises `ConfigError` naming `what` cannot be cut."""
+        """This rank's equal part of `total`. Raises `ConfigError`, naming `what`, if it does not divide."""
         if total % self.size:
             raise ConfigError(
                 "tensor_parallel_size", f"is {self.size}, which does not divide the model's {total} {what}"
@@ -95,28 +96,29 @@ class TensorRank:
         return Share(self.rank * length, length, total)
 
     def kv_heads(self, total: int) -> Share:
-        """Key-value heads; where there are fewer than ranks, several ranks hold the same one. Raises as `share`."""
+        """This rank's key-value heads. If there are fewer than ranks, several ranks hold the same. Raises as
+        `share`."""
         return share_of_heads(total, self.rank, self.size)
 
     def slices(self, total: int) -> int:
-        """Into how many slices a rank's part of `total` inputs is cut. Raises `ConfigError`."""
+        """The number of slices of a rank's part of `total` inputs. Raises `ConfigError` if they do not divide."""
         if total % self.num_slices:
             why = f"is {self.num_slices}, which does not divide the model's {total} inputs of a projection"
             raise ConfigError("reduction_slices", why)
         return self.num_slices // self.size
 
     def add(self, partials: Sequence[Tensor]) -> Tensor:
-        """The sum over all ranks of their slices' partial sums [T, N], in their dtype."""
+        """The sum over all ranks' slices of their partial sums [T, N], in the same dtype."""
         if self.size == 1 and len(partials) == 1:
             return partials[0]
         own = partials[0] if len(partials) == 1 else tree(partials)
         parts = self.gather(own)
-        # A tree over ranks on top of one tree per rank is the tree over all slices.
+        # A tree per rank, then a tree over ranks: together the tree over all slices.
         return (tree([part.float() for part in parts]) if len(parts) > 1 else own).to(partials[0].dtype)
 
 
 def tree(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of as many tensors as a power of two, in float32, neighbours first."""
+    """The sum in float32 of 2^n tensors, as a binary tree, neighbours first."""
     level = [part.float() for part in parts]
     while len(level) > 1:
         level = [level[i] + level[i + 1] for i in range(0, len(level), 2)]

@@ -1,9 +1,9 @@
 """Rotary position embedding (Su et al., 2021, arXiv:2104.09864) with the usual frequency scalings.
 
-Conventions are those of Hugging Face: the head is split in two halves and rotated as (x1, x2) -> (x1 cos -
-x2 sin, x2 cos + x1 sin), products in the model's dtype. Tables are made on the host in float64 from float32
-angles, so a position's row depends neither on the table's length nor on the machine's vector width: two
-engines that grew their tables differently still agree to the bit.
+Conventions are those of Hugging Face: the head is split in two halves and rotated as (x1, x2) -> (x1 cos - x2 sin,
+x2 cos + x1 sin), products in the model's dtype. Tables are computed on the host in float64 from float32 angles, so a
+position's row depends neither on the table's length nor on the machine's vector width: engines that grew their tables
+differently agree bit for bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _linear(spec: RopeSpec, dim: int) -> Frequencies:
 
 
 def _llama3(spec: RopeSpec, dim: int) -> Frequencies:
-    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: frequencies of long wavelengths are divided by `factor`, of short ones kept, between blended."""
     factor, old_length = spec.params["factor"], spec.params["original_max_position_embeddings"]
     low, high = spec.params["low_freq_factor"], spec.params["high_freq_factor"]
     freq = _base(spec.theta, dim)
@@ -49,9 +49,9 @@ def _llama3(spec: RopeSpec, dim: int) -> Frequencies:
 
 
 def _yarn(spec: RopeSpec, dim: int) -> Frequencies:
-    """YaRN (Peng et al., 2023, arXiv:2309.00071), NTK-by-parts: dimensions that turn more often than `beta_fast` within
-    the original length are kept, those below `beta_slow` divided by `factor`, those between blended. `truncate`: the
-    two limits are whole dimensions."""
+    """YaRN (Peng et al., 2023, arXiv:2309.00071), NTK-by-parts: frequencies with more than `beta_fast` rotations within
+    the original length are kept, those with fewer than `beta_slow` divided by `factor`, between blended. `truncate`:
+    round the two limits to whole dimensions."""
     factor, old_length = spec.params["factor"], spec.params["original_max_position_embeddings"]
 
     def dimension_of(rotations: float) -> float:
@@ -78,8 +78,8 @@ def _yarn_attention_factor(spec: RopeSpec) -> float:
 
 
 def yarn_mscale(spec: RopeSpec, weight: float) -> float:
-    """YaRN's correction of attention for stretched positions: 0.1 * weight * ln(factor) + 1, and 1 where nothing is
-    stretched. DeepSeek's softmax scale takes the square of it, with the weight `mscale_all_dim`."""
+    """YaRN's attention scaling: 0.1 * weight * ln(factor) + 1, or 1 without scaling (factor <= 1). DeepSeek multiplies
+    the softmax scale by its square, with the weight `mscale_all_dim`."""
     factor = spec.params.get("factor", 1.0)
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
@@ -93,7 +93,7 @@ _KINDS: dict[str, Callable[[RopeSpec, int], Frequencies]] = {
 
 
 class Rotary:
-    """cos/sin tables of one rotary embedding of R dimensions, grown on demand; shared by all layers that have it."""
+    """cos/sin tables of one rotary embedding of R dimensions, grown on demand and shared by layers."""
 
     def __init__(
         self, spec: RopeSpec, rotary_dim: int, max_position: int, dtype: torch.dtype, device: torch.device
@@ -117,7 +117,7 @@ class Rotary:
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) at int64 positions [T], each [T, 1, R/2] in the model's dtype."""
-        # The largest position is only looked at while the table can be too short: it costs a sync on a GPU.
+        # Read the largest position only while the table may be too short: on a GPU it costs a sync.
         if self._rows < self._max_position and positions_T.numel():
             needed = int(positions_T.max()) + 1
             if needed > self._rows:
@@ -126,14 +126,15 @@ class Rotary:
 
 
 def deinterleaved(heads_THD: Tensor) -> Tensor:
-    """Heads whose pairs stand side by side, (x1, x2), (x1, x2), ..., as `rotate` takes them: all x1, then all x2."""
+    """Reorder heads whose pairs are interleaved, (x1, x2), (x1, x2), ..., as `rotate` takes them: all x1, then all
+    x2."""
     return torch.cat((heads_THD[..., 0::2], heads_THD[..., 1::2]), dim=-1)
 
 
 def rotate(heads_THD: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first `count` of contiguous heads [T, H, D] by (cos, sin) of `Rotary.at`, in place.
 
-    Of a head the first dimensions are rotated, twice as many as (cos, sin) have.
+    Only the first R dimensions of a head are rotated.
     """
     if fits(heads_THD.device, heads_THD.dtype):
         rotate_in_place(heads_THD, count, cos, sin)

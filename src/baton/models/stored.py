@@ -1,6 +1,6 @@
-"""Which tensors a checkpoint directory stores, and under which of a model's names: from the headers of its files.
+"""The tensors that a checkpoint directory stores, by the model's names, from the headers of its files.
 
-What is loaded is what transformers loads from the same directory, and what is left out is told in the log.
+The tensors chosen are those that transformers loads from the same directory; unused ones are logged.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SINGLE = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PARTS = ("model.embed_tokens.", "model.norm.", "lm_head.")
-# Rows of two matrices that are compared at once.
+# Rows of two matrices compared at once.
 _ROWS = 4096
-# Parts that a line of the log names, and characters of each.
+# Parts named in a log line, and characters of each.
 _SHOWN, _MAX_CHARS = 8, 100
 
 _Config = TypeVar("_Config", bound=ModelConfig)
@@ -59,8 +59,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """The safetensors files of a checkpoint directory, sorted by name; each of them exists. As in transformers a single
-    file counts more than an index: whoever saves one over shards leaves their index behind."""
+    """The safetensors files of a checkpoint directory, sorted by name; each exists. As in transformers, a single file
+    takes precedence over an index, which stays when a single file is saved over shards. Raises `CheckpointError`."""
     directory = Path(path)
     if not (directory / SINGLE).is_file() and (index := directory / INDEX).is_file():
         weight_map = read_json(index).get("weight_map")
@@ -83,7 +83,7 @@ def weight_files(path: str | Path) -> list[Path]:
 
 
 def open_file(file: Path) -> Any:
-    """A safetensors file, opened. Raises `CheckpointError` naming it."""
+    """Open a safetensors file. Raises `CheckpointError` naming it."""
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -91,7 +91,7 @@ def open_file(file: Path) -> Any:
 
 
 def stored_tensors(path: str | Path) -> dict[str, Path]:
-    """The file of each tensor of a checkpoint directory. Raises `CheckpointError` for a tensor that two files have."""
+    """The file of each tensor of a checkpoint directory. Raises `CheckpointError` if two files have the same tensor."""
     found: dict[str, Path] = {}
     for file in weight_files(path):
         with open_file(file) as tensors:
@@ -103,19 +103,19 @@ def stored_tensors(path: str | Path) -> dict[str, Path]:
 
 
 class Stored:
-    """The tensors of a causal model's checkpoint by the model's names."""
+    """The tensors of a checkpoint under the names of the causal LM."""
 
     def __init__(self, path: str | Path) -> None:
-        """From the headers of the files. Raises `CheckpointError`."""
+        """Reads the files' headers. Raises `CheckpointError`."""
         self._path = Path(path)
         self._files = stored_tensors(path)
         rename = _renaming(self._files)
         self._names = {stored: rename(stored) for stored in self._files}
 
     def tied(self, config: _Config, dtype: torch.dtype) -> _Config:
-        """`config` as the tensors have it. As in transformers an LM head that is stored, and is not the embedding in
-        `dtype`, is a head of its own whatever `tie_word_embeddings` says; and a tied matrix that is stored as the head
-        alone is the embedding."""
+        """`config` with `tie_word_embeddings` corrected by the stored tensors, as in transformers: a stored LM head
+        that differs from the embedding in `dtype` is used, despite `tie_word_embeddings`. A tied matrix that is stored
+        only as the head is loaded as the embedding."""
         if not config.tie_word_embeddings:
             return config
         stored = {name: stored for stored, name in self._names.items()}
@@ -149,12 +149,12 @@ class Stored:
         return self._names[stored]
 
     def unused(self, num_layers: int) -> frozenset[str]:
-        """The stored names of tensors of parts that the model does not have, such as a value head or a later layer. A
-        tensor of a part that it has would change what that computes: whoever fills the model refuses it."""
+        """The stored names of tensors of parts that the model lacks, such as a value head or a later layer. An unknown
+        tensor of a part that it has is not listed: it would change the computation, and `loader.fill` refuses it."""
         return frozenset(stored for stored, name in self._names.items() if not _is_of(name, num_layers))
 
     def tell_unused(self, unused: Collection[str]) -> None:
-        """Say in the log which tensors, and which weight files, no result depends on."""
+        """Log the tensors and the weight files that are not used."""
         names = [self._names[stored] for stored in unused if not stored.endswith("rotary_emb.inv_freq")]
         if names:
             parts = Counter(map(_part, names))
@@ -173,15 +173,15 @@ def _is_of(name: str, num_layers: int) -> bool:
 
 
 def _part(name: str) -> str:
-    """What a tensor is told as a part of: its layer, or its module."""
+    """The part that a tensor is logged under: its layer or its module."""
     layer = _LAYER.match(name)
     part = layer[0].rstrip(".") if layer else name.rpartition(".")[0] or name
     return "".join(c if c.isprintable() else "?" for c in part[:_MAX_CHARS])
 
 
 def _renaming(names: Collection[str]) -> Callable[[str], str]:
-    """How the names of stored tensors become a causal model's. Those of the decoder begin with `model.`: as in
-    transformers it is added where a decoder was saved alone, and taken away where it stands twice."""
+    """Maps stored names to the causal LM's, whose decoder tensors begin with `model.`. As in transformers, the prefix
+    is added if the decoder was saved alone, and removed if it is doubled."""
     if any(name.startswith("model.model.") for name in names):
         return lambda name: name.removeprefix("model.") if name.startswith("model.model.") else name
     if "embed_tokens.weight" in names:
