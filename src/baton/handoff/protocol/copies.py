@@ -1,4 +1,4 @@
-"""The copies of one attempt: which are outstanding, which are issued again, and what was moved."""
+"""The ledger of one attempt's copies: which are outstanding, which are retried, and how much was moved."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from baton.kv.interval import ALL_LAYERS, Interval
 
 @dataclass(slots=True)
 class CopyLedger:
-    """Operations of one attempt. At most `max_retries` failed copies are issued again. `num_hidden`: bytes of copies
-    that ended before the prefill did."""
+    """Copies of one attempt. At most `max_retries` failed copies are issued again. `num_hidden`: bytes of copies that
+    ended before the prefill did."""
 
     max_retries: int = 0
     next_id: int = 0
@@ -29,14 +29,13 @@ class CopyLedger:
         dest_pages: list[int],
         layers: Interval = ALL_LAYERS,
     ) -> StartCopy:
-        """A new outstanding copy."""
         copy = StartCopy(self.next_id, group, tokens, source_pages, dest_pages, layers)
         self.next_id += 1
         self.outstanding[copy.copy_id] = copy
         return copy
 
     def end(self, event: CopyEnded) -> StartCopy | None:
-        """Book an end and return its copy; None when it was booked before."""
+        """Returns the copy, or None if its end was recorded before."""
         copy = self.outstanding.pop(event.copy_id, None)
         if copy is not None:
             self.num_bytes += event.num_bytes
@@ -44,7 +43,7 @@ class CopyLedger:
         return copy
 
     def again(self, failed: StartCopy) -> list[Action]:
-        """Issue a copy that has ended in failure once more; nothing when the retries are used up."""
+        """Issue a failed copy again, unless the retries are used up."""
         if self.retries == self.max_retries:
             return []
         self.retries += 1
@@ -52,12 +51,11 @@ class CopyLedger:
         return [Count("retries"), again]
 
     def touches(self, group: str, tokens: Interval) -> bool:
-        """Whether an outstanding copy brings any of these tokens, in whatever layers."""
+        """Whether an outstanding copy moves any of these tokens, in any layers."""
         return any(
             copy.group == group and copy.tokens.start < tokens.stop and tokens.start < copy.tokens.stop
             for copy in self.outstanding.values()
         )
 
     def cancel(self) -> list[Action]:
-        """Actions that stop what is outstanding."""
         return [CancelCopies(tuple(sorted(self.outstanding)))] if self.outstanding else []

@@ -1,15 +1,14 @@
-"""D's half of one attempt as a pure state machine: events in, actions out.
+"""D's state machine for one attempt. Pure: events in, actions out.
 
-D announces the attempt, and registers it once P has admitted it and there are destination pages: what holds pages here
-waits for nothing but P's computing. An engine that has pages to spare may register at once.
+D announces the attempt, and registers it once P has admitted it and D has destination pages, so pages on D wait only
+for P's computation. An engine with enough pages for all requests may register at once.
 
-D is committed by COMMIT (push) or by CONFIRM after its reads (pull), never by a timeout or a
-count of its own. With integrity on, every piece that is due must match P's digest first; bad pieces are asked
-for again (push: REPAIR) or read again (pull). FINISHED says that nothing is left to decode.
+D is committed by COMMIT (push) or by CONFIRM after its reads (pull), never by a timeout or a count of its own. With
+integrity on, every due piece must match P's digest first; bad pieces are copied again (push: by REPAIR).
 
-Freeing: in push P writes D's pages, so that after a failure they wait for FINISHED, CANCELLED, the COMMIT of the
-last repair that was asked for, or the proof that P can write no more. In pull only D's own reads touch them.
-Whatever was never asked for is free at once.
+Freeing: in push, P writes D's pages. After a failure they wait for FINISHED, CANCELLED, the COMMIT of the last REPAIR,
+or proof that P can write no more; if nothing was sent to P, they are free at once. In pull, only D's own reads touch
+them.
 """
 
 from __future__ import annotations
@@ -32,10 +31,11 @@ _BAD_SEEDS = "the seeds do not match their digest"
 class DecodeHandoff(Half):
     """State machine of D for one attempt.
 
-    `wanted` are the tokens that D needs per group, `pages` its block tables (exclusive to
-    this attempt where wanted); without them the attempt is announced, and they come with `Placed`. `ticket` is the
-    router's signed ticket that ANNOUNCE and REGISTER carry. `handle` raises `ProtocolError` for digests of what
-    was not wanted; the attempt is then as before.
+    `wanted`: the tokens that D needs, per group. `pages`: D's block tables, exclusive to this attempt in `wanted`.
+    Without them the attempt is announced, and they come with `Placed`. `ticket`: the router's, sent in ANNOUNCE and
+    REGISTER.
+
+    `handle` raises `ProtocolError` for digests outside `wanted`; the attempt is then unchanged.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class DecodeHandoff(Half):
         self._proofs = Proofs({}, {})
         self._proven: dict[str, int] = {}
         self._source: Mapping[str, list[int]] = {}  # pull: P's block tables
-        self._claim: msg.Commit | msg.Ready | None = None  # what the digests under check came with
-        self._peer_quiet = True  # push: nothing that P could do touches D's pages
+        self._claim: msg.Commit | msg.Ready | None = None  # the message whose digests are being checked
+        self._peer_quiet = True  # push: P can no longer write D's pages
         self._farewell: msg.AttemptMessage | None = None
         self._pending: msg.AttemptMessage | None = msg.Announce(key, ticket)
         if wanted is not None:
@@ -77,7 +77,7 @@ class DecodeHandoff(Half):
         return self.phase in (DecodePhase.FAILED, DecodePhase.DONE)
 
     def handle(self, event: ev.MachineEvent) -> list[ev.Action]:
-        """Take one event; the actions are to be carried out in order."""
+        """The actions must be carried out in order."""
         match event:
             case ev.PeerReady(groups):
                 self._groups = groups
@@ -115,12 +115,12 @@ class DecodeHandoff(Half):
         self.placed, self._wanted = True, dict(wanted)
         self._pages = {group: list(table) for group, table in pages.items()}
         self._proofs = Proofs(self._wanted, self._pages)
-        # P learns D's pages only where it has to write them.
+        # P needs D's pages only to write them.
         tables = self._pages if self.mode == "push" else {}
         self._pending = msg.Register(self.key, ticket=self._ticket, wanted=self._wanted, pages=tables)
 
     def _placed(self, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> list[ev.Action]:
-        """Register. Where the attempt has failed meanwhile, P has never heard of the pages, and they are free."""
+        """Register. If the attempt has failed meanwhile, P does not know the pages, so they are free."""
         if self.placed or self.phase not in (DecodePhase.WAITING, DecodePhase.ANNOUNCED):
             return []
         self._place(wanted, pages)
@@ -164,14 +164,14 @@ class DecodeHandoff(Half):
         return [ev.Notify(ev.DecodeAdmitted(self.key, self._groups))]
 
     def _progress(self, message: msg.Progress) -> list[ev.Action]:
-        # Once a repair was asked for, copies go over what an earlier PROGRESS called done.
+        # After a REPAIR, copies overwrite pieces that an earlier PROGRESS reported as done.
         if self.phase is not DecodePhase.REGISTERED or self.round or self.integrity == "off":
             return self._answer()
         check_shape(message.digests, self._wanted)
         return self._proofs.check(message.digests)
 
     def _committed(self, message: msg.Commit) -> list[ev.Action]:
-        # P sends COMMIT only when all its copies are done; but a REPAIR behind it may have begun new ones.
+        # P sends COMMIT only when all its copies are done, but a later REPAIR may have started new ones.
         current = message.round == self.round
         if self.phase is not DecodePhase.REGISTERED:
             return (self._settle(peer_quiet=True) if current else []) or self._answer()
@@ -185,7 +185,7 @@ class DecodeHandoff(Half):
 
     def _ready(self, message: msg.Ready) -> list[ev.Action]:
         if self.phase is not DecodePhase.REGISTERED:
-            # After a failure P still has to hear that no read of D's is left.
+            # After a failure P still has to learn that D has no read outstanding.
             return self._repeat() if self.phase is DecodePhase.READ else self._answer()
         refused = self._refusal(message)
         if refused or not set(self._wanted) <= set(message.pages):
@@ -194,7 +194,7 @@ class DecodeHandoff(Half):
         return self._read({group: [tokens] for group, tokens in self._wanted.items() if not tokens.empty})
 
     def _refusal(self, message: msg.Commit | msg.Ready) -> str:
-        """What a COMMIT or READY lacks; raises `ProtocolError` for digests of what was not wanted."""
+        """Describe what a COMMIT or READY lacks. Raises `ProtocolError` for digests outside `wanted`."""
         check_shape(message.digests, self._wanted)
         missing = sorted(group for group, tokens in self._wanted.items() if message.final.get(group, -1) < tokens.stop)
         if missing:
@@ -203,7 +203,7 @@ class DecodeHandoff(Half):
         return f"brings no digests of groups {missing}" if missing else ""
 
     def _finished(self, message: msg.Finished) -> list[ev.Action]:
-        # P sends FINISHED with none of its copies outstanding.
+        # P sends FINISHED only when it has no outstanding copies.
         if self.phase in (DecodePhase.ANNOUNCED, DecodePhase.REGISTERED):
             self._close(DecodePhase.DONE)
             return [ev.Send(msg.Ack(self.key)), ev.Notify(ev.DecodeFinished(self.key, message.seeds))]
@@ -243,7 +243,7 @@ class DecodeHandoff(Half):
         return self._check(self._claim)
 
     def _check(self, claim: msg.Commit | msg.Ready) -> list[ev.Action]:
-        """All copies are done: compare what is not proven yet, then go on."""
+        """All copies are done."""
         self.phase, self._pending, self._claim = DecodePhase.CHECKING, None, claim
         actions = self._proofs.check(claim.digests) if self.integrity != "off" else []
         return actions if self._proofs.checking else actions + self._decide(claim)
@@ -262,7 +262,6 @@ class DecodeHandoff(Half):
         return actions + self._decide(self._claim)
 
     def _decide(self, claim: msg.Commit | msg.Ready) -> list[ev.Action]:
-        """Commit what is proven, or have the rest copied again."""
         bad = {} if self.integrity == "off" else self._proofs.unproven(claim.digests)
         seeds_good = isinstance(claim, msg.Ready) or self._seeds_good(claim)
         if not bad and seeds_good:
@@ -271,7 +270,7 @@ class DecodeHandoff(Half):
             self.phase, self._pending = DecodePhase.READ, msg.ReadDone(self.key)
             return [ev.Send(self._pending)]
         pieces, again = sum(map(len, bad.values())), tokens_of(bad)
-        # So many stretches cannot be named in one REPAIR, and joined ones would have proven tokens written again.
+        # One REPAIR cannot name so many intervals, and merging them would overwrite proven tokens.
         scattered = any(len(found) > msg.MAX_REPAIRS for found in again.values())
         if self.round == self.max_retries or scattered:
             what = f"tokens {_text(again)} do not match their digests" if bad else _BAD_SEEDS
@@ -295,13 +294,12 @@ class DecodeHandoff(Half):
         return [ev.Send(msg.Ack(self.key)), ev.Notify(ev.DecodeCommitted(self.key, message.seeds, num_bytes, num_runs))]
 
     def _fail(self, reason: str, message: str, tell: bool = True, notify: bool = True) -> list[ev.Action]:
-        """End the attempt: report it, stop own copies, and free what is quiet already."""
         if self.phase is DecodePhase.CLOSING or self.closed:
             return []
         asked = self.phase is not DecodePhase.WAITING
         self.phase, self.reason = DecodePhase.CLOSING, reason
         cancel = msg.Cancel(self.key, reason, message[:2000])
-        # P may hold pages for this attempt even if D never reached it: then it is told as soon as it is reached.
+        # P may hold pages for this attempt even if D never reached it: tell it once it can be reached.
         self._pending, self._farewell = (cancel, None) if asked else (None, cancel)
         failed = ev.DecodeFailed(self.key, reason, message, recoverable=reason not in ev.FINAL_REASONS)
         actions: list[ev.Action] = [ev.Notify(failed)] if notify else []
@@ -310,11 +308,11 @@ class DecodeHandoff(Half):
         return actions + self.copies.cancel() + self._settle()
 
     def _settle(self, peer_quiet: bool = False) -> list[ev.Action]:
-        """Free when nothing can write D's pages: in pull own reads, in push P's copies."""
+        """Free D's pages when nothing can write them."""
         self._peer_quiet = self._peer_quiet or peer_quiet
         if self.phase is not DecodePhase.CLOSING or self.copies.outstanding:
             return []
-        # Even where D has no pages to free, P may hold its own until it has heard of the end.
+        # Even if D has no pages to free, P may hold its own until it learns of the end.
         if (self.mode == "push" or not self.placed) and not self._peer_quiet:
             return []
         asked = self._pending is not None
@@ -323,12 +321,12 @@ class DecodeHandoff(Half):
         return [*answer, ev.Notify(ev.DecodeReleased(self.key))]
 
     def _answer(self) -> list[ev.Action]:
-        """Tell P, in any state after a failure, once none of D's own copies is left."""
+        """After a failure, send CANCELLED once D has no outstanding copies."""
         failed = self.phase in (DecodePhase.CLOSING, DecodePhase.FAILED)
         return [ev.Send(msg.Cancelled(self.key, self.reason))] if failed and not self.copies.outstanding else []
 
     def _close(self, phase: DecodePhase) -> None:
-        # What is left is a tombstone, which answers until its ticket has expired: let go of the tables.
+        # What remains is a tombstone that answers until its ticket expires: drop the tables.
         self.phase, self._pending, self._pages, self._source, self._claim = phase, None, {}, {}, None
         self._proofs = Proofs({}, {})
 

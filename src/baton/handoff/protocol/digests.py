@@ -1,8 +1,8 @@
-"""Digests of KV, by which D proves that its pages hold what P's held.
+"""Digests of KV, with which D checks that its pages hold what P's held.
 
-A digest covers one plane of one layer of at most `PIECE_TOKENS` tokens of one group, cut at absolute multiples of that.
-Its bytes are taken in one canonical order (token, head, element), so that layouts and page sizes do not matter, and it
-is salted by group, plane, layer and absolute tokens, so that a shifted page cannot pass. The hash (xxh3, 64 bits) finds
+A digest covers one plane of one layer of at most `PIECE_TOKENS` tokens of one group, cut at absolute multiples of that
+number. It hashes the bytes in a canonical order (token, head, element), so layout and page size do not matter. It is
+salted by group, plane, layer and absolute tokens, so a shifted page does not match. The hash (xxh3, 64 bits) detects
 accidents; it is no defence against a peer that lies.
 """
 
@@ -33,7 +33,7 @@ from baton.kv.geometry import NULL_PAGE, Geometry, Plane
 from baton.kv.interval import Interval
 from baton.wire import Integrity
 
-# So many tokens are gathered at a time: more would not fit into a core's cache.
+# Tokens gathered at a time: more would not fit into a core's cache.
 SLICE_TOKENS = 8 * PIECE_TOKENS
 SAMPLED_SHARE = 8  # with "sampled", one in this many blocks of PIECE_TOKENS tokens
 
@@ -42,32 +42,31 @@ _encoder = msgspec.msgpack.Encoder()
 _seeds = msgspec.msgpack.Decoder(Seeds)
 
 
-# A layer (the model's id), the number of a plane, and its heads from the first to before the last, of the whole model.
+# Layer id of the model, index of the plane, first head and last head + 1, both of the whole model.
 Cell = tuple[int, int, int, int]
 
 
 class Digester(Protocol):
-    """Digests tokens of this engine's pages."""
-
     def digests(
         self, group: str, pages: Sequence[int], tokens: Interval, cells: Sequence[Cell] | None = None
     ) -> list[PieceDigest]:
-        """The pieces of `tokens`, in order, of some `cells` or of all that are here; `pages` is the block table.
+        """Digests of the pieces of `tokens`, in order, over `cells` (None: all of this rank); `pages` is the block
+        table.
 
         Raises `ProtocolError` for a group or page that does not exist.
         """
         ...
 
 
-# Bytes of some heads of some pages of one layer of a plane, in the canonical order.
+# Reads (layer index, page ids, heads) of a plane: the bytes in canonical order.
 TokenReader = Callable[[int, NDArray[np.int64], slice], memoryview]
 
 
 class MemoryDigester:
-    """Digests pages in memory: `regions` as registered, `geometries` within them. `planes` gathers from a plane of a
-    region, which is host memory that this process maps unless it says otherwise.
+    """Digests pages in memory. `geometries` lie within the registered `regions`. `planes` makes the reader of a plane
+    of a region; the default reads host memory mapped by this process.
 
-    Raises `ConfigError` for a tiled geometry, whose tokens cannot be told apart.
+    Raises `ConfigError` for a tiled geometry, whose tokens are not separate in memory.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class MemoryDigester:
     def digests(
         self, group: str, pages: Sequence[int], tokens: Interval, cells: Sequence[Cell] | None = None
     ) -> list[PieceDigest]:
-        """As in `Digester`: one gather per slice and cell, one hash per cell and piece."""
+        """One gather per slice and cell, one hash per cell and piece."""
         if group not in self._pools:
             raise ProtocolError(f"group {group!r} does not exist here")
         share = cells_of(self._pools[group][0]) if cells is None else cells
@@ -117,7 +116,6 @@ class MemoryDigester:
 
 
 def host_plane(geometry: Geometry, plane: Plane, region: NDArray[np.uint8]) -> TokenReader:
-    """Gathers from a plane in host memory."""
     view = _view(geometry, plane, region)
 
     def gather(layer: int, pages: NDArray[np.int64], heads: slice) -> memoryview:
@@ -144,7 +142,7 @@ def _salt(group: str, plane: str, layer_id: int, head: int, start: int, stop: in
 
 
 def cells_of(geometry: Geometry) -> tuple[Cell, ...]:
-    """All that a rank has of a group."""
+    """All cells of a group on one rank."""
     planes = list(enumerate(geometry.planes))
     return tuple(
         (layer, i, plane.first_head, plane.last_head) for layer in sorted(geometry.layer_ids) for i, plane in planes
@@ -153,9 +151,9 @@ def cells_of(geometry: Geometry) -> tuple[Cell, ...]:
 
 @lru_cache(maxsize=256)
 def share(sources: tuple[RankGeometry, ...], dest: RankGeometry, source: int) -> tuple[Cell, ...]:
-    """What rank `source` brings rank `dest` of a group, in the order of its digests.
+    """The cells of a group that rank `source` sends to rank `dest`, in the order of the digests.
 
-    Raises `ProtocolError` when a piece would have more digests than a message may carry, and what `assign` raises.
+    Raises `ProtocolError` if a piece would have more digests than a message may carry, and the errors of `assign`.
     """
     to = dest.geometry
     found: list[Cell] = []
@@ -183,7 +181,7 @@ def _cut(tokens: Interval, size: int) -> Iterator[Interval]:
 
 
 def due(integrity: Integrity, key: AttemptKey, tokens: Interval) -> tuple[Interval, ...]:
-    """The parts of `tokens` that are digested. Both engines choose alike, by the transfer's random id."""
+    """The parts of `tokens` that must be digested. Both engines choose the same ones, by the transfer's random id."""
     if integrity == "off" or tokens.empty:
         return ()
     if integrity == "full":
@@ -194,13 +192,13 @@ def due(integrity: Integrity, key: AttemptKey, tokens: Interval) -> tuple[Interv
 
 def seeds_digest(key: AttemptKey, seeds: Seeds) -> bytes:
     """`DIGEST_BYTES` over the seeds, salted by the attempt."""
-    # Through the wire format once, as the receiver's came: what is equal there must be equal here.
+    # Encode and decode first, as the receiver's seeds were, so that seeds equal on the wire hash equally.
     received = _seeds.decode(_encoder.encode(seeds))
     return bytes(xxhash.xxh3_64_digest(_encoder.encode((key, received))))
 
 
 def check_shape(digests: Digests, wanted: Mapping[str, Interval]) -> None:
-    """Raise `ProtocolError` unless every piece is a piece and lies in what is wanted of its group, in order."""
+    """Raise `ProtocolError` unless all digests are of pieces inside the wanted interval of their group, in order."""
     for group, found in digests.items():
         within = wanted.get(group, Interval(0, 0))
         at = within.start
@@ -213,7 +211,7 @@ def check_shape(digests: Digests, wanted: Mapping[str, Interval]) -> None:
 
 
 def uncovered(digests: Digests, wanted: Mapping[str, Interval], integrity: Integrity, key: AttemptKey) -> list[str]:
-    """The groups in which tokens that are due have no digest. `digests` are of the right shape."""
+    """The groups with due tokens that have no digest. `digests` must have passed `check_shape`."""
     short = []
     for group, tokens in sorted(wanted.items()):
         ends = {piece.tokens.start: piece.tokens.stop for piece in digests.get(group, [])}
@@ -234,8 +232,8 @@ def mismatches(
     pages: Mapping[str, list[int]],
     shares: Mapping[str, Sequence[Cell]] | None = None,
 ) -> list[BadPiece]:
-    """The pieces of `digests` that differ from what this engine's pages hold, and in which layers and planes. `shares`
-    are what the peer's rank brings of each group; None: all.
+    """The pieces of `digests` that differ from this engine's pages, with the layers and planes that differ. `shares`:
+    the cells that the peer's rank sends, per group; None: all.
 
     Raises `ProtocolError` for a group or page that does not exist.
     """
@@ -258,7 +256,7 @@ def _hash(piece: PieceDigest, index: int) -> bytes:
 
 
 def _runs(expected: Sequence[PieceDigest]) -> Iterator[list[PieceDigest]]:
-    """Neighbours that one call digests with the same cuts."""
+    """Group adjacent pieces that one call of `Digester.digests` cuts in the same way."""
     run: list[PieceDigest] = []
     for piece in expected:
         if run and (run[-1].tokens.stop != piece.tokens.start or piece.tokens.start % PIECE_TOKENS):

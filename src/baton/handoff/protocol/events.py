@@ -1,6 +1,6 @@
-"""Vocabulary of the handoff state machines: events in, actions out, and events for the engine.
+"""Events and actions of the handoff state machines, and events for the engine.
 
-Machines know no clock, socket or thread: time reaches them as `Tick` and `Deadline`, copies as `CopyEnded`.
+The machines have no clock, socket or thread: time arrives as `Tick` and `Deadline`, ends of copies as `CopyEnded`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from baton.kv.interval import ALL_LAYERS, Interval
 
 @dataclass(frozen=True, slots=True)
 class BadPiece:
-    """Tokens of a group whose bytes do not match their digests in `cells`: (the model's id of a layer, plane)."""
+    """Tokens of a group whose bytes do not match their digests in `cells`: (layer id of the model, plane)."""
 
     group: str
     tokens: Interval
@@ -30,7 +30,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class PagesGiven:
-    """P: the engine has given the request pages for its whole prompt."""
+    """P: the engine has allocated pages for the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,8 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class LayersWritten:
-    """P: a forward is under way that makes more final, and its first layers are written: per group, tokens `[0, final)`
-    of the layers below `layers` (the model's ids) will not change any more, unless `LayersWithdrawn` comes. With the
-    end of the forward comes `Declared`.
-    """
+    """P: the first layers of a running forward are written. Per group, tokens `[0, final)` of the layers below `layers`
+    (layer ids of the model) will not change unless `LayersWithdrawn` follows. `Declared` follows the forward."""
 
     prompt_len: int
     pages: dict[str, list[int]]
@@ -57,15 +55,14 @@ class LayersWritten:
 
 @dataclass(frozen=True, slots=True)
 class LayersWithdrawn:
-    """P: the forward of `LayersWritten` has failed: another may write its layers again, and otherwise."""
+    """P: the forward of `LayersWritten` failed; another may write these layers with other values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """P: the first token is sampled and the drafter has run with it: per group, tokens `[0, final)` are final now.
+    """P: the first token is sampled and the drafter has run with it. Per group, tokens `[0, final)` are final now.
 
-    Groups that are not named are as they were declared. `finished`: this token ended the request, and there is
-    nothing to decode.
+    Groups not named stay as declared. `finished`: this token ended the request, and there is nothing to decode.
     """
 
     seeds: Seeds
@@ -75,14 +72,14 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """D: the session with P is open, messages can be sent. `groups`: those of which it moves bytes; None: all."""
+    """D: the session with P is open. `groups`: those whose bytes it moves; None: all."""
 
     groups: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """D: the engine has destination pages for an attempt that was announced; per group the interval wanted."""
+    """D: the engine has destination pages for an announced attempt. `wanted`: the interval per group."""
 
     wanted: dict[str, Interval]
     pages: dict[str, list[int]]
@@ -90,14 +87,14 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message of this attempt came from the peer."""
+    """The peer sent a message of this attempt."""
 
     message: AttemptMessage
 
 
 @dataclass(frozen=True, slots=True)
 class CopyEnded:
-    """An operation ended: it touches no memory any more. `ok` says whether all its bytes are visible."""
+    """A copy ended and no longer touches memory. `ok`: all its bytes are visible."""
 
     copy_id: int
     ok: bool
@@ -116,7 +113,7 @@ class DigestsComputed:
 
 @dataclass(frozen=True, slots=True)
 class DigestsChecked:
-    """D: the answer to `CheckDigests`: the pieces that do not match."""
+    """D: the answer to `CheckDigests`. `bad`: the pieces that do not match."""
 
     check_id: int
     bad: tuple[BadPiece, ...] = ()
@@ -124,7 +121,7 @@ class DigestsChecked:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """This side cannot go on with the attempt; its engine did not ask for that, and is told."""
+    """This side cannot continue. Its engine is notified."""
 
     reason: str
     message: str
@@ -132,7 +129,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """This side's engine gives up."""
+    """This side's engine gives up, and is not notified."""
 
     reason: str
     message: str = ""
@@ -140,21 +137,19 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The time that the attempt had is over; `message` says which."""
+    """A time limit is over; `message` says which."""
 
     message: str = "the handoff did not end in time"
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time to repeat what the peer has not answered."""
+    """Time to repeat unanswered messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The peer cannot be talked to. `fenced`: it is proven to touch no memory of ours any more, by its death
-    or by its own word.
-    """
+    """The peer cannot be reached. `fenced`: it is proven to touch our memory no more, by its death or its own word."""
 
     reason: str
     message: str
@@ -186,16 +181,15 @@ MachineEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message to the peer of this attempt."""
+    """Send a message to the peer."""
 
     message: AttemptMessage
 
 
 @dataclass(frozen=True, slots=True)
 class StartCopy:
-    """Copy tokens of a group in some layers (the model's ids) from P's pages to D's; answer with one
-    `CopyEnded(copy_id)`.
-    """
+    """Copy tokens of a group in some layers (layer ids of the model) from P's to D's pages. Answered by one
+    `CopyEnded`."""
 
     copy_id: int
     group: str
@@ -207,14 +201,14 @@ class StartCopy:
 
 @dataclass(frozen=True, slots=True)
 class CancelCopies:
-    """Ask the transport to stop these; each still ends in its `CopyEnded`."""
+    """Ask the transport to stop these copies. Each still ends with its `CopyEnded`."""
 
     copy_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeDigests:
-    """P: digest these intervals of a group; answer with one `DigestsComputed`."""
+    """P: digest these intervals. Answered by one `DigestsComputed`."""
 
     group: str
     intervals: tuple[Interval, ...]
@@ -223,7 +217,7 @@ class ComputeDigests:
 
 @dataclass(frozen=True, slots=True)
 class CheckDigests:
-    """D: compare the destination pages with P's digests; answer with one `DigestsChecked(check_id)`."""
+    """D: compare the destination pages with P's digests. Answered by one `DigestsChecked`."""
 
     check_id: int
     digests: Digests
@@ -232,7 +226,7 @@ class CheckDigests:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Book a figure: `retries` (copies issued again), `repairs` (rounds), `bad_pieces`."""
+    """Add to a counter: `retries` (copies issued again), `repairs` (rounds), `bad_pieces`."""
 
     name: str
     by: int = 1
@@ -240,7 +234,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Tell the engine."""
+    """Pass an event to the engine."""
 
     event: HandoffEvent
 
@@ -254,7 +248,7 @@ Action = Send | StartCopy | CancelCopies | ComputeDigests | CheckDigests | Count
 class PrefillReleased:
     """P's pages of this attempt may be freed. `outcome`: `committed`, `finished`, or the reason of a failure.
 
-    May come before the prefill ends (the other side gave up); the engine then drops the request.
+    May come before the prefill ends, if the other side gave up; the engine then drops the request.
     """
 
     key: AttemptKey
@@ -263,9 +257,9 @@ class PrefillReleased:
 
 @dataclass(frozen=True, slots=True)
 class DecodeAdmitted:
-    """P can finish the prefill of an announced attempt, so that it is worth giving it destination pages.
+    """P can finish the prefill of an announced attempt, so D should allocate destination pages.
 
-    `groups`: those that P brings, None for all. What is wanted may name no other.
+    `groups`: those that P sends, None for all. `wanted` may name no other.
     """
 
     key: AttemptKey
@@ -274,7 +268,7 @@ class DecodeAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCommitted:
-    """Every wanted interval of every group is in place. The pages are the engine's alone from now on."""
+    """Every wanted interval of every group is in place. From now on the pages belong to the engine alone."""
 
     key: AttemptKey
     seeds: Seeds
@@ -292,9 +286,9 @@ class DecodeFinished:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFailed:
-    """No KV will come of this attempt. Its pages may still be written: they are NOT free yet.
+    """This attempt will deliver no KV. Its pages may still be written: they are NOT free yet.
 
-    `recoverable`: nothing but the KV is lost, so that computing it elsewhere answers the request.
+    `recoverable`: only the KV is lost, so computing it elsewhere can still answer the request.
     """
 
     key: AttemptKey
@@ -305,9 +299,8 @@ class DecodeFailed:
 
 @dataclass(frozen=True, slots=True)
 class DecodeProgress:
-    """Per group, tokens from the start of the wanted interval up to `proven` hold their final bytes, checked
-    against P's digests. Never goes back; nothing of it is lost by a later failure.
-    """
+    """Per group, tokens from the start of the wanted interval up to `proven` match P's digests. Never decreases, and
+    stays valid after a failure."""
 
     key: AttemptKey
     proven: dict[str, int]
@@ -324,6 +317,6 @@ HandoffEvent = (
     PrefillReleased | DecodeAdmitted | DecodeCommitted | DecodeFinished | DecodeFailed | DecodeProgress | DecodeReleased
 )
 
-# Failures after which computing the KV anew would not help: the request is over, or was never allowed. An engine's own
-# abort is no failure that it would be told of; P's may be of P's leg alone.
+# Failures after which recomputing the KV would not help: the request is over, or was never allowed. P's `aborted` is
+# not one of them: it may concern P's leg alone.
 FINAL_REASONS = frozenset({"incompatible_peer", "not_final", "register_refused", "superseded"})

@@ -1,7 +1,7 @@
-"""What must be equal on two engines before KV may go from one to the other.
+"""Decides by fingerprints whether KV may move between two engines.
 
-A fingerprint is a flat `{field: value}` of strings, so that a difference is named field by field. Page size,
-page count and byte layout are not in it: the planner translates between those.
+A fingerprint is a flat `{field: value}` of strings, so that differences are named field by field. It excludes page
+size, page count and byte layout, which the planner translates.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from baton.comparison import differing_facts
 from baton.errors import IncompatiblePeerError, ProtocolError
 from baton.handoff.plan.topology import Instance, plane_fields
 
-# Groups of drafters are named so; a plug-in's engines, which state no `draft_kv`, may name theirs otherwise.
+# Prefix of drafters' group names. A plug-in's engines, which state no `draft_kv`, may use others.
 _DRAFT_GROUPS = "draft"
 
 
 def geometry_fields(instance: Instance) -> dict[str, str]:
-    """The fields of each group, over all ranks, that the planner cannot translate: its layers and planes, what a plane
-    is and which heads there are of it.
+    """Per group, over all ranks, what the planner cannot translate: layers, planes, and each plane's heads.
 
-    Raises `ProtocolError` when ranks of one instance contradict each other.
+    Raises `ProtocolError` if ranks of one instance contradict each other.
     """
     fields: dict[str, str] = {}
     for group, ranks in sorted(instance.groups.items()):
@@ -38,7 +37,7 @@ def geometry_fields(instance: Instance) -> dict[str, str]:
 
 
 def compare(here: Mapping[str, str], peer: Mapping[str, str]) -> bool:
-    """Whether drafters' KV moves too, see `differing_facts`.
+    """Whether the drafters' KV moves too, see `differing_facts`.
 
     Raises `IncompatiblePeerError` naming every field that forbids a handoff.
     """
@@ -49,14 +48,13 @@ def compare(here: Mapping[str, str], peer: Mapping[str, str]) -> bool:
 
 
 def target_groups(instance: Instance) -> set[str]:
-    """The groups that are no drafter's."""
     return {group for group in instance.groups if group.partition(".")[0] != _DRAFT_GROUPS}
 
 
 def check_pair(here: Instance, peer: Instance) -> None:
-    """Raise `IncompatiblePeerError` unless both have every group, on the rank that speaks and on no other.
+    """Raise `IncompatiblePeerError` unless each side has every group, on its own rank alone.
 
-    A node whose pairs nothing joins would not notice that bytes of other ranks are missing.
+    Without something that joins pairs, a node would not notice that bytes of other ranks are missing.
     """
     differing: dict[str, tuple[object, object]] = {}
     for group in sorted({*here.groups, *peer.groups}):

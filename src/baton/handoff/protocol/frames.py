@@ -1,8 +1,8 @@
-"""How control messages become bytes, and bytes messages.
+"""Encode and decode control messages.
 
-A frame is one msgpack array `[version, session, sequence, kind, body]`. `kind` selects a size limit and a
-typed decoder in an explicit table; anything that is not in the table, too long, or of the wrong shape raises
-`ProtocolError`. Decoding never runs code chosen by the peer.
+A frame is one msgpack array `[version, session, sequence, kind, body]`. `kind` selects a size limit and a typed decoder
+in an explicit table. Anything unknown, too long or of the wrong shape raises `ProtocolError`. Decoding never runs code
+chosen by the peer.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ _LIMITS: dict[type[Message], int] = {
 
 
 def kind_of(message: Message | type[Message]) -> str:
-    """Name of a message on the wire, such as `"REGISTER"`."""
+    """Name on the wire, such as `"REGISTER"`."""
     return str(message.__struct_config__.tag)
 
 
-# A decoder is built for each concrete type, so a body of another kind is a shape error, not another message.
+# One decoder per concrete type, so a body of another kind is a shape error instead of another message.
 DECODERS: dict[str, tuple[msgspec.msgpack.Decoder[Any], int]] = {
     kind_of(cls): (msgspec.msgpack.Decoder(cls), limit) for cls, limit in _LIMITS.items()
 }
-# Room for the envelope around the largest body.
+# 256: room for the envelope.
 MAX_FRAME = max(_LIMITS.values()) + 256
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """What surrounds each body: protocol version, session of the connection, position in that session."""
+    """A frame. `session`: number of the connection. `sequence`: position in that session."""
 
     version: int
     session: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -86,13 +86,13 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 _envelope = msgspec.msgpack.Decoder(Envelope)
 _encoder = msgspec.msgpack.Encoder()
-# ValueError covers text that is not UTF-8, ProtocolError an interval that is none; msgspec wraps neither.
+# ValueError covers text that is not UTF-8, ProtocolError an invalid interval; msgspec wraps neither.
 _MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError, ProtocolError)
 M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message, session: int, sequence: int) -> bytes:
-    """One frame. Raises `ProtocolError` when the message is over its own size limit."""
+    """Raises `ProtocolError` if the message exceeds its size limit."""
     kind = kind_of(message)
     body = _encoder.encode(message)
     if len(body) > DECODERS[kind][1]:
@@ -101,7 +101,7 @@ def encode(message: Message, session: int, sequence: int) -> bytes:
 
 
 def decode(frame: bytes) -> tuple[int, int, Message]:
-    """`(session, sequence, message)` of one frame, or `ProtocolError` in one clear line."""
+    """Returns `(session, sequence, message)`. Raises `ProtocolError` with a one-line text."""
     if len(frame) > MAX_FRAME:
         raise ProtocolError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME}")
     try:

@@ -1,9 +1,8 @@
-"""What becomes of one request whose handoff is several pairs of ranks: one outcome from many.
+"""Combines the attempts of one request's rank pairs into one outcome.
 
-An instance is its ranks. Each pair of a source rank and a destination rank that has bytes to move has two machines of
-its own, which know nothing of the others. A gather stands above those of one side: it knows which pairs must come, and
-says once what became of the request. A request is committed when every pair is, and only then; when one fails, the
-others are to end. Pages are free when every pair has ended, since each of them may touch its own until then.
+Each pair of a source rank and a destination rank that has bytes to move has two state machines, which know nothing of
+other pairs. A gather on each side collects their events. A request is committed only when every pair is. When one pair
+fails, the gather ends the others. Pages are free when every pair has ended, since each may touch its own until then.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from baton.handoff.protocol.messages import AttemptKey, Pair
 
 @dataclass(frozen=True, slots=True)
 class EndPair:
-    """Give up on one pair: another of the same request has failed."""
+    """Abort one pair, because another of the same request has failed."""
 
     pair: Pair
     reason: str
@@ -30,10 +29,10 @@ class EndPair:
 def pairs(
     sources: Mapping[str, Sequence[RankGeometry]], dests: Mapping[str, Sequence[RankGeometry]], sampling: int
 ) -> dict[Pair, frozenset[str]]:
-    """The pairs of two instances that must come, and the groups of which each moves bytes; both sides compute the same.
+    """The pairs of two instances that move bytes, with the groups of each. Both sides compute the same result.
 
-    `sampling` is the source rank that has the seeds. Where it has no bytes to send, the first destination rank still
-    hears the seeds from it.
+    `sampling`: the source rank that has the seeds. If it sends no bytes, it gets a pair with the first destination
+    rank.
     """
     found: dict[Pair, set[str]] = {}
     for group, ranks in sorted(dests.items()):
@@ -45,14 +44,14 @@ def pairs(
     return {pair: frozenset(groups) for pair, groups in sorted(found.items())}
 
 
-LEAD: Pair = (0, 0)  # it always comes, and its attempt's key is that of the whole
+LEAD: Pair = (0, 0)  # always present; its key is that of the whole attempt
 
 
 def leads(source: Instance, dest: Instance) -> set[Pair]:
-    """The pairs that are opened even if they bring nothing: through one of them a process hears of the other side's
-    ranks.
+    """The pairs that are opened even if they move no bytes: from one of them a process learns the other side's ranks.
 
-    Where ranks are apart, each has one of its own with rank 0 of the other side, and each of D's hears the seeds.
+    If a side's ranks are apart (one process each), each has a pair with rank 0 of the other side. If D's are, each also
+    has a pair with the sampling rank, for the seeds.
     """
     sources, dests = (range(side.num_ranks) if side.apart else range(1) for side in (source, dest))
     seeds = {(source.sampling, rank) for rank in dests} if dest.apart else set()
@@ -60,9 +59,9 @@ def leads(source: Instance, dest: Instance) -> set[Pair]:
 
 
 def pairs_of(source: Instance, dest: Instance) -> dict[Pair, frozenset[str]]:
-    """The pairs that bring `dest` all of its groups from `source`, and those that lead them.
+    """The pairs that bring `dest` all of its groups from `source`, and those of `leads`.
 
-    Raises `IncompatiblePeerError` naming what no pair can bring, of each field first the value at the source.
+    Raises `IncompatiblePeerError` naming what no pair can bring. Each field has the source's value first.
     """
     try:
         if alone := sorted(source.groups.keys() ^ dest.groups.keys()):
@@ -76,7 +75,8 @@ def pairs_of(source: Instance, dest: Instance) -> dict[Pair, frozenset[str]]:
 
 
 def pairs_with(here: Instance, peer: Instance, *, sends: bool) -> dict[Pair, frozenset[str]]:
-    """As `pairs_of`, of an engine and its peer; `sends`: this one is the source. An error names first what is here."""
+    """`pairs_of` an engine and its peer; `sends`: this engine is the source. An error has this engine's values
+    first."""
     if sends:
         return pairs_of(here, peer)
     try:
@@ -86,15 +86,13 @@ def pairs_with(here: Instance, peer: Instance, *, sends: bool) -> dict[Pair, fro
 
 
 class PrefillGather:
-    """P's side of one request."""
-
     def __init__(self, key: AttemptKey, pairs: Mapping[Pair, frozenset[str]]) -> None:
         self._key = key
         self._pairs = sorted(pairs)
-        self._outcomes: dict[Pair, str] = {}  # in the order in which they came
+        self._outcomes: dict[Pair, str] = {}  # in order of arrival
 
     def handle(self, pair: Pair, event: ev.PrefillReleased) -> list[ev.PrefillReleased | EndPair]:
-        """One pair's pages are quiet. When all are, the request's one `PrefillReleased` comes."""
+        """One pair's pages are quiet. Returns the request's `PrefillReleased` when all are."""
         if pair not in self._pairs or pair in self._outcomes:
             return []
         self._outcomes[pair] = event.outcome
@@ -104,16 +102,15 @@ class PrefillGather:
             return [] if failed is None else [EndPair(other, failed[1], _failure(failed[0])) for other in left]
         if failed is not None:
             return [ev.PrefillReleased(self._key, failed[1])]
-        # Pairs that disagree about whether anything is left to decode did not serve the same request.
+        # Pairs that disagree on whether anything is left to decode did not serve the same request.
         outcomes = set(self._outcomes.values())
         return [ev.PrefillReleased(self._key, outcomes.pop() if len(outcomes) == 1 else "incomplete_commit")]
 
 
 class DecodeGather:
-    """D's side of one request. `pairs` are those that must come, with the groups of each; the seeds are those of rank
-    `sampling` of P.
+    """D's side of one request. `pairs` as of `pairs_of`. `sampling`: the rank of P whose seeds count.
 
-    Raises `ProtocolError` when that rank is in no pair.
+    Raises `ProtocolError` if that rank is in no pair.
     """
 
     def __init__(self, key: AttemptKey, pairs: Mapping[Pair, frozenset[str]], sampling: int) -> None:
@@ -130,7 +127,7 @@ class DecodeGather:
         self._failed = False
 
     def handle(self, pair: Pair, event: ev.HandoffEvent) -> list[ev.HandoffEvent | EndPair]:
-        """One event of one pair's machine; what the engine is told, and which pairs are to end."""
+        """Returns events for the engine, and pairs to abort."""
         if pair not in self._pairs or pair in self._ended:
             return []
         match event:
@@ -156,7 +153,7 @@ class DecodeGather:
         return [ev.DecodeAdmitted(self._key, self._brought)]
 
     def _progress(self, pair: Pair, proven: dict[str, int]) -> list[ev.HandoffEvent | EndPair]:
-        """A token is proven when all pairs that bring a part of its bytes have proven theirs."""
+        """A token is proven when all pairs that move a part of its bytes have proven theirs."""
         self._proven[pair] = proven
         told: dict[str, int] = {}
         for group in proven:
@@ -210,5 +207,5 @@ def _good(event: ev.HandoffEvent) -> TypeGuard[ev.DecodeCommitted | ev.DecodeFin
 
 
 def _failure(pair: Pair) -> str:
-    """What the other pairs' peers are told, so that whoever hears of it first names the pair that failed."""
+    """Sent to the peers of the other pairs, so that whichever is reported first names the pair that failed."""
     return f"rank {pair[0]} to rank {pair[1]} has ended"

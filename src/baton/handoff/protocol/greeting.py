@@ -1,10 +1,10 @@
-"""How engines prove to each other in HELLO that they are of one deployment: they know its ticket key.
+"""How engines prove in HELLO that they know the deployment's ticket key.
 
 A proof is an HMAC-SHA256 under that key over the HELLO itself, the challenge that the other side drew for this
-connection, the address that was dialled, and who of the two dialled. So a HELLO that was overheard proves nothing in
-another connection, neither side can be made to speak for the other, and a proof meant for one engine is of no use at
-another. From then on each frame is sealed by a key of that session: a socket that loses its connection dials again by
-itself, and somebody else may listen at the address by then.
+connection, the dialled address, and which side speaks. So an overheard HELLO proves nothing in another connection, a
+side's own proof cannot be reflected to it, and a proof for one engine is useless at another. After that each frame is
+sealed with a key of the session, because a socket that loses its connection dials again by itself, and by then another
+process may listen at the address.
 """
 
 from __future__ import annotations
@@ -26,27 +26,26 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def prove(key: bytes, side: Side, address: str, challenge: bytes, hello: Hello) -> Hello:
-    """`hello` with the proof of who says it. `challenge` is the other side's, `address` the one that was dialled."""
+    """`hello` with its proof. `challenge`: the other side's. `address`: the dialled one."""
     return msgspec.structs.replace(hello, proof=_proof(key, side, address, challenge, hello))
 
 
 def is_proven(key: bytes, side: Side, address: str, challenge: bytes, hello: Hello) -> bool:
-    """Whether the sender of `hello`, which stands on `side` of the connection, knows the key."""
+    """Whether the sender of `hello`, on `side` of the connection, knows the key."""
     return hmac.compare_digest(hello.proof, _proof(key, side, address, challenge, hello))
 
 
 def session_key(key: bytes, dialler: bytes, listener: bytes) -> bytes:
-    """What seals the frames of one session, from the challenges of who dialled and of who listens."""
+    """The key that seals the frames of one session."""
     return hmac.new(key, _SESSION + dialler + listener, hashlib.sha256).digest()
 
 
 def seal(key: bytes, side: Side, frame: bytes) -> bytes:
-    """The mark of a frame that `side` sends: 16 bytes."""
+    """The 16-byte seal of a frame sent by `side`."""
     return hmac.new(key, side.encode() + frame, hashlib.sha256).digest()[:16]
 
 
 def is_sealed(key: bytes, side: Side, frame: bytes, mark: bytes) -> bool:
-    """Whether the mark is that of the frame, which `side` has sent."""
     return hmac.compare_digest(mark, seal(key, side, frame))
 
 

@@ -1,4 +1,4 @@
-"""What both halves of an attempt have."""
+"""Base class of both state machines of an attempt."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from baton.wire import Integrity, Mode
 
 
 class Half:
-    """One side of an attempt. At most `max_retries` copies are issued again after a failure, and as many rounds of
-    repair begun; `round` counts these. `reason` is why it ended.
-    """
+    """`max_retries` bounds both the failed copies that are issued again and the rounds of repair, which `round` counts.
+    `reason`: why the attempt ended."""
 
     def __init__(self, key: AttemptKey, mode: Mode, max_retries: int, integrity: Integrity) -> None:
         self.key = key

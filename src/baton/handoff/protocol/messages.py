@@ -1,7 +1,7 @@
-"""Control messages between a prefill engine (P) and a decode engine (D). `frames.py` makes them bytes.
+"""Control messages between a prefill engine (P) and a decode engine (D). `frames.py` encodes them.
 
-KV is addressed by token interval `[start, stop)` and block table (page id of token t at index
-t // page_size); request ids do not occur: only an `AttemptKey` matches.
+KV is addressed by token interval `[start, stop)` and block table (page id of token t at index t // page_size). Messages
+contain no request ids: only an `AttemptKey` matches.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from baton.wire import TicketText, TokenLogprobs
 MAX_PAGES = 1 << 20
 MAX_DRAFTS = 256
 MAX_DRAFTER_STATES = 1 << 20
-# A digest covers at most this many tokens, and never tokens on both sides of a multiple of it.
+# A digest covers at most this many tokens, and never crosses a multiple of it.
 PIECE_TOKENS = 64
 MAX_PIECES = MAX_TOKENS // PIECE_TOKENS
 MAX_HASHES = 2048  # layers times planes
 DIGEST_BYTES = 8
 MAX_ROUNDS = 16
-# Each of them is a copy of its own.
+# Each of them is a separate copy.
 MAX_REPAIRS = 256
 MAX_LEASE_S = 600.0
 CHALLENGE_BYTES = 16
@@ -49,12 +49,11 @@ Pair = tuple[int, int]  # (source rank, destination rank)
 
 
 class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
-    """Identity of one attempt to hand one request over. Nothing else is ever matched on.
+    """Identity of one attempt to hand over one request. Nothing else is ever matched on.
 
-    `transfer_id` is 128 random bits from the router; the incarnations name the two processes (a restarted
-    engine has another one), so that a message for a dead process can never reach its successor's state. Each pair of
-    ranks that has bytes to move is an attempt of its own; the key of the whole is that of the pair (0, 0), which always
-    comes.
+    `transfer_id`: 128 random bits from the router. The incarnations name the two processes, so a message for a dead
+    process never reaches its successor's state. Each pair of ranks is an attempt of its own; the key of the whole is
+    that of pair (0, 0), which is always present.
     """
 
     transfer_id: TransferId
@@ -66,16 +65,14 @@ class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def pair(self) -> Pair:
-        """The source rank and the destination rank."""
         return self.source_rank, self.dest_rank
 
     @property
     def ends(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """Process and rank on either side."""
+        """(incarnation, rank) of P and of D."""
         return (self.prefill_incarnation, self.source_rank), (self.decode_incarnation, self.dest_rank)
 
     def of_pair(self, pair: Pair) -> AttemptKey:
-        """This attempt's key between two other ranks."""
         return msgspec.structs.replace(self, source_rank=pair[0], dest_rank=pair[1])
 
     def __str__(self) -> str:
@@ -84,12 +81,12 @@ class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Seeds(msgspec.Struct, frozen=True):
-    """What lets D start with a verification instead of recomputing the last prompt token.
+    """What D needs to start with a verification instead of recomputing the last prompt token.
 
-    `first_token` is the token sampled at position n (n prompt tokens), `first_logprobs` its logprobs where
-    asked for, `draft_token_ids` the drafter's guesses for positions n+1 and on. `drafter_states`: of a drafter of K
-    modules that are used one after the other, the rows [K - 1, E], little-endian float32, that the later modules take
-    from those before them at their first entries behind the prompt; else empty.
+    `first_token`: the token sampled at position n (n prompt tokens). `first_logprobs`: its logprobs if requested.
+    `draft_token_ids`: drafts for positions n+1 and on. `drafter_states`: for a drafter of K chained modules the rows [K
+    - 1, E], little-endian float32, that later modules take from earlier ones at their first entries after the prompt;
+    else empty.
     """
 
     first_token: Token
@@ -98,32 +95,31 @@ class Seeds(msgspec.Struct, frozen=True):
     drafter_states: Annotated[bytes, Meta(max_length=MAX_DRAFTER_STATES)] = b""
 
 
-# Of a rank that does not sample. No vocabulary has such a token, so whoever took it for one would be found out.
+# Seeds of a rank that does not sample. No vocabulary contains this token, so a use of it would be noticed.
 NO_SEEDS = Seeds(first_token=(1 << 31) - 1)
 
 
 class PieceDigest(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of some tokens of one group, at most `PIECE_TOKENS` of them and never across a multiple of it:
-    `DIGEST_BYTES` per layer and plane, layers by their ids, planes in the geometry's order.
-    """
+    """Digests of at most `PIECE_TOKENS` tokens of one group that do not cross a multiple of it: `DIGEST_BYTES` per
+    layer and plane, layers by id, planes in the geometry's order."""
 
     tokens: Interval
     hashes: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_HASHES)]
 
 
-# By group, in token order.
+# Per group, in token order.
 Digests = Annotated[dict[Name, Annotated[list[PieceDigest], Meta(max_length=MAX_PIECES)]], Meta(max_length=MAX_GROUPS)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="kind"):
-    """Base of all messages."""
+    """Base class."""
 
 
 class Hello(Message, frozen=True, tag="HELLO"):
-    """Opens a session: D's first says what its challenge is, P's answer proves P by it, D's second proves D by P's
-    challenge and brings D's `descriptor` of the transport, P's second answer brings P's.
+    """Opens a session in four messages: D's first carries D's challenge; P's answer proves P; D's second proves D and
+    carries D's transport `descriptor`; P's second answer carries P's.
 
-    `challenge` is random, the sender's own for this connection; `proof` is empty in D's first (`greeting.py`).
+    `challenge`: random, drawn by the sender for this connection. `proof`: empty in D's first (`greeting.py`).
     """
 
     engine_id: Name
@@ -145,8 +141,8 @@ class Bye(Message, frozen=True, tag="BYE"):
 class Renew(Message, frozen=True, tag="RENEW"):
     """Keeps a session alive: the sender counts as alive for `lease` seconds after this arrives.
 
-    The receiver sends the same `nonce` back with `echo` set, which measures the round trip; an echo renews
-    the other direction. `stalled`: the agent lives, but the engine behind it hangs, so that nothing will come.
+    The receiver returns `nonce` with `echo` set, which measures the round trip and renews the other direction.
+    `stalled`: the agent lives but its engine hangs.
     """
 
     lease: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
@@ -156,23 +152,23 @@ class Renew(Message, frozen=True, tag="RENEW"):
 
 
 class AttemptMessage(Message, frozen=True):
-    """Base of the messages that belong to one attempt."""
+    """Base of the messages of one attempt."""
 
     key: AttemptKey
 
 
 class Announce(AttemptMessage, frozen=True, tag="ANNOUNCE"):
-    """D to P: this leg waits here, and will be registered once P has admitted it. Carries the router's ticket."""
+    """D to P: D has this leg, and will register it once P has admitted it. Carries the router's ticket."""
 
     ticket: TicketText
 
 
 class Admitted(AttemptMessage, frozen=True, tag="ADMITTED"):
-    """P to D: P has pages for the whole prompt, so that its prefill waits for nothing any more."""
+    """P to D: P has pages for the whole prompt, so its prefill waits for nothing else."""
 
 
 class Register(AttemptMessage, frozen=True, tag="REGISTER"):
-    """D to P: the intervals wanted per group and, for push, D's block tables. Carries the router's ticket."""
+    """D to P: the wanted interval per group and, for push, D's block tables. Carries the router's ticket."""
 
     ticket: TicketText
     wanted: Intervals
@@ -195,7 +191,7 @@ class ReadDone(AttemptMessage, frozen=True, tag="READ_DONE"):
 
 
 class Confirm(AttemptMessage, frozen=True, tag="CONFIRM"):
-    """P to D, pull: the pages were this attempt's until READ_DONE came, so what was read is good.
+    """P to D, pull: the pages belonged to this attempt until READ_DONE arrived, so the data read is valid.
 
     `seeds_digest` is empty with integrity off.
     """
@@ -205,9 +201,9 @@ class Confirm(AttemptMessage, frozen=True, tag="CONFIRM"):
 
 
 class Progress(AttemptMessage, frozen=True, tag="PROGRESS"):
-    """P to D, push: the pieces that `digests` cover are copied and visible. D can check them while P prefills on.
+    """P to D, push: the pieces that `digests` cover are copied and visible. D can check them during the prefill.
 
-    Never repeated: COMMIT brings the digests again.
+    Never repeated: COMMIT contains the digests again.
     """
 
     digests: Digests
@@ -216,8 +212,8 @@ class Progress(AttemptMessage, frozen=True, tag="PROGRESS"):
 class Commit(AttemptMessage, frozen=True, tag="COMMIT"):
     """P to D, push: every copy is done and visible. `final` as in READY; the counts are for metrics.
 
-    `round` counts the REPAIRs that P has carried out: D takes a COMMIT of the round that it waits for, and no
-    other. `digests` and `seeds_digest` are empty with integrity off.
+    `round`: number of REPAIRs that P has carried out; D accepts only a COMMIT of the round that it waits for. `digests`
+    and `seeds_digest` are empty with integrity off.
     """
 
     final: Annotated[dict[Name, Position], Meta(max_length=MAX_GROUPS)]
@@ -230,9 +226,9 @@ class Commit(AttemptMessage, frozen=True, tag="COMMIT"):
 
 
 class Repair(AttemptMessage, frozen=True, tag="REPAIR"):
-    """D to P, push: these tokens, in order, did not match their digests; where there are none, the seeds did not.
+    """D to P, push: these tokens, in order, did not match their digests. If `bad` is empty, the seeds did not.
 
-    P copies them again and sends COMMIT of this `round`, which is one above that of the COMMIT in question.
+    P copies them again and sends a COMMIT of this `round`, which is one above that of the rejected COMMIT.
     """
 
     round: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)]
@@ -246,33 +242,33 @@ class Finished(AttemptMessage, frozen=True, tag="FINISHED"):
 
 
 class Ack(AttemptMessage, frozen=True, tag="ACK"):
-    """D to P: committed or finished. P may free."""
+    """D to P: committed or finished. P may free its pages."""
 
 
 class Nack(AttemptMessage, frozen=True, tag="NACK"):
-    """P to D: the REGISTER is refused. Proves nothing about memory: D still asks with CANCEL."""
+    """P to D: the ANNOUNCE or REGISTER is refused. Proves nothing about memory: D still sends CANCEL."""
 
     reason: Reason
     message: Text = ""
 
 
 class Cancel(AttemptMessage, frozen=True, tag="CANCEL"):
-    """Either side: the attempt is over; issue no more copies and tell when yours have ended."""
+    """Either side: the attempt is over. Issue no more copies, and reply when yours have ended."""
 
     reason: Reason
     message: Text = ""
 
 
 class Cancelled(AttemptMessage, frozen=True, tag="CANCELLED"):
-    """Either side: no copy issued by the sender is outstanding, and none will start, for this attempt."""
+    """Either side: no copy of this attempt issued by the sender is outstanding, and none will start."""
 
     reason: Reason
 
 
 def check_table(group: str, pages: list[int], tokens: Interval, page_size: int, num_pages: int) -> None:
-    """Check that `tokens` lie in distinct, existing, non-null pages of a block table.
+    """Check that `tokens` lie in distinct, existing, non-null pages of a block table. An empty interval needs no page.
 
-    Raises `ProtocolError` naming the group. An empty interval needs no page.
+    Raises `ProtocolError` naming the group.
     """
     if tokens.empty:
         return

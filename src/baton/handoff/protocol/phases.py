@@ -1,4 +1,4 @@
-"""Where each half of an attempt is."""
+"""Phases of the two state machines of an attempt."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from enum import Enum
 
 
 class PrefillPhase(Enum):
-    """Where P's half of an attempt is."""
+    """Of P's machine."""
 
     OPEN = "open"  # prefilling, or waiting for REGISTER
-    OFFERED = "offered"  # COMMIT, READY, CONFIRM or FINISHED sent and repeated until answered
+    OFFERED = "offered"  # COMMIT, READY, CONFIRM or FINISHED sent, and repeated until answered
     CLOSING = "closing"  # failed; waiting until the pages are quiet
     CLOSED = "closed"  # nothing left to do
 
 
 class DecodePhase(Enum):
-    """Where D's half of an attempt is."""
+    """Of D's machine."""
 
-    WAITING = "waiting"  # no session with P yet: nothing was sent
+    WAITING = "waiting"  # no session with P yet, nothing sent
     ANNOUNCED = "announced"  # ANNOUNCE sent, no destination pages yet
     REGISTERED = "registered"  # REGISTER or REPAIR sent
     READING = "reading"  # pull: own reads outstanding
-    CHECKING = "checking"  # everything is here; digests are being compared
+    CHECKING = "checking"  # all data arrived; digests are being compared
     READ = "read"  # pull: READ_DONE sent
     CLOSING = "closing"  # failed; waiting until the pages are quiet
     FAILED = "failed"  # failed, and released

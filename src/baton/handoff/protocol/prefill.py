@@ -1,14 +1,13 @@
-"""P's half of one attempt as a pure state machine: events in, actions out.
+"""P's state machine for one attempt. Pure: events in, actions out.
 
-D announces itself, and hears ADMITTED once P's engine has pages for the whole prompt.
+D announces itself, and gets ADMITTED once P's engine has pages for the whole prompt.
 
-Push: P copies each newly final stretch once D has registered, COMMITs when all copies are done, copies again
-what D found bad (REPAIR), and frees on ACK. Pull: P offers READY when its prefill is over, D reads and says
-READ_DONE, P CONFIRMs and frees on ACK. With integrity on, each final stretch is digested as it is copied.
+Push: once D has registered, P copies each newly final interval, sends COMMIT when all copies are done, copies bad
+pieces again (REPAIR), and frees on ACK. Pull: P sends READY after its prefill, D reads and sends READ_DONE, P sends
+CONFIRM and frees on ACK. With integrity on, each final interval is digested as it is copied.
 
-Freeing: only the issuer of copies can prove that memory is quiet. In push that is P itself; in pull P waits
-for ACK, CANCELLED, or the proof that D can read no more. A deadline alone frees nothing that D may still
-read.
+Freeing: only the side that issues copies can prove that memory is quiet. In pull, P waits for ACK, CANCELLED, or proof
+that D can read no more. A deadline alone frees nothing that D may still read.
 """
 
 from __future__ import annotations
@@ -27,12 +26,13 @@ from baton.wire import Integrity, Mode
 
 
 class PrefillHandoff(Half):
-    """State machine of P for one attempt. It may begin with `Opened` or with a REGISTER.
+    """State machine of P for one attempt. It begins with `Opened`, ANNOUNCE or REGISTER.
 
-    `ticket` is the router's signed ticket by which P's engine or D began the attempt. `groups` are the names of the
-    groups of which this pair of ranks moves bytes: those of P's rank, until D's instance is known. `handle` raises
-    `ProtocolError` for an ANNOUNCE or REGISTER that shows another ticket, for a REGISTER that contradicts the groups,
-    and for a REPAIR of what was not wanted; the attempt is then as before.
+    `ticket`: the router's, with which P's engine or D began the attempt. `groups`: those whose bytes this pair of ranks
+    moves; all of P's rank until D's instance is known.
+
+    `handle` raises `ProtocolError` for an ANNOUNCE or REGISTER with another ticket, a REGISTER that contradicts
+    `groups`, and a REPAIR of tokens that were not wanted; the attempt is then unchanged.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PrefillHandoff(Half):
         self.announced = False
         self.released = False
         self.registered = False
-        self._known = False  # D has spoken, so it may wait for an answer
+        self._known = False  # D has sent a message, so it may wait for an answer
         self._register: msg.Register | None = None
         self._stretches = Stretches(key, mode, integrity, self.copies)
         self._seeds: msg.Seeds | None = None
@@ -73,12 +73,12 @@ class PrefillHandoff(Half):
         return self.phase is PrefillPhase.CLOSED
 
     def begun_with(self, ticket: str) -> bool:
-        """Whether a ticket is the one by which this attempt began. A closed attempt has let go of its ticket and takes
-        any: it starts nothing, and all that it tells is how it ended."""
+        """Whether this attempt began with `ticket`. A closed attempt has dropped its ticket and accepts any: it only
+        answers how it ended."""
         return self.closed or ticket == self._ticket
 
     def handle(self, event: ev.MachineEvent) -> list[ev.Action]:
-        """Take one event; the actions are to be carried out in order."""
+        """The actions must be carried out in order."""
         match event:
             case ev.Opened():
                 self.opened = True
@@ -121,7 +121,7 @@ class PrefillHandoff(Half):
         match message:
             case msg.Announce():
                 self.announced = True
-                # The request may have ended with its first token before D came.
+                # The request may have ended with its first token before D's ANNOUNCE.
                 return self._say_admitted() or self._advance() or self._repeat() or self._answer()
             case msg.Register():
                 return self._registered(message)
@@ -135,7 +135,7 @@ class PrefillHandoff(Half):
             case msg.Ack():
                 return self._acknowledged()
             case msg.Cancel(_, reason, text):
-                # A failed copy may have closed the attempt already: D's question still needs its answer.
+                # A failed copy may have closed the attempt already, and D's CANCEL still needs an answer.
                 return self._fail(reason, text, tell=False) or self._answer()
             case msg.Cancelled(_, reason):
                 self._peer_quiet = True
@@ -156,7 +156,7 @@ class PrefillHandoff(Half):
             raise ProtocolError("REGISTER for push must bring a block table for each group")
         self.registered = True
         if self.phase is not PrefillPhase.OPEN:
-            # The attempt was over before D came; it learns so at once.
+            # The attempt ended before D registered: tell D at once.
             return self._repeat() or self._answer()
         self._register = message
         self._stretches.begin(message)
@@ -164,8 +164,8 @@ class PrefillHandoff(Half):
 
     def _acknowledged(self) -> list[ev.Action]:
         if self._offer is None or isinstance(self._offer, msg.Ready):
-            return []  # nothing was committed that could be acknowledged
-        # An ACK that comes after a deadline frees as well: D has committed, and reads no more.
+            return []  # nothing was committed
+        # An ACK after a deadline frees too: D has committed, and reads no more.
         self._peer_quiet = True
         if self.phase is PrefillPhase.OFFERED:
             self._close()
@@ -227,7 +227,7 @@ class PrefillHandoff(Half):
         return self._advance() or [action for copy in copies for action in self._progress(copy)]
 
     def _repair(self, message: msg.Repair) -> list[ev.Action]:
-        """Copy again what D found bad. A REPAIR that was carried out is answered with its COMMIT again."""
+        """A REPAIR that was carried out already is answered by its COMMIT."""
         if self.phase is not PrefillPhase.OFFERED or not isinstance(self._offer, msg.Commit):
             return self._answer()
         if message.round <= self.round:
@@ -242,7 +242,7 @@ class PrefillHandoff(Half):
         return [ev.Count("repairs"), *copies, *self._advance()]
 
     def _finish(self) -> list[ev.Action]:
-        """The request ended with its first token: stop copying, free, and tell D once it has been heard of."""
+        """The request ended with its first token: stop copying, free, and tell D if it has announced or registered."""
         if self.copies.outstanding:
             return self.copies.cancel()
         actions = self._release("finished")
@@ -267,11 +267,11 @@ class PrefillHandoff(Half):
             return [] if self.copies.outstanding else self._advance()
         if not event.ok:
             return self.copies.again(copy) or self._fail("transfer_failed", event.message)
-        # COMMIT says all that PROGRESS could.
+        # A COMMIT makes PROGRESS redundant.
         return self._advance() or self._progress(copy)
 
     def _progress(self, copy: ev.StartCopy) -> list[ev.Action]:
-        # After a REPAIR an earlier PROGRESS counts no more, and the next COMMIT says all.
+        # After a REPAIR, D ignores PROGRESS, and the next COMMIT covers everything.
         return [] if self.round else self._stretches.progress(copy)
 
     # ------------------------------------------------------------ the end
@@ -286,7 +286,6 @@ class PrefillHandoff(Half):
         return actions + self.copies.cancel() + self._settle()
 
     def _settle(self) -> list[ev.Action]:
-        """Free and answer as soon as the pages are quiet."""
         if self.phase is not PrefillPhase.CLOSING or self.copies.outstanding:
             return []
         if self._exposed and not self._peer_quiet:
@@ -296,12 +295,12 @@ class PrefillHandoff(Half):
         return answer + self._release(self.reason)
 
     def _close(self) -> None:
-        # What is left is a tombstone, which answers until its ticket has expired: let go of the tables and the text.
+        # What remains is a tombstone that answers until its ticket expires: drop tables and texts.
         self.phase, self._ticket, self._register, self._offer = PrefillPhase.CLOSED, "", None, None
         self._stretches.forget()
 
     def _answer(self) -> list[ev.Action]:
-        """Say CANCELLED again where P's own copies have ended, whatever D still does."""
+        """Repeat CANCELLED if P's own copies have ended, whatever D still does."""
         if self.phase in (PrefillPhase.OPEN, PrefillPhase.OFFERED) or self.copies.outstanding:
             return []
         return [ev.Send(msg.Cancelled(self.key, self.reason))]
@@ -320,5 +319,5 @@ class PrefillHandoff(Half):
         return self._notify_released()
 
     def _notify_released(self) -> list[ev.Action]:
-        # An engine that has not opened the attempt holds no pages for it, and is told when it opens it.
+        # An engine that has not opened the attempt holds no pages for it. It is notified when it opens the attempt.
         return [ev.Notify(ev.PrefillReleased(self.key, self.reason))] if self.opened else []

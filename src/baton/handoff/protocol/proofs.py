@@ -1,4 +1,4 @@
-"""What D has proven of one attempt: pieces whose bytes match P's digests, and checks under way."""
+"""What D has proven in one attempt: pieces that match P's digests, and running checks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from baton.kv.interval import Interval
 
 @dataclass(slots=True)
 class Proofs:
-    """`wanted` are the intervals per group, `pages` D's block tables."""
+    """`wanted`: the intervals per group. `pages`: D's block tables."""
 
     wanted: dict[str, Interval]
     pages: dict[str, list[int]]
-    _pieces: dict[str, dict[int, PieceDigest]] = field(default_factory=dict)  # proven, by group and start
+    _pieces: dict[str, dict[int, PieceDigest]] = field(default_factory=dict)  # proven pieces, by group and first token
     _checks: dict[int, Digests] = field(default_factory=dict)
     _next_id: int = 0
 
     @property
     def checking(self) -> bool:
-        """True while a check is under way."""
         return bool(self._checks)
 
     def check(self, digests: Digests) -> list[Action]:
-        """Begin to check what is neither proven nor being checked; nothing when there is no such thing."""
+        """Check pieces that are neither proven nor being checked."""
         todo = self._without(self.unproven(digests), self._under_way())
         if not todo:
             return []
@@ -35,7 +34,7 @@ class Proofs:
         return [CheckDigests(check_id, todo, self.pages)]
 
     def checked(self, event: DigestsChecked) -> bool:
-        """Book a check; False for one that was forgotten."""
+        """Record the result of a check. False if the check was forgotten."""
         todo = self._checks.pop(event.check_id, None)
         if todo is None:
             return False
@@ -46,11 +45,11 @@ class Proofs:
         return True
 
     def forget_checks(self) -> None:
-        """Copies begin anew, so that checks under way look at bytes that are about to change: forget them."""
+        """Forget running checks: new copies are about to change the bytes that they read."""
         self._checks.clear()
 
     def unproven(self, digests: Digests) -> Digests:
-        """The part of `digests` that no check has confirmed, without empty groups."""
+        """Pieces that no check has confirmed, without empty groups."""
         return self._without(digests, self._pieces)
 
     def _under_way(self) -> dict[str, dict[int, PieceDigest]]:
@@ -70,7 +69,7 @@ class Proofs:
         return left
 
     def proven(self) -> dict[str, int]:
-        """Per group that has some, the end of the tokens proven without a gap from the start of what is wanted."""
+        """Per group that has some, the end of the tokens proven without a gap from the start of the wanted interval."""
         ends: dict[str, int] = {}
         for group, pieces in sorted(self._pieces.items()):
             at = start = self.wanted[group].start
@@ -82,7 +81,7 @@ class Proofs:
 
 
 def tokens_of(digests: Digests) -> dict[str, list[Interval]]:
-    """The tokens of `digests` per group, neighbours joined."""
+    """The tokens of `digests` per group, adjacent pieces merged."""
     out: dict[str, list[Interval]] = {}
     for group, pieces in sorted(digests.items()):
         joined = out.setdefault(group, [])

@@ -1,4 +1,4 @@
-"""P's groups in one attempt: what of them is final, and what of that is copied and digested."""
+"""P's groups in one attempt: how far each is final, copied and digested."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from baton.wire import Integrity, Mode
 
 @dataclass(slots=True)
 class _Partial:
-    """Tokens below `stop` that are final in the layers below `layers` alone; those below `copied` are copied, or being
-    so."""
+    """Tokens below `stop` are final only in the layers below `layers`; the layers below `copied` are copied, or being
+    copied."""
 
     stop: int
     layers: int
@@ -26,16 +26,16 @@ class _Partial:
 
 
 class Stretches:
-    """Follows each group as it becomes final: copies (push) and digests each token once. Of a stretch that becomes
-    final layer by layer each layer is copied once; it is digested, and D told of it, when all its layers are final.
+    """Copies (push) and digests each token once, as soon as it is final. If an interval becomes final layer by layer,
+    each layer is copied once; the interval is digested and reported to D when all its layers are final.
 
-    `final` is, per group, the end of what no later step changes; `pages` the block tables so far; `digests` what is
-    digested of it, in token order.
+    `final`: per group, the end of the final tokens. `pages`: the block tables so far. `digests`: those so far, in token
+    order.
     """
 
     def __init__(self, key: AttemptKey, mode: Mode, integrity: Integrity, copies: CopyLedger) -> None:
         self.final: dict[str, int] = {}
-        self.computed = False  # the engine has said so of the whole prompt
+        self.computed = False  # the engine has declared the whole prompt final in some group
         self.pages: dict[str, list[int]] = {}
         self.digests: msg.Digests = {}
         self._key = key
@@ -43,21 +43,19 @@ class Stretches:
         self._integrity = integrity
         self._copies = copies
         self._prompt_len = 0
-        # Per group, tokens below are copied (push) and digested, or being so; None before D has registered.
+        # Per group, tokens below are copied (push) and digested, or in progress; None before D has registered.
         self._reached: dict[str, int] | None = None
         self._partial: dict[str, _Partial] = {}
-        # Groups with copies of layers that were withdrawn: what they bring late must not lie over what is copied again.
+        # Groups with copies of withdrawn layers: a late one must not overwrite what is copied again.
         self._stale: set[str] = set()
         self._computing = 0
-        self._untold: dict[str, list[ev.StartCopy]] = {}  # copies that are done before their digests are taken
+        self._untold: dict[str, list[ev.StartCopy]] = {}  # copies that ended before their digests were ready
 
     @property
     def at_rest(self) -> bool:
-        """True when no copy and no digest is under way."""
         return not self._copies.outstanding and not self._computing
 
     def declare(self, event: ev.Declared) -> None:
-        """Take in block tables, and how far the engine says that each group is final."""
         self._prompt_len = event.prompt_len
         self.computed = self.computed or event.prompt_len in event.final.values()
         for group, pages in event.pages.items():
@@ -66,9 +64,8 @@ class Stretches:
         self.extend(event.final)
 
     def written(self, event: ev.LayersWritten) -> None:
-        """Take in which layers of the forward under way the engine says are written."""
         if self._mode == "pull":
-            return  # D reads when all is final
+            return  # D reads when everything is final
         self._prompt_len = event.prompt_len
         for group, stop in event.final.items():
             stop = min(stop, self._prompt_len)
@@ -82,7 +79,7 @@ class Stretches:
             known.layers = max(known.layers, event.layers)
 
     def withdraw(self) -> None:
-        """Layers that were written may be written again."""
+        """Written layers may be written again."""
         for group in list(self._partial):
             self._drop(group)
 
@@ -94,7 +91,7 @@ class Stretches:
         return self._reached is None or group in self._reached
 
     def extend(self, final: Mapping[str, int]) -> None:
-        """More is final; never beyond the prompt."""
+        """More tokens are final; never beyond the prompt."""
         for group, end in final.items():
             if self._moves(group):
                 self.final[group] = reached = max(self.final.get(group, 0), min(end, self._prompt_len))
@@ -103,17 +100,17 @@ class Stretches:
                     self._drop(group)
 
     def begin(self, register: msg.Register) -> None:
-        """D says from where on it wants each group; what it does not name, another pair of ranks brings."""
+        """D's REGISTER has come. Other pairs of ranks send the groups that it does not name."""
         self.final = {group: self.final.get(group, 0) for group in register.wanted}
         self.pages = {group: pages for group, pages in self.pages.items() if group in register.wanted}
         self._reached = {group: tokens.start for group, tokens in register.wanted.items()}
 
     def beyond(self, register: msg.Register) -> list[str]:
-        """The groups in which D wants more than is final."""
+        """Groups of which D wants more than is final."""
         return [group for group, tokens in register.wanted.items() if tokens.stop > self.final[group]]
 
     def follow(self, register: msg.Register) -> list[ev.Action]:
-        """Copy (push) and digest what has become final."""
+        """Copy (push) and digest newly final tokens."""
         actions: list[ev.Action] = []
         reached = self._reached or {}
         for group in sorted(register.wanted):
@@ -137,7 +134,7 @@ class Stretches:
         return actions
 
     def _follow_layers(self, group: str, wanted: Interval, register: msg.Register) -> list[ev.Action]:
-        """Copy the layers of a stretch that have become final since the last call."""
+        """Copy the newly final layers of an interval."""
         partial = self._partial.get(group)
         if partial is None or partial.layers <= partial.copied:
             return []
@@ -148,10 +145,7 @@ class Stretches:
         return [self._copies.start(group, tokens, self.pages[group], register.pages[group], layers)]
 
     def again(self, register: msg.Register, repair: msg.Repair) -> list[ev.Action]:
-        """Copy again what did not match its digests.
-
-        Raises `ProtocolError`, before anything is copied, for what was not wanted.
-        """
+        """Copy bad tokens again. Raises `ProtocolError`, before any copy starts, for tokens that were not wanted."""
         for group, bad in repair.bad.items():
             wanted = register.wanted.get(group, Interval(0, 0))
             at = wanted.start
@@ -166,7 +160,7 @@ class Stretches:
         ]
 
     def digested(self, event: ev.DigestsComputed) -> list[ev.StartCopy]:
-        """Keep digests. Returns the copies that ended before them, of which D can be told now."""
+        """Returns the copies that ended before their digests, which can be reported to D now."""
         self.digests.setdefault(event.group, []).extend(event.pieces)
         return self._untold.pop(event.group, [])
 
@@ -175,8 +169,8 @@ class Stretches:
         self._computing -= 1
 
     def progress(self, copy: ev.StartCopy) -> list[ev.Action]:
-        """Tell D what a copy that has ended brought it, now or when its digests are taken."""
-        # The last copy of a stretch tells of all its layers.
+        """Report to D what an ended copy has moved, now or when its digests are ready."""
+        # The last copy of an interval reports all its layers.
         if copy.tokens.stop > (self._reached or {}).get(copy.group, 0) or self._copies.touches(copy.group, copy.tokens):
             return []
         pieces = [piece for piece in self.digests.get(copy.group, []) if copy.tokens.covers(piece.tokens)]
@@ -186,7 +180,6 @@ class Stretches:
         return [ev.Send(msg.Progress(self._key, {copy.group: pieces}))]
 
     def forget(self) -> None:
-        """Let go of tables and digests."""
         self.pages, self.digests, self._untold, self._partial = {}, {}, {}, {}
 
 

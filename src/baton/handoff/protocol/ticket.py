@@ -1,11 +1,11 @@
 """Tickets: the router's signed permission for one attempt of one handoff.
 
-An engine dials the peer that a ticket names, and serves KV only to the peer that a ticket names. A ticket is
-`base64url(msgpack(Ticket) + HMAC-SHA256)` without padding; it expires, and serves one attempt: `Redeemer` sees to
-that where requests come in, the tombstones of attempts where REGISTER does.
+An engine dials, and serves KV to, only the peer that a ticket names. A ticket is `base64url(msgpack(Ticket) +
+HMAC-SHA256)` without padding. It expires, and serves one attempt: `Redeemer` ensures that for requests, the tombstones
+of attempts for REGISTER.
 
-When it expires is said twice, in the monotonic clock of either engine, which the router has read. So nobody's time of
-day matters: one that is set forward or back refuses no ticket and revives none.
+The expiry is given twice, in each engine's monotonic clock, which the router has read. So the time of day does not
+matter: setting it forward or back refuses no ticket and revives none.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from baton.handoff.protocol.messages import AttemptKey, Name, TransferId
 from baton.wire import MAX_TICKET_CHARS, LegRole, Mode, SamplingParams
 
 TICKET_LIFE_S = 120
-# Engines remember ended attempts for this long, so no ticket may outlive that memory.
+# Engines remember ended attempts for this long, so no ticket may live longer.
 MAX_TICKET_LIFE_S = 600
 _KEY_BYTES = 32
 _MAC_BYTES = 32
-# Separates this use of the key from any other that may come.
+# Separates this use of the key from others.
 _CONTEXT = b"baton-ticket-1\0"
 
 Address = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[a-z]+://")]
@@ -41,7 +41,7 @@ Addresses = Annotated[list[Address], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class Party(Protocol):
-    """An engine as a ticket names it: an `EngineIdentity`. One control address for each of its ranks."""
+    """An engine as a ticket names it: an `EngineIdentity`. One control address per rank."""
 
     @property
     def engine_id(self) -> str: ...
@@ -52,8 +52,8 @@ class Party(Protocol):
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router promises both engines. Addresses are those of all ranks, by rank. `prefill_expiry` and
-    `decode_expiry` are in seconds of that engine's own monotonic clock; `request_digest` is 32 bytes."""
+    """What the router promises both engines. Addresses are in rank order. `prefill_expiry` and `decode_expiry`: seconds
+    of that engine's own monotonic clock. `request_digest`: 32 bytes."""
 
     transfer_id: TransferId
     attempt: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
@@ -78,8 +78,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         expiries: tuple[float, float],
         transfer_id: bytes | None = None,
     ) -> Ticket:
-        """A ticket for a transfer, a new one without `transfer_id`. `expiries`: when, by the clock of `prefill` and by
-        that of `decode`.
+        """`transfer_id`: None draws a new one. `expiries`: by the clock of `prefill` and of `decode`.
 
         Raises `EngineUnavailableError` for an engine that takes no handoffs.
         """
@@ -101,22 +100,20 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> AttemptKey:
-        """The attempt that this ticket permits."""
         return AttemptKey(self.transfer_id, self.attempt, self.prefill_incarnation, self.decode_incarnation)
 
     def expiry(self, role: LegRole) -> float:
-        """When it expires, by the monotonic clock of the engine of that role."""
+        """By the monotonic clock of the engine with that role."""
         return self.prefill_expiry if role == "prefill" else self.decode_expiry
 
 
 class SignedTicket(Ticket, frozen=True, kw_only=True):
-    """A ticket with the text in which it came, signature and all: D shows that to P."""
+    """A ticket with its signed text, which D sends to P."""
 
     text: str
 
     @classmethod
     def of(cls, ticket: Ticket, text: str) -> SignedTicket:
-        """`ticket`, which came as `text`."""
         return cls(text=text, **{name: getattr(ticket, name) for name in Ticket.__struct_fields__})
 
 
@@ -124,17 +121,15 @@ _decoder = msgspec.msgpack.Decoder(Ticket)
 
 
 def new_transfer_id() -> bytes:
-    """128 random bits."""
     return secrets.token_bytes(16)
 
 
 def request_digest(
     prompt_token_ids: Sequence[int], sampling_params: SamplingParams, num_prompt_tokens: int | None = None
 ) -> bytes:
-    """32 bytes over tokens, the length of the client's prompt in them (None: all of them) and every sampling
-    parameter: both legs must serve the same request.
-    """
-    # Integer keys become text, since only text keys can be put in order.
+    """32 bytes over tokens, the number of them that are the client's prompt (None: all), and every sampling parameter:
+    both legs must serve the same request."""
+    # Integer keys become text, because only text keys can be sorted.
     num_prompt = len(prompt_token_ids) if num_prompt_tokens is None else num_prompt_tokens
     content = (list(prompt_token_ids), num_prompt, msgspec.to_builtins(sampling_params, str_keys=True))
     return hashlib.sha256(msgspec.msgpack.encode(content, order="deterministic")).digest()
@@ -148,11 +143,11 @@ def mint(key: bytes, ticket: Ticket) -> str:
 
 
 def verify(key: bytes, text: str, role: LegRole, now: float) -> SignedTicket:
-    """The ticket in `text`, whose signature holds and whose expiry is after `now`, in monotonic seconds of this engine,
-    which has `role` in it.
+    """Decode a ticket; check its signature, and that it expires after `now`, in monotonic seconds of this engine, which
+    has `role` in it.
 
-    Raises `ProtocolError` that says which check failed, `TicketExpiredError` when only its time is over; nothing of an
-    unsigned ticket is looked at.
+    Raises `ProtocolError` naming the failed check, `TicketExpiredError` if only its time is over. The content of an
+    unsigned ticket is never decoded.
     """
     if len(text) > MAX_TICKET_CHARS:
         raise ProtocolError("ticket is too long")
@@ -177,10 +172,8 @@ def verify(key: bytes, text: str, role: LegRole, now: float) -> SignedTicket:
 
 
 class Redeemer:
-    """One engine's judge of the tickets that come with requests: each is served once per leg. For one thread.
-
-    `refused` counts those that were not served. Used tickets are remembered until they expire.
-    """
+    """Checks the tickets that come with requests: each is served once per leg. `refused` counts the others. For one
+    thread."""
 
     def __init__(self, key: bytes, engine_id: str, incarnation: str) -> None:
         self.refused = 0
@@ -190,11 +183,11 @@ class Redeemer:
 
     def redeem(self, text: str, role: LegRole, digest: bytes | None, now: float) -> SignedTicket:
         """The ticket in `text`, if this engine may serve its leg `role` of the request with `digest` at `now`, in
-        monotonic seconds. Without `digest` the ticket may be for any request: its leg will not be served, only ended.
+        monotonic seconds. Without `digest` the ticket may be for any request: its leg is only ended, not served.
 
-        Raises `ProtocolError` that says why not.
+        Raises `ProtocolError` with the reason.
         """
-        # Tickets live 600 s at most and come in order of time, so this lets go of each soon after its end.
+        # Tickets live at most 600 s and arrive in order of time, so this drops each soon after its expiry.
         while self._used and next(iter(self._used.values())) <= now:
             del self._used[next(iter(self._used))]
         try:
@@ -215,9 +208,9 @@ class Redeemer:
 
 
 def load_or_create_key(path: str | Path) -> bytes:
-    """The 32-byte ticket key in a file; made, readable by its owner only, where there is none.
+    """Load the 32-byte ticket key, or create the file, readable by its owner only.
 
-    Raises `ConfigError` when the file has another length, is another user's, or others may read it.
+    Raises `ConfigError` if the file has another length, another owner, or is readable by others.
     """
     key = own_secret(Path(path), "ticket_key_file", lambda: secrets.token_bytes(_KEY_BYTES))
     if len(key) != _KEY_BYTES:
