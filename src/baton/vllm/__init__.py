@@ -1,4 +1,4 @@
-"""The vLLM plug-in: KV connector `BatonConnector`, named in vLLM's `--kv-transfer-config`.
+"""The vLLM plug-in: the KV connector `BatonConnector`, selected in vLLM's `--kv-transfer-config`.
 
 Only `compat`, `connector` and `metrics` import vLLM, and only when `BatonConnector` is first used.
 """
@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from baton.vllm.compat import check_version
 
-    # Checked first: `connector` imports names that an unsupported version may lack.
+    # Before `connector`, which imports names that an unsupported version may lack.
     check_version()
     from baton.vllm.connector import BatonConnector
 

@@ -1,6 +1,6 @@
-"""Everything that depends on vLLM's version or reads its configuration. A new version of vLLM needs changes here alone.
+"""All code that depends on vLLM's version or reads its configuration. A new version of vLLM needs changes only here.
 
-0.32 is tested in full, 0.30 and 0.31 by a smoke test; others are refused.
+0.32 is tested in full, 0.30 and 0.31 by a smoke test. Other versions are refused.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from baton.wire import KVStream
 SUPPORTED = ((0, 30), (0, 31), (0, 32))
 WITH_RANKS = "0.32"
 DRAFT_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
-# Cache dtypes that GPUs store as one contiguous row per (token, head), without scales.
+# Cache dtypes that GPUs store as one contiguous row per (token, head), without separate scales.
 _ROWS = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
-# Attention kernels whose pages hold K by dimension, then V by token.
+# Attention kernels whose pages store K by dimension, then V by token.
 _K_BY_DIMENSION = ("vec", "vec16")
-# Kinds of RoPE that vLLM computes without a kernel on CPUs.
+# RoPE types that vLLM computes in PyTorch on CPUs, without its own kernel.
 _ROPE_IN_TORCH = ("yarn", "deepseek_yarn")
 
 
 def check_version() -> str:
-    """`major.minor` of the installed vLLM. Raises `ConfigError` for a version that is not supported."""
+    """`major.minor` of the installed vLLM. Raises `ConfigError` if that is not supported."""
     import vllm
 
     version = vllm.__version__
@@ -49,7 +49,7 @@ def check_version() -> str:
 
 
 def check_config(config: Any) -> None:
-    """Raise `ConfigError`, which names the setting, for a configuration that the connector cannot hand off."""
+    """Raise `ConfigError`, naming the setting, for a configuration that the connector does not support."""
     parallel, speculative = config.parallel_config, config.speculative_config
     for kind in ("prefill_context", "decode_context"):
         name = f"{kind}_parallel_size"
@@ -62,7 +62,8 @@ def check_config(config: Any) -> None:
     if parallel.pipeline_parallel_size != 1 and speculative is not None:
         raise ConfigError("speculative_config", "pipeline stages are handed off without speculation")
     if not steps_alone(config) and speculative is not None:
-        # A rank that runs along writes entries of its drafter where its last request had them, into others' blocks.
+        # A rank without requests runs dummy steps, in which its drafter writes to its last request's slots: in blocks
+        # that other requests may have by now.
         raise ConfigError(
             "speculative_config", "data-parallel ranks that share experts are handed off without speculation"
         )
@@ -75,7 +76,7 @@ def check_config(config: Any) -> None:
         known = ", ".join(DRAFT_METHODS)
         raise ConfigError("speculative_config", f"BatonConnector knows {known}, got {speculative.method!r}")
     if speculative is not None and speculative.use_multi_module_mtp():
-        # The KV of later modules depends on tokens behind the prompt.
+        # The KV of later modules depends on tokens after the prompt.
         raise ConfigError("speculative_config", "BatonConnector knows drafters of one MTP module, this has several")
     if speculative is not None:
         models = config.model_config, speculative.draft_model_config
@@ -88,10 +89,10 @@ def check_config(config: Any) -> None:
 
 
 def stream_of(config: Any, asked: KVStream | None) -> KVStream:
-    """What leaves a prefill engine together. By layer only where the end of a layer's hook says that the layer is
-    written: not on a device that vLLM does not wait for, nor with a vLLM whose hooks are not tested.
+    """The unit in which a prefill engine streams KV: `asked`, or "layer" if that is possible, else "chunk".
 
-    Raises `ConfigError` where that is asked for and cannot be.
+    "layer" requires that a layer is written when its hook is called, which is not so on a device that vLLM does not
+    wait for, and a vLLM whose hooks are tested. Raises `ConfigError` if "layer" is asked for and not possible.
     """
     device = config.device_config.device_type
     by_layer = device == "cpu" and check_version() == WITH_RANKS
@@ -101,8 +102,8 @@ def stream_of(config: Any, asked: KVStream | None) -> KVStream:
 
 
 def _check_rotary(config: Any) -> None:
-    """Raise `ConfigError` where vLLM computes RoPE wrongly: its CPU kernel reads MLA's tensors of three axes as tensors
-    of two. A token's result then depends on its neighbours in the batch, so prefill and decode differ."""
+    """Raise `ConfigError` if vLLM would compute RoPE wrongly: its CPU kernel reads MLA's 3-D tensors as 2-D. A token's
+    result then depends on its neighbours in the batch, so prefill and decode differ."""
     model, rotary = config.model_config, "rotary_embedding"
     if not model.use_mla or not config.compilation_config.is_custom_op_enabled(rotary):
         return
@@ -127,30 +128,29 @@ def _check_device(config: Any) -> None:
 
 
 def num_target_layers(config: Any) -> int:
-    """Layers of the target model; a drafter's are numbered from there."""
+    """The number of the target's layers. A drafter's layers are numbered from there."""
     return int(config.model_config.get_total_num_hidden_layers())
 
 
 def num_stages(config: Any) -> int:
-    """Pipeline stages of this engine."""
     return int(config.parallel_config.pipeline_parallel_size)
 
 
 def worker_number(config: Any) -> int:
-    """The rank of this process's worker among all of its engine: stage by stage, tensor ranks within."""
+    """This worker's rank among all workers of its engine: by pipeline stage, then by tensor rank."""
     return int(config.parallel_config.rank % config.parallel_config.world_size)
 
 
 def steps_alone(config: Any) -> bool:
-    """Whether no other engine waits for this one's steps. Data-parallel ranks of a model with experts do; where a model
-    has none, vLLM sets their number back to 1."""
+    """Whether no other engine waits for this one's steps. Data-parallel ranks of a model with experts do; for a model
+    without experts vLLM resets their number to 1."""
     return int(config.parallel_config.data_parallel_size) == 1
 
 
 def data_parallel_rank(config: Any) -> int | None:
-    """Which of several engines behind one address this one is; None where it has an address of its own."""
+    """This engine's data-parallel rank if several share one address; None if it has its own address."""
     parallel = config.parallel_config
-    # Where a model has no experts vLLM sets the sizes back to 1, and only the engine id tells.
+    # For a model without experts vLLM resets the sizes to 1, and only the engine id shows the rank.
     rank = int(getattr(parallel, "data_parallel_index", 0))
     several = str(config.kv_transfer_config.engine_id).endswith(f"_dp{rank}")
     return rank if several and not getattr(parallel, "data_parallel_external_lb", False) else None
@@ -168,7 +168,7 @@ def gather_workers(config: Any, own: bytes) -> list[bytes]:
 
 
 def cache_tables(kv_cache_config: Any) -> list[CacheTable]:
-    """vLLM's cache groups, split by kind of layer. Raises `ConfigError` for an unknown kind of cache."""
+    """vLLM's cache groups, split by kind, window and block size. Raises `ConfigError` for an unknown kind of cache."""
     from vllm.v1 import kv_cache_interface as kv
 
     tables = []
@@ -188,7 +188,7 @@ def cache_tables(kv_cache_config: Any) -> list[CacheTable]:
 
 
 def _kind(spec: Any) -> tuple[Kind, int | None, int]:
-    """Kind, window and block size of a layer's cache. Subclasses are other kinds: their blocks hold other tokens."""
+    """Kind, window and block size of a layer's cache. Exact types only: a subclass's blocks may hold other tokens."""
     from vllm.v1 import kv_cache_interface as kv
 
     if isinstance(spec, kv.MambaSpec):
@@ -199,7 +199,7 @@ def _kind(spec: Any) -> tuple[Kind, int | None, int]:
     kinds: dict[type, Kind] = {
         kv.SlidingWindowSpec: "sliding_window",
         kv.MLAAttentionSpec: "mla",
-        # vLLM may attend through a window here, but keeps all blocks.
+        # Even if vLLM attends through a window here, it keeps all blocks.
         kv.FullAttentionSpec: "full",
     }
     if type(spec) not in kinds or version:
@@ -212,7 +212,7 @@ def _kind(spec: Any) -> tuple[Kind, int | None, int]:
 
 
 def tensor_rank(config: Any) -> WorkerHeads:
-    """Which heads the worker of this process has."""
+    """The heads of this process's worker."""
     parallel, speculative = config.parallel_config, config.speculative_config
     heads: dict[Owner, int] = dict.fromkeys(("target", "draft"), config.model_config.get_total_num_kv_heads())
     if speculative is not None and speculative.draft_model_config is not None:
@@ -221,13 +221,13 @@ def tensor_rank(config: Any) -> WorkerHeads:
 
 
 def kernel_layout(config: Any, layer: str) -> KernelLayout:
-    """How a layer's attention kernel stores its pages: token after token, unless the layer names an `isa`."""
+    """How a layer's attention kernel stores its pages: by token, unless the layer has an `isa`."""
     isa = getattr(config.compilation_config.static_forward_context[layer], "isa", None)
     return "tokens" if isa is None else "k_by_dimension" if isa in _K_BY_DIMENSION else "unknown"
 
 
 def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart, ...]]:
-    """What lies in a slot of each of these layers that is Mamba-2's, and keeps no more than its states."""
+    """The layout of a slot, for each of `layers` that is a Mamba-2 layer and keeps only its states."""
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
@@ -239,7 +239,7 @@ def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart
                 rank=rank,
                 shapes=module.get_state_shape(),
                 dtypes=module.get_state_dtype(),
-                # `module.n_groups` counts a group once for each rank that has a copy.
+                # `module.n_groups` counts a replicated group once per rank.
                 num_groups=module.norm.n_groups,
                 groups_here=module.n_groups // module.tp_size,
                 state_size=module.ssm_state_size,
@@ -249,20 +249,20 @@ def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart
 
 
 def layout_name(config: Any, layer: str) -> str:
-    """A name of the code that stores a layer's cache; equal on two engines whose pages have the same meaning."""
+    """A name of the code that stores a layer's cache. Engines with equal names give pages the same meaning."""
     module = config.compilation_config.static_forward_context[layer]
     if hasattr(module, "get_state_shape"):
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
         return f"{type(module).__name__}/{get_conv_state_layout()}"
     if config.device_config.device_type == "cpu" and config.model_config.use_mla:
-        # CPUs with AMX have a kernel of their own for MLA.
+        # CPUs with AMX use another kernel for MLA.
         return f"{type(module).__name__}/{module.attn_backend.get_name()}"
     return f"{type(module).__name__}/{getattr(module, 'isa', 'plain')}"
 
 
 def eos_token_ids(config: Any) -> list[int]:
-    """The ids of the checkpoint's end-of-sequence tokens."""
+    """The end-of-sequence token ids of the generation config, else of the model's."""
     found = config.model_config.try_get_generation_config().get("eos_token_id")
     if found is None:
         found = getattr(config.model_config.hf_text_config, "eos_token_id", None)
@@ -270,12 +270,12 @@ def eos_token_ids(config: Any) -> list[int]:
 
 
 def num_speculative_tokens(config: Any) -> int:
-    """Drafts per step; 0 without speculation."""
+    """Drafts per step, 0 without speculation."""
     return 0 if config.speculative_config is None else int(config.speculative_config.num_speculative_tokens)
 
 
 def facts(config: Any, version: str) -> dict[str, str]:
-    """Facts by name that must be equal on two engines. The agent compares geometries itself."""
+    """The facts, by name, that must be equal on P and D. The agent compares geometries itself."""
     model, speculative = config.model_config, config.speculative_config
     known = {
         "engine": f"vllm {version}",
@@ -295,7 +295,7 @@ def facts(config: Any, version: str) -> dict[str, str]:
 
 
 def _eos_token_ids(model: Any) -> list[int]:
-    """The ids that end a sequence: vLLM stops at the tokenizer's, and at those of the generation config."""
+    """The token ids that end a sequence: those of the model config and of the generation config."""
     found: set[int] = set()
     for source in (model.hf_config.to_dict(), model.try_get_generation_config()):
         value = source.get("eos_token_id")
@@ -312,18 +312,18 @@ def _tokenizer(model: Any) -> str:
 def _weights(model: Any) -> str:
     if os.path.isdir(model.model):
         return fingerprint(Path(model.model))
-    # The commit and not the branch: a branch moves, and two hosts may have downloaded it at different times.
+    # The commit, not the branch: a branch moves, and two hosts may have downloaded it at different times.
     return f"{model.model}@{getattr(model.hf_config, '_commit_hash', None) or model.revision}"
 
 
 def zeroes_before_preemptions(config: Any) -> bool:
-    """Whether the model runner zeroes and copies blocks before it reports preemptions to the connector, as vLLM's V2
+    """Whether the model runner zeroes and copies blocks before it reports preemptions to the connector. vLLM's V2
     runner does."""
     return bool(config.use_v2_model_runner)
 
 
 def wait_for_device(config: Any) -> None:
-    """Block until the device has finished all work that is queued on it. A CPU's is finished already."""
+    """Block until the device has finished its queued work. On a CPU that is finished already."""
     if config.device_config.device_type == "cuda":
         import torch
 

@@ -25,15 +25,15 @@ _OUT_OF_REACH = {"local": "it joins engines of one process", "shm": "it moves me
 class PluginConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields of `kv_connector_extra_config`.
 
-    `keys` is the key directory that `baton keys` makes, with the router's ticket key and this engine's secret.
-    `kv_transport` is the URI of a transport, `control_bind` the address of Baton's control socket. `max_retries` bounds
-    how many copies of one handoff are issued again.
+    `keys`: the key directory made by `baton keys`, with the router's ticket key and this engine's secret.
+    `kv_transport`: the URI of a transport. `control_bind`: the address of Baton's control socket. `max_retries`: how
+    many copies of one handoff may be repeated.
 
-    `granularity` is the unit of copies, whole pages or tokens (`baton.vllm.geometry`), and must be equal on both
-    engines. `integrity` is the share of the KV that is digested; it needs granularity "token" where K is stored by
-    dimension. `kv_stream` says what leaves together: a prompt, a chunk of it, or layers of a chunk (None: layers where
-    that can be, else chunks). A peer that is silent for `lease` seconds is given up. A handoff may take
-    `handoff_timeout_s` seconds once both engines have blocks for it.
+    `granularity`: the unit of copies, pages or tokens (`baton.vllm.geometry`); must be equal on both engines.
+    `integrity`: the share of the KV that is digested; needs granularity "token" if K is stored by dimension.
+    `kv_stream`: the unit of streaming, a prompt ("off"), a chunk of it, or layers of a chunk (None: layers if possible,
+    else chunks). `lease`: seconds of silence after which a peer is given up. `handoff_timeout_s`: limit of a handoff,
+    in seconds from when both engines have blocks for it.
     """
 
     keys: str
@@ -48,14 +48,10 @@ class PluginConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def timers(self) -> Timers:
-        """The agent's timers."""
         return Timers(renew=self.lease / 5, lease=self.lease, handoff=self.handoff_timeout_s)
 
     def ticket_key(self) -> bytes:
-        """The key that signs tickets.
-
-        Raises `ConfigError` when the file is unsafe, cannot be read, or is missing in `keys`.
-        """
+        """The key that signs tickets. Raises `ConfigError` if its file in `keys` is unsafe, unreadable or missing."""
         file = ticket_key_file(self.keys)
         try:
             return load_or_create_key(file)
@@ -64,7 +60,7 @@ class PluginConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def read_config(extra: Mapping[str, Any]) -> PluginConfig:
-    """Parse `kv_connector_extra_config`. Raises `ConfigError` for an unknown, bad or missing setting."""
+    """Parse `kv_connector_extra_config`. Raises `ConfigError` for an unknown, invalid or missing setting."""
     try:
         config = msgspec.convert(dict(extra), PluginConfig)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""`BatonConnector`: vLLM's connector API on one side, Baton's planner and state machines on the other."""
+"""`BatonConnector`: vLLM's connector API, delegated to `SchedulerSide` and `WorkerSide`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from baton.wire import VllmIdentity
 
 @dataclass
 class BatonMetadata(KVConnectorMetadata):
-    """The scheduler's news of a step for the worker. `idle`: it computes nothing, and nobody waits for its end."""
+    """A step's messages from scheduler to worker. `idle`: the step computes nothing, and no other engine waits for
+    its end."""
 
     step: StepNews
     idle: bool
@@ -41,7 +42,7 @@ class BatonMetadata(KVConnectorMetadata):
 
 @dataclass
 class BatonHandshake(KVConnectorHandshakeMetadata):
-    """The identity of one worker's agent, for the scheduler: that of the engine, with this agent's address alone."""
+    """The engine's identity with only this worker's agent address, for the scheduler."""
 
     rank: int
     identity: VllmIdentity
@@ -49,20 +50,18 @@ class BatonHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class BatonWorkerMetadata(KVConnectorWorkerMetadata):
-    """The workers' news of a step for the scheduler: requests whose decode legs have been admitted, each with the rank
-    of the worker that says so."""
+    """A step's messages from workers to scheduler: (worker rank, request id) of decode legs that P has admitted."""
 
     admitted: set[tuple[int, str]]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> BatonWorkerMetadata:
-        """Join the news of several workers."""
         assert isinstance(other, BatonWorkerMetadata)
         return BatonWorkerMetadata(self.admitted | other.admitted)
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's entry to the plug-in. vLLM makes one in the scheduler's process, and one in each worker, where the KV lies
-    and an agent runs."""
+    """vLLM's entry to the plug-in. vLLM creates one in the scheduler's process, and one in each worker, which has the
+    KV and runs an agent."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         version = compat.check_version()
@@ -80,14 +79,14 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler(self) -> SchedulerSide:
-        """The scheduler's half. Raises `ConfigError` before the worker's identity is known."""
+        """Raises `ConfigError` before the workers' identities are known."""
         if self._scheduler is None:
             raise ConfigError("kv_connector", "the worker's half has not started")
         return self._scheduler
 
     @property
     def worker(self) -> WorkerSide:
-        """The worker's half. Raises `ConfigError` before the KV cache is registered."""
+        """Raises `ConfigError` before the KV cache is registered."""
         if self._opened is None:
             raise ConfigError("kv_connector", "no KV cache is registered")
         return self._opened.side
@@ -95,44 +94,44 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------ worker: start and end
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Open the KV cache to peers and start the agent."""
+        """Register the KV cache with the transport and start the agent."""
         self._opened = open_cache(self._vllm_config, self._config, self._kv_cache_config, kv_caches, self._version)
 
     def get_handshake_metadata(self) -> BatonHandshake | None:
-        """The identity of this worker's agent; None before the KV cache is registered."""
+        """None before the KV cache is registered."""
         return None if self._opened is None else BatonHandshake(self._opened.rank, self._opened.identity)
 
     def shutdown(self) -> None:
-        """End the agent, which tells the peers, and release the memory."""
+        """Stop the agent, which tells the peers, and release the memory."""
         if self._opened is not None:
             self._opened.close()
 
     # ------------------------------------------------------------ worker: a step, in vLLM's order
 
     def handle_preemptions(self, kv_connector_metadata: BatonMetadata) -> None:
-        """vLLM calls this before the step's blocks are written: give the preempted legs up."""
+        """Give up preempted legs. vLLM calls this before the step writes blocks."""
         self.worker.release_preempted(kv_connector_metadata.step.preempted)
 
     def bind_connector_metadata(self, connector_metadata: BatonMetadata) -> None:
-        """vLLM calls this before the forward pass: give the step to the agent."""
+        """Pass the step to the agent. vLLM calls this before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if connector_metadata.step.receives:
-            # vLLM does not wait for a GPU, so earlier steps may still write to blocks that a receive has now.
+            # vLLM does not wait for the GPU, so earlier steps may still write to blocks that a receive has now.
             compat.wait_for_device(self._vllm_config)
         self.worker.begin(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing to do: receives begin in `bind_connector_metadata`."""
+        """Does nothing: receives begin in `bind_connector_metadata`."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to do: a request is parked until its KV is there, so no forward pass waits for a layer."""
+        """Does nothing: a request is parked until its KV is there, so no forward pass waits for a layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """vLLM calls this behind each attention layer: a target's layer may leave now, the rest in `wait_for_save`."""
+        """The copy of a target layer may begin. vLLM calls this after each attention layer."""
         self.worker.layer_written(layer_name)
 
     def wait_for_save(self) -> None:
-        """vLLM calls this after the drafter: declare the step's tokens final. Their copies run beside the next step."""
+        """Declare the step's tokens final; their copies overlap the next step. vLLM calls this after the drafter."""
         if sys.exc_info()[1] is not None:
             return  # vLLM calls this also when the step has failed
         if isinstance(metadata := self._connector_metadata, BatonMetadata):
@@ -141,7 +140,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.finalise(metadata.step.computed)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Handoffs that ended since the last step. vLLM wants failed receives among the finished ones too."""
+        """Handoffs that ended since the last step. vLLM expects failed receives among the finished ones too."""
         metadata = self._connector_metadata
         results = self.worker.results(idle=isinstance(metadata, BatonMetadata) and metadata.idle)
         return KVConnectorTransferResults(
@@ -149,11 +148,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_kv_connector_stats(self) -> BatonStats | None:
-        """Counts since the last call: of the worker's handoffs, or of the legs that the scheduler refused."""
+        """Counts since the last call: a worker's handoffs, or the legs that the scheduler refused."""
         if self._opened is not None:
             counts: Mapping[str, int] = self._opened.side.counts
             if self._opened.rank:
-                # Worker 0 tells how handoffs ended, so that they count once; each tells what it moved, and what failed.
+                # Only worker 0 reports outcomes, so that each counts once; all report what they moved, and failures.
                 counts = {name: counts[name] for name in counts if name in TOTALS or name.startswith("failed_")}
         elif self._scheduler is not None:
             counts = {"refused": self._scheduler.refused.total()}
@@ -164,7 +163,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return BatonStats(data={name: count for name, count in new.items() if count})
 
     def build_connector_worker_meta(self) -> BatonWorkerMetadata | None:
-        """The worker's news for the scheduler besides ends; None when there is none."""
+        """Admitted decode legs, for the scheduler. None if there are none."""
         admitted = self.worker.take_admitted()
         if not admitted or self._opened is None:
             return None
@@ -173,11 +172,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------ scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Take vLLM's block pool, through which some blocks are kept longer than their request."""
+        """Take vLLM's block pool, which is used to keep some blocks longer than their request."""
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, BatonHandshake]) -> None:
-        """Take the identities of all workers' agents, by which tickets are checked from now on."""
+        """Take the identities of all workers' agents and start the scheduler side."""
         self._take_identities(metadata.values())
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], BatonHandshake]) -> None:
@@ -193,24 +192,23 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = SchedulerSide(identity, self._config.ticket_key(), tables, self._pool)
 
     def on_new_request(self, request: Any) -> None:
-        """Take the ticket of a request that arrives, if it is a leg."""
+        """Redeem the ticket of a new request, if it is a leg."""
         self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens the other engine brings, and whether asynchronously. None: ask again in the next step."""
+        """How many tokens come from the other engine, and whether asynchronously. None: ask again in the next step."""
         num = self.scheduler.num_matched(request.request_id, num_computed_tokens)
         return num, bool(num)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """All groups: the other engine fills the request's own blocks."""
+        """All groups: the handoff fills the request's own blocks."""
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Register a decode leg that has got its blocks."""
+        """Start the handoff of a decode leg that now has its blocks."""
         self.scheduler.on_allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> BatonMetadata:
-        """The news of this step for the worker."""
         side, scheduled = self.scheduler, scheduler_output.num_scheduled_tokens
         side.on_preempted(scheduler_output.preempted_req_ids or set())
         for new in scheduler_output.scheduled_new_reqs:
@@ -225,7 +223,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return BatonMetadata(side.take_step(), idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the worker's news of a step."""
         if isinstance(news := connector_output.kv_connector_worker_meta, BatonWorkerMetadata):
             self.scheduler.on_admitted(news.admitted)
         for request_id in connector_output.finished_recving or ():
@@ -236,18 +233,17 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request's leg: whether vLLM must keep its blocks for now, and what to tell the client."""
+        """End a request's leg. Returns whether vLLM must keep its blocks for now, and params for the client."""
         return self.scheduler.on_finished(request)
 
     def has_pending_push_work(self) -> bool:
-        """True when vLLM has to run a step so that the worker hears of news."""
+        """True if vLLM must run a step to deliver messages to the worker."""
         return self._scheduler is not None and self._scheduler.has_news()
 
     # ------------------------------------------------------------ class level
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BatonStats | None:
-        """Wrap the counts that come from the engine's process."""
         return BatonStats(data=data or {})
 
     @classmethod
@@ -258,12 +254,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> BatonPromMetrics:
-        """The Prometheus metrics of the handoffs."""
         return BatonPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _log_with_vllm() -> None:
-    """Send Baton's log lines to vLLM's handlers: vLLM configures its own loggers only."""
+    """Send Baton's log lines to vLLM's handlers, since vLLM configures only its own loggers."""
     ours, theirs = logging.getLogger("baton"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), False

@@ -1,9 +1,9 @@
-"""The memory of a vLLM worker's KV cache: its tensors as regions and geometries, without a copy.
+"""Describes the KV cache tensors of a vLLM worker as regions and geometries, without a copy.
 
-vLLM gives one view `[blocks, heads, tokens, elements]` per layer. On GPUs the attention kernels choose its strides, and
-a (head, token) entry holds K and then V. On CPUs a (block, head) page holds K by dimension and then V by token. With
-granularity "page" such a page is one opaque tile: there are few runs, and both engines must have one block size. With
-"token" every token of K and of V has an address: block sizes may differ, and digests can be taken.
+vLLM has one view `[blocks, heads, tokens, elements]` per layer. On GPUs the attention kernels choose its strides, and a
+(head, token) entry holds K and then V. On CPUs a (block, head) page holds K by dimension and then V by token. With
+granularity "page" such a page is one opaque tile: runs are few, and both engines must have the same block size. With
+"token" every token of K and of V has an address: block sizes may differ, and digests are possible.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from baton.transports.base import DeviceMemory, Region
 from baton.vllm.groups import LayerGroup
 from baton.vllm.states import StatePart, dtype_name, layer_stride, slots
 
-# How a kernel stores a page: token after token; K by dimension, then V by token; or in a way that is not known.
+# How a kernel stores a page: by token; K by dimension, then V by token; or unknown.
 KernelLayout = Literal["tokens", "k_by_dimension", "unknown"]
 Granularity = Literal["page", "token"]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHeads:
-    """Which heads one of `size` tensor-parallel workers has. `num_kv_heads` are the model's, by owner; where they are
-    fewer than workers, neighbouring workers have the same one."""
+    """The heads of one of `size` tensor-parallel workers. `num_kv_heads`: the model's, by owner. If there are fewer
+    than workers, neighbouring workers have the same one."""
 
     rank: int
     size: int
     num_kv_heads: Mapping[Owner, int]
 
     def first_head(self, owner: Owner, num_heads: int) -> int:
-        """The model's number of the first of the `num_heads` heads of a layer that this worker has.
+        """The index in the model of this worker's first head, if a layer here has `num_heads` heads.
 
-        Raises `ConfigError` for a number of heads that is neither a worker's share nor all of them.
+        Raises `ConfigError` if `num_heads` is neither a worker's share nor all heads.
         """
         total = self.num_kv_heads[owner]
         if self.size == 1 or num_heads == total:
@@ -57,8 +57,8 @@ ALONE = WorkerHeads(0, 1, {"target": 1, "draft": 1})
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The memory of a worker's KV cache. `groups` are the given ones, split where the layers' distances or shapes
-    differ. `blocks_per_page` counts, by group, the kernel's blocks in one of vLLM's."""
+    """The memory of a worker's KV cache. `groups`: those given, split where the layers' distances or shapes differ.
+    `blocks_per_page`: by group, how many kernel pages are in one vLLM block."""
 
     regions: list[Region]
     groups: list[LayerGroup]
@@ -75,14 +75,14 @@ def describe(
     num_stages: int = 1,
     states: Mapping[str, Sequence[StatePart]] | None = None,
 ) -> CacheLayout:
-    """Describe `caches`, the tensors `[blocks, heads, tokens, elements]` that vLLM registers in `worker`, by layer.
-    `kernels` is how each layer's attention kernel stores its pages, `states` what lies in a slot of those state layers
-    of which that is known. The names of groups do not depend on which of the `num_stages` pipeline stages the worker
-    is.
+    """Describe `caches`: by layer, the tensors `[blocks, heads, tokens, elements]` that vLLM registers in `worker`.
 
-    Raises `ConfigError` for memory that is neither the host's nor a GPU's, or of an unknown shape; for a layer that has
-    several caches, as one with an indexer of sparse attention has; for states of several tensor ranks that are not in
-    `states`.
+    `kernels`: how each layer's attention kernel stores pages. `states`: the layout of a slot, for state layers with a
+    known one. The names of groups do not depend on the worker's pipeline stage, of `num_stages`.
+
+    Raises `ConfigError` for memory that is neither the host's nor a CUDA device's, for an unknown shape, for a layer
+    with several caches (such as the indexer's of sparse attention), and for states on several tensor ranks that are not
+    in `states`.
     """
     states = states or {}
     regions: dict[int, Region] = {}
@@ -96,8 +96,8 @@ def describe(
     out = CacheLayout(list(regions.values()), [], {}, {})
     for group in groups:
         runs = _runs([(index, caches[layer], kernels[layer]) for index, layer in enumerate(group.layers)])
-        # A stage of one layer cannot tell whether its tensor is one of several: most often each layer has its own. A
-        # drafter is on one stage.
+        # A stage with one layer cannot tell whether other stages split the group, so it assumes the common case: yes,
+        # since layers have separate tensors. A drafter is on one stage only.
         alone = num_stages > 1 and len(group.layers) == 1 and group.owner == "target"
         split = len(runs) > 1 or alone
         for run in runs:
@@ -115,7 +115,7 @@ def describe(
             else:
                 geometry = _geometry(part, tensors, kernel, granularity, region, worker).check()
             if part.name in out.geometries:
-                # Names are known by a layer's number: the second of two caches would take the place of the first.
+                # Groups are named by layer number, so a layer's second cache would replace its first.
                 raise ConfigError(
                     "model", f"layer {part.layer_ids[0]} has several caches, among them {part.layers[0]!r}"
                 )
@@ -126,7 +126,7 @@ def describe(
 
 
 def region_of(storage: torch.UntypedStorage) -> Region:
-    """A tensor's storage as a region of a transport. Raises `ConfigError` for memory that no transport can open."""
+    """A tensor's storage as a region. Raises `ConfigError` for memory that no transport can register."""
     kind = storage.device.type
     if kind == "cpu":
         return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
@@ -140,7 +140,7 @@ _Run = list[tuple[int, Tensor, KernelLayout]]
 
 
 def _runs(layers: _Run) -> list[_Run]:
-    """Runs of neighbouring layers that have one shape and lie at equal distances."""
+    """Split layers into sequences with one shape and equal distances in memory."""
     runs: list[_Run] = []
     for entry in layers:
         if not runs or not _continues(runs[-1], entry[1], entry[2]):
@@ -171,7 +171,7 @@ def _geometry(
     blocks, heads, tokens, width = first.shape
     size = first.element_size()
     page, head, token, element = (stride * size for stride in first.stride())
-    # Kernels that store token after token keep K and V of a (head, token) in one piece, which needs no halves.
+    # Kernels that store by token keep K and V of a (head, token) in one piece: one plane is enough.
     both = group.kind in ("full", "sliding_window") and kernel != "tokens"
     if both and ((element, token) != (size, width * size) or (heads > 1 and head < tokens * token) or width % 2):
         raise ConfigError("kv_cache", f"group {group.name!r}: a (block, head) page is not one piece of K and V")
@@ -215,7 +215,8 @@ def _geometry(
 
 
 def kernel_pages(table: Sequence[int], blocks_per_page: int) -> list[int]:
-    """vLLM's block table as page ids of the kernel: each block is `blocks_per_page` consecutive pages, block 0 null."""
+    """The kernel's page ids for vLLM's block table: each block is `blocks_per_page` consecutive pages, block 0 the null
+    page."""
     if blocks_per_page == 1:
         return list(table)
     pages = np.asarray(table, dtype=np.int64)[:, None] * blocks_per_page + np.arange(blocks_per_page)

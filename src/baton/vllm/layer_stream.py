@@ -1,12 +1,11 @@
-"""Streaming by layer: during a forward pass, the agent is told of each prompt's target layers that are written already,
-and copies them while later layers are computed.
+"""Streaming by layer: the agent copies a prompt's written target layers while the forward pass computes later ones.
 
-vLLM calls the connector behind each attention layer, with the layer's name. Of layers that it does not call for, and of
-those behind a layer that it has not called for yet, nothing is told: they are final with the step. So are states, and
-the entries of drafters, which run behind the target, several times over. Runs on vLLM's worker thread.
+vLLM calls the connector after each attention layer, with the layer's name. Layers are reported to the agent in order,
+up to the first one without a call; the rest become final with the step. So do states, and the entries of drafters,
+which run after the target, possibly several times. Runs on vLLM's worker thread.
 
-Layers are gathered until `MIN_BYTES` are new. Behind the last one the agent is told of all that is left: a forward
-computes for a while behind its last attention, and when it ends nothing is left to copy.
+Layers are collected until `MIN_BYTES` are new. After the last layer everything left is reported: the forward still
+computes for a while, so little is left to copy when it ends.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class StreamedPrompt:
-    """A prompt in the forward. Tokens `[0, before)` of a group were final ahead of it."""
+    """A prompt in the forward pass. Tokens `[0, before)` of a group were final before it."""
 
     layers: WrittenLayers
     before: Mapping[str, int]
 
     def new_tokens(self, group: str) -> int:
-        """Tokens of a group that this forward makes final."""
+        """How many tokens of a group this forward makes final."""
         return max(self.layers.final[group] - self.before.get(group, 0), 0)
 
 
 class VllmLayerStream:
-    """What of the forward under way was told. `begin` and `end` stand around each, `written` in its midst."""
+    """Tracks the layers of the current forward pass: call `begin` before it, `written` per layer, `end` after it."""
 
     def __init__(self, layout: CacheLayout) -> None:
         layers = []
@@ -54,21 +53,20 @@ class VllmLayerStream:
         self._names = {layer.name for layer in layers}
         self._prompts: list[StreamedPrompt] = []
         self._written: set[str] = set()
-        self._reached = 0  # so many of `_layers` are written, and all that come before them
+        self._reached = 0  # the first so many of `_layers` are written
 
     def begin(self, prompts: Iterable[StreamedPrompt]) -> None:
-        """A forward over these prompts is about to run. One that was not ended has failed, and its rows will be written
-        again or never."""
+        """A forward over these prompts is about to run. If the previous one was not ended, it has failed and is
+        withdrawn."""
         self.withdraw()
         self._written, self._reached = set(), 0
         self._prompts = list(prompts)
 
     def written(self, name: str) -> None:
-        """The forward has written a layer."""
         if not self._prompts or name not in self._names:
             return
         if name in self._written:
-            # Then the first time was not the last, and what was told may not have been final.
+            # A layer that is written twice was not final when it was reported.
             self.withdraw()
             return
         self._written.add(name)
@@ -87,11 +85,11 @@ class VllmLayerStream:
                 prompt.layers.tell(stop)
 
     def end(self) -> None:
-        """The step is over, and is declared final as a whole."""
+        """The step is over; the caller declares all of it final."""
         self._prompts = []
 
     def withdraw(self) -> None:
-        """What was told of the forward under way may be written again."""
+        """Withdraw the reports of the current forward: its layers may be written again."""
         for prompt in self._prompts:
             prompt.layers.withdraw()
         self._prompts = []

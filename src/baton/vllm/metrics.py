@@ -1,4 +1,4 @@
-"""Handoffs in vLLM's own statistics and Prometheus metrics."""
+"""Reports handoffs in vLLM's statistics and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-# Counts that are sums over workers.
+# Counts that are summed over workers.
 TOTALS = {"bytes": "Bytes of committed handoffs.", "runs": "Runs of committed handoffs."}
 
 
@@ -15,21 +15,19 @@ class BatonStats(KVConnectorStats):
     """Counts since the last report, by name: handoffs by outcome, `bytes`, `runs`."""
 
     def reset(self) -> None:
-        """Drop all counts."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> BatonStats:
-        """Add another report's counts to this one's, and return this one."""
+        """Add another report's counts to this one."""
         for name, count in other.data.items():
             self.data[name] = self.data.get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The counts by name as vLLM's log prints them."""
+        """The counts by name, as vLLM logs them."""
         return {f"baton {name}": count for name, count in sorted(self.data.items())}
 
     def is_empty(self) -> bool:
-        """True when there is no count to report."""
         return not self.data
 
 
@@ -57,7 +55,6 @@ class BatonPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add the counts of one engine's report to the metrics."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, count in transfer_stats_data.items():
             if name in self._totals:

@@ -1,4 +1,4 @@
-"""The start of the connector's half in a worker: the KV cache is opened to peers, and its agent runs."""
+"""Starts the connector in a worker: registers its KV cache with the transport and starts its agent."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class OpenCache:
-    """One worker's KV cache, open to peers. `rank` is the worker's among all of its engine, `identity` the engine's
-    with this worker's address alone."""
+    """One worker's registered KV cache. `rank`: among all workers of the engine. `identity`: the engine's, with only
+    this worker's address."""
 
     side: WorkerSide
     rank: int
@@ -45,7 +45,7 @@ class OpenCache:
     transport: Transport
 
     def close(self) -> None:
-        """End the agent, which tells the peers, and release the memory."""
+        """Stop the agent, which tells the peers, and release the memory."""
         self.agent.close()
         self.transport.close()
 
@@ -53,7 +53,7 @@ class OpenCache:
 def open_cache(
     config: Any, settings: PluginConfig, kv_cache_config: Any, kv_caches: Mapping[str, Any], version: str
 ) -> OpenCache:
-    """Open the KV cache that vLLM registers in this worker, and start its agent. Collective over the engine's workers.
+    """Register this worker's KV cache and start its agent. Collective over the engine's workers.
 
     Raises `ConfigError` for a cache or a configuration that cannot be handed off.
     """
@@ -130,8 +130,8 @@ def _digester(config: PluginConfig, layout: CacheLayout) -> Digester | None:
 
 @contextlib.contextmanager
 def _unbound(config: Any) -> Iterator[None]:
-    """Let threads that start within run on all cores of the parent process. vLLM binds its CPU worker's thread to cores
-    of its own, and threads that inherited the binding would compete with it."""
+    """Let threads that start in this context run on all cores of the parent process. vLLM binds its CPU worker's thread
+    to dedicated cores, and threads that inherit the binding would compete with it."""
     if config.device_config.device_type != "cpu":
         yield
         return

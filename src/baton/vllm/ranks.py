@@ -1,4 +1,4 @@
-"""The workers of one vLLM engine as one instance. Each tells the others once, at its start, what it holds."""
+"""Joins the workers of a vLLM engine to one instance, by an exchange of their geometries and facts at the start."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ AllGather = Callable[[bytes], list[bytes]]
 
 
 class WorkerPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One worker: its `rank`, what it holds of each group, and the facts about its groups. The `incarnation` of worker
-    0 is that of the engine. `has_states`: it has state layers (Mamba)."""
+    """One worker: its `rank`, its geometry of each group, and the facts. The engine's `incarnation` is that of worker
+    0. `has_states`: it has state layers (Mamba)."""
 
     rank: int
     incarnation: str
@@ -26,7 +26,7 @@ class WorkerPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class JoinedWorkers(msgspec.Struct, frozen=True, kw_only=True):
-    """All workers: the `instance` as this worker speaks of it, and what `WorkerPart` has of one."""
+    """All workers of the engine. `instance` is from this worker's point of view; the rest is as in `WorkerPart`."""
 
     instance: Instance
     incarnation: str
@@ -35,7 +35,7 @@ class JoinedWorkers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gather(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """What every process of `group` has, by rank. Collective; `group` moves tensors in the host's memory."""
+    """All-gather bytes of any length, by rank. `group` must move tensors in host memory."""
     count = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
     dist.all_gather(lengths, torch.tensor([len(own)]), group=group)
@@ -47,10 +47,7 @@ def gather(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def join(own: WorkerPart, all_gather: AllGather) -> JoinedWorkers:
-    """Tell the other workers of this one, and hear of them.
-
-    Raises `ConfigError` where workers contradict each other.
-    """
+    """Exchange the parts of all workers. Raises `ConfigError` if they contradict each other."""
     parts = [msgspec.msgpack.decode(each, type=WorkerPart) for each in all_gather(msgspec.msgpack.encode(own))]
     if [part.rank for part in parts] != list(range(len(parts))):
         raise ConfigError("world_size", f"workers call themselves {[part.rank for part in parts]}")
@@ -75,9 +72,9 @@ def join(own: WorkerPart, all_gather: AllGather) -> JoinedWorkers:
 
 
 def joined_addresses(found: Sequence[tuple[int, str]], num_workers: int) -> list[str]:
-    """The control addresses of all workers, each given with its rank, by rank.
+    """The workers' control addresses, from (rank, address), by rank.
 
-    Raises `ConfigError` unless each worker has told its own, once.
+    Raises `ConfigError` unless there is exactly one of each worker.
     """
     if sorted(rank for rank, _ in found) != list(range(num_workers)):
         ranks = sorted(rank for rank, _ in found)

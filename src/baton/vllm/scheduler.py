@@ -1,8 +1,8 @@
-"""The connector's half in vLLM's scheduler: it knows which requests are legs of a handoff, and which blocks they have.
+"""The scheduler's side of the connector: tracks which requests are legs of a handoff, and their blocks.
 
-Both legs have the whole prompt of n tokens. The handoff moves the first n - 1: the decode engine computes the last one
-itself, since vLLM cannot start with a verification, and so samples the first token too. An engine with state layers
-(Mamba) cannot go back by a token: its prefill leg is sent without the last one.
+Both legs have the whole prompt of n tokens. The handoff moves the first n - 1: vLLM cannot start with a verification,
+so the decode engine computes the last one itself, and thereby samples the first token. An engine with state layers
+(Mamba) cannot roll back by a token, so the router sends its prefill leg without the last one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class VllmRequest(Protocol):
 
 
 class BlockPool(Protocol):
-    """The part of vLLM's block pool that is used here: counted references to blocks."""
+    """The part of vLLM's block pool that is used here: reference counts of blocks."""
 
     blocks: Sequence[Any]
 
@@ -71,13 +71,13 @@ class _Decode:
 
 
 def handoff_digest(tokens: Sequence[int]) -> bytes:
-    """The digest in a ticket for vLLM engines: of the tokens that are handed over."""
+    """The request digest in a ticket for vLLM engines, over the tokens that are handed over."""
     return request_digest(tokens, SamplingParams())
 
 
 class SchedulerSide:
-    """Legs by request id. `refused` counts, by reason, legs with bad params or a bad ticket: such a request is served
-    like any other, without a handoff."""
+    """The legs in vLLM's scheduler, by request id. `refused` counts refused legs by reason, such as a bad ticket; such
+    a request is served without a handoff."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class SchedulerSide:
     # ------------------------------------------------------------ arrival
 
     def on_new_request(self, request: VllmRequest) -> None:
-        """Take a leg's ticket, once, as the request arrives: the other engine may speak of it at any time."""
+        """Redeem a leg's ticket when the request arrives, since messages of the other engine may arrive any time."""
         params = self._params(request)
         if params is None:
             return
@@ -119,7 +119,7 @@ class SchedulerSide:
             self._turn_away(params)
             return
         if params.role == "prefill" and request.max_tokens != 1:
-            # A leg that went on decoding would overwrite its states, and free blocks behind its window.
+            # Further decoding would overwrite the leg's states, and free blocks that its window has left.
             self._refuse(request, "a prefill leg samples one token")
             self._turn_away(params)
             return
@@ -147,15 +147,15 @@ class SchedulerSide:
             self._step.announced.append(AnnounceDecode(request.request_id, ticket, next_token))
 
     def _turn_away(self, params: LegParams) -> None:
-        """Tell the decode engine at once that a prefill leg is served without a handoff, if its ticket is valid: for
-        this engine, and for no leg that it has taken before."""
+        """Tell D at once that a prefill leg is served without a handoff. Does nothing if the ticket is not valid for
+        this engine or was redeemed before."""
         if params.role == "prefill":
             with contextlib.suppress(ProtocolError):
                 ticket = self._redeemer.redeem(params.ticket, "prefill", None, self._clock())
                 self._step.turned_away.append(ticket)
 
     def _cancel(self, request: VllmRequest, text: str) -> None:
-        """Give up the prefill leg of a ticket: its decode engine will not fetch it."""
+        """Give up the prefill leg of a ticket, since no decode engine will fetch its KV."""
         try:
             key = verify(self._ticket_key, text, "prefill", self._clock()).key
         except ProtocolError as error:
@@ -177,15 +177,15 @@ class SchedulerSide:
 
     def _refuse(self, request: VllmRequest, why: str, detail: str = "") -> None:
         self.refused[why] += 1
-        # The detail may hold a client's text, so it is cut.
+        # Cut, since the detail may contain a client's text.
         log.warning("request %s is served without a handoff: %s %s", request.request_id, why, detail[:200])
 
     # ------------------------------------------------------------ the decode leg
 
     def num_matched(self, request_id: str, num_computed: int) -> int | None:
-        """How many tokens come from the other engine, if the first `num_computed` are here. None until that engine has
-        admitted the leg to all of this one's workers, since the leg's blocks could be those that its admission waits
-        for. No side effects."""
+        """How many tokens come from P, if the first `num_computed` are here. None until P has admitted the leg to all
+        workers of this engine: before that the leg must hold no blocks, since P's admission could wait for these
+        blocks. No side effects."""
         leg = self._decodes.get(request_id)
         if leg is None or leg.receiving or leg.num_tokens <= num_computed:
             return 0
@@ -193,14 +193,14 @@ class SchedulerSide:
         return leg.num_tokens - num_computed if everywhere else None
 
     def on_admitted(self, news: Iterable[tuple[int, str]]) -> None:
-        """Workers report, each with its rank, decode legs as admitted; or as failed, which vLLM handles once they have
-        blocks."""
+        """Workers report (rank, request id) of decode legs that were admitted, or have failed: vLLM handles a failure
+        once the leg has blocks."""
         for rank, request_id in news:
             if (leg := self._decodes.get(request_id)) is not None:
                 leg.admitted.add(rank)
 
     def on_allocated(self, request_id: str, tables: Tables, num_external: int) -> None:
-        """A request has got its blocks; `num_external` of its tokens come from the other engine."""
+        """A request has its blocks; `num_external` of its tokens come from P."""
         leg = self._decodes.get(request_id)
         if leg is None or leg.receiving:
             return
@@ -211,19 +211,19 @@ class SchedulerSide:
             del self._decodes[request_id]
 
     def on_received(self, request_id: str) -> None:
-        """The worker reports the end of a receive, successful or failed."""
+        """The worker reports that a receive has ended or failed."""
         self._decodes.pop(request_id, None)
 
     # ------------------------------------------------------------ the prefill leg
 
     def on_scheduled(self, request_id: str, num_computed: int, new: Tables | None, replace: bool) -> None:
-        """This step computes a request's tokens up to `num_computed`. `new` blocks follow those that it has, or
-        `replace` them."""
+        """This step computes a request's tokens up to `num_computed`. The `new` blocks are appended to its block
+        tables, or `replace` them."""
         leg = self._prefills.get(request_id)
         if leg is None or leg.lost:
             return
         if not leg.tables:
-            # From now on the request is computed, or preempted and given up: so D's blocks never wait for it in vain.
+            # From now on the request is either computed, or preempted and given up: D's blocks cannot wait forever.
             self._step.admitted.append(leg.ticket.key)
         if replace or not leg.tables:
             leg.tables = new or ()
@@ -237,8 +237,8 @@ class SchedulerSide:
             self._step.computed.append(ComputedTokens(leg.ticket.key, num_computed, leg.tables))
 
     def _pin(self, leg: _Prefill) -> None:
-        """Keep the first block of each window. This engine computes one token more than it hands over, so for vLLM the
-        window has moved on, and it may free that block when the request ends."""
+        """Hold a reference to the first block of each window. This engine computes one token more than it hands over,
+        so vLLM's window is one token further, and vLLM may free that block when the request ends."""
         for cache in self._cache_tables:
             if cache.window is not None:
                 block = leg.tables[cache.table][cache.first_block(leg.num_tokens)]
@@ -250,15 +250,15 @@ class SchedulerSide:
         leg.pinned = []
 
     def on_sent(self, request_id: str) -> None:
-        """The worker reports that nobody reads the request's blocks any more."""
+        """The worker reports that the request's blocks are not read any more."""
         leg = self._held.pop(request_id, None)
         if leg is not None:
             self._unpin(leg)
 
     def on_preempted(self, request_ids: set[str]) -> None:
-        """vLLM took these requests' blocks. Their handoffs are over; vLLM computes the requests again."""
+        """vLLM took these requests' blocks, which ends their handoffs. vLLM computes the requests again."""
         for request_id in request_ids:
-            # `reset_prefix_cache` preempts outside of a step, so the request may have ended before this step.
+            # `reset_prefix_cache` preempts outside of a step, so the request may have ended before the step.
             leg = self._prefills.get(request_id) or self._held.get(request_id)
             if leg is not None and not leg.lost:
                 leg.lost = True
@@ -268,7 +268,7 @@ class SchedulerSide:
     # ------------------------------------------------------------ the end
 
     def on_finished(self, request: VllmRequest) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended. Returns whether its blocks must be kept for now, and the params for its client."""
+        """A request has ended. Returns whether vLLM must keep its blocks for now, and params for its client."""
         if request.request_id in self._asked:
             self._asked.discard(request.request_id)
             identity = msgspec.structs.replace(self.identity, clock=self._clock())
@@ -289,15 +289,13 @@ class SchedulerSide:
         return False, None
 
     def take_step(self) -> StepNews:
-        """The news since the last call."""
         step, self._step = self._step, StepNews()
         return step
 
     def has_news(self) -> bool:
-        """True when there is news for the worker."""
         return bool(self._step)
 
 
 def _plain(request: VllmRequest) -> bool:
-    """True when the token ids alone determine the KV."""
+    """Whether the token ids alone determine the KV."""
     return request.prompt_embeds is None and request.lora_request is None and not request.mm_features

@@ -1,8 +1,8 @@
-"""What lies in one slot of a state layer (Mamba-2), and which part of it each tensor rank has.
+"""The layout of one slot of a state layer (Mamba-2), and each tensor rank's part of it.
 
-vLLM registers a slot as bytes: the last inputs of the convolution, of the channels x, B and C, and behind them the
-recurrent state of each head. Ranks share the heads and their channels of x. Of B and C each rank has its groups' share,
-or all where the model has one group.
+vLLM registers a slot as bytes: the last inputs of the convolution, for the channels x, B and C, then the recurrent
+state of each head. Ranks share the heads and their channels of x. Each rank has its groups of B and C, or all of B and
+C if the model has one group.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from baton.vllm.groups import LayerGroup
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One plane of a slot: `num_heads` heads, or channels, of `head_dim` elements. `offset` and strides are in bytes
-    from the slot's beginning; `first_head` is the model's number of the first one here."""
+    """One plane of a slot: `num_heads` heads, or channels, of `head_dim` elements. `offset` from the slot's start and
+    the strides are in bytes; `first_head` is the index in the model of the first head here."""
 
     name: str
     dtype: torch.dtype
@@ -38,9 +38,9 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2State:
-    """A Mamba-2 layer on tensor rank `rank`: shapes and dtypes, as vLLM gives them, of the convolution's and of the
-    recurrent state, how many groups the model has and this rank, and the `state_size` of each. `channels_first`: the
-    convolution's state is [channels, inputs], and not [inputs, channels]."""
+    """A Mamba-2 layer on tensor rank `rank`. `shapes` and `dtypes`: vLLM's, of the convolution's and of the recurrent
+    state. `num_groups`: the model's; `groups_here`: this rank's; `state_size`: of a group. `channels_first`: the
+    convolution's state is [channels, inputs], else [inputs, channels]."""
 
     rank: int
     shapes: Sequence[Sequence[int]]
@@ -51,7 +51,7 @@ class Mamba2State:
     channels_first: bool
 
     def parts(self) -> tuple[StatePart, ...]:
-        """The planes of a slot. Raises `ConfigError` for shapes that are not those of such a layer."""
+        """The planes of a slot. Raises `ConfigError` if the shapes are not those of a Mamba-2 layer."""
         if [len(shape) for shape in self.shapes] != [2, 3]:
             raise ConfigError("model", f"a Mamba-2 state of shapes {list(self.shapes)} is not known")
         conv, (num_heads, *head) = self.shapes
@@ -80,11 +80,12 @@ def slots(
     parts: Sequence[Sequence[StatePart] | None],
     alone: bool,
 ) -> Geometry:
-    """The state layers of `group`, whose `tensors` are slots of bytes and lie at equal distances in region number
-    `region`. `parts` is what is in each one's slots; None: unknown, so that a slot is one piece. `alone`: the engine
-    has no other tensor rank.
+    """The geometry of the state layers of `group`.
 
-    Raises `ConfigError` for layers that differ, and for pieces of several tensor ranks.
+    `tensors`: each layer's slots of bytes, at equal distances in region number `region`. `parts`: the layout of each
+    layer's slots; None: unknown, so a slot is one opaque plane. `alone`: the engine has only one tensor rank.
+
+    Raises `ConfigError` if layers differ, and for an unknown layout with several tensor ranks.
     """
     first, own = tensors[0], parts[0]
     if any(other != own for other in parts):
@@ -132,6 +133,6 @@ def layer_stride(tensors: Sequence[Tensor]) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The planes' name of a dtype."""
+    """A dtype's name in a `Plane`."""
     name = str(dtype).removeprefix("torch.")
     return "uint8" if name == "int8" else name

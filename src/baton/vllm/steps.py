@@ -1,4 +1,4 @@
-"""Messages from the connector's half in the scheduler to its half in the worker, once per engine step."""
+"""Messages from `SchedulerSide` to the `WorkerSide`s, once per engine step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Tables = tuple[list[int], ...]  # block tables, by vLLM's cache group
 
 @dataclass(frozen=True, slots=True)
 class OpenPrefill:
-    """A prefill leg of `num_tokens` tokens arrived. `next_token` is the prompt's token behind them, which the decode
-    engine computes; None if this engine's prompt ends before it. `seeded`: this engine samples that token itself."""
+    """A prefill leg of `num_tokens` tokens arrived. `next_token`: the prompt's token after them, which D computes; None
+    if this engine's prompt ends before it. `seeded`: this engine samples that token."""
 
     request_id: str
     ticket: SignedTicket
@@ -24,7 +24,7 @@ class OpenPrefill:
 
 @dataclass(frozen=True, slots=True)
 class ComputedTokens:
-    """After this step target and drafter have computed the first `num_computed` tokens."""
+    """After this step, target and drafter have computed the first `num_computed` tokens."""
 
     key: AttemptKey
     num_computed: int
@@ -34,7 +34,7 @@ class ComputedTokens:
 @dataclass(frozen=True, slots=True)
 class ClosePrefill:
     """vLLM has finished a prefill request. `held`: vLLM keeps the blocks until the worker reports that they may be
-    freed. `failed`: the prompt was not computed to its end, or nobody wants it. `sampled`: the first token of a seeded
+    freed. `failed`: the leg cannot be committed or is not wanted any more. `sampled`: the first token of a seeded
     leg."""
 
     key: AttemptKey
@@ -45,8 +45,8 @@ class ClosePrefill:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceDecode:
-    """A decode leg arrived. It has no blocks, and gets none before the prefill engine has admitted it. `next_token` is
-    the prompt's token behind those that are handed over; this engine computes it."""
+    """A decode leg arrived. It gets no blocks before P has admitted it. `next_token`: the prompt's token after those
+    that are handed over; this engine computes it."""
 
     request_id: str
     ticket: SignedTicket
@@ -55,8 +55,8 @@ class AnnounceDecode:
 
 @dataclass(frozen=True, slots=True)
 class OpenDecode:
-    """vLLM has given blocks to a decode leg of `num_tokens` tokens, of which the first `hit` are in place. `parked`:
-    the request waits for the rest. Else nothing is wanted, and the prefill engine only has to be told so."""
+    """vLLM has given blocks to a decode leg of `num_tokens` tokens, the first `hit` of which are in place. `parked`:
+    the request waits for the rest; else nothing is wanted, and P only has to be told so."""
 
     request_id: str
     ticket: SignedTicket
@@ -68,9 +68,9 @@ class OpenDecode:
 
 @dataclass(slots=True)
 class StepNews:
-    """All news of one step. `turned_away`: prefill legs that are served without a handoff. `admitted`: prefill legs
-    that have got blocks. `aborted`: decode legs that vLLM has given up. `preempted`: prefill legs whose blocks go to
-    other requests. `cancelled`: prefill legs that no decode engine will fetch."""
+    """All messages of one step. `turned_away`: prefill legs served without a handoff. `admitted`: prefill legs that now
+    have blocks. `aborted`: decode legs that vLLM gave up. `preempted`: prefill legs whose blocks go to other requests.
+    `cancelled`: prefill legs that no decode engine will fetch."""
 
     opened: list[OpenPrefill] = field(default_factory=list)
     turned_away: list[SignedTicket] = field(default_factory=list)

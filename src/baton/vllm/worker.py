@@ -1,7 +1,6 @@
-"""The connector's half in vLLM's worker: it passes steps to the handoff agent, and the agent's events to vLLM.
+"""The worker's side of the connector: passes steps to the handoff agent, and the agent's events to vLLM.
 
-All methods but `post` are for vLLM's worker thread. The agent has a thread of its own; its events wait in a queue until
-vLLM asks.
+All methods but `post` run on vLLM's worker thread. The agent has its own thread; its events are queued until vLLM asks.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ from baton.wire import KVStream, Mode
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
-# An agent takes an abort without work and without waiting for a peer. One that has not done so after this time has
-# hung, and may still commit the leg: the engine must end, since the blocks are about to hold other KV.
+# An agent accepts an abort without work and without waiting for a peer. If it has not after this time, it hangs and may
+# still commit the leg; the engine must end, since the blocks are about to hold other KV.
 ABORT_TIMEOUT_S = 60.0
-# While legs wait for their peers and there is nothing to compute, vLLM steps about once a millisecond. A wait for the
-# agent's news leaves the cores to others, and returns at once when there is news. A request that arrives meanwhile is
-# delayed by this time at most.
+# While legs wait for their peers and there is nothing to compute, vLLM steps about once per millisecond. Waiting for an
+# event of the agent instead frees the cores, at the price of delaying a new request by at most this time.
 IDLE_WAIT_S = 0.004
 
 
@@ -44,7 +42,7 @@ class _Prefill:
     next_token: int | None
     mode: Mode
     seeded: bool = False
-    final: dict[str, int] = field(default_factory=dict)  # as it was declared
+    final: dict[str, int] = field(default_factory=dict)  # as last declared to the agent
     committed: bool = False
     lost: bool = False  # preempted
     released: bool = False
@@ -62,7 +60,7 @@ class _Decode:
 
 @dataclass(slots=True)
 class Results:
-    """Request ids: `sent`, whose blocks may be freed; `received`, whose receive has ended; `failed`, those of
+    """Request ids. `sent`: their blocks may be freed. `received`: their receive has ended. `failed`: those of
     `received` that got no KV."""
 
     sent: set[str] = field(default_factory=set)
@@ -71,11 +69,11 @@ class Results:
 
 
 class WorkerSide:
-    """The attempts of one worker. `counts` holds handoffs by outcome, and the `bytes` and `runs` of the committed ones.
+    """The attempts of one worker. `counts`: handoffs by outcome, and the `bytes` and `runs` of committed ones.
 
-    `commit_at_end`: a prefill leg is committed when vLLM has finished its request, not when its prompt is computed. A
-    runner that writes to a preempted leg's blocks before it reports the preemption needs that. `kv_stream`: whether
-    tokens are declared final with their prompt, with their step, or layer by layer in it.
+    `commit_at_end`: finish a prefill leg when vLLM has finished its request, not when its prompt is computed. This is
+    needed for a runner that writes to a preempted leg's blocks before it reports the preemption. `kv_stream`: whether
+    tokens are declared final with their prompt, with their step, or layer by layer.
     """
 
     def __init__(
@@ -102,12 +100,12 @@ class WorkerSide:
         self._agent: Agent | None = None
 
     def bind(self, agent: Agent) -> None:
-        """Use `agent`, whose events come to `post`."""
+        """Use `agent`, whose events are posted to `post`."""
         self._agent = agent
         self._layers = VllmLayerStream(self._layout) if self._kv_stream == "layer" else None
 
     def post(self, event: ev.HandoffEvent) -> None:
-        """Take an event of the agent, from its thread."""
+        """Queue an event. Called on the agent's thread."""
         self._events.put(event)
 
     @property
@@ -118,10 +116,10 @@ class WorkerSide:
     # ------------------------------------------------------------ a step
 
     def release_preempted(self, keys: Sequence[AttemptKey]) -> None:
-        """Give up on prefill legs whose blocks are about to be overwritten, before they are.
+        """Give up prefill legs whose blocks are about to be overwritten. Returns once the agent has accepted.
 
-        Copies that read the blocks may go on: what they bring is committed nowhere, and lands in blocks that no request
-        has. So a peer that stalls keeps nobody waiting. Raises `HandoffError` when the agent does not answer.
+        Copies that read the blocks may still run: their data is never committed, and D uses their destination for no
+        request. So a stalled peer delays nothing here. Raises `HandoffError` if the agent does not answer.
         """
         lost = [key for key in keys if key in self._prefills and not self._prefills[key].lost]
         answers: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -136,7 +134,7 @@ class WorkerSide:
                 raise HandoffError("not_answering", "the handoff agent does not give up preempted requests") from None
 
     def begin(self, step: StepNews) -> None:
-        """Pass on the news of a step that need no forward pass."""
+        """Pass the step's messages to the agent, before the forward pass."""
         for opened in step.opened:
             self._open_prefill(opened)
         for ticket in step.turned_away:
@@ -161,7 +159,7 @@ class WorkerSide:
             self._layers.begin(list(self._pushed(step.computed)))
 
     def _pushed(self, computed: Sequence[ComputedTokens]) -> Iterator[StreamedPrompt]:
-        """The prompts of a forward pass that is about to run whose bytes this engine copies."""
+        """The prompts of the coming forward pass whose KV this engine pushes."""
         for entry in computed:
             leg = self._prefills.get(entry.key)
             if leg is not None and leg.mode == "push" and not (leg.committed or leg.lost or leg.released):
@@ -170,12 +168,11 @@ class WorkerSide:
                 yield StreamedPrompt(layers, leg.final)
 
     def layer_written(self, layer: str) -> None:
-        """The forward pass has written a layer."""
         if self._layers is not None:
             self._layers.written(layer)
 
     def finalise(self, computed: Sequence[ComputedTokens]) -> None:
-        """Declare final what the step's forward passes wrote, which are over, the drafter's too."""
+        """Declare the step's tokens final, after the forward passes of target and drafter."""
         if self._layers is not None:
             self._layers.end()
         for entry in computed:
@@ -198,12 +195,12 @@ class WorkerSide:
         }
 
     def _commit(self, key: AttemptKey, token: int | None) -> None:
-        # To the protocol the prompt ends before the token that the decode engine computes: all of it is declared final.
+        # For the protocol, the prompt ends before the token that D computes, so all of it has been declared final.
         self.agent.finish_prefill(key, Seeds(first_token=token or 0), False, {})
 
     def results(self, idle: bool = False) -> Results:
-        """Handoffs that ended since the last call. In the second of two `idle` steps, which compute nothing, wait
-        `IDLE_WAIT_S` for news: in the first, vLLM may still hold tokens of the step before it."""
+        """Handoffs that ended since the last call. In the second of two consecutive `idle` steps, waits up to
+        `IDLE_WAIT_S` for an event; not in the first, when vLLM may still hold tokens of the step before."""
         self._take_events()
         waiting = self._decodes or self._prefills
         waits, self._was_idle = idle and self._was_idle, idle
@@ -215,7 +212,7 @@ class WorkerSide:
         return out
 
     def take_admitted(self) -> set[str]:
-        """Requests whose decode legs were admitted since the last call, or failed before they had blocks."""
+        """Requests whose decode legs, since the last call, were admitted or failed before they had blocks."""
         out, self._admitted = self._admitted, set()
         return out
 
@@ -243,7 +240,7 @@ class WorkerSide:
     def _receive(self, receive: OpenDecode) -> None:
         decode = self._decodes.get(receive.ticket.key)
         if decode is None:
-            # The leg failed before it had blocks; vLLM's `kv_load_failure_policy` decides what becomes of the request.
+            # The leg failed before it had blocks. vLLM's `kv_load_failure_policy` decides about the request.
             if receive.parked:
                 self._results.received.add(receive.request_id)
                 self._results.failed.add(receive.request_id)
@@ -283,7 +280,7 @@ class WorkerSide:
                 self._received(decode, event)
 
     def _settle(self, key: AttemptKey, leg: _Prefill) -> None:
-        """Report the blocks as free once vLLM has finished the request and the agent has released them."""
+        """Report the blocks as free if vLLM has finished the request and the agent has released them."""
         if leg.closed and leg.released:
             del self._prefills[key]
             if leg.held:
