@@ -1,4 +1,4 @@
-"""The time and the sockets that the handoff's runner sees, so that a simulator can stand in for both."""
+"""The agent's view of time, sockets and worker threads, which a simulator can replace."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from baton.handoff.protocol.messages import CHALLENGE_BYTES, Message
 
 
 class Clock(Protocol):
-    """A process's clock. The time of day matters to no handoff."""
+    """A process's clock. No handoff uses the time of day."""
 
     def monotonic(self) -> float:
-        """Seconds; never goes back. Of no meaning to another process, unless it has read it there."""
+        """Seconds; never goes back. Other processes can compare it only with values that they read from here."""
         ...
 
 
@@ -28,11 +28,11 @@ class SystemClock:
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One session. `identity` is set where the peer dialled us, `address` where we dialled.
+    """One session. `identity` is set if the peer dialled us, `address` if we dialled.
 
-    `socket` is None where we dialled and had no descriptor for one yet. `engine` is the engine id that the peer's key
-    belongs to, None without keys. `proven`: the peer has proven that it knows the ticket key, so that it is not closed
-    to make room for a stranger. `challenge` is what it proves it by; `key` seals the frames from then on.
+    `socket`: None if we dialled and had no file descriptor left for one. `engine`: the engine id that the peer's key
+    belongs to, None without keys. `proven`: the peer has proven that it knows the ticket key, so it is not closed to
+    make room for a stranger. `challenge`: what that proof is over. `key`: seals the frames after that.
     """
 
     session: int
@@ -48,16 +48,16 @@ class Connection:
 
 
 class ControlChannel(Protocol):
-    """What the runner needs of `baton.handoff.channel.sockets.Channel`."""
+    """The methods of `baton.handoff.channel.sockets.Channel` that the agent uses."""
 
     @property
     def address(self) -> str:
-        """Where this engine is dialled."""
+        """The address that others dial."""
         ...
 
     @property
     def malformed(self) -> int:
-        """Frames that were dropped because they could not be read."""
+        """Dropped frames that could not be decoded."""
         ...
 
     def dial(self, address: str) -> Connection:
@@ -69,17 +69,17 @@ class ControlChannel(Protocol):
         ...
 
     def send(self, connection: Connection, message: Message) -> None:
-        """Send or lose, never block. Raises `ProtocolError` for a message over its size limit."""
+        """Send or drop; never block. Raises `ProtocolError` for a message over its size limit."""
         ...
 
     def wake(self) -> None:
-        """Have the runner polled soon: something that it waited for has ended. Any thread; never blocks."""
+        """Have the agent's thread poll soon. Any thread; never blocks."""
         ...
 
 
 class Worker(Protocol):
-    """Takes work off the runner's thread."""
+    """Runs work outside the agent's thread."""
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run `job` some time soon, after those before it. Never blocks."""
+        """Run `job` soon, after earlier jobs. Never blocks."""
         ...

@@ -1,4 +1,4 @@
-"""Settings of an engine's half of its handoffs."""
+"""Settings of a handoff agent."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ DEFAULT_HANDOFF_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Timers:
-    """Durations in seconds. None of them frees memory: they repeat messages and end waits with an error.
+    """Durations in seconds. None of them frees memory: they repeat messages, and end waits with an error.
 
-    An unanswered message is repeated after `round_trips` times the measured round trip, within
-    `[retry_min, retry]` (after `retry` while nothing is measured), then after twice as long each time, up to `retry`.
+    An unanswered message is repeated after `round_trips` measured round trips, within `[retry_min, retry]` (after
+    `retry` if nothing is measured), then after twice as long each time, up to `retry`.
 
-    A peer that was silent for its lease is evicted. Leases are relative: each engine announces its own, and the
-    other measures it by its own clock from each message on. `lease` must be at least three times `renew`.
+    A peer that is silent for its lease is evicted. Leases are relative: each engine announces its own, and the other
+    measures it by its own clock from each message on. `lease` must be at least three times `renew`.
 
-    A handoff may take `handoff` seconds from REGISTER on; what it waits before, in queues, does not count.
-
-    An agent whose thread has not come round for `hang` seconds is lost, see `baton.handoff.node.agent.HandoffAgent`.
+    `handoff` limits a handoff from REGISTER on; earlier waits in queues do not count. An agent whose thread has not
+    completed a loop for `hang` seconds is lost, see `baton.handoff.node.agent.HandoffAgent`.
 
     Raises `ConfigError` for durations that contradict each other.
     """
@@ -34,9 +33,9 @@ class Timers:
     retry: float = 1.0  # longest time before an unanswered message is repeated
     retry_min: float = 0.05  # shortest such time
     round_trips: float = 8.0
-    check: float = 0.1  # deadlines, leases and the life of peers are looked at
-    renew: float = 1.0  # RENEW is sent on each session
-    lease: float = 5.0  # this engine may be taken for dead after so long a silence
+    check: float = 0.1  # between checks of deadlines, leases and whether peers live
+    renew: float = 1.0  # between RENEWs on each session
+    lease: float = 5.0  # peers evict this engine after so long a silence
     handoff: float = DEFAULT_HANDOFF_TIMEOUT_S
     close: float = 5.0  # closing waits at most this long for copies to end
     hang: float = 30.0
@@ -51,7 +50,7 @@ class Timers:
             raise ConfigError("timers.lease", f"must be at least three times renew and at most {MAX_LEASE_S} s")
 
     def first_retry(self, round_trip: float | None) -> float:
-        """Seconds after which a message is repeated for the first time."""
+        """Seconds after which a message is first repeated."""
         if round_trip is None:
             return self.retry
         return min(self.retry, max(self.retry_min, self.round_trips * round_trip))
@@ -59,13 +58,13 @@ class Timers:
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """Who this engine is on the control channel, and how it handles failures.
+    """This engine's identity on the control channel, and its handling of failures.
 
-    `incarnation` differs for each process; `fingerprint` holds the fields that must be equal on both engines
-    (model, drafter, tokenizer, ...), geometry and `integrity` are added to it; `ticket_key` is the router's.
-    Without `keys` all engines have one pair, that of the ticket key (`TicketKeys`), and stay on loopback.
-    `integrity` is how much of the KV is digested; `max_retries` bounds, per attempt, the copies that are issued
-    again after a failure, and the rounds in which bad pieces are copied again.
+    `incarnation` differs for each process. `fingerprint`: the fields that must be equal on both engines (model,
+    drafter, tokenizer, ...); geometry and `integrity` are added to it. `ticket_key`: the router's. Without `keys`, all
+    engines share one key pair, derived from the ticket key (`TicketKeys`), and stay on loopback. `integrity`: how much
+    of the KV is digested. `max_retries` bounds, per attempt, the failed copies that are issued again, and the rounds of
+    repair.
 
     Raises `ConfigError` for `max_retries` out of range.
     """
@@ -86,7 +85,6 @@ class AgentConfig:
 
 
 def own_bind(bind: str, rank: int) -> str:
-    """Where the agent of `rank` binds: a port other than 0 is that of rank 0, and the other ranks have the ports behind
-    it."""
+    """The bind address of `rank`. A port other than 0 is that of rank 0; the other ranks use the ports after it."""
     host, _, port = bind.rpartition(":")
     return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else bind

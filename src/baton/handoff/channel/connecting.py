@@ -1,4 +1,4 @@
-"""The connections of one engine's transport, begun, given up and let go of in the background: no call waits."""
+"""The transport's connections of one rank, opened and closed in the background: no call waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.transports.base import Peer, Transport
 
 log = logging.getLogger(__name__)
 
-# What could not be reached is left alone for a while, which doubles with each failure.
+# Pause before an unreachable peer is tried again. It doubles with each failure.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 MAX_REFUSED = 1024
 
@@ -25,8 +25,8 @@ class _Refused(NamedTuple):
 
 
 class TransportEnds:
-    """This engine's ends of its transport's connections. For one thread; `wake` is called on any thread when an attempt
-    to connect has ended."""
+    """This engine's ends of its transport's connections. For one thread; `wake` is called on any thread when connecting
+    has ended."""
 
     def __init__(self, transport: Transport, clock: Clock, wake: Callable[[], None]) -> None:
         self._transport = transport
@@ -37,7 +37,7 @@ class TransportEnds:
         self._retired: list[Peer] = []
 
     def begin(self, descriptor: bytes) -> Future[Peer]:
-        """Begin to connect; `result` is to be called once that has ended. What failed lately fails at once."""
+        """Start to connect; call `result` when the future is done. Fails at once if the descriptor failed recently."""
         last = self._refused.get(descriptor)
         wait_s = 0.0 if last is None else last.until - self._clock.monotonic()
         future: Future[Peer]
@@ -55,8 +55,8 @@ class TransportEnds:
         return future
 
     def result(self, future: Future[Peer], descriptor: bytes) -> Peer:
-        """The peer of a connection that has ended. Raises what it ended with, always a `BatonError`: any other error
-        would leave its attempts without an end."""
+        """The peer of a finished connection. Raises its failure, always as a `BatonError`: any other error would leave
+        its attempts without an end."""
         try:
             peer = future.result()
         except BatonError as error:
@@ -85,7 +85,7 @@ class TransportEnds:
         self._abandoned.append(future)
 
     def poll(self) -> None:
-        """Let go of what was abandoned and has connected after all."""
+        """Disconnect abandoned connections that have been established after all."""
         for future in [future for future in self._abandoned if future.done()]:
             self._abandoned.remove(future)
             if future.exception() is None:
@@ -96,7 +96,7 @@ class TransportEnds:
         self._retired.append(peer)
 
     def sweep(self, used: list[Peer]) -> None:
-        """Disconnect ends that no attempt uses or that are fenced, which stops what is left of their copies."""
+        """Disconnect retired peers that no attempt uses or that are fenced, which stops their remaining copies."""
         for peer in [peer for peer in self._retired if peer.fenced() or not any(peer is other for other in used)]:
             self._retired.remove(peer)
             self._transport.disconnect(peer)

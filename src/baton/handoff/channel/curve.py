@@ -1,4 +1,4 @@
-"""Who may connect to a control socket: CURVE keys, asked for by ZeroMQ through its authentication protocol (ZAP)."""
+"""Admission to a control socket by CURVE keys, through ZeroMQ's authentication protocol (ZAP)."""
 
 from __future__ import annotations
 
@@ -16,44 +16,43 @@ from baton.log_limit import LogLimit
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
-# A connection that has not ended its handshake by then is closed; milliseconds.
+# A connection is closed if its handshake takes longer. Milliseconds.
 HANDSHAKE_MS = 5000
-# Answered or counted at once.
+# Handshakes answered or counted per call.
 _BURST = 256
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _MONITOR_ADDRESS = "inproc://baton.refused"
-# Handshakes that failed before ZAP was asked; `serve` itself counts those that it refuses.
+# Handshakes that failed before ZAP was asked; `Gate` itself counts those that it refuses.
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
-# pyzmq's sockets are generic over sync and async; only the plain ones are used here.
+# pyzmq's sockets are generic over sync and async; only sync ones are used here.
 Socket = Any
 
 
 def as_client(sock: Socket, keys: Keys, server: bytes) -> None:
-    """Let a socket that has not connected yet dial the listener whose public key is `server` (Z85), and no other."""
+    """Let an unconnected socket dial only the listener whose public key is `server` (Z85)."""
     sock.setsockopt(zmq.CURVE_SERVERKEY, server)
     sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 def as_server(sock: Socket, keys: Keys) -> None:
-    """Let a socket that is not bound yet take only connections whose public key ZAP allows."""
+    """Let an unbound socket accept only connections whose public key ZAP allows."""
     sock.setsockopt(zmq.CURVE_SERVER, 1)
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     sock.setsockopt(zmq.ZAP_DOMAIN, b"baton")
 
 
 def begin_ids_at_random() -> None:
-    """A ROUTER numbers connections that bring no id from C's `rand()` on, which nobody seeds. Who claims a number that
-    comes next ends the process, by an assertion of ZeroMQ (4.3.5, `add_out_pipe`).
-    """
+    """Seed C's `rand()`, from which a ROUTER numbers connections that bring no id. A peer that claims the next number
+    would end the process by an assertion of ZeroMQ (4.3.5, `add_out_pipe`)."""
     ctypes.CDLL(None).srand(secrets.randbits(32))
 
 
 class Gate:
-    """Makes one ROUTER let only authorised engines in, and counts whom it refused. For one thread.
+    """Admits only authorised engines to one ROUTER, and counts refusals. For one thread.
 
-    `sockets` must be polled, and `serve` called when one is readable. The ROUTER must not be bound before it is made.
+    `sockets` must be polled, and `serve` called when one is readable. Create the gate before binding the ROUTER.
     """
 
     def __init__(self, context: zmq.Context[Any], router: Socket, keys: Keys) -> None:
@@ -63,7 +62,7 @@ class Gate:
         router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         router.monitor(_MONITOR_ADDRESS, _FAILED)
         self._monitor = context.socket(zmq.PAIR)
-        # ZeroMQ's own thread writes here, and would wait for a reader that is busy closing.
+        # ZeroMQ's own thread writes here, and would block on a reader that is busy closing.
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.connect(_MONITOR_ADDRESS)
         self._zap = context.socket(zmq.REP)
@@ -73,7 +72,7 @@ class Gate:
         self.sockets = (self._monitor, self._zap)
 
     def serve(self, ready: Socket) -> None:
-        """Answer the handshakes that wait, or count those that failed; a flood of them keeps nobody else waiting."""
+        """Answer waiting handshakes, or count failed ones. Bounded, so a flood of them delays nobody else."""
         for _ in range(_BURST):
             try:
                 parts = ready.recv_multipart(zmq.NOBLOCK)
@@ -105,7 +104,7 @@ class Gate:
         log.warning(text)
 
     def close(self) -> None:
-        """Close what this made; the ROUTER is the caller's."""
+        """Close this gate's own sockets, not the ROUTER."""
         self._router.disable_monitor()
         self._monitor.close(0)
         self._zap.close(0)

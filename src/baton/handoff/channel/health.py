@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.handoff.protocol.events import DecodeCommitted, DecodeFailed, HandoffEvent
 
-# So many handoffs in a row that needed repair take a peer out of rotation, until its process is another.
+# This many repaired handoffs in a row take a peer out of rotation, until its process is replaced.
 UNHEALTHY_REPAIRS = 3
 MAX_SUSPECTS = 1024
 
@@ -13,10 +13,10 @@ class Health:
     """How the handoffs from each rank of an engine process ended. For one thread."""
 
     def __init__(self) -> None:
-        self._repaired: dict[tuple[str, int], int] = {}  # by process and rank: handoffs in a row that needed repair
+        self._repaired: dict[tuple[str, int], int] = {}  # by process and rank: repaired handoffs in a row
 
     def note(self, event: HandoffEvent, repaired: bool) -> None:
-        """Book how a handoff to this engine ended; `repaired`: it needed repair."""
+        """Record how a handoff to this engine ended."""
         failed = isinstance(event, DecodeFailed) and event.reason == "integrity_failed"
         if failed or (repaired and isinstance(event, DecodeCommitted)):
             source = event.key.ends[0]
@@ -27,6 +27,6 @@ class Health:
             self._repaired.pop(event.key.ends[0], None)
 
     def why_not(self, source: tuple[str, int]) -> str:
-        """Why no further handoff is taken from a process and rank, or an empty string."""
+        """Why no further handoff is accepted from a process and rank, or an empty string."""
         count = self._repaired.get(source, 0)
         return f"{count} handoffs in a row needed repair" if count >= UNHEALTHY_REPAIRS else ""

@@ -1,4 +1,4 @@
-"""CURVE keys of engines: a directory of files, or one pair for all who know the ticket key, which stays on loopback.
+"""CURVE keys of engines: a directory of files, or one pair for all that know the ticket key, limited to loopback.
 
     DIR/ticket.key          32 bytes, shared by the router and every engine
     DIR/secret/NAME.key     the secret key of engine NAME: only its own process reads it
@@ -30,15 +30,14 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _Z85_CHARS = 40
 _TICKET_KEY = "ticket.key"
 _FIELD = "kv_transfer_config.control_bind"
-# Says what the secret is for: tickets and sessions have keys of their own.
+# Separates this use of the ticket key from those for tickets and sessions.
 _CONTEXT = b"baton control socket\0"
 
 
 def ticket_key_file(directory: str | Path) -> Path:
     """The ticket key of a key directory.
 
-    Raises `ConfigError` when there is none (another one would fit no peer), and for a directory that others may write
-    to.
+    Raises `ConfigError` if there is none (a new one would match no peer), and if others may write to the directory.
     """
     path = Path(directory) / _TICKET_KEY
     if not path.is_file():
@@ -48,9 +47,9 @@ def ticket_key_file(directory: str | Path) -> Path:
 
 
 def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
-    """Make the ticket key and one key pair per engine where there are none yet; returns the new names.
+    """Create the ticket key and one key pair per engine if missing. Returns the new names.
 
-    Raises `ConfigError` for a name that is no engine id, or when a file cannot be written.
+    Raises `ConfigError` for an invalid engine id, or if a file cannot be written.
     """
     for name in engines:
         if _NAME.fullmatch(name) is None:
@@ -66,7 +65,7 @@ def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
             if _secret_file(root, name).exists():
                 continue
             public, secret = zmq.curve_keypair()
-            # The public half first: an engine whose secret exists can always be recognised.
+            # The public half first: an engine whose secret exists is always authorised.
             _write(root / "public" / f"{name}.pub", public, 0o644)
             _write(_secret_file(root, name), secret, 0o600)
             made.append(name)
@@ -76,9 +75,9 @@ def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
 
 
 class Keys(Protocol):
-    """The pair by which an engine is known at its control sockets, in Z85, and whom it lets in.
+    """An engine's key pair for control sockets, in Z85, and the engines that it admits.
 
-    `engine_id`: the engine's name, which is in its address; None where all engines have one pair.
+    `engine_id`: the engine's name, which is in its address; None if all engines share one pair.
     """
 
     @property
@@ -91,18 +90,17 @@ class Keys(Protocol):
     def secret(self) -> bytes: ...
 
     def public_of(self, engine_id: str) -> bytes | None:
-        """The public key (Z85) of an engine; None when it is not authorised."""
+        """The public key (Z85) of an engine; None if it is not authorised."""
         ...
 
     def engine_of(self, public: bytes) -> str | None:
-        """The engine whose public key (32 bytes) this is; None when it is not authorised."""
+        """The engine with this public key (32 bytes); None if it is not authorised."""
         ...
 
 
 class TicketKeys:
-    """One pair for all engines of a ticket key, which is where the secret comes from: who does not know it gets no word
-    in, and no listener without it is believed. It tells engines apart in nothing, so `engine_of` names none.
-    """
+    """One pair for all engines, derived from the ticket key: without that key nobody can connect or be a listener. It
+    does not tell engines apart, so `engine_of` names none."""
 
     engine_id = None
 
@@ -124,11 +122,11 @@ class TicketKeys:
 class KeyRing:
     """One engine's own pair, and the public keys of all engines. For one thread.
 
-    The authorised list is read again when its directory has changed, so that engines join and leave without
-    a restart; a connection that is open stays open.
+    The authorised list is read again when its directory changes, so engines join and leave without a restart; open
+    connections stay open.
 
-    Raises `ConfigError` that names the file or directory which is missing, malformed, another user's, readable (a
-    secret) or writable by others.
+    Raises `ConfigError` naming a file or directory that is missing, malformed, another user's, or readable (secrets) or
+    writable by others.
     """
 
     def __init__(self, directory: str | Path, engine_id: str) -> None:
@@ -149,12 +147,10 @@ class KeyRing:
             raise ConfigError("keys", f"{file} does not belong to {self._public_dir / engine_id}.pub")
 
     def public_of(self, engine_id: str) -> bytes | None:
-        """The public key (Z85) of an engine; None when it is not authorised."""
         self._refresh()
         return self._by_name.get(engine_id)
 
     def engine_of(self, public: bytes) -> str | None:
-        """The engine whose public key (32 bytes) this is; None when it is not authorised."""
         self._refresh()
         return self._by_key.get(z85.encode(public)) if len(public) == 32 else None
 
@@ -175,7 +171,8 @@ class KeyRing:
 
 
 def check_bind(address: str, has_keys: bool) -> None:
-    """Raise `ConfigError` for a control address that strangers could reach without a key, or no engine could dial."""
+    """Raise `ConfigError` for a control address that strangers could reach without a key, or that no engine could
+    dial."""
     if not has_keys and not is_local(address):
         raise ConfigError(
             _FIELD, f"{address} can be reached from other hosts: give --keys DIR (see `baton keys`) or bind loopback"
@@ -187,7 +184,7 @@ def check_bind(address: str, has_keys: bool) -> None:
 
 
 def is_local(address: str) -> bool:
-    """Whether a ZeroMQ address is reached from this host alone."""
+    """Whether a ZeroMQ address can be reached only from this host."""
     if address.startswith("ipc://"):
         return True
     try:

@@ -1,9 +1,9 @@
-"""Peer engines: who they are, whether KV may be exchanged with them, and the session with each.
+"""Sessions with peer engines: identity, compatibility, liveness, and the transport's connection of each.
 
-HELLO opens a session. In it each side proves that it knows the ticket key: whoever does not is a stranger, gets no
-descriptor of the transport, and moves or ends no session. Then fingerprints are compared field by field and the
-transport begins to connect, so that the first copy finds it warm and an unfit peer is refused before any request.
-Connecting goes on beside everything else; attempts use the session when it has ended.
+HELLO opens a session. In it each side proves that it knows the ticket key. A side that does not is a stranger: it gets
+no transport descriptor, and cannot move or end a session. Then fingerprints are compared field by field and the
+transport starts to connect, so that the first copy finds it warm and an unfit peer is refused before any request.
+Connecting runs in the background; attempts use the session when it has ended.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ _MAX_DOUBLINGS = 16
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One rank of a peer engine: the session with it, what it said in HELLO, and the transport's end.
+    """The session with one rank of a peer engine.
 
-    `hello` is what it said once it had proven itself, `connecting` is set while the transport's end is under way,
-    `peer` once it is there. `refusal` is `(reason, message)` when no KV may be exchanged with it. `challenge` is
-    the one that it was last shown a proof by. The peer counts as alive for `lease` seconds after it was `heard` last
-    (monotonic seconds). Until `until` the process of the session before may still wait for a word about its attempts.
-    `redials`: how many sessions before this one with the same address ended before anybody had proven himself there.
-    `round_trip` is measured, in seconds. `pairs`: those of the two engines, and the groups of which each moves bytes.
-    `groups`: which of this engine's have KV that moves, where not all of them do.
+    `hello`: the peer's, once proven. `connecting` is set while the transport connects, `peer` after that. `refusal`:
+    `(reason, message)` if no KV may be exchanged. `challenge`: the peer's, for which we last sent a proof. The peer
+    counts as alive for `lease` seconds after `heard` (monotonic seconds). `until`: keep redialling until then, because
+    the previous session's process may still need the outcome of its attempts. `redials`: how many sessions in a row
+    with this address ended without a proof. `round_trip`: measured, in seconds. `pairs`: those of the two engines, with
+    the groups whose bytes each moves. `groups`: this engine's groups whose KV moves, None for all.
     """
 
     connection: Connection
@@ -67,16 +66,16 @@ class Session:
 
     @property
     def ready(self) -> bool:
-        """True when attempts may use it."""
+        """True if attempts may use it."""
         return self.talking and self.connecting is None
 
     @property
     def talking(self) -> bool:
-        """True when the peer is one with which KV may be exchanged, be it connected or not."""
+        """True if KV may be exchanged with the peer, connected or not."""
         return self.hello is not None and self.refusal is None
 
     def is_same(self, other: Session) -> bool:
-        """True when both lead to the same process, by the same key."""
+        """True if both lead to the same process, by the same key."""
         mine, theirs = self.hello, other.hello
         if mine is None or theirs is None or self.connection.engine != other.connection.engine:
             return False
@@ -85,9 +84,8 @@ class Session:
 
 
 class Sessions:
-    """All sessions of one rank of an engine. For one thread. `gathered`: something above this rank joins many pairs of
-    ranks; without it, one pair is all that a peer may bring.
-    """
+    """All sessions of one rank of an engine. For one thread. `gathered`: an `InstanceAgent` joins this rank's pairs;
+    without it, a peer may have only one rank."""
 
     def __init__(
         self,
@@ -100,8 +98,8 @@ class Sessions:
         gathered: bool = False,
     ) -> None:
         self.clients: dict[Connection, Session] = {}  # engines that dialled us, to decode
-        self.servers: dict[str, Session] = {}  # engines we dialled, by address, to decode from
-        self.is_stalled: Callable[[], bool] = lambda: False  # whether the engine behind the agent hangs
+        self.servers: dict[str, Session] = {}  # engines that we dialled, by address, to decode from
+        self.is_stalled: Callable[[], bool] = lambda: False  # whether the agent's engine hangs
         self._config = config
         self._gathered = gathered
         self._ends = TransportEnds(transport, clock, channel.wake)
@@ -121,7 +119,8 @@ class Sessions:
     # ------------------------------------------------------------ D's side: engines we dialled
 
     def server(self, ticket: Ticket, address: str) -> Session:
-        """The session to the rank of P that a ticket names at `address`; dialled anew when the last one is of no use.
+        """The session with the rank of P that a ticket names at `address`. Dials again if the existing session is
+        unusable.
 
         Raises `ProtocolError` for an address that cannot be dialled.
         """
@@ -134,10 +133,10 @@ class Sessions:
         return self.dial(address)
 
     def dial(self, address: str, lost: Session | None = None) -> Session:
-        """A new session, whose HELLO is on its way; `lost` is the one whose place it takes.
+        """Open a session and send HELLO; `lost` is the session that it replaces.
 
-        Whoever ends sessions without a proof, at the address of an engine that is gone, is asked ever more seldom, and
-        is not taken for alive.
+        If sessions at the address keep ending without a proof (of an engine that is gone), HELLO is sent ever more
+        seldom, and the peer does not count as alive.
         """
         session = self.servers[address] = self._session(self._channel.dial(address))
         if lost is not None:
@@ -171,22 +170,22 @@ class Sessions:
         return is_proven(self._config.ticket_key, side, address, connection.challenge, hello)
 
     def repeat_hello(self, now: float) -> None:
-        """Repeat what was not answered; `now` in monotonic seconds."""
+        """Repeat unanswered HELLOs. `now`: monotonic seconds."""
         for session in self.servers.values():
             if session.hello is None and now >= session.next_hello:
                 self._say_hello(session)
 
     def server_hello(self, session: Session, hello: Hello) -> bool:
-        """Take an answer to HELLO; True when the session is open by it, or refused.
+        """Handle an answer to HELLO. True if it opens the session, or the peer is refused.
 
-        Raises `ProtocolError` when whoever answers at the address does not know the ticket key.
+        Raises `ProtocolError` if the sender does not prove that it knows the ticket key.
         """
         address = session.connection.address
         if not self._is_proven("answered", address, session.connection, hello):
             raise ProtocolError(f"who answers at {address} does not prove that it knows the ticket key")
         if hello.descriptor is None:
-            # Only a new challenge is answered at once. HELLO is repeated in time anyway, and two sides that answered
-            # every HELLO would do so for ever.
+            # Only a new challenge is answered at once. HELLO is repeated anyway, and two sides that answered every
+            # HELLO would do so for ever.
             if hello.challenge != session.challenge:
                 session.challenge = hello.challenge
                 self._say_hello(session)
@@ -196,7 +195,7 @@ class Sessions:
         return True
 
     def _greet(self, session: Session, hello: Hello) -> None:
-        """Compare fingerprints with a peer that has proven itself, and connect the transport."""
+        """Compare fingerprints with a proven peer, and connect the transport."""
         session.hello = hello
         try:
             here = self._hello.instance
@@ -232,13 +231,13 @@ class Sessions:
             session.refusal = ("unreachable_peer", str(error))
 
     def reach_again(self, session: Session) -> None:
-        """Connect once more to a peer that could not be reached and now speaks of an attempt, if its pause is over."""
+        """Connect again to a peer that was unreachable and now sends a claim, if its pause is over."""
         if session.hello is not None and session.refusal is not None and session.refusal[0] == "unreachable_peer":
             session.refusal = None
             self._connect(session, session.hello)
 
     def poll(self) -> list[Session]:
-        """The sessions whose connection has ended since the last call, well or not."""
+        """The sessions whose connecting has ended since the last call, well or not."""
         self._ends.poll()
         ended = []
         for session in self._all():
@@ -252,9 +251,9 @@ class Sessions:
     # ------------------------------------------------------------ P's side: engines that dialled us
 
     def client_hello(self, connection: Connection, hello: Hello) -> Session:
-        """Answer a HELLO, and return its session, which is open once the peer has proven itself.
+        """Answer a HELLO. Returns its session, which is open once the peer has proven itself.
 
-        Raises `ProtocolError` for a proof that does not hold.
+        Raises `ProtocolError` for an invalid proof.
         """
         session = self.clients.setdefault(connection, self._session(connection))
         proven = self._is_proven("dialled", self._channel.address, connection, hello)
@@ -263,8 +262,8 @@ class Sessions:
             connection.key = session_key(self._config.ticket_key, hello.challenge, connection.challenge)
             session.hello = hello
             for old in [old for old in self.clients.values() if old is not session and old.is_same(session)]:
-                # Its attempts go on in the new session. The old connection of the transport may be broken at the other
-                # end already, so there is a new one too.
+                # Its attempts continue in the new session. The old transport connection may already be broken at the
+                # other end, so a new one is made too.
                 self.hang_up(old)
             self._greet(session, hello)
         own = self._own_hello(connection, with_descriptor=proven)
@@ -275,7 +274,7 @@ class Sessions:
         return session
 
     def check_register(self, session: Session, message: Announce | Register) -> SignedTicket:
-        """The ticket of a claim that this session's peer may make, else `ProtocolError` that says why not."""
+        """Verify the ticket of a claim by this session's peer. Raises `ProtocolError` with the reason."""
         config, hello = self._config, session.hello
         if hello is None or session.refusal is not None:
             raise ProtocolError(session.refusal[1] if session.refusal else "a session begins with HELLO")
@@ -299,7 +298,7 @@ class Sessions:
         return [*self.clients.values(), *self.servers.values()]
 
     def renew(self, now: float) -> None:
-        """Say on each session, when it is due, that this engine lives; `now` in monotonic seconds."""
+        """Send due RENEWs. `now`: monotonic seconds."""
         timers = self._config.timers
         for session in self._all():
             if session.talking and now >= session.asked + timers.renew:
@@ -307,7 +306,7 @@ class Sessions:
                 self._channel.send(session.connection, Renew(timers.lease, session.nonce, stalled=self.is_stalled()))
 
     def renewed(self, session: Session, message: Renew) -> None:
-        """Take a RENEW: answer it, or learn the round trip from its echo."""
+        """Handle a RENEW: echo it, or measure the round trip from its echo."""
         session.lease = message.lease
         if not message.echo:
             stalled = self.is_stalled()
@@ -318,8 +317,8 @@ class Sessions:
             session.round_trip = sample if session.round_trip is None else (3 * session.round_trip + sample) / 4
 
     def may_return(self, session: Session) -> bool:
-        """True where the process of a session may still live, and wait to hear how its attempts ended. A fence does not
-        prove its death: it says that one connection is closed on this side, and P may wait for its own end of it. No
+        """True if the session's process may still live and need the outcome of its attempts. A fence does not prove its
+        death, only that one connection is closed on this side; P may still wait for its own end of that connection. No
         attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused that long.
         """
         if session.peer is not None:
@@ -327,7 +326,7 @@ class Sessions:
         return self._clock.monotonic() < session.until
 
     def forgive(self, now: float) -> None:
-        """This process was paused, so that it cannot tell who was silent: all leases begin anew."""
+        """This process was paused, so it cannot tell who was silent: restart all leases."""
         for session in self._all():
             session.heard = now
 
@@ -338,7 +337,7 @@ class Sessions:
     # ------------------------------------------------------------ ends
 
     def hang_up(self, session: Session) -> None:
-        """Forget a session. Its transport end stays until no attempt needs it."""
+        """Forget a session. Its transport peer stays until no attempt needs it."""
         self._channel.drop(session.connection)
         self.clients.pop(session.connection, None)
         if self.servers.get(session.connection.address) is session:
@@ -350,7 +349,7 @@ class Sessions:
             self._ends.retire(session.peer)
 
     def dead(self) -> list[Session]:
-        """Sessions whose transport's end is dead."""
+        """Sessions whose transport peer is dead."""
         return [session for session in self._all() if session.peer is not None and not session.peer.alive()]
 
     def sweep(self, used: list[Peer]) -> None:

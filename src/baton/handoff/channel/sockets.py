@@ -1,14 +1,13 @@
-"""Control connections of one engine over ZeroMQ: sockets, keys, sessions, sequence numbers. Knows no attempt.
+"""Control connections of one rank over ZeroMQ: sockets, keys, sessions, sequence numbers.
 
-Each engine binds one ROUTER. An engine that decodes dials the ROUTER of the one that prefills with a
-DEALER, and both directions of that pair use this connection. The dialling side draws a random session
-number per connection; a frame of another session, or one whose sequence number is not above the last, is
-dropped.
+Each rank binds one ROUTER. D dials P's ROUTER with a DEALER, and both directions use this connection. The dialling side
+draws a random session number per connection. A frame of another session, or whose sequence number is not above the
+last, is dropped.
 
-Both sides authenticate each other by CURVE before a byte of a frame is read: who has no key reaches nothing of ZeroMQ
-but its handshake. With a key directory the address reads `curve://ENGINE@host:port`: it names the engine whose public
-key the dialling side demands, and HELLO must come from the engine whose key it is. Without one all engines have the
-pair that the ticket key gives them (`TicketKeys`), and stay on loopback.
+Both sides authenticate each other by CURVE before any frame is read: a peer without a key reaches only ZeroMQ's
+handshake. With a key directory the address is `curve://ENGINE@host:port`: the dialling side demands the public key of
+that engine, and HELLO must come from the engine whose key it is. Without one, all engines share the pair derived from
+the ticket key (`TicketKeys`), and stay on loopback.
 """
 
 from __future__ import annotations
@@ -36,30 +35,30 @@ log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
 MAX_SESSIONS = 1024
-# Sessions of peers that have not proven themselves: the oldest makes room for the next.
+# Sessions of unproven peers: a new one evicts the oldest.
 MAX_UNPROVEN = 128
 _BURST = 256
-# Frames that wait in one connection before its sender is held back.
+# Frames queued in one connection before its sender is held back.
 _QUEUE = 128
-# How long frames may take to leave, in milliseconds, when one session ends, and when all do. The second is longer: a
-# peer that hears no BYE has to wait for its fence. Only a peer that reads nothing costs the whole time.
+# How long frames may take to leave when one session ends, and when all do; milliseconds. The second is longer, because
+# a peer that gets no BYE has to wait for its fence. Only a peer that reads nothing costs the whole time.
 _LINGER_MS, _LAST_LINGER_MS = 200, 5000
-# So many unread frames are answered when the channel closes.
+# At most this many unread frames are answered when the channel closes.
 _LAST_FRAMES = 4096
 # A BYE ends a session whatever sequence number the receiver has reached.
 _LAST_SEQUENCE = (1 << 63) - 1
 _RECONNECT_MS = (100, 2000)
-# What a process may have again later: descriptors, memory, sockets.
+# Shortages that may pass: descriptors, memory, sockets.
 _SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
 
 
 class Channel:
-    """All connections of one engine. Used by one thread, but for `wake` and the counters.
+    """All connections of one rank. For one thread, except `wake` and the counters.
 
-    `frames` counts what came, `malformed` what could not be read, `dropped` what could not be sent, `evicted` the
-    sessions closed to make room, `refused` the connections that were not let in.
+    `frames`: received. `malformed`: could not be decoded. `dropped`: could not be sent. `evicted`: sessions closed to
+    make room. `refused`: connections not admitted.
 
-    Raises `ConfigError` when the address cannot be bound, or is not on loopback while the engines share a pair.
+    Raises `ConfigError` if the address cannot be bound, or is not on loopback while the engines share a pair.
     """
 
     def __init__(self, bind: str, keys: Keys) -> None:
@@ -95,7 +94,6 @@ class Channel:
 
     @property
     def refused(self) -> int:
-        """Connections that were not let in."""
         return self._gate.refused
 
     def _socket(self, kind: int) -> Socket:
@@ -107,16 +105,16 @@ class Channel:
 
     def wake(self) -> None:
         """Make `receive` return. Any thread; never blocks."""
-        with contextlib.suppress(OSError):  # a full pipe wakes as well; a closed one has nobody to wake
+        with contextlib.suppress(OSError):  # a full pipe wakes too; a closed one has no reader
             self._wake_in.send(b"\0")
 
     # ------------------------------------------------------------ connections
 
     def dial(self, address: str) -> Connection:
-        """A new session with the engine at `address`. Connecting goes on in the background, also where this process
-        has no descriptor left: each message sent tries again, and is lost until there is one.
+        """A new session with the engine at `address`. Connects in the background. If this process has no file
+        descriptor left, each `send` tries again, and its message is lost until there is one.
 
-        Raises `ProtocolError` for an address that cannot be dialled, or not with the keys that are here.
+        Raises `ProtocolError` for an address that cannot be dialled, or not with these keys.
         """
         engine, endpoint, key = self._whom(address)
         connection = Connection(secrets.randbits(62), None, address=address, engine=engine)
@@ -143,14 +141,14 @@ class Channel:
         self._poller.register(sock, zmq.POLLIN)
 
     def _is_open(self, connection: Connection) -> bool:
-        """Whether there is a socket, after one more attempt where there was none."""
+        """Whether there is a socket; tries again to open a missing one."""
         if connection.socket is None:
-            with contextlib.suppress(ProtocolError):  # the peer's key is gone since
+            with contextlib.suppress(ProtocolError):  # the peer's key has been removed since
                 self._open(connection, *self._whom(connection.address)[1:])
         return connection.socket is not None
 
     def _whom(self, address: str) -> tuple[str | None, str, bytes]:
-        """`(engine, ZeroMQ endpoint, its public key)`; no engine where all have one pair."""
+        """`(engine, ZeroMQ endpoint, public key)`; engine is None if all share one pair."""
         named = address.removeprefix("curve://")
         if not self._named:
             if named != address:
@@ -170,7 +168,7 @@ class Channel:
         return engine, f"tcp://{host}", key
 
     def drop(self, connection: Connection) -> None:
-        """Forget a session; a dialled one is disconnected."""
+        """Forget a session; disconnect if we dialled it."""
         if connection.identity is not None:
             if self._accepted.get(connection.identity) is connection:
                 del self._accepted[connection.identity]
@@ -180,7 +178,7 @@ class Channel:
             connection.socket.close()
 
     def send(self, connection: Connection, message: Message) -> None:
-        """Send without blocking. A full or broken connection drops: whoever waits for an answer repeats.
+        """Send without blocking. A full or broken connection drops the message: the waiting side repeats.
 
         Raises `ProtocolError` for a message over its size limit.
         """
@@ -206,9 +204,8 @@ class Channel:
     def receive(self, timeout_s: float) -> Iterator[tuple[Connection, Message]]:
         """Wait up to `timeout_s` seconds for messages or for `wake`. Malformed frames are only counted.
 
-        A session that was closed to make room, or replaced by its peer, ends with a BYE of this side's making. Each
-        frame is read when the message before it has been dealt with, so that nobody who has just proven itself
-        is closed as a stranger.
+        Yields a BYE made here for a session that was evicted, or replaced by its peer. Each frame is read after the
+        previous message has been handled, so a peer that has just proven itself is not evicted as a stranger.
         """
         for ready, _ in self._poller.poll(max(0, round(timeout_s * 1000))):
             if ready == self._wake_out.fileno():
@@ -220,9 +217,9 @@ class Channel:
 
     def _read(self, ready: Socket) -> Iterator[tuple[Connection, Message]]:
         accepted = ready is self._router
-        for _ in range(_BURST):  # one loud peer must not keep the others waiting
+        for _ in range(_BURST):  # one busy peer must not starve the others
             try:
-                # Only a frame object tells whose key it came with.
+                # Only a frame object has the key that it came with.
                 parts = ready.recv_multipart(zmq.NOBLOCK, copy=not accepted or not self._named)
             except zmq.ZMQError:
                 return
@@ -265,7 +262,7 @@ class Channel:
         return ended + self._in_order(connection, sequence, _checked(connection, "dialled", message, frame, mark))
 
     def _make_room(self, identity: bytes) -> list[Connection]:
-        """Forget the sessions that a new one of this peer replaces or displaces."""
+        """Forget the sessions that a new one of this peer replaces or evicts."""
         gone = [connection for connection in [self._accepted.get(identity)] if connection is not None]
         if not gone and self._is_full():
             self._unproven = {key: other for key, other in self._unproven.items() if not other.proven}
@@ -305,9 +302,9 @@ class Channel:
         return [(connection, message)]
 
     def close(self, farewell: Bye | None = None) -> None:
-        """Close all sockets; what was sent gets time to leave, where somebody is there to take it.
+        """Close all sockets. Sent frames get time to leave, if a peer is there to receive them.
 
-        `farewell` answers what was not read: whoever began a session just now learns that there is nobody.
+        `farewell` answers unread frames, so a peer that has just opened a session learns that this engine is gone.
         """
         if farewell is not None:
             self._answer_unread(farewell)
@@ -336,9 +333,9 @@ class Channel:
 
 
 def _checked(connection: Connection, side: Side, message: Message, frame: bytes, mark: list[bytes]) -> Message:
-    """The message, if whoever opened the session has sealed it, or if anybody may send it.
+    """The message, if the session's peer has sealed it or if anybody may send it. Raises `ProtocolError` otherwise.
 
-    A HELLO proves its sender by itself. An engine that does not know the session says so by BYE, and D then begins
+    A HELLO proves its sender by itself. An engine that does not know the session answers BYE, and D then begins
     another.
     """
     if not connection.key or (mark and is_sealed(connection.key, side, frame, mark[0])):

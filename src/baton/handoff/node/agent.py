@@ -1,7 +1,7 @@
-"""The handoff agent of one engine: one thread that runs its machines, and thread-safe calls for the engine.
+"""The handoff agent of one rank: a thread that runs its state machines, and thread-safe calls for the engine.
 
 The thread sleeps in ZeroMQ's poll. Engine calls, and the ends of connections, copies and digests, wake it through a
-socket pair. Nothing that it calls waits for a peer: meanwhile the leases of all others would end.
+socket pair. It never waits for a peer, because meanwhile all leases would expire.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ def _logged() -> Iterator[None]:
 
 
 class HandoffAgent:
-    """Hands requests of one rank over to, and takes them over from, other engines.
+    """Hands requests of one rank over to other engines, and takes theirs over.
 
-    `instance` describes this engine's groups, those of this rank in the regions that `descriptor` (of
-    `transport.register`) opens. Calls concern one rank `peer` of the other engine, whose attempt has a key of its own.
-    With `on_peer` the agent is one of those that an `InstanceAgent` joins; else a peer of several ranks is refused.
-    `on_event` is called on the agent's thread and should return soon. `digester` is needed
-    unless `config.integrity` is off. While `is_stalled()`, peers are told that the engine behind this agent hangs. The
-    owner closes the transport after the agent.
+    `instance` describes this engine's groups; those of this rank are in the regions of `descriptor` (from
+    `transport.register`). Calls concern one rank `peer` of the other engine, which has an attempt of its own. With
+    `on_peer` the agent is one of those that an `InstanceAgent` joins; without it, a peer of several ranks is refused.
+    `on_event` is called on the agent's thread and should return soon. `digester` is required unless `config.integrity`
+    is off. `is_stalled`: whether to tell peers that this agent's engine hangs. The owner closes the transport after the
+    agent.
 
-    `on_lost` is called once, with the cause and on another thread, when the agent's own thread has ended or hangs. What
-    is open then ends by no event: nobody can prove that its pages are quiet, so the engine is to end, and its process.
+    `on_lost` is called once, with the cause and on another thread, when the agent's thread has ended or hangs. Open
+    attempts then get no more events: nobody can prove that their pages are quiet, so the engine and its process must
+    end.
 
-    Per opened prefill exactly one `PrefillReleased` comes. Per opened decode exactly one of
-    `DecodeCommitted`, `DecodeFinished` and `DecodeReleased` comes, a `DecodeFailed` before the last one
-    unless the engine itself aborted. Pages belong to the agent from the open call until that event. A decode that was
-    announced counts as opened.
+    Per opened prefill exactly one `PrefillReleased` comes. Per opened or announced decode exactly one of
+    `DecodeCommitted`, `DecodeFinished` and `DecodeReleased` comes, and a `DecodeFailed` before the last one unless the
+    engine itself aborted. Pages belong to the agent from the open call until that event.
 
-    Raises `ConfigError` when `config.bind` cannot be bound, a digester is missing, or a piece of a group would have
-    more digests than a message may carry.
+    Raises `ConfigError` if `config.bind` cannot be bound, a digester is missing, or a piece of a group would have more
+    digests than a message may carry.
     """
 
     def __init__(
@@ -112,14 +112,12 @@ class HandoffAgent:
         self._watch = ThreadWatch(self._thread, lambda: self._turned, config.timers.hang, on_lost)
 
     def start(self) -> None:
-        """Start the thread, and the one that watches it."""
         self._thread.start()
         self._watch.start()
 
     def close(self) -> None:
-        """Give up on what is open, wait a bounded time for copies, tell the peers, and stop. Idempotent. A thread that
-        is lost is not waited for: it closes its sockets itself, should it ever go on.
-        """
+        """Give up open attempts, wait a bounded time for copies, tell the peers, and stop. Idempotent. Does not wait
+        for a lost thread, which closes its sockets itself if it ever continues."""
         HandoffAgent.close_all([self])
 
     @staticmethod
@@ -142,15 +140,12 @@ class HandoffAgent:
     # ------------------------------------------------------------ the engine's calls, from any thread
 
     def open_prefill(self, ticket: SignedTicket, peer: int = 0) -> None:
-        """Take P's leg of a verified ticket.
-
-        Raises `ProtocolError` when the ticket names another engine.
-        """
+        """Take P's leg of a verified ticket. Raises `ProtocolError` if the ticket names another engine."""
         self._need(ticket.prefill_engine, ticket.prefill_incarnation)
         self._call(lambda: self._node.open_prefill(ticket, peer))
 
     def admit_prefill(self, key: AttemptKey) -> None:
-        """P's engine has given the request pages for its whole prompt: nothing keeps it from being computed."""
+        """P's engine has allocated pages for the whole prompt."""
         self._call(lambda: self._node.to_prefill(key, ev.PagesGiven()))
 
     def declare_final(
@@ -162,23 +157,22 @@ class HandoffAgent:
         self._call(lambda: self._node.to_prefill(key, event))
 
     def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
-        """Some layers of a forward under way are written, or that forward has failed. Its end is told by
-        `declare_final`."""
+        """Some layers of a running forward are written, or that forward has failed. `declare_final` follows its end."""
         self._call(lambda: self._node.to_prefill(key, event))
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
         """The drafter has run with the first token: tokens `[0, final)` of each group will not change any more.
 
-        Groups that are not named are as they were declared. The tables of the last `declare_final` must reach that
-        far. `finished`: that token ended the request.
+        Groups not named stay as declared. The tables of the last `declare_final` must reach that far. `finished`: that
+        token ended the request.
         """
         event = ev.Sampled(seeds, finished, dict(final))
         self._call(lambda: self._node.to_prefill(key, event))
 
     def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None:
-        """Take D's leg of a verified ticket before there are pages for it; `DecodeAdmitted` says when to look for some.
+        """Take D's leg of a verified ticket before it has pages; `DecodeAdmitted` says when to allocate some.
 
-        Nothing of it expires while P lives. Raises `ProtocolError` when the ticket names another engine.
+        The leg does not expire while P lives. Raises `ProtocolError` if the ticket names another engine.
         """
         self._need(ticket.decode_engine, ticket.decode_incarnation)
         self._call(lambda: self._node.announce_decode(ticket, peer))
@@ -191,11 +185,11 @@ class HandoffAgent:
         pages: dict[str, list[int]],
         peer: int = 0,
     ) -> None:
-        """There are pages for D's leg of a verified ticket: per group the interval wanted, and the block table it goes
-        to. To be called after `DecodeAdmitted`, or without `announce_decode` by an engine whose pages are enough for
-        all: pages given to a leg that P has no room for could be those that P waits for.
+        """Give D's leg of a verified ticket its pages: per group the wanted interval, and the block table for it. Call
+        this after `DecodeAdmitted`, or without `announce_decode` if the engine has enough pages for all requests: P
+        might wait for the pages given to a leg that it has no room for.
 
-        Raises `ProtocolError` when the ticket names another engine or an interval goes beyond the prompt.
+        Raises `ProtocolError` if the ticket names another engine or an interval exceeds the prompt.
         """
         self._need(ticket.decode_engine, ticket.decode_incarnation)
         beyond = [group for group, tokens in wanted.items() if tokens.stop > prompt_len]
@@ -211,11 +205,11 @@ class HandoffAgent:
         taken: Callable[[], None] | None = None,
         message: str = "given up by the engine",
     ) -> None:
-        """Give up on an attempt, on either side, at any moment; the peer is told `message`. The pages stay the agent's
-        until released.
+        """Give up an attempt of either side at any moment; the peer is sent `message`. The pages stay the agent's until
+        released.
 
-        `taken` is called on the agent's thread, after events of the end if there are any: from then on, this side says
-        COMMIT or CONFIRM of nothing that was not in place before. No peer delays that.
+        `taken` is called on the agent's thread, after the attempt's final events if there are any. From then on this
+        side says COMMIT or CONFIRM only of what was in place before. No peer delays the call.
         """
 
         def give_up() -> None:
@@ -226,7 +220,6 @@ class HandoffAgent:
         self._call(give_up)
 
     def stats(self) -> AgentStats:
-        """Figures since the start, and of now."""
         channel = self._channel
         return replace(self._node.stats(), frames=channel.frames, refused=channel.refused, evicted=channel.evicted)
 
@@ -243,7 +236,7 @@ class HandoffAgent:
     def _run(self) -> None:
         while not self._closing:
             self._step()
-        self._step()  # calls that came before the close
+        self._step()  # calls made before the close
         self._node.abort_all()
         until = time.monotonic() + self.config.timers.close
         while len(self._node.operations) and time.monotonic() < until:
@@ -254,7 +247,7 @@ class HandoffAgent:
         self._channel.close(Bye("engine_closed", quiet))
 
     def _step(self) -> None:
-        """Wait for something, and deal with all of it. No error ends the thread, or keeps the rest from its turn."""
+        """Wait for events and handle all of them. No error ends the thread or skips the other handlers."""
         self._turned = time.monotonic()
         wait = self.config.timers.retry_min
         with _logged():

@@ -15,21 +15,21 @@ from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.transports.base import Peer
 
-# Ended attempts are kept as tombstones until their ticket has expired, and for TOMBSTONE_S seconds at least, in which a
-# peer asks how they ended. Beyond this many those go that would go first.
+# Ended attempts are tombstones until their ticket expires, and for at least TOMBSTONE_S seconds, in which a peer may
+# ask how they ended. Beyond MAX_TOMBSTONES, those that would expire first are dropped.
 MAX_TOMBSTONES = 1 << 16
 TOMBSTONE_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """Common part. `expiry` is the time (monotonic seconds) at which the ticket expires, `begun` that from which the
-    handoff's own time counts.
+    """Common part. `expiry`: when the ticket expires, in monotonic seconds. `begun`: when the handoff's own time limit
+    starts.
 
-    `peers` are the transport's ends of all sessions in which pages could have been exchanged: all of them must be
-    fenced. Copies use `open`, the end of the session in which the peer asked for them last: a peer that has given the
-    attempt up since has closed that end alone, and knows of no other. `far` is what the peer said of its instance.
-    `next_tick` is when the last message is repeated, `gap` how long after that again.
+    `peers`: the transport peers of all sessions in which pages could have been exchanged; all of them must be fenced.
+    Copies use `open`, the peer of the session in which the other side last asked for them: if it gave the attempt up
+    since, it has closed only that one and knows no other. `far`: the other side's instance. `next_tick`: when to repeat
+    the last message, `gap`: the interval after that.
     """
 
     expiry: float
@@ -42,36 +42,36 @@ class _Attempt:
     gap: float = 0.0
 
     def meet(self, session: Session) -> None:
-        """The peer's HELLO of a session is known."""
+        """Add the transport peer of a session whose HELLO is known."""
         if session.hello is not None and session.peer is not None and session.peer not in self.peers:
             self.peers.append(session.peer)
             self.far = session.hello.instance
 
     def asked(self, session: Session) -> None:
-        """The peer has shown its pages, or asked for copies, in this session."""
+        """In this session, the other side has registered its pages or asked for copies."""
         self.meet(session)
         self.open = session.peer
 
     @property
     def peer(self) -> Peer | None:
-        """The transport's end of the last session."""
+        """The transport peer of the last session."""
         return self.peers[-1] if self.peers else None
 
     @property
     def fenced(self) -> bool:
-        """True when the peer is proven to touch no memory of ours any more."""
+        """True when the other side is proven to touch our memory no more."""
         return bool(self.peers) and all(peer.fenced() for peer in self.peers)
 
 
 @dataclass(slots=True, eq=False)
 class PrefillAttempt(_Attempt):
-    """P's half of one attempt. `session` is the session from which D spoke last."""
+    """P's half of one attempt. `session`: the one of D's last message."""
 
     machine: PrefillHandoff = field(kw_only=True)
     session: Session | None = None
 
     def may_hear(self, session: Session) -> bool:
-        """True unless another engine has spoken for D's half of the attempt before."""
+        """False if another engine has already spoken for D's half of the attempt."""
         before = self.session.hello if self.session is not None else None
         return before is None or (session.hello is not None and session.hello.engine_id == before.engine_id)
 
@@ -80,43 +80,42 @@ class PrefillAttempt(_Attempt):
         return self.claimed and (self.machine.closed or session.peer is not None)
 
     def waits_for(self, session: Session) -> bool:
-        """Whether D's claim was checked before, and is to be taken up when this session is connected."""
+        """Whether D's claim was checked before, and must wait until this session is connected."""
         return self.claimed and not self.machine.closed and session.connecting is not None
 
     @property
     def claimed(self) -> bool:
-        """Whether a claim of D was taken."""
+        """Whether a claim of D was accepted."""
         return self.machine.announced or self.machine.registered
 
     def heard(self, now: float) -> None:
-        """D has spoken of the attempt. Each ANNOUNCE, and the first REGISTER, start its time anew."""
+        """D has sent a message of the attempt. Each ANNOUNCE, and the first REGISTER, restart its time limit."""
         if not self.machine.registered:
             self.begun = now
 
     def deadline(self, handoff_s: float) -> float:
-        """When the attempt ends at the latest: an engine can take the leg, and D come, until the ticket expires; after
-        that D says time and again that it waits, until it has registered."""
+        """The latest end of the attempt: the ticket's expiry until the engine has opened the leg and D has sent a
+        claim, then `handoff_s` after D's last ANNOUNCE or first REGISTER."""
         return self.expiry if self.begun is None or not self.machine.opened else self.begun + handoff_s
 
 
 @dataclass(slots=True, eq=False)
 class DecodeAttempt(_Attempt):
-    """D's half of one attempt. `address` is that of P's rank, `num_sources` how many ranks its ticket names."""
+    """D's half of one attempt. `address`: of P's rank. `num_sources`: how many ranks of P the ticket names."""
 
     machine: DecodeHandoff = field(kw_only=True)
     address: str = field(kw_only=True)
     num_sources: int = 1
 
     def misled(self, peer: Instance) -> str:
-        """Why the engine at the address is not the P of the ticket, which names each of its ranks; an empty string
-        where it is."""
+        """Why the engine at the address is not the rank of P that the ticket names, or an empty string."""
         if peer.num_ranks != self.num_sources:
             return f"P has {peer.num_ranks} ranks, the ticket names {self.num_sources}"
         rank = self.machine.key.source_rank
         return f"rank {peer.rank} is at {self.address} instead of rank {rank}" if peer.rank != rank else ""
 
     def deadline(self, handoff_s: float) -> float:
-        """When the attempt ends at the latest: waiting for P to admit it, and for pages, is no failure."""
+        """The latest end of the attempt. Waiting for P's admission and for pages has no limit."""
         return math.inf if self.begun is None else self.begun + handoff_s
 
 
@@ -124,32 +123,29 @@ AttemptT = TypeVar("AttemptT", PrefillAttempt, DecodeAttempt)
 
 
 class Book(Generic[AttemptT]):
-    """Attempts of one side by key: live ones, and tombstones; a look at the clock touches only those it drops."""
+    """Live attempts and tombstones of one side, by key. Expiry visits only the tombstones that it drops."""
 
     def __init__(self) -> None:
         self.live: dict[AttemptKey, AttemptT] = {}
         self.ended: dict[AttemptKey, AttemptT] = {}
         self._transfers: dict[bytes, set[AttemptKey]] = {}
-        # Of each tombstone when nobody can ask for it any more, and a number, by which equal times are ordered.
+        # Per tombstone: when it may be dropped, and a number that orders equal times.
         self._ends: list[tuple[float, int, AttemptKey]] = []
         self._numbers = itertools.count()
 
     def get(self, key: AttemptKey) -> AttemptT | None:
-        """The attempt, live or ended."""
         return self.live.get(key) or self.ended.get(key)
 
     def add(self, key: AttemptKey, attempt: AttemptT) -> AttemptT:
-        """Keep a new attempt."""
         self.live[key] = attempt
         self._transfers.setdefault(key.transfer_id, set()).add(key)
         return attempt
 
     def same_transfer(self, key: AttemptKey) -> set[AttemptKey]:
-        """Keys of all known attempts of the same transfer."""
         return self._transfers.get(key.transfer_id, set())
 
     def settle(self, key: AttemptKey, now: float) -> None:
-        """Make an attempt that has closed by `now` (monotonic seconds) a tombstone."""
+        """Make an attempt that has closed a tombstone. `now`: monotonic seconds."""
         attempt = self.live.get(key)
         if attempt is not None and attempt.machine.closed:
             self.ended[key] = self.live.pop(key)
@@ -158,7 +154,7 @@ class Book(Generic[AttemptT]):
                 self._drop_first()
 
     def forget(self, now: float, margin: float) -> None:
-        """Drop tombstones that nobody can ask for any more, `margin` seconds after that; `now` in monotonic seconds."""
+        """Drop tombstones `margin` seconds after nobody can ask for them any more. `now`: monotonic seconds."""
         while self._ends and now > self._ends[0][0] + margin:
             self._drop_first()
 

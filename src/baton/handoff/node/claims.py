@@ -1,4 +1,4 @@
-"""How D's half of an attempt meets P's: claims, by ANNOUNCE or REGISTER, and the order of a transfer's attempts."""
+"""D's claims (ANNOUNCE and REGISTER) on P's halves of attempts, and the order of a transfer's attempts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Claim = Announce | Register
 
 
 class _Held(NamedTuple):
-    """A claim that waits. `ticket` was good when it came; None where an earlier claim had shown it."""
+    """A waiting claim. `ticket` was valid on arrival; None if an earlier claim had shown it."""
 
     session: Session
     message: Claim
@@ -33,24 +33,23 @@ class _Held(NamedTuple):
 
 
 class Claims:
-    """P's halves of attempts, and what D says to get one. For one thread."""
+    """P's halves of attempts, and D's claims on them. For one thread."""
 
     def __init__(self, execution: Execution) -> None:
         self._groups = list(execution.instance.here)
         self._execution = execution
         self._sessions, self._clock = execution.sessions, execution.clock
-        # A claim whose transfer has an earlier attempt that is not quiet yet, or whose sender is not connected yet.
+        # Claims that wait for an earlier attempt of their transfer to become quiet, or for their session to connect.
         self._held: dict[AttemptKey, _Held] = {}
-        # Attempts that D cancelled before P's engine or a REGISTER came for them, and why. Their keys have no ticket.
+        # Attempts that D cancelled before P's engine or a claim began them, with the reason. Their keys have no ticket.
         self._cancelled: dict[AttemptKey, str] = {}
 
     @property
     def holding(self) -> bool:
-        """True while an ANNOUNCE or REGISTER waits for an earlier attempt to become quiet, or for its connection."""
+        """True while a claim waits for an earlier attempt, or for its connection."""
         return bool(self._held)
 
     def prefill(self, key: AttemptKey, ticket: SignedTicket) -> PrefillAttempt:
-        """P's half of an attempt, made where it is not known yet."""
         found = self._execution.prefills.get(key)
         if found is not None:
             return found
@@ -63,11 +62,11 @@ class Claims:
         return attempt
 
     def expiry(self, ticket: Ticket, role: LegRole) -> float:
-        """When a ticket expires, in monotonic seconds."""
+        """In monotonic seconds."""
         return min(ticket.expiry(role), self._clock.monotonic() + MAX_TICKET_LIFE_S)
 
     def supersede(self, key: AttemptKey) -> bool:
-        """End earlier attempts of the same transfer; True while one of them is not quiet."""
+        """End earlier attempts of the same transfer. True while one of them is not quiet."""
         prefills = self._execution.prefills
         earlier = [other for other in prefills.same_transfer(key) if other.attempt < key.attempt]
         for other in earlier:
@@ -76,14 +75,14 @@ class Claims:
         return any(other in prefills.live for other in earlier)
 
     def cancel(self, key: AttemptKey, reason: str) -> None:
-        """D gives up on an attempt that is not known here: the claim that may come after it must start nothing."""
+        """D gives up an attempt that is not known here: a claim that arrives later must start nothing."""
         self._held.pop(key, None)
         self._cancelled[key] = reason
         if len(self._cancelled) > MAX_CANCELLED:
             del self._cancelled[next(iter(self._cancelled))]
 
     def take(self, session: Session, message: Claim) -> None:
-        """Take a claim, hold it back, or answer NACK."""
+        """Accept a claim, hold it back, or answer NACK."""
         key = message.key
         known = self._execution.prefills.get(key)
         self._sessions.reach_again(session)
@@ -93,7 +92,7 @@ class Claims:
             return
         try:
             if known is not None and known.served(session) and known.may_hear(session):
-                # Its ticket was good when it came first, and may have expired since.
+                # Its ticket was valid when it first arrived, and may have expired since.
                 if isinstance(message, Register) and not known.machine.registered:
                     _check_tables(session, message, known.machine.mode)
                 self._feed(known, session, message)
@@ -115,7 +114,8 @@ class Claims:
             self._execution.channel.send(session.connection, Nack(key, reason, str(error)[:2000]))
 
     def _check(self, session: Session, message: Claim) -> SignedTicket:
-        """The ticket of a claim, else `ProtocolError`. One that came in time does not expire while it waits."""
+        """The ticket of a claim. Raises `ProtocolError`. A ticket that arrived in time does not expire while the claim
+        waits."""
         held, ticket = self._held.get(message.key), None
         if held is not None and held.session is session and session.refusal is None:
             ticket = held.ticket if held.message.ticket == message.ticket else None
@@ -137,7 +137,7 @@ class Claims:
     def retry(self) -> None:
         """Try again the claims that wait for an earlier attempt, or for the connection."""
         for key, held in list(self._held.items()):
-            # In another session D lays its claim anew.
+            # In another session D repeats its claim.
             if self._sessions.clients.get(held.session.connection) is held.session:
                 self.take(held.session, held.message)
             if self._held.get(key) is held:
@@ -145,7 +145,7 @@ class Claims:
 
 
 def _check_tables(session: Session, message: Register, mode: Mode) -> None:
-    """Raise `ProtocolError` unless what a REGISTER names is its pair's, and inside its sender's geometry."""
+    """Raise `ProtocolError` unless a REGISTER names only groups of its pair, and pages within its sender's geometry."""
     geometries = session.hello.instance.here if session.hello is not None else {}
     groups = session.pairs.get(message.key.pair, frozenset())
     for group, tokens in message.wanted.items():

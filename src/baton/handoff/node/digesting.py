@@ -1,4 +1,4 @@
-"""Digests under way: machines ask for them, a worker takes them, and they come back as events."""
+"""Runs digests for the state machines on a worker, and returns them as events."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Shares = Callable[[str], Sequence[Cell]]
 
 
 class Digesting(Generic[_Owner]):
-    """Digests that are being taken, each for one owner (an attempt). For one thread, but for the jobs of `worker`.
+    """Running digests, each of one owner (an attempt). For one thread, except the jobs of `worker`.
 
-    An attempt may end, and its pages be freed, while a digest of them is taken: what is read then is of no use, and
-    its machine drops it. `wake` is called on the worker's thread when something has ended.
+    An attempt may end, and its pages be freed, while a digest of them is computed: its machine then ignores the result.
+    `wake` is called on the worker's thread when a digest has ended.
     """
 
     def __init__(
@@ -36,8 +36,7 @@ class Digesting(Generic[_Owner]):
         self._done: queue.SimpleQueue[tuple[_Owner, ev.MachineEvent]] = queue.SimpleQueue()
 
     def begin(self, owner: _Owner, action: ev.ComputeDigests | ev.CheckDigests, shares: Shares) -> None:
-        """Have the worker compute or check digests, after what was begun before. `shares`: what of each group the two
-        ranks exchange."""
+        """`shares`: per group, the cells that the two ranks exchange."""
 
         def job() -> None:
             self._done.put((owner, self._answer(action, shares)))
@@ -55,11 +54,11 @@ class Digesting(Generic[_Owner]):
             every = {group: shares(group) for group in action.digests}
             bad = mismatches(self._digester, self._geometries, action.digests, action.pages, every)
             return ev.DigestsChecked(action.check_id, tuple(bad))
-        except Exception as error:  # an attempt that never hears of its digests would wait for ever
+        except Exception as error:  # an attempt without an answer would wait for ever
             return ev.Fault("transfer_failed", f"no digest: {error}")
 
     def ended(self) -> list[tuple[_Owner, ev.MachineEvent]]:
-        """What has ended since the last call, in the order in which it was begun."""
+        """The jobs that ended since the last call, in the order in which they began."""
         out = []
         while not self._done.empty():
             out.append(self._done.get_nowait())

@@ -1,4 +1,4 @@
-"""The machines of one engine's attempts: gives them events, and carries out what they ask for. For one thread."""
+"""Runs the state machines of one rank's attempts: feeds events, and carries out actions. For one thread."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ OnPeer = Callable[[AttemptKey, Instance], None]
 
 
 class Execution:
-    """All attempts of one rank, and what they need. With integrity on there must be a `digester`, and a `worker` for
-    it. `on_peer` is told, for each attempt with an engine of several ranks, what the peer says of its instance.
-    """
+    """All attempts of one rank. With integrity on, `digester` and `worker` are required. `on_peer` is called, for each
+    attempt in which either engine has several ranks, with the instance from the peer's HELLO."""
 
     def __init__(
         self,
@@ -61,17 +60,17 @@ class Execution:
         self._running = False
 
     def live(self) -> list[Attempt]:
-        """Attempts that are not over."""
         return [*self.prefills.live.values(), *self.decodes.live.values()]
 
     def session(self, attempt: Attempt) -> Session | None:
-        """The session with the attempt's peer; None when there is none now."""
+        """The current session with the attempt's peer, or None."""
         if isinstance(attempt, PrefillAttempt):
             return attempt.session
         return self.sessions.servers.get(attempt.address)
 
     def feed(self, attempt: Attempt, event: ev.MachineEvent, strict: bool = False) -> None:
-        """Give a machine an event and carry out what it asks for, in order. `strict` lets it raise `ProtocolError`."""
+        """Feed an event to a machine and carry out its actions, in order. `strict` lets the machine's `ProtocolError`
+        through."""
         self._queue.append((attempt, event))
         if self._running:
             return
@@ -98,17 +97,18 @@ class Execution:
             self._running = False
 
     def lose(self, attempt: Attempt, reason: str, message: str, quiet: bool = False) -> None:
-        """The attempt's peer cannot be talked to. `quiet`: it has said that its copies have ended."""
+        """The attempt's peer cannot be reached. `quiet`: it has said that its copies have ended."""
         self.feed(attempt, ev.PeerLost(reason, message, quiet or attempt.fenced))
 
     def stalled(self, session: Session) -> None:
-        """The peer's agent says that its engine hangs. It still answers, and so tells when the pages are quiet."""
+        """The peer's agent says that its engine hangs. The agent still answers, and so says when the pages are
+        quiet."""
         for attempt in self.live():
             if self.session(attempt) is session:
                 self.feed(attempt, ev.Fault("engine_stalled", "the peer's engine thread hangs"))
 
     def tick(self, now: float) -> None:
-        """Repeat what is due; `now` in monotonic seconds."""
+        """Repeat due messages. `now`: monotonic seconds."""
         for attempt in self.live():
             if now >= attempt.next_tick:
                 attempt.gap = min(max(2 * attempt.gap, self._timers.retry_min), self._timers.retry)
@@ -116,13 +116,13 @@ class Execution:
                 self.feed(attempt, ev.Tick())
 
     def _rewind(self, attempt: Attempt) -> None:
-        """A new message was sent: repeat it when its answer takes longer than a round trip should."""
+        """A new message was sent: repeat it if its answer takes longer than a round trip should."""
         session = self.session(attempt)
         attempt.gap = self._timers.first_retry(session.round_trip if session else None)
         attempt.next_tick = self.clock.monotonic() + attempt.gap
 
     def met(self, attempt: Attempt, hello: Hello) -> None:
-        """The peer's HELLO is known, for an attempt that is about to begin with it."""
+        """The peer's HELLO is known, for an attempt that is about to begin."""
         key = attempt.machine.key
         several = max(hello.instance.num_ranks, self.instance.num_ranks) > 1
         if several and self._on_peer is not None:
@@ -152,7 +152,7 @@ class Execution:
         if session is None or not (
             session.ready or (session.hello is not None and isinstance(message, Cancel | Cancelled))
         ):
-            return  # repeated when there is a session again; that an attempt is over can be said in any
+            return  # repeated in the next session; CANCEL and CANCELLED may be sent in any
         try:
             self.channel.send(session.connection, message)
         except ProtocolError as error:
@@ -171,7 +171,7 @@ class Execution:
             self.feed(attempt, end)
 
     def _ends(self, attempt: Attempt) -> tuple[Instance, Instance]:
-        """Source and destination. The peer of an attempt that has copies or digests has said in HELLO what it is."""
+        """Source and destination. The peer of an attempt with copies or digests has sent its HELLO."""
         assert attempt.far is not None
         prefills = isinstance(attempt, PrefillAttempt)
         return (self.instance, attempt.far) if prefills else (attempt.far, self.instance)
@@ -181,7 +181,7 @@ class Execution:
         return share(tuple(source.groups[group]), dest.here[group], source.rank)
 
     def poll(self) -> None:
-        """Hand ends of copies, and digests, to their machines."""
+        """Feed ends of copies, and digests, to their machines."""
         for owner, end in self.operations.ended():
             self.feed(owner, end)
         for owner, event in self._digesting.ended() if self._digesting is not None else ():
@@ -208,5 +208,5 @@ class Execution:
         try:
             self._on_event(event)
         except Exception:
-            # The engine's fault; the other attempts must go on.
+            # An error of the engine must not stop the other attempts.
             log.exception("the engine's handler failed on %r", event)

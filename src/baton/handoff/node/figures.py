@@ -1,4 +1,4 @@
-"""The figures of an agent."""
+"""An agent's metrics."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _BY_RANK = (
 
 @dataclass(frozen=True, slots=True)
 class CopyFigures:
-    """The copies that this side issued: seconds to plan one, to hand it to the transport, and from then to its end;
-    contiguous runs in one; bytes of those that ended well, by group."""
+    """Copies that this side issued: seconds to plan one, to hand it to the transport (`post`), and from then to its
+    end; runs per copy; bytes of successful ones, by group."""
 
     plan: Distribution = field(default_factory=lambda: Distribution(SECONDS))
     post: Distribution = field(default_factory=lambda: Distribution(SECONDS))
@@ -31,7 +31,7 @@ class CopyFigures:
     bytes: Counter[str] = field(default_factory=Counter)
 
     def over_ranks(self, others: Sequence[CopyFigures]) -> CopyFigures:
-        """The figures of all ranks of an engine together."""
+        """Merge the figures of all ranks of an engine."""
         all_ = (self, *others)
         plan, post, transfer, runs = (
             Distribution.sum_of([getattr(one, name) for one in all_]) for name in ("plan", "post", "transfer", "runs")
@@ -41,14 +41,13 @@ class CopyFigures:
 
 @dataclass(slots=True)
 class AgentStats:
-    """Counts since the start: handoffs committed, or `finished` by the first token; `bytes` and `runs` of the committed
-    ones (in pull counted by D), and those that were there before the prefill's end (`hidden_bytes`, counted by P);
-    copies issued again (`retries`), rounds of repair, pieces that did not match their digests, peers whose lease ended;
-    `failures` by reason; messages `rejected` and `malformed` of all `frames` that came, connections `refused`, sessions
-    `evicted` by newer ones.
+    """Counters since the start. Handoffs: committed, or `finished` by the first token; `bytes` and `runs` of the
+    committed ones (in pull counted by D), and bytes copied before the prefill's end (`hidden_bytes`, counted by P).
+    `retries`: copies issued again. `repairs`: rounds of repair. `bad_pieces`: pieces that did not match their digests.
+    `lost_leases`: peers whose lease expired. `failures`: by reason. Of all `frames` received, `rejected` and
+    `malformed` ones; connections `refused`; sessions `evicted` by newer ones.
 
-    `copies`: each of them. Now: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, and not proven
-    quiet), ready `sessions`.
+    Gauges: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, not proven quiet), ready `sessions`.
     """
 
     handoffs: int = 0
@@ -79,19 +78,18 @@ class AgentStats:
 
 
 class Figures:
-    """Counts what happens. Any thread may take a snapshot."""
+    """Counts events. Any thread may take a snapshot."""
 
     def __init__(self) -> None:
         self._stats = AgentStats()
         self._lock = threading.Lock()
 
     def count(self, name: str, by: int = 1) -> None:
-        """So many more of the counter `name`."""
         with self._lock:
             setattr(self._stats, name, getattr(self._stats, name) + by)
 
     def note(self, event: ev.HandoffEvent, copies: CopyLedger) -> None:
-        """Book how an attempt ended. P's copies are in `copies`; D's committed ones come with the event."""
+        """Record how an attempt ended. P's copies are in `copies`; D's committed ones are in the event."""
         with self._lock:
             match event:
                 case ev.DecodeCommitted(_, _, num_bytes, num_runs):
@@ -105,7 +103,7 @@ class Figures:
                     label, failures = reason_label(reason), self._stats.failures
                     failures[label] = failures.get(label, 0) + 1
                 case ev.DecodeReleased() | ev.DecodeProgress() | ev.DecodeAdmitted():
-                    pass  # its failure was booked, or the engine gave up by itself
+                    pass  # its failure was counted, or the engine gave up itself
 
     def _committed(self, num_bytes: int, num_runs: int) -> None:
         self._stats.handoffs += 1
@@ -113,6 +111,6 @@ class Figures:
         self._stats.runs += num_runs
 
     def snapshot(self, copies: CopyFigures, **now: Any) -> AgentStats:
-        """The counts so far, with those figures of `AgentStats` that are kept elsewhere."""
+        """The counts so far, with `now`: those figures of `AgentStats` that are kept elsewhere."""
         with self._lock:
             return replace(self._stats, failures=dict(self._stats.failures), copies=copies, **now)

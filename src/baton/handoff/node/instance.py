@@ -1,9 +1,9 @@
-"""What an engine calls: one agent, or the agents of all its ranks as if they were one.
+"""Presents the agents of all ranks of an engine as one agent.
 
-An instance is its ranks. Each has an agent with its own control address and memory, and each pair of a source rank and
-a destination rank that has bytes to move is an attempt of its own. One pair leads: it is there before the other side's
-ranks are known, and brings what their HELLO says of them. It is that of ranks 0 and 0; in an engine whose ranks are
-apart, each process has only its own rank's pairs, and is led by the one with rank 0 of the other side.
+Each rank has an agent with its own control address and memory, and each pair of a source and a destination rank that
+has bytes to move is an attempt of its own. One pair leads: it is opened before the other side's ranks are known, and
+its HELLO lists them. It is the pair of ranks 0 and 0. In an engine whose ranks are apart, each process has only its own
+rank's pairs; the one with rank 0 of the other side leads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.kv.interval import Interval
 T = TypeVar("T")
 MAX_PEERS = 1024
 MAX_ENDED = 4096
-P, D = 0, 1  # a side, and where its rank stands in a pair
+P, D = 0, 1  # a side, and the index of its rank in a pair
 
 
 class Agent(Protocol):
@@ -46,7 +46,7 @@ class Agent(Protocol):
 
 
 class RankAgent(Agent, Protocol):
-    """One rank's agent, whose attempts are with one rank `peer` of the other engine."""
+    """One rank's agent. Its attempts are with one rank `peer` of the other engine."""
 
     def open_prefill(self, ticket: SignedTicket, peer: int = 0) -> None: ...
     def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None: ...
@@ -67,15 +67,14 @@ class RankAgent(Agent, Protocol):
     ) -> None: ...
 
 
-# What the engine has said of a request, to be said to each agent: with its pair's groups (None: all that there are).
+# A call of the engine, repeated to each agent with its pair's groups (None: all).
 Saying = Callable[[RankAgent, Pair, frozenset[str] | None], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Leg:
-    """One half of a request. `pairs` are those whose attempts are open, at first the one that leads; `said` is kept for
-    those opened later; `told`: the engine knows that its pages are free; `ended`: why no pair is to be opened any more.
-    """
+    """One half of a request. `pairs`: those with open attempts, at first the leading one. `said`: calls to replay on
+    pairs opened later. `told`: the engine knows that its pages are free. `ended`: why no further pair is opened."""
 
     ticket: SignedTicket
     side: int
@@ -88,9 +87,9 @@ class _Leg:
 
 
 class InstanceAgent:
-    """The agents of all ranks of `instance` as one `Agent`; `bind` brings them, by rank. Where ranks are apart, there
-    is only that of `instance.rank`, and a request has ended when that rank's pairs have. `on_event` is called as a
-    `HandoffAgent` calls it, once per request where that calls once per pair.
+    """The agents of all ranks of `instance` as one `Agent`; `bind` sets them, by rank. If ranks are apart, there is
+    only the agent of `instance.rank`, and a request ends when that rank's pairs have. `on_event` is called as by
+    `HandoffAgent`, but once per request instead of once per pair.
 
     With one rank on both sides, calls and events pass through.
     """
@@ -99,22 +98,22 @@ class InstanceAgent:
         self._instance = instance
         self._tell = on_event
         self._agents: dict[int, RankAgent] = {}
-        # The rank whose agent leads: 0, or where ranks are apart the only one that is here.
+        # The rank whose agent has the leading pair: 0, or the only one here if ranks are apart.
         self._first = instance.rank if instance.apart else 0
         self._legs: dict[AttemptKey, _Leg] = {}
-        # Requests that ended lately: the engine may speak of one until it has heard of its end. P's leg is kept with it
-        # if D's ranks were not known by then: each is told of the end when it comes.
+        # Requests that ended lately: the engine may name one until it learns of its end. P's leg is kept if D's ranks
+        # were still unknown: each of them is told of the end when it connects.
         self._ended: dict[AttemptKey, _Leg | None] = {}
         self._peers: dict[str, Instance] = {}  # by incarnation
         self._lock = threading.RLock()
-        # What the engine is to be told, in order; one thread at a time tells it, without the lock.
+        # Events for the engine, in order. One thread at a time delivers them, without the lock.
         self._untold: deque[ev.HandoffEvent] = deque()
         self._telling = False
 
     def bind(self, agents: Sequence[RankAgent]) -> None:
-        """Use these agents, whose events come to `on_event` and `on_peer`.
+        """Use these agents, whose events go to `on_event` and `on_peer`.
 
-        Raises `ProtocolError` unless there is one for each rank that is here.
+        Raises `ProtocolError` unless there is one for each rank in this process.
         """
         needed = 1 if self._instance.apart else self._instance.num_ranks
         if len(agents) != needed:
@@ -124,17 +123,15 @@ class InstanceAgent:
     # ------------------------------------------------------------ the engine's calls
 
     def open_prefill(self, ticket: SignedTicket) -> None:
-        """Take P's leg of a verified ticket."""
         self._begin(ticket, P, ticket.decode_addresses)
 
     def admit_prefill(self, key: AttemptKey) -> None:
-        """P's engine has given the request pages, on all ranks."""
         self._say(key, "admitted", lambda agent, pair, groups: agent.admit_prefill(key.of_pair(pair)))
 
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None:
-        """Tokens `[0, final)` of each group will not change any more, on any rank; `pages` are the tables so far."""
+        """Final means on every rank."""
         # Copies, because the engine's own tables grow.
         tables = {group: list(table) for group, table in pages.items()} if key in self._legs else pages
 
@@ -144,11 +141,11 @@ class InstanceAgent:
         self._say(key, "declared", declare)
 
     def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
-        """Layers of a forward that is under way are written, on all ranks that have them; or the forward has failed."""
+        """Written means on every rank that has these layers."""
         self._say(key, "layers", lambda agent, pair, groups: agent.stream_layers(key.of_pair(pair), event))
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
-        """The last of the prompt is final; the seeds go with the pairs of the rank that samples."""
+        """The pairs of the sampling rank get the seeds."""
 
         def finish(agent: RankAgent, pair: Pair, groups: frozenset[str] | None) -> None:
             own = seeds if pair[P] == self._instance.sampling else NO_SEEDS
@@ -157,13 +154,12 @@ class InstanceAgent:
         self._say(key, "sampled", finish)
 
     def announce_decode(self, ticket: SignedTicket) -> None:
-        """Take D's leg of a verified ticket before there are pages for it."""
         self._begin(ticket, D, ticket.prefill_addresses)
 
     def open_decode(
         self, ticket: SignedTicket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
     ) -> None:
-        """There are pages for D's leg, the same on all ranks. Raises `ProtocolError` for a group that no rank has."""
+        """Block tables are the same on all ranks. Raises `ProtocolError` for a group that no rank has."""
         if missing := sorted(wanted.keys() - self._instance.groups.keys()):
             raise ProtocolError(f"groups {missing} are on no rank")
 
@@ -177,13 +173,13 @@ class InstanceAgent:
         self._say(ticket.key, "placed", place)
 
     def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
-        """Give up on a request; `taken` is called when all ranks have taken that."""
+        """Give up a request. `taken` is called when all ranks have done so."""
         with self._lock:
             leg = self._legs.get(key)
             if leg is None:
                 self._agents[self._first].abort(key, reason, taken)
                 return
-            # Nothing has begun of the pairs that are not open yet, and nothing will.
+            # The other pairs are not open yet, and never will be.
             leg.ended = reason
             left = list(leg.pairs)
 
@@ -222,29 +218,29 @@ class InstanceAgent:
             self._agents[pair[D]].announce_decode(ticket, pair[P])
 
     def _meet(self, leg: _Leg, peer: Instance | None) -> None:
-        """Begin the attempts of the other pairs, when the other side's ranks are known."""
+        """Open the other pairs once the other side's ranks are known."""
         ticket, here = leg.ticket, self._instance
         named = ticket.decode_addresses if leg.side == P else ticket.prefill_addresses
         if peer is None or leg.gather is not None or leg.ended or len(named) != peer.num_ranks:
-            return  # a ticket that names other ranks is refused, and with it the pair that is open
+            return  # a ticket that names other ranks is refused, and so is the open pair
         key = ticket.key
         try:
-            here = here.only(peer.groups)  # drafters' KV may stay where it is, and then the peer's is not named
+            here = here.only(peer.groups)  # drafters' KV may stay where it is; then the peer's is not named
             every = pairs_of(here, peer) if leg.side == P else pairs_of(peer, here)
         except IncompatiblePeerError:
-            return  # the session is refused, and with it the pair that is open
+            return  # the session is refused, and so is the open pair
         leg.pairs = found = {pair: groups for pair, groups in every.items() if pair[leg.side] in self._agents}
         leg.gather = PrefillGather(key, found) if leg.side == P else DecodeGather(key, found, peer.sampling)
         for pair, groups in found.items():
             if pair != leg.lead:
                 self._open(leg.ticket, leg.side, pair)
             for saying in leg.said.values():
-                if pair != leg.lead or leg.side == D:  # to P's leading pair it was said at once
+                if pair != leg.lead or leg.side == D:  # P's leading pair got the call at once
                     saying(self._agents[pair[leg.side]], pair, groups)
 
     def _give_up_unmet(self, leg: _Leg) -> None:
-        """D gives a request up before it knows P's ranks. If these are apart, only one of them has heard of D, and the
-        others hold pages for it: an attempt with each of them is opened, only to be aborted."""
+        """D gives up a request before it knows P's ranks. If these are apart, only one of them has a message of D, and
+        the others hold pages for the request: open an attempt with each of them only to abort it."""
         for rank in range(1, len(leg.ticket.prefill_addresses)) if leg.lead == LEAD else ():
             if (pair := (rank, 0)) not in leg.pairs:
                 leg.pairs = {**leg.pairs, pair: None}
@@ -256,7 +252,8 @@ class InstanceAgent:
             leg = self._legs.get(key)
             if leg is not None:
                 leg.said[what] = saying
-                # Which ranks bring D what is known when P has answered; P's leading pair holds all that is known there.
+                # D does not know which pair gets which groups until P's HELLO names its ranks. P's leading pair takes
+                # everything.
                 if leg.side == P or leg.gather is not None:
                     for pair, groups in leg.pairs.items():
                         saying(self._agents[pair[leg.side]], pair, groups)
@@ -266,7 +263,7 @@ class InstanceAgent:
     # ------------------------------------------------------------ what the agents say, each on its thread
 
     def on_peer(self, key: AttemptKey, peer: Instance) -> None:
-        """The other side of a request has said what its ranks are, to the attempt `key` of one pair."""
+        """The HELLO of the other side of pair `key` has named its ranks."""
         pair, key = key.pair, key.of_pair(LEAD)
         with self._lock:
             late = key not in self._legs
@@ -276,7 +273,7 @@ class InstanceAgent:
                 self._open(leg.ticket, P, pair)
                 self._agents[pair[P]].abort(key.of_pair(pair), leg.ended)
             if leg is None and pair == self._lead(P) and key not in self._ended:
-                # D's claim came before P's leg, which opens all pairs at once when it comes.
+                # D's claim came before P's leg, which then opens all pairs at once.
                 self._know(key.ends[D][0], peer)
             if leg is None or leg.ended or pair != leg.lead:
                 return
@@ -293,7 +290,6 @@ class InstanceAgent:
             del self._peers[next(iter(self._peers))]
 
     def on_event(self, event: ev.HandoffEvent) -> None:
-        """An event of one pair."""
         with self._lock:
             leg = self._legs.get(event.key.of_pair(LEAD))
             if leg is not None:
@@ -337,7 +333,7 @@ class InstanceAgent:
                 del self._legs[key]
                 if isinstance(action, ev.PrefillReleased) and action.outcome != "finished":
                     leg.ended = leg.ended or action.outcome
-                for what in ("declared", "layers"):  # its pages are free, and another request may have them
+                for what in ("declared", "layers"):  # its pages are free, and another request may get them
                     leg.said.pop(what, None)
                 self._ended[key] = leg if leg.side == P and gather is None else None
                 if len(self._ended) > MAX_ENDED:

@@ -1,7 +1,7 @@
-"""Layers of a forward under way, gathered until the agent is told of them.
+"""Collects written layers of a running forward until the agent is told.
 
-A message costs the agent and the interpreter about as much as a copy of a megabyte, so an engine gathers layers until
-so much is new.
+A message costs the agent and the interpreter about as much as a copy of a megabyte, so an engine waits until that much
+is new.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from baton.handoff.protocol.messages import AttemptKey
 @dataclass(slots=True)
 class WrittenLayers:
     """A prompt of `num_tokens` tokens in the forward, its block tables, and per group the tokens `[0, final)` that are
-    final behind it. `untold` bytes in `groups` are written, and `told` says whether the agent has heard of any."""
+    final after it. `untold`: bytes written in `groups` since the last report. `told`: whether any layer was reported.
+    """
 
     agent: Agent
     key: AttemptKey
@@ -29,18 +30,18 @@ class WrittenLayers:
     told: bool = False
 
     def add(self, group: str, num_bytes: int) -> None:
-        """So many bytes of a layer of the group are written."""
+        """`num_bytes` of a layer of the group are written."""
         self.untold += num_bytes
         self.groups.add(group)
 
     def tell(self, stop: int) -> None:
-        """Tell the agent that the layers below `stop` are written."""
+        """Report that the layers below `stop` are written."""
         final = {group: self.final[group] for group in sorted(self.groups)}
         tables = {group: list(self.pages[group]) for group in final}
         self.agent.stream_layers(self.key, LayersWritten(self.num_tokens, tables, final, stop))
         self.told, self.untold, self.groups = True, 0, set()
 
     def withdraw(self) -> None:
-        """The forward has failed, or writes layers once more: what the agent was told of may change."""
+        """The forward has failed, or writes layers again: reported layers may change."""
         if self.told:
             self.agent.stream_layers(self.key, LayersWithdrawn())

@@ -1,7 +1,7 @@
-"""One engine's halves of all its handoffs: the engine's calls, and what time brings.
+"""All handoffs of one rank: the engine's calls, and timers.
 
-Sessions are in `channel.sessions`, what peers say in `routing`, the state machines in `execution`. All methods but
-`stats` are for one thread; `agent.py` provides it.
+Sessions are in `channel.sessions`, messages in `routing`, the state machines in `execution`. All methods except `stats`
+are for one thread, that of `agent.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 
 class HandoffNode:
     """`digester` digests this engine's pages, on `worker`; without them, `config.integrity` must be off. Attempts are
-    those of this rank with one rank `peer` of another engine.
-    """
+    those of this rank with one rank `peer` of another engine."""
 
     def __init__(
         self,
@@ -62,19 +61,17 @@ class HandoffNode:
     # ------------------------------------------------------------ the engine's calls
 
     def open_prefill(self, ticket: SignedTicket, peer: int = 0) -> None:
-        """The engine took P's leg."""
         key, claims = ticket.key.of_pair((self.rank, peer)), self.routing.claims
         attempt = claims.prefill(key, ticket)
         claims.supersede(key)
         self.execution.feed(attempt, ev.Opened())
         if attempt.machine.begun_with(ticket.text):
             return
-        # The router must not sign two tickets for one attempt: what D wants may be another request's.
+        # The router must not sign two tickets for one attempt: D's claim may be of another request.
         log.warning("attempt %s: the ticket of P's leg is not that of D's", key)
         self.execution.feed(attempt, ev.Fault("register_refused", "both legs must have one ticket"))
 
     def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None:
-        """The engine took D's leg, and has no destination pages yet."""
         key = ticket.key.of_pair((peer, self.rank))
         if self.execution.decodes.get(key) is not None:
             log.warning("attempt %s is open already", key)
@@ -84,7 +81,7 @@ class HandoffNode:
     def open_decode(
         self, ticket: SignedTicket, wanted: dict[str, Interval], pages: dict[str, list[int]], peer: int = 0
     ) -> None:
-        """The engine has destination pages for D's leg, announced or not."""
+        """The attempt may be announced already."""
         key = ticket.key.of_pair((peer, self.rank))
         attempt = self.execution.decodes.get(key)
         if attempt is None:
@@ -113,13 +110,13 @@ class HandoffNode:
         self.routing.dial(attempt, ticket)
 
     def to_prefill(self, key: AttemptKey, event: ev.MachineEvent) -> None:
-        """An event of the engine for P's half; nothing happens when it is unknown or over."""
+        """Pass an engine's event to P's half, unless that is unknown or over."""
         attempt = self.execution.prefills.get(key)
         if attempt is not None:
             self.execution.feed(attempt, event)
 
     def abort(self, key: AttemptKey, reason: str, message: str = "given up by the engine") -> None:
-        """The engine gives up on its half; `message` is for the peer."""
+        """`message` is for the peer."""
         event = ev.Abort(reason, message)
         self.to_prefill(key, event)
         attempt = self.execution.decodes.get(key)
@@ -127,18 +124,17 @@ class HandoffNode:
             self.execution.feed(attempt, event)
 
     def abort_all(self) -> None:
-        """Give up on every live attempt, since the engine closes."""
         for attempt in self.execution.live():
             self.execution.feed(attempt, ev.Abort("engine_closed", "the engine is closing"))
 
     # ------------------------------------------------------------ what comes from outside
 
     def on_message(self, connection: Connection, message: Message) -> None:
-        """One message. What is not allowed is counted and dropped; it never raises `ProtocolError`."""
+        """Never raises `ProtocolError`."""
         self.routing.on_message(connection, message)
 
     def poll(self) -> None:
-        """Take in what has ended since the last call: connections, copies, digests."""
+        """Collect connections, copies and digests that have ended since the last call."""
         for session in self.sessions.poll():
             self.routing.connected(session)
         self.execution.poll()
@@ -146,7 +142,7 @@ class HandoffNode:
     # ------------------------------------------------------------ time
 
     def on_time(self) -> float:
-        """Do what is due; returns the seconds after which it must be called again."""
+        """Do due work. Returns the seconds until the next call is needed."""
         now, timers = self.clock.monotonic(), self.config.timers
         if self._last_time is not None and now - self._last_time > timers.lease / 2:
             self.sessions.forgive(now)
@@ -164,7 +160,6 @@ class HandoffNode:
         return max(0.0, due - now)
 
     def _check(self, now: float) -> None:
-        """Deadlines, held REGISTERs, and peers that died or fell silent."""
         timers, execution = self.config.timers, self.execution
         for attempt in execution.live():
             if now >= attempt.deadline(timers.handoff) and not attempt.expired:
@@ -181,12 +176,12 @@ class HandoffNode:
                 execution.lose(attempt, "peer_lost", "the peer engine died")
         self.routing.drop_dead()
         self.sessions.sweep([peer for attempt in execution.live() for peer in attempt.peers])
-        # A REGISTER delayed past its ticket's end is refused by the ticket, so the tombstone may go.
+        # A REGISTER delayed past its ticket's expiry is refused by the ticket, so the tombstone may go.
         execution.prefills.forget(now, timers.retry)
         execution.decodes.forget(now, timers.retry)
 
     def stats(self) -> AgentStats:
-        """Figures, but those of the sockets. Any thread."""
+        """Metrics, except those of the sockets. Any thread."""
         live = self.execution.live()
         return self.execution.figures.snapshot(
             self.operations.figures,

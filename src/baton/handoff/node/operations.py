@@ -1,4 +1,4 @@
-"""Copies under way: from a machine's `StartCopy` to a plan, a transport operation, and its end."""
+"""Outstanding copies: from a machine's `StartCopy` to a plan, a transport operation, and its end."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ class _Running(Generic[_Owner]):
 
 
 class Operations(Generic[_Owner]):
-    """Operations outstanding, each of one owner (an attempt). Used by one thread; `wake` is called on any when one has
-    ended.
-    """
+    """Outstanding operations, each of one owner (an attempt). For one thread; `wake` is called on any thread when one
+    has ended."""
 
     def __init__(self, transport: Transport, wake: Callable[[], None]) -> None:
         self._transport = transport
@@ -50,7 +49,7 @@ class Operations(Generic[_Owner]):
 
     @property
     def num_unknown(self) -> int:
-        """Operations that were cancelled and are not proven quiet yet. Any thread."""
+        """Cancelled operations that are not proven quiet. Any thread."""
         return sum(run.cancelled for run in self._running)
 
     def start(
@@ -63,8 +62,8 @@ class Operations(Generic[_Owner]):
         dest: Instance,
         tag: str,
     ) -> CopyEnded | None:
-        """Plan and submit the copies from the rank of `source` to that of `dest`. Where they cannot start, their end is
-        returned at once."""
+        """Plan and submit the copies between the ranks of `source` and `dest`. Returns their end at once if they cannot
+        start."""
         try:
             began = time.perf_counter()
             copies = self._plan(copy, source, dest)
@@ -89,13 +88,13 @@ class Operations(Generic[_Owner]):
 
     @staticmethod
     def _plan(copy: StartCopy, source: Instance, dest: Instance) -> CopyList | None:
-        """The copies from the rank of `source` to that of `dest`; None where the source has none of these layers.
-        Raises `ProtocolError` where it has nothing else to send: the destination would be left with a gap."""
+        """Returns None if the source has none of these layers. Raises `ProtocolError` if it has nothing else to send:
+        the destination would be left with a gap."""
         here = dest.here.get(copy.group)
         if here is not None:
             sources, tables = source.groups[copy.group], (copy.source_pages, copy.dest_pages)
             if copy.layers.start > max(layer for each in sources for layer in each.geometry.layer_ids):
-                return None  # the rest of a stretch whose last layers are on their way already
+                return None  # the rest of an interval whose last layers are already being copied
             if copies := plan(sources, here, *tables, copy.tokens, copy.layers, source.rank).get(source.rank):
                 return copies
             if copy.layers is not ALL_LAYERS and source.rank in senders(sources, here):
@@ -103,10 +102,10 @@ class Operations(Generic[_Owner]):
         raise ProtocolError(f"rank {source.rank} has nothing for rank {dest.rank}")
 
     def ended(self) -> list[tuple[_Owner, CopyEnded]]:
-        """Collect what has ended since the last call.
+        """Collect the ends since the last call.
 
-        A write that was cancelled ends, at the latest, with its peer's fence: its bytes go nowhere any more. A read
-        does not, since it is this side that goes on writing its pages.
+        A cancelled write ends, at the latest, with its peer's fence: its bytes no longer reach memory. A cancelled read
+        does not, because this side itself may still write its pages.
         """
         out: list[tuple[_Owner, CopyEnded]] = []
         still: list[_Running[_Owner]] = []
@@ -128,7 +127,7 @@ class Operations(Generic[_Owner]):
         return out
 
     def cancel(self, owner: _Owner, copy_ids: tuple[int, ...]) -> list[CopyEnded]:
-        """Ask operations to end, and return the ends of those that did at once. The others end through `ended`."""
+        """Cancel operations. Returns the ends of those that ended at once; the others end through `ended`."""
         out: list[CopyEnded] = []
         still: list[_Running[_Owner]] = []
         for run in self._running:

@@ -1,6 +1,6 @@
-"""What peers say: finds the session and the attempt of each message, and refuses what is not allowed.
+"""Routes messages: finds the session and the attempt of each, and refuses what is not allowed. For one thread.
 
-For one thread. An engine we dialled is a server (it prefills for us), one that dialled us a client.
+A server is an engine that we dialled, which prefills for us. A client is an engine that dialled us.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log.addFilter(LogLimit())
 
 
 class Routing:
-    """Routes messages to attempts, and losses of sessions to those that used them."""
+    """Routes messages to attempts, and lost sessions to the attempts that used them."""
 
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
@@ -46,7 +46,7 @@ class Routing:
         self.claims = Claims(execution)
 
     def on_message(self, connection: Connection, message: Message) -> None:
-        """One message. What is not allowed is counted and dropped; it never raises `ProtocolError`."""
+        """Handle one message. A forbidden one is counted and dropped. Never raises `ProtocolError`."""
         try:
             if connection.identity is None:
                 self._from_server(connection, message)
@@ -70,7 +70,7 @@ class Routing:
             self._server_left(session, message)
         elif session.hello is None:
             raise ProtocolError("a session begins with HELLO")
-        # Who has not proven himself may be anybody: what he says is no sign of life.
+        # Only messages of a proven peer are signs of life.
         session.heard = self._clock.monotonic()
         if isinstance(message, Renew):
             self._sessions.renewed(session, message)
@@ -100,22 +100,22 @@ class Routing:
         if known is not None:
             if isinstance(message, Ready):
                 if session.connecting is not None:
-                    return  # copies need the connection; P repeats what it said
+                    return  # copies need the connection; P repeats READY
                 known.asked(session)
             self._execution.feed(known, ev.Received(message))
         elif isinstance(message, Cancel):
-            # Only attempts that are over are forgotten, so no read is left here; P may still hold pages for this one.
+            # Only ended attempts are forgotten, so no read is outstanding here; P may still hold pages for this one.
             self._channel.send(session.connection, Cancelled(key, message.reason))
         else:
             raise ProtocolError("message for an attempt that is not open here")
 
     def _decodes_at(self, address: str) -> list[DecodeAttempt]:
-        """Attempts with that engine, ended ones too: P may still wait to hear of them."""
+        """Attempts with that engine. Includes ended ones: P may still wait for their outcome."""
         book = self._execution.decodes
         return [attempt for attempt in [*book.live.values(), *book.ended.values()] if attempt.address == address]
 
     def dial(self, attempt: DecodeAttempt, ticket: Ticket) -> None:
-        """Bring a new attempt to the session with the P that its ticket names."""
+        """Join a new attempt to the session with its ticket's P."""
         try:
             session = self._sessions.server(ticket, attempt.address)
         except ProtocolError as error:
@@ -125,11 +125,11 @@ class Routing:
             self.join(attempt, session, session.hello)
 
     def _dial_again(self, lost: Session) -> None:
-        """A session is gone: begin another where there may be something left to say or to hear."""
+        """A session is lost: dial again if there may be anything left to send or receive."""
         address = lost.connection.address
         waiting = self._decodes_at(address)
         if lost.peer is not None and lost.peer.dead() and lost.hello is not None:
-            # A dead process hears nothing, and what it wrote has ended.
+            # A dead process receives nothing, and its writes have ended.
             gone = lost.hello.incarnation
             waiting = [attempt for attempt in waiting if attempt.machine.key.prefill_incarnation != gone]
         if not self._sessions.may_return(lost) and not waiting:
@@ -141,14 +141,13 @@ class Routing:
                 self._execution.lose(attempt, "unreachable_peer", str(error))
 
     def join(self, attempt: DecodeAttempt, session: Session, hello: Hello) -> None:
-        """P's HELLO is known, and so is what became of the connection: register, or fail with what they say."""
+        """P's HELLO is known and connecting has ended: register, or fail as they say."""
         if session.connecting is not None:
             return
         execution = self._execution
         if session.refusal is not None:
             execution.lose(attempt, *session.refusal)
-            # P may hold pages for the attempt, and a peer with which no KV may be exchanged can be told that it is
-            # over.
+            # P may hold pages for the attempt. Even a peer without KV exchange can be told that it is over.
             execution.feed(attempt, ev.PeerReady())
         elif hello.incarnation != attempt.machine.key.prefill_incarnation:
             execution.lose(attempt, "peer_lost", f"another engine is at {attempt.address} now: {hello.engine_id}")
@@ -163,7 +162,7 @@ class Routing:
             execution.feed(attempt, ev.PeerReady(session.groups))
 
     def connected(self, session: Session) -> None:
-        """The transport's end of a session is there, or cannot be had."""
+        """The transport has connected for a session, or has failed to."""
         if session.connection.identity is None and session.hello is not None:
             for decode in self._decodes_at(session.connection.address):
                 self.join(decode, session, session.hello)
@@ -181,7 +180,7 @@ class Routing:
             self._dial_again(session)
             return
         for attempt in self._decodes_at(address):
-            # A process can say that its own copies are quiet, not those of one that was at this address before.
+            # A process can vouch for its own copies, not for those of an earlier process at this address.
             own = session.hello is not None and session.hello.incarnation == attempt.machine.key.prefill_incarnation
             self._execution.lose(attempt, "peer_lost", f"the prefill engine left: {bye.reason}", bye.quiet and own)
 
@@ -191,7 +190,7 @@ class Routing:
         if isinstance(message, Hello):
             session = self._sessions.client_hello(connection, message)
             for attempt in self._execution.prefills.live.values():
-                # The same process is back in a new session: answers that it still waits for go there.
+                # The same process is back in a new session: it expects pending answers there.
                 if attempt.session is not None and attempt.session.is_same(session):
                     attempt.session = session
                     attempt.meet(session)
@@ -199,7 +198,7 @@ class Routing:
         known = self._sessions.clients.get(connection)
         if known is None or known.hello is None:
             if known is not None:
-                # A stranger; or this side has lost the session of a peer, which then begins another.
+                # A stranger, or a peer whose session was lost here and which then begins another.
                 self._channel.send(connection, Bye("unknown_session"))
                 self._sessions.hang_up(known)
             raise ProtocolError("a session begins with HELLO, and a proof that the ticket key is known")
@@ -226,7 +225,7 @@ class Routing:
         attempt = self._execution.prefills.get(key)
         if isinstance(message, Announce | Register):
             if attempt is not None and attempt.claimed and not attempt.machine.begun_with(message.ticket):
-                # The message is dropped without an answer: a NACK would end the attempt, which goes on.
+                # Drop the message without an answer: a NACK would end the attempt, which continues.
                 raise ProtocolError("the ticket is not the one by which this attempt was claimed")
             self.claims.take(session, message)
             return
@@ -234,7 +233,7 @@ class Routing:
             if not isinstance(message, Cancel | ReadDone | Repair):
                 raise ProtocolError("message for an attempt that is not open here")
             if not isinstance(message, Cancel):
-                # The attempt had begun once: only one that is over, and whose ticket has expired, is forgotten.
+                # The attempt had begun: only one that is over, and whose ticket has expired, is forgotten.
                 self._channel.send(session.connection, Cancelled(key, "forgotten"))
                 return
             self.claims.cancel(key, message.reason)
@@ -244,29 +243,29 @@ class Routing:
             raise ProtocolError("message for an attempt of other engines")
         attempt.session = session
         if isinstance(message, Repair) and session.connecting is not None:
-            return  # copies need the connection; D repeats what it said
+            return  # copies need the connection; D repeats REPAIR
         (attempt.asked if isinstance(message, Repair) else attempt.meet)(session)
         self._execution.feed(attempt, ev.Received(message))
 
     # ------------------------------------------------------------ silence and death
 
     def drop_dead(self) -> None:
-        """Drop sessions whose transport's end is dead."""
+        """Drop sessions whose transport peer is dead."""
         for session in self._sessions.dead():
             self._sessions.hang_up(session)
             if session.connection.identity is None:
-                # Only the connection may have died: the process then waits for a word in a new session.
+                # Possibly only the connection died: the process then waits for a message in a new session.
                 self._dial_again(session)
 
     def evict(self, now: float) -> None:
-        """Give up on peers whose lease has ended; `now` in monotonic seconds."""
+        """Give up peers whose lease has expired. `now`: monotonic seconds."""
         for session in self._sessions.expired(now):
             address = session.connection.address
             if session.hello is None:
                 text = f"no answer from {address}: nobody is there, or it has another ticket key, or not these keys"
                 for attempt in self._decodes_at(address):
                     self._execution.lose(attempt, "unreachable_peer", text)
-                # Pages here may wait to become quiet, or P's pages for an answer from here: keep asking.
+                # Pages here may wait to become quiet, or P's pages for an answer from here: keep dialling.
                 if self._sessions.may_return(session) or self._decodes_at(address):
                     session.heard = now
                 else:

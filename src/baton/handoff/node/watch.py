@@ -1,4 +1,4 @@
-"""Watches a thread that should come round all the time: an agent that hangs cannot report that itself."""
+"""Watches the agent's thread, because an agent that hangs cannot report that itself."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ log = logging.getLogger(__name__)
 
 
 class ThreadWatch:
-    """Calls `on_lost` once, with the cause, when `thread` has ended, or has not come round for `limit_s` seconds.
+    """Calls `on_lost` once, with the cause, if `thread` has ended or has not completed a loop for `limit_s` seconds.
 
-    `turned` says when it came round last, by `clock`. A process that was itself asleep is given the time anew. `start`
-    and `close` are for the owner; `on_lost` is called on a thread of the watch, and must not wait for `thread`.
+    `turned` returns the time of its last loop, by `clock`. If the process itself was asleep, the time limit restarts.
+    `start` and `close` are for the owner. `on_lost` is called on a thread of the watch, and must not wait for `thread`.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class ThreadWatch:
         self.lost: str | None = None
 
     def start(self) -> None:
-        """Begin to watch; the thread has been started."""
+        """The thread must have been started."""
         self._since = self._clock.monotonic()
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching. Any thread."""
+        """Any thread."""
         self._closing.set()
 
     def look(self) -> str | None:
-        """Why the thread is lost; None while it is not."""
+        """Why the thread is lost; None if it is not."""
         now, before = self._clock.monotonic(), self._looked
         self._looked = now
         if now - before > 4 * self._every_s:

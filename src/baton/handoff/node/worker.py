@@ -1,4 +1,4 @@
-"""A thread for work during which the agent's own thread could not answer its peers."""
+"""A thread for work that would keep the agent's own thread from answering peers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerThread:
-    """Runs jobs one after the other. `start` is for any thread; the thread itself begins with the first job."""
+    """Runs jobs one after the other. `start` is for any thread; the worker thread starts with the first job."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -24,7 +24,7 @@ class WorkerThread:
             self._thread.start()
 
     def close(self) -> None:
-        """Wait for the job that runs, and drop the rest."""
+        """Wait for the running job, and drop the rest."""
         self._closing = True
         self._jobs.put(None)
         if self._thread.ident is not None:
