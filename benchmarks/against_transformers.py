@@ -1,9 +1,9 @@
-"""One engine against `transformers` on the same threads of this machine, both in this process, asked in turns.
+"""One engine against `transformers` on the same threads of this machine, both in this process, in turns.
 
     python -m benchmarks.against_transformers MODEL
 
-`transformers` runs `generate` as its users do: SDPA attention, its dynamic cache, padding on the left for a batch. A
-ratio is Baton's time over its time, or Baton's rate over its rate, of one round; medians of the rounds are printed.
+`transformers` runs `generate` as its users do: SDPA attention, dynamic cache, left padding for a batch. A ratio is
+Baton's time over that of `transformers` in one round; the medians over the rounds are printed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from baton import LLM, SamplingParams
 from baton.models.stored import read_config
 
-# Name, prompts at once, tokens of each, tokens to generate.
+# Name, prompts at once, tokens per prompt, tokens to generate.
 CASES = (
     ("TTFT, 128 tokens, ms", 1, 128, 1),
     ("TTFT, 512 tokens, ms", 1, 512, 1),
@@ -37,7 +37,7 @@ def main(
     threads: Annotated[int, typer.Option(help="of both")] = os.cpu_count() or 1,
     rounds: int = 5,
 ) -> None:
-    """Print both times of each case, and their ratio."""
+    """Print both times of each case and their ratio."""
     torch.set_num_threads(threads)
     theirs: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     vocab_size, source = int(read_config(model)["vocab_size"]), random.Random(0)

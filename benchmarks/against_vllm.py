@@ -1,10 +1,10 @@
-"""One engine against one vLLM server on the same cores of this machine: TTFT, time per token, tokens per second.
+"""One engine against one vLLM server on the same cores of this machine: TTFT, TPOT, tokens per second.
 
     python -m benchmarks.against_vllm MODEL --vllm-python $(python3 tools/install_vllm.py)/bin/python
 
-Both serve the same checkpoint in the same dtype over HTTP. They are asked in turns, with new prompts of random tokens,
-so prefix caches help neither; vLLM waits without spinning (`vllm_servers.ONE_PROCESS`). A ratio is Baton's time over
-vLLM's, or its rate over vLLM's: the median of the rounds, each round's two sides measured one after the other.
+Both serve the same checkpoint in the same dtype over HTTP. They are measured in turns, with new prompts of random
+tokens, so prefix caches help neither. vLLM waits without spinning (`vllm_servers.ONE_PROCESS`). A ratio is Baton's
+value over vLLM's: the median over rounds, in each of which both sides are measured one after the other.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def _body(prompt: Prompt, num: int) -> dict[str, object]:
 
 
 async def ttft_ms(session: aiohttp.ClientSession, url: str, prompts: list[Prompt]) -> float:
-    """Of one request alone."""
+    """Of a single request."""
     return (await stream_completion(session, url, _body(prompts[0], 1))).ttft_s * 1e3
 
 
 async def tpot_ms(session: aiohttp.ClientSession, url: str, prompts: list[Prompt]) -> float:
-    """Of one request alone, 64 tokens."""
+    """Of a single request, 64 tokens."""
     return 1e3 / (await stream_completion(session, url, _body(prompts[0], 64))).tokens_per_s
 
 
@@ -53,7 +53,7 @@ async def tokens_per_s(session: aiohttp.ClientSession, url: str, prompts: list[P
     return sum(len(answer.token_ids) for answer in answers) / (time.perf_counter() - started)
 
 
-# Name, how it is measured, prompts at once, tokens of each.
+# Name, measurement, prompts at once, tokens per prompt.
 FIGURES: tuple[tuple[str, Figure, int, int], ...] = (
     ("TTFT, 128 tokens, ms", ttft_ms, 1, 128),
     ("TTFT, 512 tokens, ms", ttft_ms, 1, 512),

@@ -1,4 +1,4 @@
-"""`make bench`: every ratio of the README in one run, as a table. Run it on an idle machine."""
+"""`make bench`: measure every ratio of the README in one run. Run it on an idle machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _ratio(figures: serve.ServeFigures) -> str:
 
 
 def integrity_cost() -> serve.ServeFigures:
-    """P/D with `--integrity full` over P/D with it off."""
+    """P/D with `--integrity full` over P/D with `off`."""
     flags, router = serve.deployment_flags(SPECULATIVE), ["--kv-mode", "push"]
     with (
         Deployment(TARGET, engine_flags=[*flags, "--integrity", "off"], router_flags=router) as off,

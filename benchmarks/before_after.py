@@ -3,8 +3,8 @@
     python -m benchmarks.before_after COMMIT --pairs 60 --prompt 512 --output 64
 
 Both trees serve the same checkpoint by `baton up`, with one prefill and one decode engine each, side by side. Each
-prompt is sent to both, in a random order, and the tokens must be equal. Printed are the median of the ratios of pairs
-and its 95% interval (bootstrap). The machine must be idle otherwise.
+prompt is sent to both, in a random order, and the tokens must be equal. The output is the median of the ratios of
+pairs with its 95% interval (bootstrap). The machine must be idle otherwise.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _RESAMPLES = 2000
 
 
 def interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """Median of `ratios`, and its 95% bootstrap interval."""
+    """Median of `ratios` and its 95% bootstrap interval."""
     rng = random.Random(seed)
     medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))
     return statistics.median(ratios), medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES)]
@@ -58,7 +58,7 @@ def checked_out(commit: str) -> Iterator[Path]:
 
 
 def command(tree: Path, *arguments: str) -> tuple[list[str], dict[str, Any]]:
-    """`baton ARGUMENTS` with the code of `tree`: the command, and what `subprocess` needs beside it."""
+    """The command `baton ARGUMENTS` with the code of `tree`, and the other arguments for `subprocess`."""
     environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
     return [sys.executable, "-m", "baton.cli", *arguments], {"cwd": tree, "env": environment}
 
@@ -104,7 +104,7 @@ def served(tree: Path, target: str, speculative: dict[str, Any] | None, log: Pat
 async def ask(
     urls: Sequence[str], pairs: int, prompt: int, output: int, vocabulary: range
 ) -> list[tuple[Streamed, Streamed]]:
-    """Answers of both servers to the same prompts. Raises `RuntimeError` if their tokens differ."""
+    """The answers of both servers to the same prompts. Raises `RuntimeError` if their tokens differ."""
     rng = random.Random(0)
     answers = []
     async with aiohttp.ClientSession() as session:
@@ -133,14 +133,13 @@ def verify_s(tree: Path, target: str, speculative: dict[str, Any] | None) -> flo
 
 
 def tell(name: str, before: Sequence[float], after: Sequence[float], unit: str) -> None:
-    """One line: medians, and the ratio of pairs."""
+    """Print medians and the ratio of pairs."""
     ratio, low, high = interval([b / a for a, b in zip(before, after, strict=True)])
     medians = f"{statistics.median(before):8.2f} -> {statistics.median(after):8.2f} {unit}"
     print(f"{name:8} {medians}  ratio {ratio:.3f} ({low:.3f} to {high:.3f}), {len(before)} pairs", flush=True)
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit")
     parser.add_argument("--model", help="a checkpoint, without a drafter; default: the demo's with its EAGLE-3 head")

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.beside_handoffs`: gaps between tokens of running streams while handoffs arrive, over without.
+"""`python -m benchmarks.beside_handoffs`: inter-token latency of running streams with handoffs arriving, over without.
 
-Streams decode on an engine that is pinned to a core. Phases with and without arrivals alternate: an arrival is a prompt
-that another engine, pinned to another core, prefills, and of which the decode engine computes one step (or none, with
-`--own-steps 0`: a control, where prompts are prefilled and nothing is handed over).
+Streams decode on an engine that is pinned to a core. Phases with and without arrivals alternate. An arrival is a prompt
+that another engine, pinned to another core, prefills, and for which the decode engine computes one step. With
+`--own-steps 0` it computes none: a control, in which prompts are prefilled and nothing is handed over.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from benchmarks.pinned import EXTRA, hurry, make_requests, parse_cores, pin_all
 
 
 def body_of(model: str, request: LoadRequest) -> dict[str, Any]:
-    """A request for a stream."""
+    """The body of a streamed request."""
     return {"model": model, "prompt": list(request.prompt), "max_tokens": request.max_tokens, **EXTRA}
 
 
 async def watch(session: aiohttp.ClientSession, url: str, body: dict[str, Any], times: list[float]) -> None:
-    """Note when each event of a stream comes, and of another one as soon as it ends: nan stands between two."""
+    """Append the time of each event of a stream to `times`, then nan, and start another stream as soon as one ends."""
     while True:
         async for event in OpenAIClient(session, url).stream(body):
             if event.choices:
@@ -46,7 +46,7 @@ async def watch(session: aiohttp.ClientSession, url: str, body: dict[str, Any], 
 async def arrive(
     session: aiohttp.ClientSession, url: str, model: str, requests: Sequence[LoadRequest], rate: float, until: float
 ) -> int:
-    """Send prompts at even gaps; how many there were."""
+    """Send prompts at equal intervals until `until`. Returns their number."""
     asked = []
     begin = time.perf_counter()
     for number, request in enumerate(requests):
@@ -89,14 +89,13 @@ async def measure(url: str, options: argparse.Namespace) -> tuple[list[list[floa
             if not isinstance(ended, asyncio.CancelledError):
                 sys.exit(f"a stream failed: {ended}")
     phases: dict[bool, list[list[float]]] = {False: [], True: []}
-    for begin, end, with_arrivals in marks[1:]:  # the first one warms up
+    for begin, end, with_arrivals in marks[1:]:  # the first phase warms up
         gaps = [(at, gap) for noted in times for at, gap in zip(noted[1:], np.diff(noted).tolist(), strict=True)]
         phases[with_arrivals].append([gap for at, gap in gaps if begin <= at < end and not math.isnan(gap)])
     return phases[False], phases[True], sent
 
 
 def main() -> int:
-    """Print ratios, as JSON; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.beside_handoffs")
     parser.add_argument("--model", default=TARGET)
     parser.add_argument("--kv-mode", default="push", choices=("push", "pull"))
@@ -129,7 +128,7 @@ def main() -> int:
             [float(np.mean(gaps) if part is None else np.percentile(gaps, part)) * 1e3 for gaps in phases]
             for phases in (without, beside)
         ]
-        # A phase with arrivals over the one before it without.
+        # A phase with arrivals over the phase without arrivals before it.
         ratios = sorted(b / a for a, b in zip(*values, strict=False))
         told[name] = {
             "without_ms": statistics.median(values[0]),

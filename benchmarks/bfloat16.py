@@ -1,8 +1,8 @@
-"""`python -m benchmarks.bfloat16`: greedy tokens in bfloat16 beside those of `transformers` in bfloat16, as Markdown.
+"""`python -m benchmarks.bfloat16`: greedy tokens in bfloat16 against those of `transformers` in bfloat16, as Markdown.
 
-The two round in other places, so random models part sooner or later. Both are judged by `transformers` in float32 over
-the same rounded weights: a *near-tie* is an answer whose tokens are all as close to that judge's best as the logits of
-`transformers` in bfloat16 are to the judge's, twice over (both may be off), along the same tokens.
+The two round in different places, so the outputs of random models diverge sooner or later. `transformers` in float32
+over the same rounded weights judges both. An answer is a *near-tie* if each of its tokens is as close to the judge's
+best as twice the error of the bfloat16 logits of `transformers` along the same tokens (both may be off).
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from tests.engine.engines import stepped
 LENGTHS = (1, 2, 5, 9, 17, 33, 41, 64, 100, 120)
 NEW_TOKENS = 24
 _GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
-# Not of `transformers`, or like another one.
+# `transformers` does not have them, or they are like another target.
 _WITHOUT = ("latents, window and states", "deepseek_v3, three modules")
 
 
 def logits_of(model: Any, tokens: list[int], prompt_len: int) -> torch.Tensor:
-    """Float32 [generated, vocabulary]: what each generated token was chosen from."""
+    """Float32 [generated, vocabulary]: the logits from which each generated token was chosen."""
     with torch.inference_mode():
         found: torch.Tensor = model(torch.tensor([tokens])).logits[0, prompt_len - 1 : -1].float()
     return found
 
 
 def compare(path: Path) -> tuple[int, int, int, float]:
-    """How many answers are equal, near-ties, and others; and the furthest below the judge's best, as a share of what
-    makes a near-tie."""
+    """Returns the numbers of equal answers, near-ties and others, and the largest distance below the judge's best as a
+    share of the near-tie limit.
+    """
     theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, local_files_only=True)
     judge: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, local_files_only=True)
     judge.float()
@@ -67,7 +68,6 @@ def compare(path: Path) -> tuple[int, int, int, float]:
 
 
 def main() -> int:
-    """Print the table; returns the exit code."""
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     print("| target | equal | near-ties | others | furthest, of what makes a near-tie |")

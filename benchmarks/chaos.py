@@ -1,9 +1,9 @@
-"""`python -m benchmarks.chaos`: engines are killed and halted at random moments, and no answer may change.
+"""`python -m benchmarks.chaos`: engines are killed and stopped at random moments, and no answer may change.
 
-A whole deployment of real processes serves streams whose tokens and logprobs one undisturbed engine has given before.
-Meanwhile engines get SIGKILL, or SIGSTOP and later SIGCONT or SIGKILL, at seeded random moments or just when a peer
-has met them, at most one of each role at a time; what was killed is restarted at its port. At last a router is killed
-in the middle of streams. `--kv-cache-memory 2500000` leaves room for one or two requests per engine.
+A deployment of real processes serves streams whose tokens and logprobs are known from one undisturbed engine. Meanwhile
+engines get SIGKILL, or SIGSTOP and later SIGCONT or SIGKILL, at seeded random moments or right after a session with a
+peer began, at most one per role at a time; a killed engine is restarted at its port. At the end a router is killed
+during streams. `--kv-cache-memory 2500000` leaves space for one or two requests per engine.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ from benchmarks.demo import MODELS
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.scrape import IDLE_LIMIT_S, get_json, held
 
-# Of the streams, where a fast machine serves them all before each role has had its faults.
+# Upper limit for repeating the cases, if a fast machine serves them all before each role has had its faults.
 MOST_ROUNDS = 50
 LOGPROB_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosConfig:
-    """What to do. `kv_cache_memory`: bytes per engine. `pause_s`: range of the time between two faults of one role, in
-    seconds; each role gets `least_faults`, if need be with more streams. `experts`: of a model that has some, which
-    data-parallel ranks share."""
+    """`kv_cache_memory`: bytes per engine. `pause_s`: range of the time between two faults of one role, in seconds.
+    Each role gets `least_faults`, with more streams if necessary. `experts`: use a model with experts, which
+    data-parallel ranks share.
+    """
 
     requests: int = 300
     concurrency: int = 4
@@ -77,18 +78,17 @@ class ChaosConfig:
 
     @property
     def target(self) -> str:
-        """The model's directory; its drafter's is beside it."""
+        """The model's directory. The drafter's is beside it."""
         return str(MODELS / ("baton-demo-deepseek" if self.experts else "baton-demo-llama"))
 
     @property
     def speculative(self) -> dict[str, Any]:
-        """As for vLLM."""
         head = "baton-demo-deepseek-eagle3" if self.experts else "baton-demo-eagle3"
         return {"method": "eagle3", "model": str(MODELS / head), "num_speculative_tokens": 3}
 
 
 def run_chaos(config: ChaosConfig) -> ChaosReport:
-    """Run it all; every process has ended when this returns."""
+    """Run everything. All processes have ended when this returns."""
     cases = _cases(config)
     ranks = config.tensor_parallel_size
     target, speculative = config.target, config.speculative
@@ -102,7 +102,7 @@ def run_chaos(config: ChaosConfig) -> ChaosReport:
     with tempfile.TemporaryDirectory(prefix="baton-chaos-") as directory:
         if config.prefix_store:
             flags += ["--kv-transfer-config", json.dumps({"prefix_store": f"file://{directory}/store"})]
-        # What processes put among temporary files is found here when they have ended.
+        # Temporary files that processes leave behind are found here.
         left_by_children = Path(directory) / "tmp"
         left_by_children.mkdir()
         os.environ |= {"TMPDIR": str(left_by_children), "PYTHONFAULTHANDLER": "1"}
@@ -127,7 +127,7 @@ def run_chaos(config: ChaosConfig) -> ChaosReport:
 
 def _faults(config: ChaosConfig) -> tuple[str, ...]:
     if config.data_parallel_size > 1:
-        # What halts or meets an engine does it to the process of its ranks, which computes nothing.
+        # A stopped engine process would be the parent of the data-parallel ranks, which computes nothing.
         return (KILL_DATA_RANK,) if config.ranks_only else ("kill", KILL_DATA_RANK, HALT_DATA_RANK)
     if config.ranks_only:
         return (KILL_RANK, KILL_RANK_0)
@@ -136,7 +136,7 @@ def _faults(config: ChaosConfig) -> tuple[str, ...]:
 
 def _cases(config: ChaosConfig) -> list[Case]:
     rng = random.Random(config.seed)
-    # A store keeps spans of 256 tokens.
+    # A prefix store keeps spans of 256 tokens.
     some = (16, 130, 300, 600) if config.prefix_store else (3, 16, 47, 130, 300)
     lengths = [rng.choice(some) + rng.randrange(16) for _ in range(config.requests)]
     cases = make_cases(Tokenizer.load(config.target), lengths, SamplingParams())
@@ -156,7 +156,7 @@ def _params(rng: random.Random, number: int) -> SamplingParams:
 
 
 class _Chaos:
-    """One run on one event loop, that of the thread which made the deployment."""
+    """One run on the event loop of the thread that made the deployment."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _Chaos:
             await self._kill_router()
 
     async def _stream_under_faults(self) -> None:
-        """All cases, and again until each role has had its faults."""
+        """Stream all cases, and repeat them until each role has had its faults."""
         config, report, over = self._config, self._report, asyncio.Event()
         breakers = [
             Breaker(
@@ -222,7 +222,7 @@ class _Chaos:
             await asyncio.gather(*faults)
 
     async def _check(self, number: int) -> str | None:
-        """None when the stream equals the undisturbed engine's answer."""
+        """Returns None if the stream equals the undisturbed engine's answer."""
         case, want = self._cases[number], self._want[number]
         params = case.params
         body: dict[str, Any] = {
@@ -257,11 +257,12 @@ class _Chaos:
             self._report.different.append(f"request {number}: {difference}")
         return difference
 
-    # ------------------------------------------------------------ the end of a router
+    # ------------------------------------------------------------ the death of a router
 
     async def _kill_router(self) -> None:
-        """Cut streams by a router's death; their engines must free them, and serve its successor. Streams of other
-        routers go on."""
+        """Kill a router during streams. Engines must free its streams and serve its successor, and streams of other
+        routers go on.
+        """
         report, num_routers = self._report, len(self._deployment.router_urls)
         numbers = [n for n, case in enumerate(self._cases) if case.params.max_tokens > 60][: 8 * num_routers]
         mine = [n for n in numbers if n % num_routers == 0]
@@ -286,10 +287,10 @@ class _Chaos:
         report.num_exact_after = sum(outcome is None for outcome in found)
         await self._await_idle("after the new router's streams")
 
-    # ------------------------------------------------------------ figures
+    # ------------------------------------------------------------ measurements
 
     async def _await_idle(self, when: str) -> None:
-        """Note as leaks what engines still hold after a while."""
+        """Report as leaks what engines still hold after `IDLE_LIMIT_S`."""
         deadline = time.monotonic() + IDLE_LIMIT_S
         while True:
             leaks = []
@@ -312,7 +313,7 @@ class _Chaos:
 
 
 def main() -> int:
-    """Return the exit status: 0 when every stream was exact and nothing was left behind."""
+    """Returns the exit status: 0 if every stream was exact and nothing was left behind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = ChaosConfig()
     parser.add_argument("--requests", type=int, default=default.requests)

@@ -1,4 +1,4 @@
-"""What `benchmarks.chaos` does to engines: one `Breaker` for each role."""
+"""The faults that `benchmarks.chaos` injects into engines: one `Breaker` per role."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from benchmarks.chaos_report import ChaosReport
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.scrape import get_json, scrape
 
-# "met, stop": killed, restarted, and halted when the first leg has brought it a session with a peer (HELLO).
+# "met, stop": killed, restarted, and stopped when the first leg has opened a session with a peer (HELLO).
 FAULTS = ("kill", "stop, cont", "stop, kill", "met, stop")
-# One of an engine's processes is killed when the engine has handoffs, one but the first or the first: the others end
-# with it.
+# Kill one rank's process (not the first, or the first) while the engine has handoffs; the other ranks end with it.
 KILL_RANK, KILL_RANK_0 = "kill rank", "kill rank 0"
-# One of an engine's data-parallel ranks is killed, or halted, when it has handoffs itself.
+# Kill or stop one data-parallel rank while this rank has handoffs.
 KILL_DATA_RANK, HALT_DATA_RANK = "kill data-parallel rank", "halt data-parallel rank"
-# Longer than a lease, so that peers and router give the engine up, or so short that nobody notices.
+# Longer than a lease, so that peers and router give the engine up, or too short to be noticed.
 LONG_STOP_S, SHORT_STOP_S = (5.5, 8.0), (0.1, 2.0)
 REJOIN_LIMIT_S = 60.0
 MEET_LIMIT_S = 5.0
-# Of which an engine takes 8 to close, at most, and as long as its clients to hear of it.
+# Of this, an engine may take 8 s to close, and its clients the rest to notice.
 END_LIMIT_S = 13.0
 
 
 async def count_recoveries(session: aiohttp.ClientSession, report: ChaosReport, url: str) -> None:
-    """Book what an engine recovered from; its counters die with it."""
+    """Add an engine's recoveries to the report, before its counters are lost with it."""
     for rung in ("retry", "recompute"):
         count = sum(await scrape(session, url, "baton:recoveries", rung=rung))
         report.recoveries["engine", rung] += int(count)
@@ -46,7 +45,7 @@ async def count_recoveries(session: aiohttp.ClientSession, report: ChaosReport, 
 
 
 async def await_healthy(session: aiohttp.ClientSession, deployment: BreakableDeployment, name: str) -> None:
-    """Wait until all routers use an engine, all its ranks. Raises `BatonError` after `REJOIN_LIMIT_S`."""
+    """Wait until all routers use all ranks of an engine. Raises `BatonError` after `REJOIN_LIMIT_S`."""
     urls, deadline = set(deployment.engines_urls[name]), time.monotonic() + REJOIN_LIMIT_S
     for router in deployment.router_urls:
         while True:
@@ -59,21 +58,22 @@ async def await_healthy(session: aiohttp.ClientSession, deployment: BreakableDep
 
 
 def rank_processes(pid: int, what: bytes = b"baton.engine.ranks.worker") -> list[int]:
-    """The processes of an engine's ranks but the first; of its data-parallel ranks with `--data-parallel-rank`, in the
-    order in which they were started."""
+    """The processes of an engine's ranks except the first, or with `--data-parallel-rank` of its data-parallel ranks,
+    in the order of their start.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             stat, command = path.read_text().rpartition(")")[2].split(), (path.parent / "cmdline").read_bytes()
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended
         if int(stat[1]) == pid and what in command:
             found.append((int(stat[19]), int(path.parent.name)))
     return [process for _, process in sorted(found)]
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
+    """Whether a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -81,7 +81,7 @@ def alive(pid: int) -> bool:
 
 
 class Breaker:
-    """Breaks engines of one role, one at a time, by a seeded choice. `pids` gets the processes that it starts."""
+    """Breaks engines of one role, one at a time, by seeded choice. Adds the processes that it starts to `pids`."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Breaker:
         self.num_faults = 0
 
     async def run(self, pause_s: tuple[float, float], over: asyncio.Event) -> None:
-        """Go on until `over`; at the end all engines of the role run."""
+        """Inject faults until `over`. At the end all engines of the role run."""
         ways: dict[str, Callable[[str], Coroutine[Any, Any, None]]] = {
             "kill": self._kill,
             "stop, cont": self._stop_and_cont,
@@ -111,7 +111,7 @@ class Breaker:
             KILL_DATA_RANK: self._kill_data_rank,
             HALT_DATA_RANK: self._halt_data_rank,
         }
-        # Each kind once, in any order, before any comes again.
+        # Each kind once, in random order, before any repeats.
         bag: list[str] = []
         while True:
             await asyncio.sleep(self._rng.uniform(*pause_s))
@@ -187,13 +187,13 @@ class Breaker:
         os.kill(ranks[number], signal.SIGCONT)
 
     def _data_ranks(self, name: str) -> list[int]:
-        """Their processes, by rank; none of an engine that has one."""
+        """The data-parallel processes by rank; empty if the engine has one rank."""
         ranks = rank_processes(self._deployment.pids[name], b"--data-parallel-rank")
         self._pids.update(ranks)
         return ranks
 
     async def _rank_in_handoff(self, name: str, number: int) -> bool:
-        """Wait until a data-parallel rank has handoffs, and a little longer; whether it still has some."""
+        """Wait until a data-parallel rank has handoffs, and a little longer. Returns whether it still has some."""
         url, deadline = self._deployment.engines_urls[name][number], time.monotonic() + MEET_LIMIT_S
         while time.monotonic() < deadline:
             if await self._handoffs_at(url):
@@ -204,7 +204,7 @@ class Breaker:
         return False
 
     async def _in_handoff(self, name: str) -> list[int]:
-        """Wait until an engine has handoffs, and a little longer; its ranks but the first."""
+        """Wait until an engine has handoffs, and a little longer. Returns its ranks except the first."""
         await self._count_recoveries(name)
         ranks = rank_processes(self._deployment.pids[name])
         if not ranks:
@@ -224,7 +224,7 @@ class Breaker:
         started = time.monotonic()
         waited = asyncio.create_task(asyncio.to_thread(self._deployment.wait, name))
         if not (await asyncio.wait({waited}, timeout=END_LIMIT_S))[0]:
-            # It says where its threads are, which `PYTHONFAULTHANDLER` brings.
+            # SIGABRT prints the threads' stacks (`PYTHONFAULTHANDLER`).
             os.kill(self._deployment.pids[name], signal.SIGABRT)
             await waited
             self._report.leaks.append(f"{name} did not end within {END_LIMIT_S:g} s: {self._deployment.log(name)}")
@@ -235,7 +235,9 @@ class Breaker:
             self._report.leaks.append(f"{name} ended with status 0")
 
     async def _gone(self, name: str, ranks: Sequence[int], started: float) -> None:
-        """Wait for ranks, which the kernel ends with their engine; until then they have its ports."""
+        """Wait until the ranks have ended: the kernel ends them with their engine, and until then they occupy its
+        ports.
+        """
         while any(alive(pid) for pid in ranks) and time.monotonic() < started + END_LIMIT_S:
             await asyncio.sleep(0.01)
         self._report.leaks += [f"rank {pid} of {name} lives on" for pid in ranks if alive(pid)]
@@ -259,7 +261,7 @@ class Breaker:
         return self._rng.uniform(*self._rng.choice((LONG_STOP_S, SHORT_STOP_S)))
 
     async def _restart(self, name: str) -> None:
-        # From this thread, which outlives it: an engine ends with the thread that started it.
+        # From this thread, which outlives the engine: an engine ends with the thread that started it.
         self._deployment.restart(name, wait=False)
         self._pids.add(self._deployment.pids[name])
         await asyncio.to_thread(self._deployment.await_ready, name)

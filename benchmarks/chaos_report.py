@@ -1,4 +1,4 @@
-"""What a run of `benchmarks.chaos` found."""
+"""The results of `benchmarks.chaos`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ RUNGS = (("engine", "retry"), ("router", "retry"), ("router", "source"), ("engin
 
 @dataclass(slots=True)
 class ChaosReport:
-    """What came of it. `faults` by role and kind, `recoveries` by (who, rung); `leaks` says what was left behind.
-
-    `in_handoff`: engines that lost a rank while handoffs were open; `reasons`: of handoffs that failed on D.
-
-    `refusals` are errors that a server told, by reason, `errors` streams that just ended. `beside` are streams of other
-    routers than the one that was killed.
+    """`faults` by role and kind, `recoveries` by (who, rung), `leaks`: what was left behind. `in_handoff`: engines that
+    lost a rank while handoffs were open. `reasons`: of handoffs that failed on D. `refusals`: errors that a server
+    reported, by reason; `errors`: streams that were cut. `beside`: streams of other routers than the killed one.
     """
 
     recovery: Recovery = "full"
@@ -44,14 +41,15 @@ class ChaosReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every stream was exact or, where not all may be recovered, failed with a reason; and nothing left."""
+        """Whether every stream was exact (or failed with a reason, if recovery is limited), and nothing was left
+        behind.
+        """
         failed = 0 if self.recovery == "full" else self.refusals.total()
         as_told = self.num_exact + failed == self.num_requests
         exact = self.num_exact_after == self.num_after and self.num_exact_beside == self.num_beside
         return as_told and exact and not self.leaks
 
     def table(self) -> str:
-        """The figures as text."""
         rows = [("requests", f"{self.num_requests} in {self.elapsed_s:.0f} s, slowest {self.slowest_s:.1f} s")]
         rows += [(f"fault: {role}, {kind}", str(count)) for (role, kind), count in sorted(self.faults.items())]
         rows.append(("outcome: exact", f"{self.num_exact}/{self.num_requests}"))

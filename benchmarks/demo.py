@@ -1,4 +1,4 @@
-"""`make demo`: a router, a prefill and a decode engine; a real answer; then proof that nothing changed, per mode."""
+"""`make demo`: a router, a prefill and a decode engine answer a question; then all answers are compared, per mode."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from benchmarks.scrape import scrape
 from benchmarks.smollm2 import QUESTIONS, NotAvailableError, chat_ids, smollm2
 
 MODELS = Path("models")
-# The model that is always there, which other benchmarks measure too.
+# The model of this repository, which other benchmarks use too.
 TARGET = str(MODELS / "baton-demo-llama")
 SPECULATIVE = {"method": "eagle3", "model": str(MODELS / "baton-demo-eagle3"), "num_speculative_tokens": 3}
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, the EAGLE-3 head for it where there is one, what it is asked, and the requests of the table."""
+    """A model, its EAGLE-3 head if any, the question to show, and the requests of the table."""
 
     target: str
     head: Path
@@ -41,20 +41,19 @@ class Subject:
 
     @property
     def speculative_config(self) -> dict[str, Any] | None:
-        """As for vLLM."""
         if not self.head.is_dir():
             return None
         return {**SPECULATIVE, "model": str(self.head)}
 
     @property
     def flags(self) -> list[str]:
-        """Of `baton up`, and of each engine."""
+        """Flags of `baton up` and of each engine."""
         spec = self.speculative_config
         return ["--batch-invariant"] + (["--speculative-config", json.dumps(spec)] if spec else [])
 
 
 def choose() -> Subject:
-    """SmolLM2 with chat questions, or the model of this repository with text of many lengths."""
+    """SmolLM2 with chat questions, or this repository's model with text of many lengths."""
     params = SamplingParams(max_tokens=32, temperature=0.0, logprobs=0)
     try:
         target = str(smollm2())
@@ -68,7 +67,7 @@ def choose() -> Subject:
 
 
 def main() -> int:
-    """Returns the exit status: 0 when every answer is identical to the single engine's."""
+    """Returns the exit status: 0 if every answer is identical to the single engine's."""
     subject = choose()
     cases = subject.cases
     print(f"model: {subject.target}\nreference: one engine, {len(cases)} prompts", flush=True)
@@ -113,7 +112,9 @@ def main() -> int:
 
 
 async def _run(url: str, decode_url: str, cases: list[Case], question: str | None) -> tuple[list[Streamed], float]:
-    """Answers to all cases, one after the other, and the mean of runs per handoff. A `question` is answered first."""
+    """Run all cases one after the other. Returns the answers and the mean number of runs per handoff. A `question` is
+    answered first.
+    """
     if question is not None:
         await _show_answer(url, question)
     async with aiohttp.ClientSession() as session:
@@ -134,7 +135,7 @@ async def _run(url: str, decode_url: str, cases: list[Case], question: str | Non
 
 
 async def _show_answer(url: str, question: str) -> None:
-    """Ask as a user would, by OpenAI's own client, and print the answer as it comes."""
+    """Ask with OpenAI's own client and print the answer as it arrives."""
     print(f"\nquestion: {question}\nanswer: ", end="", flush=True)
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
         model = (await client.models.list()).data[0].id

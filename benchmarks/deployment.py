@@ -1,4 +1,4 @@
-"""A deployment whose processes can be seen and halted."""
+"""A deployment whose processes can be observed and stopped."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from baton.deployment import Deployment
 
 
 class BreakableDeployment(Deployment):
-    """A `Deployment`, with what chaos and measurements need beside."""
+    """A `Deployment` with process control and URLs, for chaos tests and measurements."""
 
     @property
     def router_urls(self) -> list[str]:
-        """Base URLs of the routers."""
         return [child.url or "" for child in self._children if child.name.startswith("router")]
 
     @property
     def engines_urls(self) -> dict[str, tuple[str, ...]]:
-        """Base URLs of each engine by its name, one for each of its data-parallel ranks."""
+        """Base URLs of each engine by its name, one per data-parallel rank."""
         return {child.name: child.urls for child in self._children if not child.name.startswith("router")}
 
     @property
@@ -26,19 +25,18 @@ class BreakableDeployment(Deployment):
         return {child.name: child.process.pid for child in self._children}
 
     def stop(self, name: str) -> None:
-        """Halt a child by SIGSTOP: it keeps its memory and sockets, and does nothing until `cont`."""
+        """Send SIGSTOP: the child keeps its memory and sockets, and does nothing until `cont`."""
         self._child(name).process.send_signal(signal.SIGSTOP)
 
     def cont(self, name: str) -> None:
-        """Let a child go on that `stop` halted."""
         self._child(name).process.send_signal(signal.SIGCONT)
 
     def terminate(self, name: str) -> None:
-        """Tell a child to end: what runs there may end first."""
+        """Send SIGTERM: the child may finish its requests."""
         self._child(name).process.terminate()
 
     def wait(self, name: str) -> int:
-        """Wait until a child has ended; its exit status. Blocks; may be called on another thread."""
+        """Wait until a child has ended. Returns its exit status. Blocks; may be called on another thread."""
         return self._child(name).process.wait()
 
     def await_ready(self, name: str) -> None:
@@ -46,5 +44,4 @@ class BreakableDeployment(Deployment):
         self._await_ready([self._child(name)])
 
     def log(self, name: str) -> str:
-        """What a child has written so far."""
         return self._child(name).log.path.read_text(errors="replace")

@@ -1,5 +1,6 @@
-"""Clients that cost a server more than they should: they read nothing, leave in mid-stream, send slowly, or send little
-that becomes much."""
+"""Clients that cost a server more than they should: they read nothing, disconnect during a stream, send slowly, or send
+small bodies that decompress to large ones.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +15,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 SLOW_BYTES_PER_S = 2
-_DEFLATED_MIB = 3072  # in some 3 MiB
+_DEFLATED_MIB = 3072  # about 3 MiB compressed
 
 
 @asynccontextmanager
 async def hostile_clients(
     url: str, body: dict[str, Any], num_silent: int, num_leaving: int, num_slow: int, leave_every_s: float
 ) -> AsyncIterator[None]:
-    """While the context lasts: `num_silent` clients that read nothing of their streams, `num_leaving` that leave after
-    their first tokens, one each `leave_every_s` seconds, and `num_slow` that send their bodies byte by byte.
-
-    `body` is what each of them asks, streamed.
+    """While the context lasts, run `num_silent` clients that never read their streams, `num_leaving` that disconnect
+    after their first tokens, one each `leave_every_s` seconds, and `num_slow` that send their bodies byte by byte. All
+    stream `body`.
     """
     request = _request(url, {**body, "stream": True})
     clients = [_forever(lambda: _reads_nothing(url, request)) for _ in range(num_silent)]
@@ -38,8 +38,9 @@ async def hostile_clients(
 async def unread_and_deflated(
     url: str, body: dict[str, Any], num_unread: int, num_deflated: int
 ) -> AsyncIterator[None]:
-    """While the context lasts: `num_unread` clients that ask `body` once and read nothing of the stream, and
-    `num_deflated` that send a compressed body again and again. They have begun when this is entered."""
+    """While the context lasts, run `num_unread` clients that send `body` once and never read the stream, and
+    `num_deflated` that send a compressed body again and again. They have begun when the context is entered.
+    """
     request = _request(url, {**body, "stream": True})
     bomb = _deflated()
     clients = [_reads_nothing(url, request) for _ in range(num_unread)]
@@ -68,7 +69,7 @@ def _request(url: str, body: dict[str, Any]) -> bytes:
 
 @asynccontextmanager
 async def _connected(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection that holds little, so that whoever writes to it soon waits."""
+    """A connection with small buffers, so that a writer to it soon blocks."""
     parts = urlsplit(url)
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -96,10 +97,10 @@ async def _reads_nothing(url: str, request: bytes) -> None:
 
 
 def _deflated() -> bytes:
-    """A body of spaces, which are JSON so far, in deflate's format."""
+    """A deflated body of spaces, which is valid JSON so far."""
     packer = zlib.compressobj(9)
     start = packer.compress(b"") + packer.flush(zlib.Z_FULL_FLUSH)
-    # After a full flush nothing refers to what was before, so that a piece may be there any number of times.
+    # After a full flush no block refers to earlier data, so this block may be repeated any number of times.
     return start + (packer.compress(b" " * 2**20) + packer.flush(zlib.Z_FULL_FLUSH)) * _DEFLATED_MIB
 
 

@@ -1,10 +1,12 @@
-"""`python -m benchmarks.kv_stream`: prompts alone on a prefill and a decode engine, over one engine, as Markdown.
+"""`python -m benchmarks.kv_stream`: single prompts on a prefill and a decode engine, over one engine, as Markdown.
 
-One deployment for each `--kv-stream`, and one engine, all of them idle but for the prompt that is timed, which nobody
-holds. They are asked in turns, so that what the machine does meanwhile meets all of them. A ratio is of one round;
-figures are medians with the quartiles. Handover: from the first token, which P sends, to the tokens of D's first
-step, both as a client sees them; on one engine the same two tokens, between which its drafter reads the prompt too.
-Hidden: the part of a handoff's bytes that P had copied when its prefill, drafter and all, was over.
+One deployment for each value of `--kv-stream`, and one engine. All are idle except for the timed prompt, which no cache
+holds. They are measured in turns, so that disturbances of the machine affect all of them. A ratio is of one round;
+figures are medians with the quartiles.
+
+Handover: from the first token, which P sends, to the tokens of D's first step, both as a client sees them; on one
+engine the same two tokens, between which its drafter also processes the prompt. Hidden: the share of a handoff's bytes
+that P had copied when its prefill, including the drafter's, was over.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ ONE = "one engine"
 
 @dataclass(slots=True)
 class Found:
-    """Of one way and length: milliseconds by round, and bytes over all rounds."""
+    """One way and length: milliseconds per round, and bytes over all rounds."""
 
     ttft: list[float] = field(default_factory=list)
     handover: list[float] = field(default_factory=list)
@@ -44,7 +46,7 @@ class Found:
 
 
 def longer(source: str, folder: Path, num_tokens: int) -> str:
-    """The checkpoint in `source` with room for so many tokens."""
+    """A copy of the checkpoint in `source` with a context of at least `num_tokens`."""
     folder.mkdir()
     for file in Path(source).resolve().iterdir():
         (folder / file.name).symlink_to(file)
@@ -58,7 +60,7 @@ def longer(source: str, folder: Path, num_tokens: int) -> str:
 async def measure(
     ways: dict[str, Deployment], lengths: Sequence[int], rounds: int, vocab_size: int
 ) -> dict[tuple[int, str], Found]:
-    """Ask all ways in turns; the first two rounds of each length, of few rounds the first, are not counted."""
+    """Measure all ways in turns. The first two rounds of each length (one if `rounds` is at most 3) do not count."""
     rng = random.Random(0)
     warm_up = 2 if rounds > 3 else 1
     found: dict[tuple[int, str], Found] = {}
@@ -77,7 +79,7 @@ async def measure(
                     later = min(at for at in answer.times_s if at > answer.times_s[0])
                     one.handover.append((later - answer.times_s[0]) * 1e3)
                     if name != ONE:
-                        await asyncio.sleep(0.05)  # P hears of the commit
+                        await asyncio.sleep(0.05)  # until P knows of the commit
                         after = await _bytes(session, deployment, name)
                         one.num_hidden += after[0] - before[0]
                         one.num_bytes += after[1] - before[1]
@@ -93,7 +95,6 @@ async def _bytes(session: aiohttp.ClientSession, deployment: Deployment, name: s
 
 
 def table(found: dict[tuple[int, str], Found], lengths: Sequence[int]) -> str:
-    """Markdown."""
     heads = ("tokens", "way", "TTFT ms", "over one engine", "handover p50 ms", "p99 ms", "bytes hidden")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for length in lengths:
@@ -114,7 +115,6 @@ def _middle(found: list[float], digits: int = 2) -> str:
 
 
 def main() -> int:
-    """Print the table; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_stream")
     parser.add_argument("--model", default=TARGET)
     parser.add_argument("--drafter", default=DRAFTER, help="an EAGLE-3 head for the model")

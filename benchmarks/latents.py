@@ -3,7 +3,7 @@
     python -m benchmarks.latents
 
 One layer of DeepSeek-V2-Lite's sizes (16 heads, latents of 512 + 64, heads of 128 + 64 and values of 128), bfloat16,
-one thread. Both forms in turns; CPU time of the thread, the median of the rounds.
+one thread. Both forms run in turns; the output is the thread's CPU time, the median of the rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Absorbed(Latents):
 
 
 def forms(length: int) -> dict[str, Callable[[], object]]:
-    """A step behind `length` - 1 kept tokens, in each form."""
+    """A decode step after `length` - 1 cached tokens, in each form."""
     projection = LatentProjection(SPEC, HEADS, Build(torch.bfloat16, torch.device("cpu")))
     torch.nn.init.normal_(projection.weight, std=0.02)
     num_pages = -(-length // PAGE)
@@ -58,7 +58,6 @@ def forms(length: int) -> dict[str, Callable[[], object]]:
 
 @torch.inference_mode()
 def main() -> None:
-    """Print a line for each length."""
     torch.set_num_threads(1)
     for length in LENGTHS:
         steps = forms(length)

@@ -1,9 +1,10 @@
 """`python -m benchmarks.load_sweep`: goodput by load of P/D deployments and of one engine on the same cores.
 
-Rates go to 1.5 times saturation, which is what the one engine serves of a closed loop, or what is said. A queue longer
-than the objective times that rate lets all that are served miss it, hence few may wait; a larger batch than meets the
-objective of TPOT lets all that run miss that one, hence few may run. Failures may be refusals (429) alone. Exit code 1
-where there are others, or where goodput past saturation falls below a half of its best.
+Rates go up to 1.5 times saturation, which is the one engine's throughput of a closed loop unless given. If the queue
+were longer than the TTFT objective times that rate, all served requests would miss the objective, so the queue is
+short. If the batch were larger than meets the TPOT objective, all running requests would miss it, so the batch is
+small. Only refusals (429) are allowed as failures. Exit code 1 if there are others, or if goodput past saturation falls
+below half of its best.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def start(model: str, pairs: int, options: argparse.Namespace) -> BreakableDeplo
     os.environ["OMP_NUM_THREADS"] = str(len(cores) if not pairs else max(1, half // pairs))
     queue = ["--max-queued-requests", str(options.max_queued_requests)]
     flags = [*queue, "--max-num-seqs", str(options.max_num_seqs), *options.flag]
-    # As `baton up` has it: short prompts are not handed over, and the router knows the bound.
+    # As under `baton up`: short prompts are not handed over, and the router knows the queue limit.
     router = [*queue, "--max-local-prefill-length", "64"]
     deployment = BreakableDeployment(model, pairs, pairs, int(not pairs), engine_flags=flags, router_flags=router)
     places = {"prefill": cores[:half], "decode": cores[half:], "both": cores, "router": options.other_cores}
@@ -42,7 +43,7 @@ def start(model: str, pairs: int, options: argparse.Namespace) -> BreakableDeplo
 
 
 def main() -> int:
-    """Print results as JSON lines, and draw them; returns the exit code."""
+    """Print results as JSON lines and draw them. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load_sweep")
     parser.add_argument("--model", default=TARGET)
     parser.add_argument("--shape", default="512/64", help="tokens of prompts / of answers")

@@ -1,8 +1,9 @@
 """`python -m benchmarks.load_tools --vllm-python PATH`: `baton bench serve` and `vllm bench serve` on one server, in
 turns.
 
-PATH is the Python of an environment that has vLLM (`tools/install_vllm.py`). Both send as many requests of equal
-lengths, so many in flight. A ratio is vLLM's figure over Baton's of one pair; a tool's own noise is its spread.
+PATH is the Python of an environment that has vLLM (`tools/install_vllm.py`). Both send equally many requests of equal
+lengths, with equally many in flight. A ratio is vLLM's figure over Baton's of one pair; the spread of a tool's own
+figures is its noise.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ KEYS = (
     *("request_throughput", "output_throughput", "total_input_tokens", "total_output_tokens", "completed"),
 )
 
-# The command `vllm bench serve` needs the metadata of an installed package; this needs its modules alone.
+# The command `vllm bench serve` needs the metadata of an installed package; this needs only the modules.
 VLLM = """
 import argparse
 from vllm.benchmarks import serve
@@ -36,7 +37,7 @@ serve.main(parser.parse_args())
 
 
 def ask(command: list[str], url: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """One load by one tool."""
+    """Run one load with one tool."""
     flags = {
         "base-url": url,
         "model": Path(options.model).name,
@@ -68,7 +69,6 @@ def ask(command: list[str], url: str, options: argparse.Namespace, seed: int) ->
 
 
 def main() -> int:
-    """Print the table, as Markdown; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load_tools")
     parser.add_argument("--vllm-python", required=True, help="of an environment that has vLLM")
     parser.add_argument("--model", default=TARGET)

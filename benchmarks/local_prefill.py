@@ -1,9 +1,9 @@
-"""What a prompt costs on the decode engine alone, over a handoff of it: its own first token, and the decodes beside it.
+"""The cost of computing a prompt on the decode engine against handing it off: TTFT, and the decodes meanwhile.
 
     python -m benchmarks.local_prefill [MODEL]
 
-For each length, prompts that nobody holds are sent in turn with `kv_mode` (handed off) and without (computed by the
-decode engine). Then the same beside two streams that decode. At last a prompt that the decode engine holds, with the
+For each length, prompts that no cache holds are sent in turn with `kv_mode` (handed off) and without (computed by the
+decode engine). Then the same while two streams decode. At the end, a prompt that the decode engine holds, with the
 prefill engine running and stopped.
 """
 
@@ -29,7 +29,7 @@ _WAYS = ("local", "handoff")
 
 @dataclass(slots=True)
 class LocalReport:
-    """Milliseconds by length and way: `ttft` of prompts alone, `gaps` between events of streams beside them."""
+    """Milliseconds by length and way: `ttft` of single prompts, `gaps` between events of streams beside them."""
 
     ttft: dict[tuple[int, str], list[float]] = field(default_factory=dict)
     gaps: dict[tuple[int, str], list[float]] = field(default_factory=dict)
@@ -111,7 +111,6 @@ class _Run:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=TARGET)
     report = LocalReport()

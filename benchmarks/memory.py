@@ -1,8 +1,8 @@
-"""`python -m benchmarks.memory`: what engines have in memory, as Markdown. Each figure is of a process of its own.
+"""`python -m benchmarks.memory`: memory of engines, as Markdown. Each figure is from its own process.
 
-The first table has peaks (`VmHWM`) of engines that start with random bfloat16 weights and compute a prompt, beside what
-they must have: weights, pool, and what a process with Python, PyTorch and this package has before it loads anything.
-The second has the KV of one prompt in caches of several kinds.
+The first table compares peaks (`VmHWM`) of engines that start with random bfloat16 weights and compute a prompt with
+the necessary parts: weights, pool, and a process with Python, PyTorch and this package before loading. The second gives
+the KV of one prompt in caches of several kinds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _THIN = {"hidden_size": 64, "intermediate_size": 64, "torch_dtype": "bfloat16", 
 _LATENTS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 6}
 _WINDOWS = {"sliding_window": 512, "layer_types": ["full_attention"] + ["sliding_attention"] * 5}
-# With the bytes that a token has in all layers.
+# With the bytes per token over all layers.
 _KINDS: Mapping[str, tuple[str, int, dict[str, Any]]] = {
     "latents of 512 + 64, 16 heads, 4 layers": (
         "deepseek_v2",
@@ -62,13 +62,13 @@ _KINDS: Mapping[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def status(name: str) -> int:
-    """Bytes, of a line of this process's status."""
+    """Bytes, from a line of this process's status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
 def measure(path: str, pool: int) -> dict[str, int]:
-    """Start an engine over a checkpoint, with a pool of so many bytes, and compute a prompt."""
+    """Start an engine over a checkpoint, with a pool of `pool` bytes, and compute a prompt."""
     import torch
 
     from baton.engine.build import build_engine
@@ -118,7 +118,6 @@ def _of(model_type: str, fields: dict[str, Any], pool: int) -> dict[str, int]:
 
 
 def main() -> int:
-    """Print both tables; returns the exit code."""
     if len(sys.argv) > 1:
         print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))
         return 0

@@ -1,9 +1,8 @@
-"""`python -m benchmarks.overload`: far more requests at once than there is room for, then clients that cost too much.
+"""`python -m benchmarks.overload`: far more requests at once than fit, then clients that cost too much.
 
-Each answer must be exact (the tokens of one quiet engine) or 429, memory must be bounded, and a moment after the end
-all must be as before. Then streams are timed with hostile clients beside them and without. Last, all at once: as many
-requests, none of them refused, are timed alone, and beside streams that nobody reads and bodies that deflate to
-gigabytes.
+Each answer must be exact (the tokens of one idle engine) or 429, memory must be bounded, and soon after the end all
+must be as before. Then streams are timed with and without hostile clients. At the end, equally many requests, none of
+them refused, are timed all at once, alone and beside streams that nobody reads and bodies that decompress to gigabytes.
 """
 
 from __future__ import annotations
@@ -33,14 +32,15 @@ from benchmarks.hostile import hostile_clients, unread_and_deflated
 from benchmarks.scrape import own_mib, process_status, until_idle
 
 LEAVE_EVERY_S = 0.1
-RETRY_AFTER_S = 1.0  # as the answer says
+RETRY_AFTER_S = 1.0  # as the 429 response says
 
 
 @dataclass(frozen=True, slots=True)
 class OverloadConfig:
-    """`requests` at once on engines with `room` for so many, behind queues of `queued`. Then `streams` are timed, each
-    client one after the other, beside `silent`, `leaving` and `slow` clients; and `requests` at once beside `unread`
-    streams of `unread_tokens` and `deflated` bodies, where there are any."""
+    """`requests` at once on engines that run `room` requests, with queues of `queued`. Then `streams` are timed, each
+    client's one after the other, beside `silent`, `leaving` and `slow` clients; and `requests` at once beside `unread`
+    streams of `unread_tokens` and `deflated` bodies, if any.
+    """
 
     requests: int = 500
     room: int = 8
@@ -58,9 +58,9 @@ class OverloadConfig:
 
 @dataclass(slots=True)
 class OverloadReport:
-    """What came of it. `memory`: by process, MiB of its own before, at most, and after; `tpot_s`: medians without and
-    with hostile clients. `together_s`: the times in which the requests were answered, `alone` and `beside` unread
-    streams and deflated bodies."""
+    """`memory`: by process, MiB of its own before, at most, and after. `tpot_s`: medians without and with hostile
+    clients. `together_s`: times of the answers, `alone` and `beside` unread streams and deflated bodies.
+    """
 
     num_exact: int = 0
     num_refused: int = 0
@@ -71,7 +71,6 @@ class OverloadReport:
     together_s: dict[str, list[float]] = field(default_factory=dict)
 
     def table(self) -> str:
-        """All of it as text."""
         lines = [f"{self.num_exact} exact, {self.num_refused} refused with 429, {len(self.others)} others"]
         lines += self.others[:5]
         lines += [
@@ -90,7 +89,7 @@ class OverloadReport:
 
 
 def run_overload(config: OverloadConfig) -> OverloadReport:
-    """Run it all; every process has ended when this returns. Raises `BatonError` when engines do not come to rest."""
+    """Run everything. All processes have ended when this returns. Raises `BatonError` if engines do not become idle."""
     params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0, ignore_eos=True)
     cases = make_cases(Tokenizer.load(TARGET), [5 + 17 * i for i in range(config.cases)], params)
     engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True}
@@ -124,7 +123,7 @@ class _Overload:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=600.0)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
-            await self._ask(0)  # what is loaded on first use is no cost of the load
+            await self._ask(0)  # first-use loading is not part of the measurement
             yield
 
     async def run(self) -> None:
@@ -150,7 +149,7 @@ class _Overload:
             await until_idle(self._session, self._deployment.engine_urls)
 
     async def _all_at_once(self) -> list[float]:
-        """In how many seconds each of the requests was answered, all asked at once; each must be exact."""
+        """Send all requests at once. Returns the seconds until each was answered; each answer must be exact."""
 
         async def ask(number: int) -> float:
             begin = time.monotonic()
@@ -193,7 +192,7 @@ class _Overload:
             self._report.others.append(str(error)[:300])
 
     async def _timed(self) -> float:
-        """The median TPOT of streams, as many at once as there is room for; each must be exact."""
+        """The median TPOT of streams, `room` at once; each answer must be exact."""
         numbers = iter(range(self._config.streams))
         tpots: list[float] = []
 
@@ -206,14 +205,14 @@ class _Overload:
         return statistics.median(tpots)
 
     async def _persist(self, index: int) -> Streamed:
-        """Ask until it is taken."""
+        """Retry until the request is accepted."""
         while True:
             with contextlib.suppress(OverloadedError):
                 return await self._ask(index)
             await asyncio.sleep(RETRY_AFTER_S)
 
     async def _ask(self, index: int) -> Streamed:
-        """Raises `BatonError` for an answer that is not the quiet engine's."""
+        """Raises `BatonError` if the answer differs from the idle engine's."""
         streamed = await stream_completion(self._session, self._deployment.url, self._body(index))
         if tuple(streamed.token_ids) != self._want[index].token_ids:
             raise BatonError(f"case {index}: {streamed.token_ids}, expected {self._want[index].token_ids}")
@@ -230,7 +229,7 @@ class _Overload:
 
 
 def main() -> int:
-    """Exit status 0 when every answer was exact or 429."""
+    """Returns 0 if every answer was exact or 429."""
     parser = argparse.ArgumentParser(description=__doc__)
     defaults = OverloadConfig()
     for name in OverloadConfig.__slots__:

@@ -1,8 +1,9 @@
 """`python -m benchmarks.push_over_pull`: TTFT and TPOT of push and of pull, near saturation, as Markdown.
 
-Two deployments of one prefill and one decode engine on the same cores, one pushes and one pulls, are loaded in turns:
-pools fresh or fully fragmented, prompts that nobody holds or that the decode engine holds. The load's rate is a part of
-what push serves of such requests all at once. A ratio is pull over push of one round; figures are medians of rounds.
+Two deployments of one prefill and one decode engine on the same cores, one in push and one in pull mode, are loaded in
+turns: with fresh or fully fragmented pools, and prompts that no cache holds or that the decode engine holds. The load's
+rate is a share of push's throughput with all such requests at once. A ratio is pull over push of one round; figures are
+medians of rounds.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ MODES = ("push", "pull")
 
 
 def start(model: str, mode: str, fragmented: bool, flags: Sequence[str], cores: dict[str, Any]) -> BreakableDeployment:
-    """One prefill and one decode engine, whose pools scatter where they are to be `fragmented`."""
+    """One prefill and one decode engine, with scattering pools if `fragmented`."""
     command = (sys.executable, "-m", "benchmarks.pinned") if fragmented else None
-    # What D holds it serves alone, as `baton up` has it.
+    # As under `baton up`: D serves prompts that it holds alone.
     router = ["--kv-mode", mode, "--max-local-prefill-length", "64"]
     deployment = BreakableDeployment(model, engine_flags=flags, router_flags=router, command=command)
     pin_all(deployment, cores)
@@ -36,7 +37,7 @@ def start(model: str, mode: str, fragmented: bool, flags: Sequence[str], cores: 
 def rounds(
     urls: dict[str, str], options: argparse.Namespace, prompt: int, output: int, hit: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Loads of both modes in turns, each round with new prompts, and the first one not counted."""
+    """Loads of both modes in turns, each round with new prompts; the first does not count."""
     probe = make_requests(options.model, prompt, output, options.requests, 9)
     most = figures(send(urls["push"], probe, float("inf"), 0, 16))["request_throughput"]
     for turn in range(options.rounds + 1):
@@ -53,7 +54,6 @@ def rounds(
 
 
 def main() -> int:
-    """Print the table; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.push_over_pull")
     parser.add_argument("--model", default=TARGET)
     parser.add_argument("--shapes", default="512/64,2048/128", help="tokens of prompts / of answers")

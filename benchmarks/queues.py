@@ -1,9 +1,9 @@
 """`python -m benchmarks.queues`: overloads without faults, in which engines could wait for each other's pages.
 
-Three loads over real processes with little room: one router and a prefix store with prompts of three lengths; two
-routers over 2P2D with room for two; one sequence at a time, a long stream and three others. All requests come at once.
-Prints how many were served, and the longest wait over that of an ideal order: all of them one after the other, each
-taking what it takes alone.
+Three loads over real processes with small pools: one router and a prefix store with prompts of three lengths; two
+routers over 2P2D with space for two requests; one sequence at a time, a long stream and three others. All requests
+arrive at once. Prints how many were served, and the longest wait over that of an ideal order: all requests one after
+the other, each with its time alone.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from baton.wire import SamplingParams
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
 
-# KV bytes of a token of the demo checkpoint and its drafter, in pages of 16.
+# KV bytes per token of the demo checkpoint and its drafter, in pages of 16.
 _PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`requests` are (prompt tokens, output tokens). `num_pages` is the room of each engine."""
+    """`requests` are (prompt tokens, output tokens). `num_pages` is the pool size of each engine."""
 
     name: str
     requests: tuple[tuple[int, int], ...]
@@ -45,7 +45,7 @@ class Load:
 
 
 def loads(scale: float) -> list[Load]:
-    """The three loads; `scale` makes the first two smaller."""
+    """The three loads. `scale` shrinks the first two."""
     few, many = max(1, round(33 * scale)), max(4, round(120 * scale))
     return [
         Load("prefix store", tuple((n, 8) for n in (100, 1000, 3000) for _ in range(few)), 250, prefix_store=True),
@@ -55,7 +55,7 @@ def loads(scale: float) -> list[Load]:
 
 
 async def play(load: Load) -> str:
-    """One line of the report."""
+    """Run one load. Returns one line of the report."""
     tokenizer = Tokenizer.load(TARGET)
     lengths = [length for length, _ in load.requests]
     prompts = [list(c.prompt_token_ids) for c in make_cases(tokenizer, lengths, SamplingParams())]
@@ -105,7 +105,6 @@ async def _measure(load: Load, prompts: list[list[int]], urls: Sequence[str], se
 
 
 def main() -> None:
-    """Run it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.queues", description=__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests")
     args = parser.parse_args()

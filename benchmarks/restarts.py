@@ -1,11 +1,11 @@
-"""Streams while every engine is restarted in turn, or killed in turn: how many fail, and how long service is less.
+"""Streams while every engine is restarted or killed in turn: how many fail, and how long engines are away.
 
     python -m benchmarks.restarts rolling --streams 500     drain, end, start, add: one engine after the other
     python -m benchmarks.restarts signal                    SIGTERM alone, and a process at the old address
     python -m benchmarks.restarts kill --streams 100        SIGKILL, so many streams for each engine
-    python -m benchmarks.restarts up --streams 100          the same under `baton up`, which starts them again itself
+    python -m benchmarks.restarts up --streams 100          the same under `baton up`, which restarts engines itself
 
-Every answer is compared with that of one engine, token by token; of a stream that fails, what came before its end.
+Every answer is compared with one engine's, token by token; of a failed stream, the tokens before its end.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ _NUM_CASES = 24
 
 @dataclass(slots=True)
 class RestartReport:
-    """`failures` by text; `wrong`: answers that differ; `away_s`: by engine, from its end to its first answer again;
-    `slowest_gap_s`: the longest time between two events of one stream."""
+    """`failures` by text. `wrong`: answers that differ. `away_s`: per engine, from its end until it is used again.
+    `slowest_gap_s`: the longest time between two events of one stream.
+    """
 
     how: str
     streams: int = 0
@@ -55,7 +56,6 @@ class RestartReport:
     recoveries: dict[str, int] = field(default_factory=dict)
 
     def table(self) -> str:
-        """All figures, one a line."""
         ttfts = sorted(self.ttfts_s) or [float("nan")]
         away = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.away_s.items())
         return "\n".join(
@@ -73,7 +73,7 @@ class RestartReport:
 def run_restarts(
     how: str, streams: int = 500, concurrency: int = 4, prefill: int = 2, decode: int = 2, seed: int = 0
 ) -> RestartReport:
-    """Run it all; every process has ended when this returns. With `kill` and `up`, `streams` are for each engine."""
+    """Run everything. All processes have ended when this returns. With `kill` and `up`, `streams` is per engine."""
     rng, params = random.Random(seed), SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     lengths = [rng.choice((5, 40, 130, 300)) + rng.randrange(16) for _ in range(_NUM_CASES)]
     cases = make_cases(Tokenizer.load(TARGET), lengths, params)
@@ -82,7 +82,7 @@ def run_restarts(
     report = RestartReport(how)
     flags = ["--batch-invariant", "--speculative-config", json.dumps(SPECULATIVE)]
     if how == "up":
-        flags += ["--max-local-prefill-length", "0"]  # every stream is handed off, as far as both roles live
+        flags += ["--max-local-prefill-length", "0"]  # every stream is handed off while both roles live
         with Supervised(TARGET, prefill, decode, flags) as supervised:
             asyncio.run(_UnderUp(report, supervised, cases, want, streams, concurrency).run())
         return report
@@ -103,7 +103,7 @@ def run_restarts(
 
 
 class _Streams:
-    """Clients that stream all the time, `concurrency` at once, and compare."""
+    """Clients that stream continuously, `concurrency` at once, and compare."""
 
     def __init__(
         self, report: RestartReport, url: str, cases: list[Case], want: list[tuple[int, ...]], concurrency: int
@@ -166,7 +166,7 @@ class _Streams:
 
 
 class _UnderUp(_Streams):
-    """Each engine of `baton up` is killed, then `up` itself."""
+    """Kills each engine of `baton up`."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _UnderUp(_Streams):
 
 
 class _Restarts(_Streams):
-    """Each engine of a deployment is restarted as `report.how` says."""
+    """Restarts each engine of a deployment as `report.how` says."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class _Restarts(_Streams):
 
 
 def main() -> None:
-    """Print what came of it; status 1 for a stream that failed or differed."""
+    """Exit status 1 if a stream failed or differed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("how", choices=["rolling", "signal", "kill", "up"])
     parser.add_argument("--streams", type=int, default=500)

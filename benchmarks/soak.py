@@ -1,8 +1,9 @@
-"""`python -m benchmarks.soak`: many requests at moderate load, some of them left in mid-stream. Does anything grow?
+"""`python -m benchmarks.soak`: many requests at moderate load, some of them aborted during the stream. Does anything
+grow?
 
-Each answer must be exact. After each tenth the load rests, and every process is looked at: memory of its own,
-descriptors, threads, and the CPU time that the tenth's requests took there, which tells what has become slower where a
-busy machine makes clocks say little; and every engine: pages, requests, handoffs.
+Each answer must be exact. After each tenth the load pauses, and every process is measured: its own memory, descriptors,
+threads, and the CPU time of the tenth's requests, which shows a slowdown even on a busy machine. Every engine must have
+released all pages, requests and handoffs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TENTHS = 10
 
 @dataclass(frozen=True, slots=True)
 class SoakConfig:
-    """`clients` ask one after the other; the share `aborted` of the requests is left after the first event."""
+    """Each of the `clients` sends one request after the other. The share `aborted` is left after the first event."""
 
     requests: int = 24_000
     clients: int = 3
@@ -57,8 +58,9 @@ class Figures:
 
 @dataclass(slots=True)
 class SoakReport:
-    """By tenth: the median time of a whole answer in seconds, CPU seconds of each process for one request, and each
-    process's figures at its end."""
+    """Per tenth: the median time of a whole answer in seconds, CPU seconds of each process per request, and each
+    process's figures at its end.
+    """
 
     num_exact: int = 0
     num_left: int = 0
@@ -67,7 +69,6 @@ class SoakReport:
     figures: list[dict[str, Figures]] = field(default_factory=list)
 
     def table(self) -> str:
-        """All of it as text."""
         lines = [f"{self.num_exact} exact, {self.num_left} left in mid-stream"]
         for number, (p50, cpu_s, figures) in enumerate(zip(self.p50_s, self.cpu_s, self.figures, strict=True), 1):
             each = "; ".join(
@@ -81,8 +82,9 @@ class SoakReport:
 
 
 def run_soak(config: SoakConfig) -> SoakReport:
-    """Run it; every process has ended when this returns. Raises `BatonError` for a wrong answer, or for an engine that
-    does not come to rest."""
+    """Run everything. All processes have ended when this returns. Raises `BatonError` for a wrong answer, or if an
+    engine does not become idle.
+    """
     params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0, ignore_eos=True)
     cases = make_cases(Tokenizer.load(TARGET), [5 + 11 * i for i in range(config.cases)], params)
     engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True}
@@ -148,7 +150,6 @@ def _cpu_s(pid: int) -> float:
 
 
 def main() -> None:
-    """Run it and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     config = SoakConfig()
     parser.add_argument("--requests", type=int, default=config.requests)

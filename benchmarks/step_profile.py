@@ -1,9 +1,9 @@
-"""Where a forward's time goes on this CPU: linear layers, attention, the rest; and how far that is from the machine.
+"""The parts of a forward's time on this CPU: linear layers, attention, the rest; and how close they are to its limits.
 
     python -m benchmarks.step_profile MODEL --threads 1
 
-Times are CPU time of the thread that computes, so other processes disturb them less than a clock's; of several threads
-it is the first. "Machine" is what the same process gets of a large matrix product in the same dtype (prefill), and of
+Times are CPU time of the computing thread (of the first, if several), so other processes disturb them less than wall
+time. "Machine" is what the same process achieves with a large matrix product in the same dtype (prefill), and when
 reading memory (decode).
 """
 
@@ -36,13 +36,13 @@ CASES = (
 
 
 class Clock:
-    """Seconds of CPU time spent in the functions it wraps, by name."""
+    """Seconds of CPU time spent in the wrapped functions, by name."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose time is added under `name`."""
+        """Wrap `function` so that its time is added under `name`."""
 
         def timed(*arguments: Any) -> Any:
             started = time.thread_time()

@@ -1,6 +1,6 @@
 """`python -m benchmarks.structured`: JSON under 200 schemas, speculation on and off, P/D and one engine.
 
-All tokens must be the same, and every complete answer valid as `jsonschema` sees it (MIT licence). The schemas are
+All tokens must be the same, and every complete answer valid according to `jsonschema` (MIT licence). The schemas are
 drawn here, from the keywords of JSON Schema 2020-12 that `llguidance` implements.
 """
 
@@ -33,7 +33,7 @@ MAX_TOKENS = 192
 
 
 def draw_schemas(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Schemas whose texts are short: strings and lists have bounds."""
+    """Schemas with short instances: strings and lists are bounded."""
     draw = random.Random(seed)
     return [{**_object(draw, 2), "$defs": {"part": _value(draw, 0)}} for _ in range(count)]
 
@@ -79,7 +79,7 @@ def _value(draw: random.Random, depth: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One output: its tokens, text, end, and the accepted drafts of each round."""
+    """One output: its tokens, text, finish reason, and the accepted drafts of each round."""
 
     token_ids: list[int]
     text: str
@@ -88,7 +88,7 @@ class Answer:
 
 
 def params_of(schemas: Sequence[dict[str, Any]]) -> list[SamplingParams]:
-    """A greedy request of each even schema, a sampled one of each odd."""
+    """A greedy request for each even schema, a sampled one for each odd."""
     return [
         SamplingParams(
             max_tokens=MAX_TOKENS,
@@ -102,9 +102,10 @@ def params_of(schemas: Sequence[dict[str, Any]]) -> list[SamplingParams]:
 
 def alone(params: Sequence[SamplingParams], speculative: dict[str, Any] | None) -> tuple[list[Answer], float, float]:
     """Answers of one engine, and microseconds of its thread per token: with the grammars, and for as many tokens
-    without."""
+    without.
+    """
     with LLM(TARGET, kv_cache_memory=64 << 20, batch_invariant=True, speculative_config=speculative) as llm:
-        for one in params[:1]:  # what is compiled on first use
+        for one in params[:1]:  # warm up what is compiled on first use
             llm.generate(PROMPT, one)
         results, constrained = _timed(lambda: llm.generate([PROMPT] * len(params), params))
         outputs = [result.outputs[0] for result in results]
@@ -124,7 +125,7 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def handed_over(params: Sequence[SamplingParams], speculative: dict[str, Any] | None) -> list[Answer]:
-    """Answers of a prefill and a decode engine behind a router."""
+    """Answers of a prefill and a decode engine with a router."""
     flags = ["--batch-invariant", *(["--speculative-config", json.dumps(speculative)] if speculative else [])]
     router = ["--max-local-prefill-length", "0"]
     with Deployment(TARGET, prefill=1, decode=1, engine_flags=flags, router_flags=router) as deployment:
@@ -152,7 +153,7 @@ async def _ask(url: str, params: Sequence[SamplingParams]) -> list[Answer]:
 
 
 def check(schemas: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> int:
-    """How many answers are complete. Raises `jsonschema.ValidationError` for one that its schema does not allow."""
+    """Returns the number of complete answers. Raises `jsonschema.ValidationError` if one violates its schema."""
     complete = 0
     for schema, answer in zip(schemas, answers, strict=True):
         if answer.finish_reason == "stop":
@@ -162,7 +163,7 @@ def check(schemas: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> int:
 
 
 def supported(schemas: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The first of them that compile."""
+    """The first `count` schemas that compile."""
     found: list[dict[str, Any]] = []
     tokenizer = Tokenizer.load(TARGET)
     with contextlib.closing(Grammars(tokenizer, tokenizer.vocab_size)) as grammars:
@@ -180,7 +181,7 @@ def supported(schemas: Sequence[dict[str, Any]], count: int) -> list[dict[str, A
 
 
 def main() -> int:
-    """Returns the exit status: 0 when all tokens are the same and all complete answers valid."""
+    """Returns the exit status: 0 if all tokens are the same and all complete answers valid."""
     schemas = supported(draw_schemas(260), 200)
     params = params_of(schemas)
     expected, cost, free = alone(params, None)

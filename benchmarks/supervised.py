@@ -1,4 +1,4 @@
-"""`baton up` as a service manager sees it: one process, which keeps engines of its own running."""
+"""`baton up` as a service manager runs it: one process that keeps its engines running."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _READY = re.compile(r" INFO baton: ready: (http://\S+)/v1\s")
 class Supervised:
     """`baton up MODEL`, ready when the constructor returns, until `close`. `url` is its router's.
 
-    Raises `EngineUnavailableError` with what it wrote when it does not start.
+    Raises `EngineUnavailableError` with its output if it does not start.
     """
 
     def __init__(self, model: str, prefill: int, decode: int, flags: Sequence[str]) -> None:
@@ -45,26 +45,26 @@ class Supervised:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process id of each engine that runs now, by name."""
+        """Process id of each running engine, by name."""
         found = {}
         main = f"/proc/{self._process.pid}/task/{self._process.pid}/children"
         for pid in Path(main).read_text().split():
             try:
                 words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            except FileNotFoundError:  # it has ended meanwhile
+            except FileNotFoundError:  # the process has ended
                 continue
             if "--engine-id" in words:
                 found[words[words.index("--engine-id") + 1]] = int(pid)
         return found
 
     def kill(self, name: str) -> int:
-        """End an engine by SIGKILL; the process id it had."""
+        """Kill an engine with SIGKILL. Returns its process id."""
         pid = self.pids[name]
         os.kill(pid, signal.SIGKILL)
         return pid
 
     def close(self) -> None:
-        """End it and its engines, if they have not ended."""
+        """End it and its engines, if they still run."""
         end_processes([self._process], _END_LIMIT_S)
         self._log.unlink(missing_ok=True)
 

@@ -1,11 +1,11 @@
-"""What disaggregation costs in vLLM on CPUs: one server against P/D over BatonConnector and vLLM's own NIXL connectors.
+"""The cost of disaggregation in vLLM on CPUs: one server against P/D over BatonConnector and vLLM's NIXL connectors.
 
     python -m benchmarks.vllm --vllm-python $(python3 tools/install_vllm.py)/bin/python
 
-Every round asks all deployments for the same new prompt, in changing order, and waits in between until their processes
-sleep, so that only the one that is asked runs. Ratios are taken within rounds. vLLM's own connectors are measured "at
-their best" (no pinning to a core, and what `benchmarks.vllm_peers` improves) and as shipped; then they burn a core
-when idle, so they are stopped (SIGSTOP) while one server is asked.
+Every round sends the same new prompt to all deployments, in changing order, and waits in between until their processes
+sleep, so that only one deployment runs at a time. Ratios are taken within rounds. vLLM's own connectors are measured
+"at their best" (not pinned to a core, and improved by `benchmarks.vllm_peers`) and as shipped; as shipped they burn a
+core when idle, so they are stopped (SIGSTOP) while the single server runs.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Deployment:
 
 @dataclass(slots=True)
 class Row:
-    """Milliseconds, one per round; nan where there was no answer. `second`: until the second token, by when the handoff
-    is over; `tpot`: vLLM's definition, (last - first) / (tokens - 1); `gaps`: of each answer, from token to token.
-    `num_other`: answers that were not those of one server.
+    """Milliseconds, one per round; nan if there was no answer. `second`: until the second token, when the handoff is
+    over. `tpot`: vLLM's definition, (last - first) / (tokens - 1). `gaps`: of each answer, from token to token.
+    `num_other`: answers that differ from the single server's.
     """
 
     ttft: list[float] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Row:
     num_failed: int = 0
 
     def add(self, answer: Answer | None) -> None:
-        """One round; None: it failed."""
+        """Add one round; None if it failed."""
         if answer is None:
             self.num_failed += 1
             for values in (self.ttft, self.second, self.tpot):
@@ -96,7 +96,7 @@ def _transfer(connector: str, role: str, name: str, best: bool = False, **extra:
 
 @contextlib.contextmanager
 def baton_pair(python: str, model: str, folder: Path) -> Iterator[list[Deployment]]:
-    """One pair, asked by push and by pull."""
+    """One pair, used with push and with pull."""
     keys = folder / "keys"
     make_keys(keys, [name for name, _ in ROLES])
     key = load_or_create_key(ticket_key_file(keys))
@@ -145,8 +145,9 @@ async def rounds(
     pause: bool,
     sleep_s: float = SLEEP_S,
 ) -> dict[str, Row]:
-    """Ask all of them `num_rounds` times, with `sleep_s` between two requests. `pause`: stop the others while `one` is
-    asked."""
+    """Send `num_rounds` prompts to all of them, with `sleep_s` between two requests. `pause`: stop the others while
+    `one` runs.
+    """
     rng = random.Random(length)
     rows = {deployment.name: Row() for deployment in (one, *others)}
     async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
@@ -182,13 +183,13 @@ async def _ask(
 
 
 async def processor(deployment: Deployment) -> tuple[float, float]:
-    """Cores that its servers take together: idle, 2 s after the last request, and with one request parked."""
+    """Cores that its servers use together: idle, 2 s after the last request, and with one request parked."""
     async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
         await asyncio.sleep(IDLE_AFTER_S)
         idle = await _cores(deployment)
         prompt = [random.Random(1).randrange(*VOCABULARY) for _ in range(512)]
         parked = asyncio.create_task(deployment.legs.park(session, prompt))
-        # The first second is the arrival of the request itself.
+        # The first second is spent on the arrival of the request itself.
         await asyncio.sleep(IDLE_AFTER_S)
         waiting = await _cores(deployment)
         parked.cancel()
@@ -200,7 +201,7 @@ async def processor(deployment: Deployment) -> tuple[float, float]:
 async def _cores(deployment: Deployment) -> float:
     started, before = time.monotonic(), sum(server.cpu_s() for server in deployment.servers)
     await asyncio.sleep(WINDOW_S)
-    # Longer than that where all cores are taken.
+    # The window is longer if all cores are busy.
     return (sum(server.cpu_s() for server in deployment.servers) - before) / (time.monotonic() - started)
 
 

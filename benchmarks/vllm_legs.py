@@ -1,6 +1,6 @@
-"""Requests to vLLM deployments as a router would make them, one class per KV connector.
+"""Requests to vLLM deployments as a router would send them, one class per KV connector.
 
-The requests are made here, not through a router, so that every connector is measured without one.
+They are sent from here, so that every connector is measured without a router.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from baton.wire import EngineIdentity, Mode, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Tokens of one request and when each came, in seconds from the start of the request.
+    """Tokens of one request, and when each arrived, in seconds from the start of the request.
 
-    With a router that streams the prefill server's first token, `times_s[0]` is when that came.
+    With a router that streams the prefill server's first token, `times_s[0]` is the time of that token.
     """
 
     token_ids: list[int]
@@ -34,13 +34,13 @@ class Answer:
 
 
 class Legs(Protocol):
-    """How one deployment is asked."""
+    """How to send requests to one deployment."""
 
     async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
         """A greedy completion of `num` tokens. Raises BatonError."""
 
     async def park(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> None:
-        """Only the leg that has to wait for the other: it waits until this is cancelled, or longer."""
+        """Send only the leg that waits for the other: it waits until this is cancelled, or longer."""
 
 
 def completion(prompt: Sequence[int], num: int, **more: Any) -> dict[str, Any]:
@@ -49,13 +49,13 @@ def completion(prompt: Sequence[int], num: int, **more: Any) -> dict[str, Any]:
 
 
 async def _params_of(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The `kv_transfer_params` that come with a completion which is not streamed."""
+    """The `kv_transfer_params` in the answer of a completion without streaming."""
     return (await OpenAIClient(session, url).complete(body)).kv_transfer_params or {}
 
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """One server, nothing handed over."""
+    """One server, without a handoff."""
 
     url: str
 
@@ -69,7 +69,9 @@ class Single:
 
 @dataclass(slots=True)
 class Baton:
-    """BatonConnector: both legs at once; the client gets the prefill server's first token, the decode server's rest."""
+    """BatonConnector: both legs at once; the client gets the prefill server's first token and the decode server's
+    others.
+    """
 
     prefill: str
     decode: str
@@ -89,7 +91,7 @@ class Baton:
         return Answer(rest.token_ids, [min(first.times_s[0], rest.times_s[0]), *rest.times_s[1:]])
 
     async def park(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> None:
-        """A decode leg without its prefill."""
+        """A decode leg without its prefill leg."""
         ticket = await self._ticket(session, prompt[:-1])
         await stream_completion(session, self.decode, self._leg(prompt, 2, "decode", ticket))
 
@@ -109,8 +111,9 @@ class Baton:
 
 
 class BatonSeeded(Baton):
-    """BatonConnector with the legs in turn, as of a router with `--seed-first-token`: the decode server is sent the
-    prefill server's first token."""
+    """BatonConnector with the legs one after the other, as with `baton router --seed-first-token`: the decode server
+    gets the prefill server's first token.
+    """
 
     async def ask(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int) -> Answer:
         ticket = await self._ticket(session, prompt)
@@ -125,7 +128,7 @@ class BatonSeeded(Baton):
 
 @dataclass(frozen=True, slots=True)
 class NixlPull:
-    """vLLM's NixlConnector: the prefill leg, then the decode leg, which reads what the former left and streams."""
+    """vLLM's NixlConnector: the prefill leg, then the decode leg, which reads the prefill leg's blocks and streams."""
 
     prefill: str
     decode: str
@@ -138,7 +141,7 @@ class NixlPull:
         return Answer(rest.token_ids, [waited + at for at in rest.times_s])
 
     async def park(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> None:
-        """A prefill leg whose blocks nobody fetches."""
+        """A prefill leg whose blocks are never fetched."""
         await self._prefill(session, prompt)
 
     async def _prefill(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> dict[str, Any]:
@@ -149,7 +152,7 @@ class NixlPull:
 
 @dataclass(frozen=True, slots=True)
 class NixlPush:
-    """vLLM's NixlPushConnector: both legs at once, under one request id; the decode server's stream is the answer."""
+    """vLLM's NixlPushConnector: both legs at once with one request id; the decode server's stream is the answer."""
 
     prefill: str
     decode: str
@@ -166,7 +169,7 @@ class NixlPush:
         return answer
 
     async def park(self, session: aiohttp.ClientSession, prompt: Sequence[int]) -> None:
-        """A decode leg without its prefill."""
+        """A decode leg without its prefill leg."""
         await self._decode(session, prompt, 2, secrets.token_hex(8))
 
     async def _decode(self, session: aiohttp.ClientSession, prompt: Sequence[int], num: int, request_id: str) -> Answer:

@@ -1,8 +1,8 @@
 """vLLM's own NIXL connectors at their best on few cores, for `kv_connector_module_path`.
 
 NIXL's progress thread, which vLLM starts and which burns a core when idle, is off; its agent, which vLLM calls from
-three threads, locks. A push whose first message is still under way when the writer thread goes to sleep would never
-end then, so that thread polls, at vLLM's own interval.
+three threads, locks. Then a push whose first message is still in flight when the writer thread goes to sleep would
+never end, so that thread polls, at vLLM's own interval.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["NixlConnector", "NixlPushConnector"]
 
 
 class _Polled(threading.Event):
-    """An event whose waiters look again after a while, whether it was set or not."""
+    """An event whose waiters wake up after an interval, whether it was set or not."""
 
     def wait(self, timeout: float | None = None) -> bool:
         return super().wait(push_worker._PUSH_WRITER_POLL_INTERVAL_MS / 1000 if timeout is None else timeout)

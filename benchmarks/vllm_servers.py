@@ -1,4 +1,4 @@
-"""vLLM servers on this machine's CPU: start, stop, pause, and how much CPU they take."""
+"""vLLM servers on this machine's CPU: start, stop, pause, and their CPU time."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ ENVIRONMENT = {
 }
 # Flags of all servers, which a server's own may replace.
 FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
-# By its name, since vLLM makes "uni" into "mp" on CPUs: two processes, which spin on a queue between them for a second
-# after every message. Servers that share few cores would wait for each other's spinning.
+# By its full name, since vLLM replaces "uni" by "mp" on CPUs: two processes, which spin on a queue between them for a
+# second after every message. Servers that share few cores would wait for each other's spinning.
 ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """One server: `flags` of vLLM besides model, address and connector; `kv_transfer_config` as vLLM takes it."""
+    """One server: `flags` of vLLM besides model, address and connector; `kv_transfer_config` as for vLLM."""
 
     name: str
     flags: Sequence[str] = ()
@@ -51,7 +51,7 @@ class ServerConfig:
 
 @dataclass(slots=True)
 class VllmServer:
-    """A running server at `url`; its processes are one session of their own."""
+    """A running server at `url`. Its processes are one session (setsid)."""
 
     name: str
     url: str
@@ -59,14 +59,14 @@ class VllmServer:
     log: Path
 
     def signal(self, number: signal.Signals) -> None:
-        """Send to all its processes."""
+        """Send a signal to all its processes."""
         os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
-        """End all its processes at once, without a word to anybody.
+        """End all its processes at once, without a shutdown.
 
-        Python's resource trackers are among them, and last: when the others are dead they remove the shared memory that
-        these had, which nobody else would.
+        Python's resource trackers are killed last: after the others are dead they remove their shared memory, which
+        nothing else would.
         """
         self.signal(signal.SIGSTOP)
         processes = self._processes()
@@ -83,7 +83,7 @@ class VllmServer:
             self.signal(signal.SIGKILL)
 
     def cpu_s(self) -> float:
-        """CPU seconds that its processes have taken so far."""
+        """CPU seconds that its processes have used so far."""
         return sum(self._processes().values())
 
     def _processes(self) -> dict[int, float]:
@@ -104,7 +104,7 @@ def _is_tracker(pid: int) -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -112,9 +112,9 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serve(python: str, model: str, folder: Path, configs: Sequence[ServerConfig]) -> Iterator[list[VllmServer]]:
-    """Servers by `configs`, all ready; logs go into `folder`. `python` is an interpreter that has vLLM.
+    """Start servers by `configs`, all ready; logs go into `folder`. `python` is an interpreter that has vLLM.
 
-    Raises EngineUnavailableError, with the end of the log, for one that does not start.
+    Raises EngineUnavailableError, with the end of the log, if one does not start.
     """
     servers: list[VllmServer] = []
     try:

@@ -1,12 +1,11 @@
-"""What `kv_stream` is worth in vLLM on CPUs: one server against P/D with each of its values, and the gaps between the
-first tokens of an answer.
+"""The effect of `kv_stream` in vLLM on CPUs: one server against P/D with each value, and the gaps between first tokens.
 
     python -m benchmarks.vllm_stream serve /tmp/servers --vllm-python $(python3 tools/install_vllm.py)/bin/python
     python -m benchmarks.vllm_stream ask /tmp/servers
 
-`serve` starts one server alone, a decode server, and a prefill server for each value, and holds them; `ask` measures,
-as often as one likes, as `benchmarks.vllm` does: each round asks all for the same new prompt, in changing order, one at
-a time, without a router. Ratios are taken within rounds. "seeded": the decode server is sent the prefill
+`serve` starts a single server, a decode server, and a prefill server for each value, and keeps them running. `ask`
+measures, any number of times, as `benchmarks.vllm` does: each round sends the same new prompt to all, in changing
+order, one at a time, without a router. Ratios are taken within rounds. "seeded": the decode server gets the prefill
 server's first token (`baton router --seed-first-token`).
 """
 
@@ -45,7 +44,7 @@ def serve_command(
     streams: Annotated[str, typer.Option(help="Values of kv_stream; chunk among them.")] = ",".join(STREAMS),
     flags: Annotated[str, typer.Option(help="Further arguments of every server.")] = "",
 ) -> None:
-    """Start the servers, say so, and hold them until this is interrupted."""
+    """Start the servers, print "ready", and keep them running until interrupted."""
     folder.mkdir(parents=True, exist_ok=True)
     values = streams.split(",")
     keys, every = str(folder / "keys"), (*FLAGS, *flags.split())
@@ -81,7 +80,7 @@ def ask_command(
     one = Deployment("one vLLM", Single(urls.pop("one")), ())
     decode, found = urls.pop("D"), {}
     pairs = [Deployment(name, Baton(url, decode, key, "push"), ()) for name, url in urls.items()]
-    # Its decode leg comes when the prompt is computed, and there is nothing to stream.
+    # Its decode leg starts when the prompt is computed, so there is nothing to stream.
     pairs.append(Deployment("seeded", BatonSeeded(urls["chunk"], decode, key, "push"), ()))
     for length in (int(each) for each in lengths.split(",")):
         rows = asyncio.run(rounds(one, pairs, length, num_rounds, max_tokens, pause=False, sleep_s=sleep_s))

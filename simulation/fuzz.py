@@ -116,7 +116,7 @@ def _prove(sock: zmq.Socket[bytes], maker: FrameMaker, hello: Hello, ticket_key:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process holds: resident bytes, open files, threads."""
+    """Resources of a process: resident bytes, open files, threads."""
 
     rss: int
     files: int
@@ -124,7 +124,7 @@ class Usage:
 
     @classmethod
     def of(cls, pid: int | str = "self") -> Usage:
-        """Of this process, or of another one of this user."""
+        """Measure this process, or another one of this user."""
         process = Path("/proc") / str(pid)
         pages = int((process / "statm").read_text().split()[1])
         return cls(

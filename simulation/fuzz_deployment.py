@@ -1,13 +1,13 @@
-"""Attack the ports of whole processes as somebody without a key, while requests are handed off.
+"""Fuzz the ports of whole processes without a key, while requests are handed off.
 
     python -m simulation.fuzz_deployment --frames 10000000 --keys
 
-A prefill engine, a decode engine (`baton serve`) and a router (`baton router`) serve the demo model. Attackers send
-`simulation.zmtp` to the engines' control sockets, and `simulation.http_bytes` to all HTTP ports. A client asks the
-router for short answers, one after the other, each handed off, and compares every token. With `--keys` the engines
-have a key directory, and the attackers know the engines' public keys.
+A prefill engine, a decode engine (`baton serve`) and a router (`baton router`) serve the demo model. Attackers send the
+bytes of `simulation.zmtp` to the engines' control sockets, and those of `simulation.http_bytes` to all HTTP ports. A
+client sends short requests to the router one after the other, each of which is handed off, and compares every token.
+With `--keys` the engines have a key directory, and the attackers know the engines' public keys.
 
-All processes must live, every answer must be right, and memory, open files and threads must not grow.
+All processes must survive, every answer must be right, and memory, open files and threads must not grow.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _HAND_OFF_ALL = ("--max-local-prefill-length", "0")
 _START_S = 120.0
 _NUM_BEFORE = 200  # answers before the attack
 _NUM_PROMPTS = 16
-# After the limit of a connection's first bytes no connection of an attacker is left.
+# After the timeout for a connection's first bytes, no connection of an attacker is left.
 _SETTLE_S = max(HttpLimits().head_s, 10.0) + 5.0
 
 
 @dataclass(slots=True)
 class Report:
-    """Figures of one run; `faults` is empty when everything held. Times are seconds of each answer."""
+    """`faults` is empty if all checks passed. `before` and `during` are seconds per answer."""
 
     frames: int = 0
     connections: int = 0
@@ -68,7 +68,9 @@ class Report:
 
 @contextlib.contextmanager
 def deployed(keys: Path | None) -> Iterator[dict[str, tuple[subprocess.Popen[bytes], str]]]:
-    """P, D and a router as processes: each one's process and URL by its name. Raises `RuntimeError` if one ends."""
+    """Start P, D and a router as processes. Yields each one's process and URL by name. Raises `RuntimeError` if one
+    does not start.
+    """
     with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as name:
         directory = Path(name)
         ticket_key = directory / "ticket.key"
@@ -117,7 +119,7 @@ def _await_health(process: subprocess.Popen[bytes], url: str, log: Path) -> None
 
 
 class Client:
-    """Asks the router again and again, on a thread of its own, and compares tokens. `halted` ends it."""
+    """Sends requests to the router from its own thread until `close`, and compares tokens."""
 
     def __init__(self, url: str, report: Report) -> None:
         self._url, self._report = url, report
@@ -127,12 +129,12 @@ class Client:
         self._thread.start()
 
     def await_before(self) -> None:
-        """Wait for the answers before the attack. Raises `RuntimeError` if they do not come."""
+        """Wait until the answers before the attack are complete. Raises `RuntimeError` if they do not come."""
         if not self._under_attack.wait(_START_S):
             raise RuntimeError("the deployment does not answer")
 
     def close(self) -> None:
-        """End it after its present request."""
+        """Stop after the current request."""
         self._halted.set()
         self._thread.join(60)
 
@@ -149,7 +151,7 @@ class Client:
                 began = time.monotonic()
                 try:
                     answer = await stream_completion(session, self._url, body)
-                except Exception as error:  # whatever it is, the client has no answer
+                except Exception as error:  # any exception means that the client has no answer
                     self._report.faults.append(f"request {asked}: {type(error).__name__}: {error}")
                     await asyncio.sleep(0.1)
                 else:
@@ -164,7 +166,6 @@ class Client:
 
 
 def run(frames: int, seed: int = 0, processes: int = 1, with_keys: bool = False, settle_s: float = _SETTLE_S) -> Report:
-    """Attack, and report."""
     report = Report()
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as name, contextlib.ExitStack() as stack:
@@ -177,7 +178,7 @@ def run(frames: int, seed: int = 0, processes: int = 1, with_keys: bool = False,
         client.await_before()
         targets = _targets(deployment, keys)
         began = time.monotonic()
-        # What a first attack leaves is the measure for the second.
+        # A first attack warms up; growth is measured over the second.
         for wave, share in enumerate((frames // 5, frames - frames // 5)):
             sent: Any = spawn.Queue()
             args = [(seed * 1000 + wave * 100 + i, share // processes, targets, sent) for i in range(processes)]
@@ -206,7 +207,7 @@ def run(frames: int, seed: int = 0, processes: int = 1, with_keys: bool = False,
 
 
 def _targets(deployment: dict[str, tuple[Any, str]], keys: Path | None) -> list[Target]:
-    """All ports of the deployment; control sockets several times, since they get small frames."""
+    """All ports of the deployment. Control sockets are listed several times, since they get small frames."""
     found = []
     for name, (_, url) in deployment.items():
         found.append(Target("127.0.0.1", int(url.rpartition(":")[2]), http=True))
@@ -220,7 +221,6 @@ def _targets(deployment: dict[str, tuple[Any, str]], keys: Path | None) -> list[
 
 
 def tell(report: Report) -> None:
-    """Print a report."""
     print(f"sent       {report.frames} frames in {report.connections} connections, {report.seconds:.0f} s")
     for name, times in (("before", report.before), ("during", report.during)):
         if times:
@@ -236,7 +236,7 @@ def tell(report: Report) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 0 when everything held."""
+    """The command line. Returns 0 if all checks passed."""
     parser = argparse.ArgumentParser(
         prog="python -m simulation.fuzz_deployment", description=(__doc__ or "").splitlines()[0]
     )

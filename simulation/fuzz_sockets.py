@@ -36,7 +36,7 @@ from simulation.handoff_pair import SHORT_LIFE_S, Traffic, attacked
 from simulation.strangers import Target, attack
 
 _NUM_BEFORE = 200  # handoffs before the attack
-_PAUSE_S = 0.002  # between two
+_PAUSE_S = 0.002  # between two handoffs
 _END_S = 60.0
 # After the handshake timeout no connection of an attacker is left.
 _SETTLE_S = HANDSHAKE_MS / 1000 + 1.0
@@ -70,8 +70,9 @@ class Report:
 
 
 def serve(keys: str | None, warm_up_s: float, parent: Connection) -> None:
-    """P and D, which hand over until they are told to stop; the body of their process. `warm_up_s`: seconds before the
-    attack, so that as many tombstones go as come."""
+    """Hand over from P to D until told to stop. The main function of their process. `warm_up_s`: seconds of handoffs
+    before the attack, so that the number of tombstones is constant by then.
+    """
     logging.getLogger("baton").setLevel(logging.CRITICAL)
     ticket_key = b"k" * 32
     p, d = (attacked(name, ticket_key, None if keys is None else KeyRing(keys, name)) for name in ("P", "D"))
@@ -83,7 +84,7 @@ def serve(keys: str | None, warm_up_s: float, parent: Connection) -> None:
         return time.monotonic() - began
 
     try:
-        # The first have new pages and a new session.
+        # The first handoffs touch new pages and open the session.
         before: list[float] = []
         warm = time.monotonic() + warm_up_s
         while len(before) < _NUM_BEFORE or time.monotonic() < warm:

@@ -25,7 +25,7 @@ from baton.wire import Mode
 
 HANDOFF_LIMIT_S = 30.0
 SPENT = 64  # tickets of past handoffs that attackers may know
-# Those stay valid for as long as an attack lasts; of the others the tombstones must go meanwhile.
+# Tickets known to attackers stay valid for a whole attack; the tombstones of the others must go meanwhile.
 _LONG_LIFE_S, SHORT_LIFE_S = 600, 15
 GROUPS = {"target": 2, "draft": 1}  # layers
 NUM_PAGES, HEADS, DIM = 64, 2, 4

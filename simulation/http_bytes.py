@@ -1,6 +1,7 @@
-"""What a stranger sends to an HTTP port: requests, right and wrong, cut, damaged, and bytes of other protocols.
+"""Makes the bytes that a stranger sends to an HTTP port: valid, broken, truncated and damaged requests, and bytes of
+other protocols.
 
-Nothing here asks for tokens: bodies are refused before a model computes.
+No request asks for tokens: all bodies are refused before a model computes.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ _HTTP_2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)
 
 
 class HttpMaker:
-    """An endless source of connections, the same for the same `rng`."""
+    """An endless source of connections, reproducible for the same `rng`."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
     def steps(self) -> Iterator[Step]:
-        """One connection's steps: each request, or piece of one, counts as a frame."""
+        """One connection's steps. Each request, or part of one, counts as a frame."""
         rng = self.rng
         roll = rng.random()
         if roll < 0.1:
@@ -105,6 +106,6 @@ class HttpMaker:
             return gzip.compress(bytes(rng.choice((10, 100_000))), 1)
         if kind == 4:
             return b'{"model": "x", "prompt": "\\ud800", "max_tokens": 1e400}'
-        # Of types that no field has, so that nothing is computed.
+        # With types that no field has, so that nothing is computed.
         fields = {"model": rng.choice((None, 3, "nobody's")), "prompt": rng.choice(({}, None, [[]], -1)), "n": "x"}
         return json.dumps(fields).encode()

@@ -1,7 +1,8 @@
-"""Strangers that attack listening sockets: each opens connections, sends what a maker makes, hangs up or stays silent.
+"""Attacking processes: each opens connections to listening sockets, sends the bytes of a maker, and disconnects or
+stays silent.
 
-They run at the system's lowest priority (SCHED_IDLE). A real attacker computes on another machine: what counts is the
-work that the bytes cause here.
+They run at the lowest scheduling priority (SCHED_IDLE): a real attacker computes on another machine, and only the work
+that its bytes cause here counts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _WELCOME_BYTES = 64 + 2 + 168
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to connect. `public`: the public key of a control socket's owner, if known; `http`: it is an HTTP port."""
+    """An address. `public`: the public key of a control socket's owner, if known. `http`: it is an HTTP port."""
 
     host: str
     port: int
@@ -35,7 +36,9 @@ class Target:
 
 
 def attack(seed: int, frames: int, targets: Sequence[Target], sent: Queue[tuple[int, int]]) -> None:
-    """Send so many frames; the body of an attacking process. Puts the numbers of frames and connections."""
+    """Send `frames` frames. The main function of an attacking process. Puts the numbers of frames and connections into
+    `sent`.
+    """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     rng = random.Random(seed)
     makers = [(target, HttpMaker(rng) if target.http else ZmtpMaker(rng, target.public)) for target in targets]
@@ -45,12 +48,12 @@ def attack(seed: int, frames: int, targets: Sequence[Target], sent: Queue[tuple[
         target, maker = rng.choice(makers)
         sock = socket.socket()
         sock.settimeout(_ANSWER_S)
-        # Whoever closes has the port back at once.
+        # Reset on close, so that the port is free at once.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         try:
             sock.connect((target.host, target.port))
         except ConnectionRefusedError:
-            break  # nobody lives there any more
+            break  # the listener is gone
         except OSError:
             continue
         connections += 1
@@ -67,7 +70,7 @@ def attack(seed: int, frames: int, targets: Sequence[Target], sent: Queue[tuple[
 
 
 def _resolved(maker: ZmtpMaker | HttpMaker, sock: socket.socket) -> Iterator[Step]:
-    """The steps of a connection, with INITIATE made from what was answered."""
+    """The steps of a connection; INITIATE is made from the answer."""
     heard = b""
     for step in maker.steps():
         if isinstance(step, Handshake):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.parity`: print the matrix of equality. Exit code 1 where a cell is not identical."""
+"""`python -m benchmarks.parity`: print the parity matrix. Exit code 1 if a cell is not identical."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from benchmarks.parity.trial import run
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the matrix, as Markdown; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__)
     parser.add_argument("--only", default="", help="TARGET/DRAFTER: pairs whose name contains this")
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and noise")

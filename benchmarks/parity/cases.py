@@ -1,4 +1,4 @@
-"""What is asked of each pair of target and drafter: prompts, page sizes, and where a prompt is known beforehand."""
+"""The requests for each pair of target and drafter: prompts, page sizes, and prefix hits."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from baton.wire import SamplingParams
 from tests.engine.engines import Mode
 
 MODES: tuple[Mode, Mode] = ("push", "pull")
-# Tokens per page on P and on D. Of the last, every group has one of its own (see `unequal`).
+# Tokens per page on P and on D. With `PER_GROUP` every group has its own.
 SIZES: dict[str, tuple[str, str]] = {"16/16": ("16", "16"), "16/7": ("16", "7"), "8/24": ("8", "24")}
 PER_GROUP = "per group"
 _PER_GROUP = (16, 8, 5, 12), (7, 12, 16, 3)
 ALL_SIZES = (*SIZES, PER_GROUP)
-# Every residue of every page size; a token alone; shorter than k, a window of 9 and a convolution of 4; multiples of
+# Every residue of every page size; a single token; shorter than k, a window of 9 and a convolution of 4; multiples of
 # all sizes but the odd one, and of that one.
 LENGTHS = (*range(1, 26), 35, 48, 63, 112)
 MAX_MODEL_LEN = 192
-# Prompts are computed in pieces of so many rows, which end anywhere in a page.
+# Prompts are computed in chunks of this many rows, which end anywhere in a page.
 CHUNK = 17
 NUM_TOKENS = 10
-_FILLER = 25  # as many tokens as make the page around a hit full, whatever its size
+_FILLER = 25  # enough tokens to fill the page around a hit, whatever its size
 _TEMPERATURES = (0.0, 4.0, 8.0)
 _ALPHABET = 6
 
@@ -40,7 +40,7 @@ CONDITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request of `length` prompt tokens. `number` is its own among all cases: no two have a prompt in common."""
+    """One request of `length` prompt tokens. `number` is unique among all cases: no two share a prompt."""
 
     condition: str
     mode: Mode
@@ -50,17 +50,17 @@ class Case:
 
     @property
     def chunked(self) -> bool:
-        """Whether P computes its prompt in pieces."""
+        """Whether P computes its prompt in chunks."""
         return self.condition == "chunked"
 
     @property
     def name(self) -> str:
-        """As a failure names it."""
+        """Name for failure messages."""
         return f"{self.condition}, {self.mode}, {self.length} tokens (case {self.number})"
 
     @property
     def prompt(self) -> list[int]:
-        """A first token of its own, and then few different ones, so that what was said comes again."""
+        """A unique first token, then few different ones, so that text repeats."""
         rng = np.random.default_rng([self.seed, self.number])
         alphabet = rng.integers(2, 250, _ALPHABET)
         return [2 + self.number % 248, *rng.choice(alphabet, self.length - 1).tolist()]
@@ -79,7 +79,7 @@ class Case:
         )
 
     def begins_alike(self, engine: str) -> list[int] | None:
-        """A prompt that P or D is given first, so that it holds a part of this one."""
+        """A prompt that P or D gets first, so that it holds a part of this one."""
         if self.condition not in (f"hit on {engine}", "hits on both"):
             return None
         n, prompt = self.length, self.prompt
@@ -89,14 +89,15 @@ class Case:
         return prompt[:held] + [other] * _FILLER
 
     def preempted_at(self, num_output: int) -> bool:
-        """Whether D is to take the pages of a request that has so many tokens of output."""
+        """Whether D preempts a request that has this many output tokens."""
         return self.condition == "preempted" and num_output >= 2 + self.number % 5
 
 
 def cases(seed: int, most: int | None) -> list[Case]:
-    """All cases of a pair; `most`: of each mode and condition, lengths at random but the shortest.
+    """All cases of a pair. `most`: the number per mode and condition, with random lengths, of which the shortest is
+    always one.
 
-    With all lengths the first two conditions get each of them, and the others every third.
+    With all lengths, the first two conditions get each of them, and the others every third.
     """
     return list(_cases(seed, most))
 
@@ -117,7 +118,7 @@ def _cases(seed: int, most: int | None) -> Iterator[Case]:
 
 
 def block_sizes(name: str, groups: Sequence[str]) -> tuple[str, str]:
-    """`--block-size` of P and of D; `groups`: those that have tokens in pages."""
+    """`--block-size` of P and of D. `groups`: those that keep tokens in pages."""
     if name != PER_GROUP:
         return SIZES[name]
     p, d = (

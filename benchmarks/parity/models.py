@@ -1,4 +1,4 @@
-"""Which targets and drafters the matrix has. A new one is one line here."""
+"""The targets and drafters of the matrix. A new one is one line here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 
-# Random layers hardly look at other tokens. What attention and scans add is multiplied, so that a wrong entry shows.
+# Random layers hardly attend to other tokens. Scaling the outputs of attention and scans makes a wrong entry visible.
 _LOUDER = {"o_proj.weight": 6.0, "out_proj.weight": 6.0}
 
 MakeTarget = Callable[[Path, int], Path]
@@ -40,8 +40,9 @@ MakeDrafter = Callable[[Path, Path, int], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class DrafterEntry:
-    """`needs` says why a drafter does not go with a target, by the target's name; None where it does. `settings`: of
-    engines that have it."""
+    """`needs` returns why a drafter does not fit a target, by the target's name, or None if it fits. `settings`: of
+    engines that use it.
+    """
 
     make: MakeDrafter | None
     needs: Callable[[str], str | None] = lambda target: "as for deepseek_v3" if target == THREE_MODULES else None
@@ -49,7 +50,7 @@ class DrafterEntry:
 
 
 def louder(checkpoint: Path) -> Path:
-    """The same checkpoint, with more of what its tokens learn from each other."""
+    """The same checkpoint, with scaled outputs of attention and scans."""
     file = checkpoint / "model.safetensors"
     weights = load_file(file)
     for name, tensor in weights.items():
@@ -71,7 +72,7 @@ def tiny_moe(shape: str, **overrides: Any) -> MakeTarget:
 
 
 def with_modules(shape: str, num: int = 1) -> MakeTarget:
-    """As `tiny_moe`, with modules of multi-token prediction."""
+    """As `tiny_moe`, with MTP modules."""
     return lambda path, seed: louder(make_mtp_checkpoint(path, shape, seed, num, **TINY))
 
 
@@ -92,7 +93,7 @@ def whole(make: MakeTarget, **settings: Any) -> DrafterEntry:
 
 
 def every_kind(path: Path, seed: int) -> Path:
-    """Layers of latents, of a window and of states in one target, which only the tests know."""
+    """A target with latent, window and state layers, which only the tests know."""
     table, name, place = kinds.REGISTERED
     table[name] = place
     return louder(make_checkpoint(path, name, seed, **{**TINY, "num_hidden_layers": 6}))
@@ -141,6 +142,6 @@ DRAFTERS: Mapping[str, DrafterEntry] = {
     "draft_model": whole(tiny("llama", num_hidden_layers=1, num_key_value_heads=1)),
     "draft_model, window": DrafterEntry(lambda path, target, seed: windowed_draft_model(path)),
     "draft_model, latents": whole(tiny_moe("deepseek_v3", num_hidden_layers=2)),
-    # Prompts are shorter than the usual distance of checkpoints.
+    # Prompts are shorter than the usual interval of state checkpoints.
     "draft_model, states": whole(lambda path, seed: louder(make_granite(path, seed)), mamba_block_size=16),
 }

@@ -1,4 +1,4 @@
-"""The matrix as Markdown."""
+"""The parity matrix as Markdown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_FAILURES = 20
 
 
 class Report:
-    """Rows of the matrix as they come, and sums over all of them."""
+    """Rows of the matrix in order, and totals over all of them."""
 
     def __init__(self) -> None:
         self.rows: list[str] = []
@@ -20,7 +20,7 @@ class Report:
         self._identical = self._cases = 0
 
     def add(self, target: str, drafter: str, outcome: Outcome) -> None:
-        """A pair that was tried."""
+        """Add a tested pair."""
         cells = []
         for mode in MODES:
             for sizes in ALL_SIZES:
@@ -36,7 +36,7 @@ class Report:
         self._row(target, drafter, *cells, " ".join(rates), f"{moved:,}")
 
     def leave_out(self, target: str, drafter: str, reason: str) -> None:
-        """A pair that does not go together."""
+        """Add a pair that does not fit."""
         self._row(target, drafter, *["-"] * (len(MODES) * len(ALL_SIZES)), reason, "-")
 
     def _row(self, *columns: str) -> None:

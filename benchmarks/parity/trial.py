@@ -1,4 +1,4 @@
-"""One pair of target and drafter: its cases on one engine, then handed over in pages of every size."""
+"""One pair of target and drafter: its cases on one engine, then handed over with all page sizes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from benchmarks.parity.models import DRAFTERS, NUM_DRAFTS, TARGETS, MakeTarget
 from tests.engine.engines import Pair, Stepped, Stream, pair, request, stepped
 
 _KV_BYTES = 16 << 20
-# With one token alone no drafter would run.
+# With a single token no drafter would run.
 _TWO_TOKENS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
 
 @dataclass(slots=True)
 class Cell:
-    """How many requests of one mode and one choice of page sizes were identical, and what was moved for them."""
+    """Identical requests of one mode and one choice of page sizes, and the bytes that were moved for them."""
 
     num_identical: int = 0
     num_cases: int = 0
@@ -37,7 +37,7 @@ class Cell:
     different: set[Case] = field(default_factory=set)
 
     def add(self, other: Cell) -> None:
-        """Count another batch of the same cell."""
+        """Add another batch of the same cell."""
         self.num_identical += other.num_identical
         self.num_cases += other.num_cases
         self.num_bytes += other.num_bytes
@@ -48,8 +48,9 @@ class Cell:
 
 @dataclass(slots=True)
 class Outcome:
-    """`cells` by mode and page sizes, `conditions` (identical, all) by condition; `rounds` and `accepted` (by draft
-    position) of one engine, of all its requests."""
+    """`cells` by mode and page sizes, `conditions` (identical, all) by condition. `rounds` and `accepted` (by draft
+    position) are of one engine over all its requests.
+    """
 
     cells: dict[tuple[str, str], Cell] = field(default_factory=lambda: defaultdict(Cell))
     conditions: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -58,7 +59,7 @@ class Outcome:
 
 
 class Trial:
-    """One pair of target and drafter, in a folder of its own. `maker`: of another target than the name's."""
+    """One pair of target and drafter, in its own folder. `maker` replaces the named target."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Trial:
         }
 
     def alone(self, cases: Sequence[Case]) -> dict[Case, Stream]:
-        """What one engine says of each case: which drafts it accepts, and what it says without a drafter."""
+        """One engine's stream for each case: accepted drafts with the drafter, all else from a run without it."""
         with stepped(**self.settings) as single:
             self._groups = [name for name, rules in single.core.cache.rules.items() if rules.kind != "state"]
             streams = _said(single, cases)
@@ -101,7 +102,7 @@ class Trial:
 
     @contextmanager
     def pair(self, sizes: str) -> Iterator[Pair]:
-        """P and D with pages of these sizes. One engine went before."""
+        """P and D with pages of these sizes. `alone` must have run before."""
         p, d = block_sizes(sizes, self._groups)
         with pair(self.folder, {"block_size": d}, **self.settings, block_size=p) as two:
             yield two
@@ -115,7 +116,7 @@ def run(
     sizes: Sequence[str] = ALL_SIZES,
     dtype: str = "auto",
 ) -> Outcome:
-    """All cases of a pair. Raises whatever an engine raises."""
+    """Run all cases of a pair. Raises whatever an engine raises."""
     trial = Trial(target, drafter, folder, cases[0].seed, dtype)
     alone, outcome = trial.alone(cases), Outcome()
     for stream in alone.values():
@@ -134,7 +135,9 @@ def run(
 
 
 def compare(two: Pair, alone: Mapping[Case, Stream], limit_s: float = 120.0) -> Cell:
-    """Hand over requests of one mode, chunked or not, all at once, of which one engine said `alone`."""
+    """Hand over requests of one mode, chunked or not, all at once, and compare them with one engine's streams
+    `alone`.
+    """
     scheduler = two.prefill.core.scheduler
     budget, cell = scheduler.max_num_batched_tokens, Cell(num_cases=len(alone))
     for engine, label in ((two.prefill, "P"), (two.decode, "D")):
@@ -164,7 +167,7 @@ def compare(two: Pair, alone: Mapping[Case, Stream], limit_s: float = 120.0) -> 
     cell.num_identical = len(alone) - len(cell.different)
     metrics = two.decode.core.metrics
     cell.num_bytes, cell.wanted_bytes = metrics.handoff_bytes, wanted.close()
-    # Recomputed on D, a handoff that failed would have given the same answer.
+    # D would recompute a failed handoff and give the same answer.
     if metrics.num_handoffs["committed"] != len(alone) or metrics.handoff_failures:
         cell.failures.append(f"of {len(alone)} handoffs not all succeeded: {metrics.handoff_failures}")
     if cell.num_bytes != cell.wanted_bytes:
@@ -189,13 +192,14 @@ def _give_first(engine: Stepped, prompts: Sequence[list[int]], label: str) -> No
 
 
 def known_rounds(case: Case, alone: Stream) -> int:
-    """How many rounds of its output both legs of a case begin with."""
+    """The number of output rounds that both legs of a case begin with."""
     return 1 + case.number % (len(alone.chunks) - 1) if case.condition == "resumed" else 0
 
 
 class Expected:
-    """What one engine said behind its first `rounds` chunks, whose tokens are `known`: rounds behind whole ones fall
-    alike."""
+    """One engine's output after its first `rounds` chunks, whose tokens are `known`. Later rounds accept the same
+    drafts.
+    """
 
     def __init__(self, alone: Stream, rounds: int) -> None:
         self._alone = alone
@@ -203,7 +207,7 @@ class Expected:
         self._accepted = [count for chunk in alone.chunks[rounds:] for count in chunk.accepted]
 
     def difference(self, rest: Stream) -> str:
-        """What D said otherwise; "" for nothing."""
+        """How D's output differs; "" if it does not."""
         alone, num = self._alone, len(self.known)
         if rest.error is not None:
             return f"it ended with {rest.error}"
@@ -217,7 +221,7 @@ class Expected:
 
 
 def _preempt(engine: Stepped, waiting: set[str], names: dict[str, Case]) -> None:
-    """Take the pages of requests that have got as far as their cases say, once each."""
+    """Preempt requests that have reached the output length of their cases, once each."""
     for running in list(engine.core.scheduler.running):
         name = running.request_id
         if name in waiting and names[name].preempted_at(running.num_output):
@@ -226,7 +230,7 @@ def _preempt(engine: Stepped, waiting: set[str], names: dict[str, Case]) -> None
 
 
 class _Wanted:
-    """Adds up what D registers for, until it is closed."""
+    """Adds up the bytes that D registers for, until it is closed."""
 
     def __init__(self, engine: Stepped) -> None:
         assert engine.core.legs is not None
@@ -241,13 +245,13 @@ class _Wanted:
         self._patch.start()
 
     def close(self) -> int:
-        """Bytes wanted so far; nothing is added from now on."""
+        """Stop counting. Returns the wanted bytes."""
         self._patch.stop()
         return self._num_bytes
 
 
 def specs_of(engine: Stepped) -> dict[str, GroupSpec]:
-    """The groups of an engine by name, of its first rank."""
+    """The groups of an engine's first rank, by name."""
     executor = engine.core.executor
     local = executor.local if isinstance(executor, RankExecutor) else executor
     assert isinstance(local, LocalExecutor)

@@ -1,1 +1,1 @@
-"""Engines of several ranks, cut otherwise on each side: who sends what, what it costs, and if answers change."""
+"""Handoffs between engines of several ranks that are cut differently: senders, cost, and unchanged answers."""

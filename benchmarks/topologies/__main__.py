@@ -1,8 +1,8 @@
-"""`python -m benchmarks.topologies`: hand requests over between engines of other ranks, and compare every token.
+"""`python -m benchmarks.topologies`: hand requests over between engines with different ranks, and compare every token.
 
-Tensor and data-parallel ranks are processes that share the model. Stages and drafters on fewer ranks are played by
-agents: the model is computed by one rank, and each rank of the handoff has a share of its memory, an agent and an
-address of its own. Exit code 1 where a cell is not identical to one engine of one rank.
+Tensor and data-parallel ranks are processes that share the model. Stages, and drafters on fewer ranks, are modelled by
+agents: one rank computes the model, and each rank of the handoff has a share of its memory, an agent and an address of
+its own. Exit code 1 if a cell is not identical to one engine of one rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from simulation.topologies import Shape
 from tests.engine.engines import Pair, Stream, pair
 from tests.support.checkpoints_granite import make_granite
 
-# Target and drafter of the matrix of equality: heads with heads, latents with heads, latents with latents, states.
+# Target and drafter of the parity matrix: heads with heads, latents with heads, latents with latents, states.
 MODELS = {
     "GQA target with 2 KV heads, EAGLE-3": ("llama", "eagle3"),
     "MLA target, MHA EAGLE-3": ("deepseek_v2", "eagle3"),
@@ -38,14 +38,14 @@ MODELS = {
     "Mamba-2 hybrid": ("granitemoehybrid", "none"),
     "GQA target, hybrid draft model": ("llama", "draft_model, states"),
 }
-# With data-parallel ranks alone: tensor ranks share nothing of them that they do not share of the others.
+# Played with data-parallel ranks only: for tensor ranks they add nothing to the models above.
 MORE = {
     "GQA target with experts, EAGLE-3": ("qwen3_moe", "eagle3"),
     "Mamba-2 hybrid with experts": ("granitemoehybrid", "none"),
     "GQA target, draft model": ("llama", "draft_model"),
     "GQA target, ngram": ("llama", "ngram"),
 }
-# Heads that four ranks can share.
+# Models with heads that four ranks can share.
 MAKERS: dict[str, MakeTarget] = {
     "Mamba-2 hybrid": lambda path, seed: louder(make_granite(path, seed, mamba_n_heads=8)),
     "Mamba-2 hybrid with experts": lambda path, seed: louder(
@@ -60,7 +60,7 @@ SHAPES: dict[str, tuple[Shape, Shape]] = {
     "2 stages to 2 of TP 2": (Shape(stages=2), Shape(2, stages=2)),
     "TP 4 to TP 4, drafters on 1 rank": (Shape(4, draft_tp=1), Shape(4, draft_tp=1)),
 }
-# Of how many ranks P and D are one, with what tensor ranks; the other ranks compute requests of their own.
+# The numbers of data-parallel ranks of P and D; the other ranks compute requests of their own.
 DATA_RANKS = {"attention-DP 2 to TP 1": (2, 1), "TP 2 to attention-DP 2": (1, 2)}
 SHAPES |= {"attention-DP 2 to TP 1": (Shape(), Shape()), "TP 2 to attention-DP 2": (Shape(2), Shape())}
 SIZES = ("16/16", "16/7")
@@ -68,7 +68,7 @@ _SLICES = 4
 
 
 def as_processes(shape: str) -> bool:
-    """Whether the ranks of a cell are processes that compute; else agents alone."""
+    """Whether the ranks of a cell are computing processes; otherwise they are only agents."""
     return shape in TENSOR_RANKS or shape in DATA_RANKS
 
 
@@ -81,7 +81,7 @@ def trial_of(name: str, folder: Path, seed: int = 0) -> Trial:
 
 @contextlib.contextmanager
 def two(model: Trial, shape: str, sizes: str) -> Iterator[Pair]:
-    """P and D."""
+    """Start P and D."""
     shapes = SHAPES[shape]
     if not as_processes(shape):
         with shaped(*shapes), model.pair(sizes) as made:
@@ -126,7 +126,6 @@ def rows(name: str, model: Trial, batch: Sequence[Case], only: str, failures: li
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table, as Markdown; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.topologies", description=(__doc__ or "").splitlines()[0]
     )

@@ -1,7 +1,7 @@
-"""Engines that are one rank to compute, and several to hand over: each rank's agent has a share of the one memory.
+"""Engines that compute as one rank and hand over as several: each rank's agent has a share of the same memory.
 
-A share is the same memory under other strides and counts, so an engine needs to know nothing of it: what the ranks of P
-send and those of D receive are the very pages that the model wrote, and those that it goes on from.
+A share is the same memory with other strides and counts, so the engine need not know: P's ranks send the pages that the
+model wrote, and D's ranks receive those that it continues from.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from simulation.topologies import Shape
 
 
 def edges(num: int, parts: int, index: int) -> tuple[int, int]:
-    """`(first, count)` of the share of one of `parts` ranks in `num` things; several have one where there are fewer."""
+    """`(first, count)` of one of `parts` ranks' share of `num` things. If there are fewer things than ranks, several
+    ranks have the same one.
+    """
     if num < parts:
         return index * num // parts, 1
     first, stop = index * num // parts, (index + 1) * num // parts
@@ -60,7 +62,7 @@ def cut(groups: Mapping[str, Geometry], owners: Mapping[str, str], shape: Shape)
         for stage in range(stages):
             first, count = edges(whole.num_layers, stages, stage)
             if whole.num_layers < stages and stage and edges(whole.num_layers, stages, stage - 1)[0] == first:
-                continue  # no layer for this stage: it is on the one before
+                continue  # this stage has no layer: it is on the stage before
             for index in range(tp):
                 rank = (shape.sampling if draft else stage * shape.tp) + index
                 geometry = shard(whole, index, tp, first, count)
@@ -69,7 +71,7 @@ def cut(groups: Mapping[str, Geometry], owners: Mapping[str, str], shape: Shape)
 
 
 def least_bytes(shape: Shape) -> Callable[[GroupSpec, Interval], int]:
-    """What D's ranks hold of some entries of a whole group, each byte of each rank once."""
+    """Bytes that D's ranks hold of some entries of a whole group, each byte of each rank once."""
 
     def copies(plane: PlaneSpec, tp: int) -> int:
         return plane.token_bytes * (tp if plane.cut == "whole" else max(1, tp // plane.num_heads))
@@ -82,7 +84,7 @@ def least_bytes(shape: Shape) -> Callable[[GroupSpec, Interval], int]:
 
 
 def bytes_of_equal_ranks(num_ranks: int) -> Callable[[GroupSpec, Interval], int]:
-    """The same of ranks each of which has as much as the one whose group is given."""
+    """As `least_bytes`, if each rank holds as much as the one whose group is given."""
 
     def count(spec: GroupSpec, wanted: Interval) -> int:
         return len(wanted) * spec.num_layers * sum(plane.token_bytes for plane in spec.planes) * num_ranks
@@ -101,8 +103,8 @@ def make(
     lost: Callable[[str], None],
     data_rank: int | None = None,
 ) -> tuple[list[HandoffAgent], InstanceAgent]:
-    """In place of the one agent that an engine of one rank makes. `transports`, the engine's, gets one for each further
-    rank; regions are those of this process.
+    """Replaces the function that makes the one agent of an engine with one rank. Appends a transport per further rank
+    to the engine's `transports`; regions are those of this process.
     """
     wholes = {
         group.name: Geometry.block_major(group, pool.size.num_pages[group.name], region=index)
@@ -124,7 +126,7 @@ def make(
 
 @contextmanager
 def shaped(p: Shape, d: Shape) -> Iterator[None]:
-    """Engines `p` and `d` that are built meanwhile have so many ranks."""
+    """Engines `p` and `d` that are built in this context have ranks of these shapes."""
     shapes = {"p": p, "d": d}
 
     def agents(identity: AgentConfig, *rest: Any) -> tuple[list[HandoffAgent], InstanceAgent]:

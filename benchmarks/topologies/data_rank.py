@@ -1,5 +1,5 @@
-"""`python -m benchmarks.topologies.data_rank`: one data-parallel rank in a process of its own, which answers requests
-of its own, with pauses in which it sleeps. Its configuration comes by stdin; it ends when that does.
+"""`python -m benchmarks.topologies.data_rank`: one data-parallel rank in its own process, which computes requests of
+its own, with idle pauses. It reads its configuration from stdin and ends when stdin does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAUSE_S = 0.05
 
 
 async def busy(engine: AsyncEngine, seed: int = 0) -> None:
-    """Ask for answers to random prompts, one after the other, without end."""
+    """Answer random prompts one after the other, forever."""
     draw = random.Random(seed)
     for number in itertools.count():
         prompt = [draw.randrange(engine.info.vocab_size) for _ in range(draw.randrange(1, 60))]
@@ -41,7 +41,7 @@ async def busy(engine: AsyncEngine, seed: int = 0) -> None:
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Run until stdin ends."""
     torch.set_num_threads(1)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     engine = AsyncEngine(config)
@@ -49,7 +49,7 @@ def main() -> None:
 
     def end() -> None:
         sys.stdin.buffer.read()
-        os._exit(0)  # alone it cannot end in order
+        os._exit(0)  # a single rank cannot shut down in order
 
     threading.Thread(target=end, daemon=True).start()
     asyncio.run(busy(engine))
@@ -57,7 +57,9 @@ def main() -> None:
 
 @contextlib.contextmanager
 def beside(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Start rank 0 of two engines with `settings`; those of rank 1, which the caller makes."""
+    """Start rank 0 of two data-parallel ranks with `settings`. Yields the settings of rank 1, which the
+    caller makes.
+    """
     with tempfile.TemporaryDirectory(prefix="baton-data-") as store:
         both = {"data_parallel_size": 2, "data_parallel_store": store}
         known = {field.name for field in fields(EngineConfig)}

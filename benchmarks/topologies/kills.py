@@ -1,9 +1,9 @@
-"""`python -m benchmarks.topologies.kills`: kill one rank of an engine of two in mid-handoff, again and again.
+"""`python -m benchmarks.topologies.kills`: kill one rank of an engine of two during a handoff, again and again.
 
 Every rank is a process over shared memory. P or D loses one rank by SIGKILL at any moment of a handoff, in both modes.
-Then the request must be over on the other side within seconds: committed with every byte right, or failed with a reason
-that has a name and the ranks; pages of the side that is whole come free, once, and those of the side that lost its rank
-never do. That engine ends, as engines do that lose a rank; another takes its place, and the next handoff is right.
+Then the request must end on the other side within seconds: committed with every byte right, or failed with a named
+reason and the ranks. The pages of the intact side are freed, once; those of the side that lost its rank never are. That
+engine ends, as real engines do, another takes its place, and the next handoff is right.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tests.handoff.ranks import NUM_PAGES, SEEDS, Shape, prefill, ticket_for, wa
 _LIMIT_S = 20.0
 _TOKENS = 60
 _TIMERS = Timers(retry=0.5, renew=0.3, lease=2.0, handoff=10.0, close=1.0)
-# Copies that take a while, so that kills meet them.
+# Slow copies, so that kills occur during them.
 _SLOW = "faulty+shm://?fault=delay&delay_s=0.15&every=1"
 SHM = Path("/dev/shm")
 
 
 class Deployment:
-    """P and D, replaced when they lost a rank."""
+    """P and D, replaced after they lost a rank."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -47,21 +47,18 @@ class Deployment:
         return RemoteEngine(f"{side}{self.count}", shape, _SLOW, timers=_TIMERS)
 
     def replace(self, side: str) -> None:
-        """End an engine, and start another."""
         self.engines[side].end()
         self.engines[side] = self._new(side)
         self.engines[side].begin()
 
     def end(self) -> None:
-        """End both."""
         for engine in self.engines.values():
             engine.end()
 
 
 def hand_over(two: Deployment, mode: str, salt: int, kill: tuple[str, int, float] | None) -> tuple[str, float]:
-    """One handoff; `kill`: side, rank, and seconds after D was admitted. Returns how it ended, and after how long.
-
-    Raises `AssertionError` for whatever must not be.
+    """Do one handoff. `kill`: side, rank, and seconds after D was admitted. Returns its outcome and duration. Raises
+    `AssertionError` if a check fails.
     """
     p, d = two.engines["P"], two.engines["D"]
     ticket = ticket_for(p, d, mode)  # type: ignore[arg-type]
@@ -119,19 +116,19 @@ def hand_over(two: Deployment, mode: str, salt: int, kill: tuple[str, int, float
         raise AssertionError(f"without a kill: {ends}, {failed}")
     if kill[0] == "P":
         assert failed is not None, f"D is not told why: {ends}"
-        # P's ranks that live prove nothing for the one that does not.
+        # P's living ranks prove nothing about the dead one.
         assert "P" not in ends or ends["P"].outcome != "committed", ends
         return failed.reason, took
     return f"P: {ends['P'].outcome}", took
 
 
 def segments() -> set[str]:
-    """Shared memory that is there."""
+    """Names of existing shared memory segments."""
     return {path.name for path in SHM.glob("*baton*")} if SHM.is_dir() else set()
 
 
 def run(kills: int, seed: int) -> list[str]:
-    """Kill, and look. Returns what was wrong."""
+    """Kill ranks and check. Returns the faults found."""
     rng, faults, outcomes, slowest = random.Random(seed), list[str](), Counter[str](), 0.0
     before = segments()
     two = Deployment()
@@ -166,7 +163,7 @@ def run(kills: int, seed: int) -> list[str]:
 
 
 def main() -> int:
-    """The command line; 0 when everything held."""
+    """Returns 0 if all checks passed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.topologies.kills", description=(__doc__ or "").splitlines()[0]
     )

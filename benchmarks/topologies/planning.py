@@ -1,8 +1,9 @@
-"""`python -m benchmarks.topologies.planning`: what planning and posting cost one rank, as Markdown. Nothing is copied.
+"""`python -m benchmarks.topologies.planning`: cost of planning and posting for one rank, as Markdown. Nothing is
+copied.
 
-8,192 tokens of 61 layers in scattered pages, memory layer by layer, as vLLM's engines have it, or page by page, as
-Baton's. CPU time of the thread, medians. Posting is what a transport of a library (`nixl`) does with a plan before the
-library has it: its rows, its batches, and a table of descriptors for each side of a batch.
+8,192 tokens of 61 layers in scattered pages, with memory layer by layer as in vLLM's engines, or page by page as in
+Baton's. CPU time of the thread, medians. Posting is what a library transport (`nixl`) does with a plan before it calls
+the library: its rows, its batches, and a table of descriptors for each side of a batch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BY_TOKEN = Layout("layer plane page", ("token", "head", "element"))
 BY_PAGE = Layout("page layer plane", ("token", "head", "element"))
 _MLA = latents("target", LAYERS), heads("draft", 1, 32, 128, draft=True)
 _GQA = (heads("target", LAYERS, 16, 128),)
-# With tokens in a page of P and of D.
+# With tokens per page of P and of D.
 MODELS: dict[str, tuple[tuple[Layers, ...], tuple[int, int], Layout]] = {
     "MLA, MHA drafter, pages of 64": (_MLA, (64, 64), BY_HEAD),
     "MLA, MHA drafter, pages of 64 and 48": (_MLA, (64, 48), BY_HEAD),
@@ -46,7 +47,7 @@ DEGREES = ((1, 1), (2, 1), (4, 2), (8, 4), (16, 8))
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of the rank of P that has most to send; milliseconds. `runs` in all its plans, `pairs` of the two engines."""
+    """Milliseconds of the rank of P that has most to send. `runs` in all its plans, `pairs` of the two engines."""
 
     name: str
     pairs: int
@@ -58,7 +59,7 @@ class Cost:
 
 
 def measure(name: str, groups: Sequence[Layers], page_sizes: tuple[int, int], layout: Layout, p: int, d: int) -> Cost:
-    """One topology."""
+    """Measure one topology."""
     rng = np.random.default_rng(1)
     pages = [-(-TOKENS // size) for size in page_sizes]
     shapes = [Shape(tp, page_size=size, layout=layout) for tp, size in zip((p, d), page_sizes, strict=True)]
@@ -85,7 +86,7 @@ def measure(name: str, groups: Sequence[Layers], page_sizes: tuple[int, int], la
 
 
 def _work(source: Instance, dest: Instance) -> dict[int, list[tuple[str, int]]]:
-    """By rank of P: the groups that it sends, and the places of D's ranks that they go to."""
+    """By rank of P: the groups that it sends, and the positions of the receiving ranks of D."""
     out: dict[int, list[tuple[str, int]]] = {}
     for group, ranks in dest.groups.items():
         for place, to in enumerate(ranks):

@@ -1,4 +1,6 @@
-"""Instances whose ranks are processes without a model, each with memory, transport and agent; this one joins them."""
+"""Instances whose ranks are processes without a model, each with memory, transport and agent; this process
+joins them.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from baton.handoff.protocol.events import DecodeProgress, HandoffEvent
 from tests.handoff.ranks import UNTOUCHED, Rank, Shape
 
 _ANSWER_S = 30.0
-# What is answered; all else is a call of the agent, which is not.
+# Calls with an answer. All others are calls of the agent, without one.
 _ASKED = ("fill", "check", "clear", "outstanding")
 
 
 def serve(pipe: Connection, name: str, shape: Shape, rank: int, scheme: str, config: dict[str, object]) -> None:
-    """The body of a rank's process: takes calls from the pipe, and says there what its agent says."""
+    """Take calls from the pipe, and send the agent's events there. The main function of a rank's process."""
     lock = threading.Lock()
 
     def say(*what: object) -> None:
@@ -65,7 +67,7 @@ def serve(pipe: Connection, name: str, shape: Shape, rank: int, scheme: str, con
 
 
 class RemoteRank:
-    """The agent of a rank in another process. What is said to one that is dead is lost."""
+    """The agent of a rank in another process. Calls to a dead one are lost."""
 
     def __init__(self, name: str, shape: Shape, rank: int, scheme: str, config: dict[str, object]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -78,7 +80,7 @@ class RemoteRank:
         there.close()
 
     def begin(self, together: InstanceAgent) -> None:
-        """Wait until it listens; its events go to `together` from now on."""
+        """Wait until it listens. Its events go to `together` from now on."""
         if not self._pipe.poll(60):
             raise TimeoutError("a rank's process did not start")
         self.address: str = self._pipe.recv()[1]
@@ -102,11 +104,13 @@ class RemoteRank:
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):
             raise AttributeError(name)
-        # A callback cannot cross.
+        # A callback cannot cross the pipe.
         return lambda *arguments: self._send(name, *(each for each in arguments if not callable(each)))
 
     def ask(self, name: str, *arguments: object) -> Any:
-        """One of the calls that are answered. Raises what it raised there, `queue.Empty` when no answer comes."""
+        """Make one of the calls with an answer. Raises the rank's `AssertionError`, or `queue.Empty` if no answer
+        comes.
+        """
         assert name in _ASKED
         self._send(name, *arguments)
         answer = self._answers.get(timeout=_ANSWER_S)
@@ -115,13 +119,12 @@ class RemoteRank:
         return answer
 
     def kill(self) -> None:
-        """SIGKILL."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join(20)
 
     def end(self) -> None:
-        """In good order, or by force."""
+        """End in order, or by SIGKILL."""
         if self.process.is_alive():
             with self._lock, contextlib.suppress(OSError):
                 self._pipe.send(None)
@@ -132,7 +135,7 @@ class RemoteRank:
 
 
 class RemoteEngine:
-    """As `tests.handoff.ranks.Engine`, with a process for each rank."""
+    """As `tests.handoff.ranks.Engine`, with a process per rank."""
 
     def __init__(self, name: str, shape: Shape, scheme: str = "shm://", **config: object) -> None:
         self.name, self.shape = name, shape
@@ -153,7 +156,7 @@ class RemoteEngine:
             self.events.put(event)
 
     def pages(self, first: int, tokens: int) -> dict[str, list[int]]:
-        """Tables of so many tokens."""
+        """Block tables for `tokens` tokens."""
         count = -(-tokens // self.shape.page_size)
         return {
             group: [first + count - 1 - i + shift for i in range(count)]
@@ -161,6 +164,5 @@ class RemoteEngine:
         }
 
     def end(self) -> None:
-        """End all ranks."""
         for rank in self.ranks:
             rank.end()

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.topologies.senders`: who sends to whom, how many bytes, and the least possible, as Markdown."""
+"""`python -m benchmarks.topologies.senders`: which rank sends what, how many bytes, and the minimum, as Markdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- senders: begin -->", "<!-- senders: end -->"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cell of the matrix. `sets`: per group, who sends to each rank of D."""
+    """One cell of the matrix. `sets`: per group, the senders to each rank of D."""
 
     name: str
     sets: dict[str, str]
@@ -49,7 +49,7 @@ def _planned(source: Instance, dest: Instance, group: Layers, index: int) -> int
 
 
 def _ranks(found: Sequence[int]) -> str:
-    """Ranks in a row as the first and the last."""
+    """Format ranks, with consecutive ones as a range."""
     parts: list[list[int]] = []
     for rank in found:
         if parts and parts[-1][-1] == rank - 1:
@@ -69,7 +69,7 @@ def mixes() -> Iterator[tuple[str, list[Row]]]:
 
 
 def others() -> Iterator[Row]:
-    """What else engines may be: stages, drafters on fewer ranks, states, data-parallel ranks."""
+    """Other engines: stages, drafters on fewer ranks, states, data-parallel ranks."""
     gqa = (heads("target", 61, 8, 128), heads("draft", 1, 32, 128, draft=True))
     mla = (latents("target", 61), heads("draft", 1, 32, 128, draft=True))
     for p, d in ((2, 1), (1, 2), (2, 3)):
@@ -86,7 +86,6 @@ def others() -> Iterator[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown."""
     groups = list(dict.fromkeys(group for row in rows for group in row.sets))
     head = ["TP of P to D" if rows[0].name[0].isdigit() else "P to D"]
     head += [*(f"{group}: rank of D ← of P" for group in groups), "pairs", "bytes sent", "least"]
@@ -106,7 +105,7 @@ def text() -> str:
 
 
 def main() -> int:
-    """Print them; 1 where a byte is sent that need not be."""
+    """Print the tables. Returns 1 if more bytes are sent than necessary."""
     print(text())
     rows = [row for _, every in mixes() for row in every] + list(others())
     return int(any(row.num_bytes != row.least for row in rows))

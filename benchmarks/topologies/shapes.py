@@ -11,13 +11,13 @@ LATENT_DIM, ROPE_DIM = 512, 64
 
 
 def heads(name: str, layers: int, num_heads: int, head_dim: int, draft: bool = False) -> Layers:
-    """Attention with keys and values of so many heads."""
+    """Attention with K and V of `num_heads` heads."""
     parts = (Part("k", "heads", num_heads, head_dim), Part("v", "heads", num_heads, head_dim))
     return Layers(name, parts, tuple(range(layers)), "draft" if draft else "target")
 
 
 def latents(name: str, layers: int, draft: bool = False) -> Layers:
-    """MLA, as DeepSeek's models have it."""
+    """MLA, with DeepSeek's dimensions."""
     part = Part("latent", "whole", 1, LATENT_DIM + ROPE_DIM)
     return Layers(name, (part,), tuple(range(layers)), "draft" if draft else "target")
 
@@ -63,7 +63,7 @@ def in_turn(one: Instance, dp_rank: int) -> Instance:
 
 
 def minimum(groups: Sequence[Layers], d: Shape, tokens: int) -> int:
-    """Bytes that D's ranks hold of `tokens`, each once, by counting: `Layers` alone, no geometry."""
+    """Bytes that D's ranks hold of `tokens`, each once, counted from `Layers` alone, without geometry."""
     total = 0
     for group in groups:
         tp = (d.draft_tp or d.tp) if group.owner == "draft" else d.tp
