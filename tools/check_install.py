@@ -1,10 +1,10 @@
-"""Whether the documented installation has a solution on each Python that `pyproject.toml` promises.
+"""Check that the documented installation resolves on each Python that `pyproject.toml` promises.
 
-    python -m tools.check_install                     asks pip's resolver, which installs nothing
+    python -m tools.check_install                     runs pip's resolver, which installs nothing
     python -m tools.check_install --install 3.10      installs into a new environment, and runs a slice of tests there
 
-A Python that is not on this machine is asked for with `pip --python-version`: its wheels must exist, but its markers
-are those of the newest Python that is here.
+A Python that is not on this machine is checked with `pip --python-version`: its wheels must exist, but markers are
+evaluated for the newest Python on this machine.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-# The flags, the log and the pure half of the handoff: seconds, no compiler.
+# The flags, the log and the pure half of the handoff: they need seconds and no compiler.
 SLICE = ("tests/cli", "tests/kv", "tests/handoff/test_planner.py")
 _PIP = ("-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", "constraints.txt")
 
 
 def interpreter(version: str) -> str | None:
-    """A Python of this version that can make environments: on the path, of pyenv, or this one."""
+    """A Python of this version that can make environments: from the path, from pyenv, or this one."""
     own = f"{sys.version_info.major}.{sys.version_info.minor}"
     pyenv = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python"))
     found = [sys.executable] if version == own else []
@@ -36,7 +36,7 @@ def interpreter(version: str) -> str | None:
 
 
 def resolves(version: str, newest: str) -> tuple[bool, str]:
-    """Whether pip finds a solution, and what it says where it does not."""
+    """Whether pip finds a solution, and its message."""
     python = interpreter(version)
     flags = ["--dry-run", "--ignore-installed"]
     with tempfile.TemporaryDirectory() as target:
@@ -53,14 +53,15 @@ def _requirements() -> list[str]:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    # pip reads markers by the Python that runs, which is not the one that is asked for.
+    # pip evaluates markers for the running Python, which is not the requested one.
     every = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     return [requirement for requirement in every if "python_version <" not in requirement]
 
 
 def install_and_test(version: str) -> int:
-    """Install as documented into a new environment, and run the slice there; pytest's status, or 0 without such a
-    Python."""
+    """Install as documented into a new environment, and run the slice there. Returns pytest's status, or 0 if there is
+    no such Python.
+    """
     python = interpreter(version)
     if python is None:
         print(f"{version}: not on this machine")
@@ -74,7 +75,7 @@ def install_and_test(version: str) -> int:
 
 
 def main() -> int:
-    """Exit status 0 where all that was asked for succeeds."""
+    """Exit status 0 if everything requested succeeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--install", nargs="*", default=(), metavar="VERSION", help="install and test there")
     asked = parser.parse_args()

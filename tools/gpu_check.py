@@ -1,8 +1,8 @@
-"""`python -m tools.gpu_check [--parts PART,...]`: what CI cannot run, on one CUDA GPU, in ten minutes.
+"""`python -m tools.gpu_check [--parts PART,...]`: checks that need one CUDA GPU, which CI lacks, in ten minutes.
 
-The transport's conformance over device memory, the attention kernel, greedy tokens of the engine on the device against
-those on the CPU, whole deployments that hand off from device memory against one engine, and ratios. Prints what it
-found as Markdown, which `docs/gpu.md` keeps; exits 1 when something differs.
+The transports' conformance over device memory, the attention kernel, greedy tokens of the engine on the device against
+those on the CPU, whole deployments that hand off from device memory against one engine, and ratios. Prints its results
+as Markdown, which `docs/gpu.md` keeps. Exits with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class Pair:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The speculative config."""
         head = {"model": str(MODELS / self.head)} if self.head else {}
         return {"method": self.method, "num_speculative_tokens": 3, **head}
 
@@ -79,7 +78,7 @@ PAIRS = (
 
 
 def conformance() -> bool:
-    """Every check of the transport suite, regions in device memory, each far side a process."""
+    """Every check of the transport suite, with regions in device memory and the peer in another process."""
     good = True
     for uri in ("cuda_ipc", "nixl"):
         cells, notes = measure(uri, DEVICE)
@@ -92,9 +91,9 @@ def conformance() -> bool:
 
 
 def kernels() -> bool:
-    """The tests of `tests/` that need a device, but for the conformance suite."""
+    """The tests in `tests/` that need a device, except the conformance suite."""
     tests = ["tests/engine/test_attention_cuda.py", "tests/engine/test_cuda.py"]
-    # The project's own options ask for plug-ins that these tests do not need.
+    # The project's own options need plug-ins that these tests do not.
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider"]
     found = subprocess.run([*command, *tests], capture_output=True, text=True, check=False)
     told = found.stdout.strip().splitlines()[-1] if found.stdout else found.stderr[-200:]
@@ -113,7 +112,7 @@ def _tokens(pair: Pair, device: str, dtype: str, speculative: bool) -> list[list
 
 
 def parity() -> bool:
-    """Greedy tokens in float32: the device's are the CPU's; in both dtypes: with a drafter as without."""
+    """Greedy tokens: in float32 equal on device and CPU; in both dtypes equal with and without a drafter."""
     good = True
     for pair in PAIRS:
         on_cpu = _tokens(pair, "cpu", "float32", False)
@@ -233,7 +232,6 @@ def ratios(rounds: int) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", allow_abbrev=False)
     parser.add_argument("--parts", default="conformance,kernels,parity,verify,copies,ratios")
     parser.add_argument("--rounds", type=int, default=6, help="of the ratios")

@@ -1,9 +1,10 @@
-"""A Prometheus server scrapes a running deployment, and is asked what vLLM's example dashboards ask.
+"""Let a Prometheus server scrape a running deployment, and run the queries of vLLM's example dashboards.
 
     python -m tools.prometheus_check [MODEL] [--prometheus PATH]
 
-The server comes from the distribution's package, unpacked in the user's cache (`apt-get download prometheus`). Printed
-is each query with the number of its series and its first value. Ends with status 1 where one has no data.
+The server comes from the distribution's package, unpacked in the user's cache (`apt-get download prometheus`). Prints
+each query with the number of its series and its first value. Ends with status 1 if a query has no data.
+
 Queries: those of the dashboards in vLLM's examples/observability, panel by panel, by the names of its metrics.
 """
 
@@ -66,7 +67,7 @@ _SUMS = {
 
 
 def queries(model: str) -> dict[str, str]:
-    """By panel, for the model of this name."""
+    """The queries by panel, for the model of this name."""
 
     def of(name: str) -> str:
         return f"vllm:{name}{{model_name={json.dumps(model)}}}"
@@ -93,14 +94,14 @@ def queries(model: str) -> dict[str, str]:
 
 
 def metric_names() -> set[str]:
-    """All that the queries ask for."""
+    """All metrics that the queries use."""
     names = {*_RATES.values(), *_GAUGES.values(), *_SUMS.values()}
     names |= {f"{name}_{part}" for name in _HISTOGRAMS.values() for part in ("bucket", "sum", "count")}
     return {f"vllm:{name}" for name in names}
 
 
 def installed() -> Path:
-    """The program of the distribution's package, which is downloaded once. Raises `CalledProcessError`."""
+    """The server's binary from the distribution's package, downloaded once. Raises `CalledProcessError`."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "prometheus"
     program = folder / "usr" / "bin" / "prometheus"
     if not program.exists():
@@ -114,7 +115,7 @@ def installed() -> Path:
 
 @contextlib.contextmanager
 def running(program: Path, target: str) -> Iterator[str]:
-    """A server that scrapes `target` once a second; its URL."""
+    """Run a server that scrapes `target` once a second. Yields its URL."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -144,14 +145,14 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def ask(url: str, query: str) -> list[Mapping[str, Any]]:
-    """The series that a query has now."""
+    """The current series of a query."""
     with urllib.request.urlopen(f"{url}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=10) as answer:
         found: list[Mapping[str, Any]] = json.load(answer)["data"]["result"]
     return found
 
 
 async def _load(url: str, seconds: float) -> None:
-    """Several clients at once, for so long."""
+    """Load from several clients at once for `seconds`."""
     until = time.monotonic() + seconds
 
     async def client(number: int, session: aiohttp.ClientSession) -> None:
@@ -168,7 +169,7 @@ def main(
     draft_model: str = "models/baton-demo-eagle3",
     prometheus: Annotated[Path | None, typer.Option(help="the server's program")] = None,
 ) -> None:
-    """Print what each query finds."""
+    """Print the result of each query."""
     speculation = json.dumps({"method": "eagle3", "model": draft_model, "num_speculative_tokens": 3})
     flags = ["--speculative-config", speculation, "--served-model-name", "model"]
     missing = 0

@@ -1,9 +1,9 @@
-"""Train the DeepSeek-type demo checkpoints: a target of latent attention and experts, its MTP module, an EAGLE-3 head.
+"""Train the DeepSeek-type demo checkpoints: a target with latent attention and experts, its MTP module, and a head.
 
     python -m tools.train_demo_deepseek [--output models] [--work build/demo-deepseek]
 
-Text and tokenizer are those of baton-demo-llama, which `tools.train_demo_models` makes. One core takes half an hour. A
-run that was cut off goes on from what lies in WORK.
+Text and tokenizer are those of baton-demo-llama, which `tools.train_demo_models` makes. It takes half an hour on one
+core. An interrupted run continues from the files in WORK.
 """
 
 import argparse
@@ -37,7 +37,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def arguments() -> argparse.Namespace:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("models"), help="directory of all checkpoints")
     parser.add_argument("--work", type=Path, default=Path("build/demo-deepseek"), help="directory of unfinished work")
@@ -73,7 +72,7 @@ def main() -> None:
     for name in TOKENIZER_FILES:
         shutil.copyfile(donor / name, directory / name)
 
-    # Module and head learn from the stored weights: those are the ones they will run beside.
+    # Module and head learn from the stored weights, beside which they will run.
     target = load_deepseek(directory)
     prompts = held_out_prompts(corpus.held_out, tokenizer, PROMPTS)
     text = args.work / "generated.pt"

@@ -2,7 +2,7 @@
 
     python -m tools.train_demo_models [--output models] [--skip-target]
 
-Text comes with Python itself, so nothing is downloaded. A CPU with two cores takes about 25 minutes.
+The text comes with Python, so nothing is downloaded. It takes about 25 minutes on two cores.
 """
 
 import argparse
@@ -32,7 +32,6 @@ PROMPTS, NEW_TOKENS = 60, 96
 
 
 def arguments() -> argparse.Namespace:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("models"), help="directory of the three checkpoints")
     parser.add_argument("--target-steps", type=int, default=900)
@@ -72,7 +71,7 @@ def main() -> None:
         write_target_card(directory, run, *losses, tokens=len(stream.ids))
         print(f"target: training loss {losses[0]:.3f}, held-out loss {losses[1]:.3f}", flush=True)
 
-    # The heads learn from the stored weights: those are the ones they will run beside.
+    # The heads learn from the stored weights, beside which they will run.
     target = load_target(directory)
     generated = generate_corpus(target, stream, args.generated_batches, args.seed)
     prompts = held_out_prompts(corpus.held_out, tokenizer, PROMPTS)

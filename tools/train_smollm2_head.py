@@ -3,7 +3,7 @@
     python -m tools.train_smollm2_head TARGET [--output models/baton-smollm2-eagle3] [--device cuda]
 
 TARGET is the Hugging Face directory that `make demo` makes. The defaults fit one GPU (about eight minutes);
-`--batches 1 --rows 192 --train-rows 4 --epochs 1 --device cpu` is a night on two cores.
+`--batches 1 --rows 192 --train-rows 4 --epochs 1 --device cpu` takes a night on two cores.
 """
 
 import argparse
@@ -26,7 +26,7 @@ AUX_LAYERS = (2, 15, 27)  # as vLLM chooses for 30 layers: 2, L // 2, L - 3
 DRAFT_VOCAB = 4608  # with it the file stays below 16 MB
 STEPS = 3
 NEW_TOKENS = 64
-MEASURED = 64  # conversations that the training does not see
+MEASURED = 64  # conversations not used for training
 
 CARD = """---
 license: apache-2.0
@@ -63,7 +63,6 @@ of the model with itself, which repeat themselves and so are easier.
 
 
 def arguments() -> argparse.Namespace:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
     parser.add_argument("--output", type=Path, default=Path("models/baton-smollm2-eagle3"))
@@ -82,7 +81,7 @@ def arguments() -> argparse.Namespace:
 
 
 def chat_turns(tokenizer: AutoTokenizer) -> Turns:
-    """The fixed parts of the model's own chat template."""
+    """The fixed parts of the model's chat template."""
     whole = tokenizer.apply_chat_template(
         [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}], tokenize=False
     )
@@ -117,7 +116,9 @@ def make_conversations(
 
 
 def frequent_ids(ids: Tensor, answered: Tensor, vocab_size: int) -> tuple[Tensor, float]:
-    """The most frequent tokens of answers, sorted, int64 [DRAFT_VOCAB]; and the share of answers that they cover."""
+    """The most frequent tokens of answers, sorted, int64 [DRAFT_VOCAB], and the share of answer tokens that
+    they cover.
+    """
     counts = np.bincount(ids[answered].numpy(), minlength=vocab_size)
     chosen = np.sort(np.argsort(-counts, kind="stable")[:DRAFT_VOCAB]).astype(np.int64)
     return torch.from_numpy(chosen), float(counts[chosen].sum() / counts.sum())
@@ -130,7 +131,7 @@ def chat_prompt(tokenizer: AutoTokenizer, text: str) -> list[int]:
 
 
 def train(head: Eagle3Head, target: LlamaForCausalLM, ids: Tensor, args: argparse.Namespace) -> tuple[int, float]:
-    """Train in place; returns steps and seconds."""
+    """Train in place. Returns steps and seconds."""
     rng, device = np.random.default_rng(args.seed), torch.device(args.device)
     steps = max(1, int(args.epochs * len(ids) / args.train_rows))
     optimizers = make_optimizers(head)
@@ -152,7 +153,9 @@ def train(head: Eagle3Head, target: LlamaForCausalLM, ids: Tensor, args: argpars
 
 @torch.inference_mode()
 def agreement(head: Eagle3Head, target: LlamaForCausalLM, ids: Tensor, answered: Tensor) -> list[float]:
-    """Per draft step, the share of tokens in greedy answers (even rows) where all drafts up to it are right."""
+    """Per draft step, the share of tokens in greedy answers (even rows) for which all drafts up to this step
+    are right.
+    """
     right, seen = [0] * STEPS, 0
     targets = draft_ids(head, target.config.vocab_size)
     for rows, spoken in zip(ids[::2].split(4), answered[::2].split(4), strict=True):
@@ -171,7 +174,6 @@ def agreement(head: Eagle3Head, target: LlamaForCausalLM, ids: Tensor, answered:
 
 
 def main() -> None:
-    """Converse, train, save, measure."""
     args = arguments()
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")

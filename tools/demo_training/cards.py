@@ -42,7 +42,7 @@ class Run:
 
 
 def write_target_card(directory: Path, run: Run, train_loss: float, held_out: float, tokens: int) -> None:
-    """Card of the target. Losses in nats per token."""
+    """Write the target's card. Losses in nats per token."""
     (directory / "README.md").write_text(
         f"""---
 license: apache-2.0
@@ -81,7 +81,7 @@ def write_head_card(
     new_tokens: int,
     target: str = "baton-demo-llama",
 ) -> None:
-    """Card of a head. `on_text`: per draft step, agreement with the target's argmax on held-out text."""
+    """Write a head's card. `on_text`: per draft step, agreement with the target's argmax on held-out text."""
     if kind == EAGLE3:
         what = (
             "An EAGLE-3 head (`LlamaForCausalLMEagle3`): hidden states entering layers 1, 2 and 3,\n"
@@ -115,7 +115,7 @@ base_model: {target}
 
 
 def acceptance_table(measured: Acceptance, on_text: tuple[float, ...], prompts: int, new_tokens: int) -> str:
-    """What a head's drafts are worth, as text and table."""
+    """A head's acceptance, as text and table."""
     rows = "".join(
         f"| {i + 1} | {rate:.3f} | {text:.3f} |\n"
         for i, (rate, text) in enumerate(zip(measured.rates, on_text, strict=True))
@@ -141,8 +141,8 @@ def write_deepseek_card(
     prompts: int,
     new_tokens: int,
 ) -> None:
-    """Card of the DeepSeek-type target. `losses`: training and held-out text, in nats per token; `own_run`: training of
-    the MTP module alone, before which its drafts for every third prompt were accepted as `joint` says.
+    """Write the card of the DeepSeek-type target. `losses`: training and held-out text, in nats per token. `own_run`:
+    the training of the MTP module alone; `joint`: the module's acceptance before that, on every third prompt.
     """
     before = ", ".join(f"{rate:.3f}" for rate in joint.rates)
     (directory / "README.md").write_text(

@@ -1,7 +1,7 @@
-"""Conversations that a chat model holds with itself: all rows in lockstep, so that no row is ever padded.
+"""Conversations that a chat model holds with itself, all rows in lockstep, so that no row is padded.
 
-A row begins with the chat template's system turn. The model writes the user's turn as well as its own (Magpie, Xu et
-al., 2024, arXiv:2406.08464), turn after turn, until the row is full.
+A row begins with the chat template's system turn. The model writes the user's turns as well as its own (Magpie, Xu et
+al., 2024, arXiv:2406.08464) until the row is full.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,9 @@ from transformers import LlamaForCausalLM
 
 
 class Lockstep:
-    """A Llama that continues B rows of equal length by one token a step, with its KV in place: [L, 2, B, KV, T, D]."""
+    """A Llama that continues B rows of equal length by one token per step, with a preallocated KV cache [L, 2, B, KV,
+    T, D].
+    """
 
     def __init__(self, model: LlamaForCausalLM, rows: int, length: int) -> None:
         config = model.config
@@ -35,7 +37,7 @@ class Lockstep:
 
     @torch.inference_mode()
     def step(self, ids_B: Tensor, position: int) -> Tensor:
-        """Logits [B, V] behind the tokens `ids_B`, which stand at `position`. Positions come one by one, from 0."""
+        """Logits [B, V] after the tokens `ids_B` at `position`. Positions must come one by one, from 0."""
         config, rows = self._config, len(ids_B)
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         x = self._embed(ids_B)
@@ -54,11 +56,11 @@ class Lockstep:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Token ids of the chat template's fixed parts, and how long a turn may be before it is ended."""
+    """Token ids of the chat template's fixed parts, and the longest turns."""
 
     system: tuple[int, ...]  # from the row's start to the user's first word
-    answer: tuple[int, ...]  # behind the user's end: the assistant's start
-    ask: tuple[int, ...]  # behind the assistant's end: the user's start
+    answer: tuple[int, ...]  # after the user's end: the assistant's start
+    ask: tuple[int, ...]  # after the assistant's end: the user's start
     end: int
     max_question: int = 120
     max_answer: int = 200
@@ -74,10 +76,10 @@ def converse(
     seed: int,
     questions: Sequence[Sequence[int]] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Conversations int64 [rows, length], and which tokens the assistant wrote, bool [rows, length].
+    """Returns conversations int64 [rows, length], and which tokens the assistant wrote, bool [rows, length].
 
     The last rows begin with `questions`, whose token ids end with `turns.end`; all other questions are sampled at
-    temperature 1. Of the answers half are greedy, the others sampled at `temperature`.
+    temperature 1. Half of the answers are greedy, the others sampled at `temperature`.
     """
     device = model.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -92,7 +94,7 @@ def converse(
     limits = torch.tensor([turns.max_question, turns.max_answer], device=device)
     greedy = torch.arange(rows, device=device) % 2 == 0
     speaker = torch.zeros(rows, dtype=torch.int64, device=device)  # 0 the user, 1 the assistant
-    spoken, forced = torch.zeros_like(speaker), torch.zeros_like(speaker)  # `forced`: fixed tokens still to come
+    spoken, forced = torch.zeros_like(speaker), torch.zeros_like(speaker)  # `forced`: fixed tokens yet to come
     ids = torch.empty(rows, length, dtype=torch.int64, device=device)
     answered = torch.zeros(rows, length, dtype=torch.bool, device=device)
     given = torch.full((rows, max([1, *map(len, questions)])), -1)
@@ -112,7 +114,7 @@ def converse(
         asked = position + 1 - len(turns.system)
         if asked < given.shape[1]:
             token = torch.where(given[:, asked] >= 0, given[:, asked], token)
-        # The fixed part behind an end belongs to the turn that it opens; `speaker` is already that turn's.
+        # The fixed part after an end belongs to the turn that it opens; `speaker` is already that turn's.
         at = (sizes[1 - speaker] - forced).clamp(0, width - 1)
         token = torch.where(forced > 0, parts[1 - speaker, at], token)
         ids[:, position + 1] = token

@@ -1,7 +1,7 @@
 """Training text: the language reference in `pydoc_data.topics` and every docstring of the standard library.
 
-Both ship with every CPython (PSF licence), so training needs no download. Order and split are deterministic
-for one Python version.
+Both ship with every CPython (PSF licence), so training needs no download. Order and split are deterministic for one
+Python version.
 """
 
 import ast
@@ -31,7 +31,7 @@ NAME_QUESTIONS = ("What does {} do?", "Explain {}.", "What is {} for?")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text with what a user could ask to get it. `questions` are full user turns."""
+    """One text and the questions that it answers, as full user turns."""
 
     name: str
     text: str
@@ -47,7 +47,6 @@ class Corpus:
 
 
 def topic_documents() -> list[Document]:
-    """The reference manual's topics, by name."""
     return [
         Document(name, topics[name].strip(), tuple(q.format(name) for q in TOPIC_QUESTIONS)) for name in sorted(topics)
     ]
@@ -69,7 +68,7 @@ def _described(module_name: str) -> Iterator[tuple[str, str]]:
 
 
 def _in_source(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
-    """(dotted name, docstring) of everything a source file defines, in its order."""
+    """(dotted name, docstring) of everything that a source file defines, in source order."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
@@ -94,7 +93,7 @@ def _all_described() -> Iterator[tuple[str, str]]:
     for module_name in BUILT_IN_MODULES:
         try:
             yield from _described(module_name)
-        except ImportError:  # A module that this platform lacks.
+        except ImportError:  # this platform lacks the module
             continue
 
 
@@ -115,15 +114,14 @@ def docstring_documents() -> list[Document]:
 def _pristine_docstrings() -> list[Document]:
     """`docstring_documents()` of an interpreter that has imported nothing else.
 
-    Large packages patch the standard library (`transformers` adds methods to `logging.Logger`), which would
-    make the text, and with it the split, depend on what was imported before.
+    Large packages patch the standard library (`transformers` adds methods to `logging.Logger`), so the text, and with
+    it the split, would depend on earlier imports.
     """
     child = subprocess.run([sys.executable, "-I", __file__], check=True, capture_output=True, text=True)
     return [Document(name, text, tuple(questions)) for name, text, questions in json.loads(child.stdout)]
 
 
 def load_corpus() -> Corpus:
-    """All documents, split into training and held-out text."""
     train: list[Document] = []
     held_out: list[Document] = []
     for documents in (topic_documents(), _pristine_docstrings()):

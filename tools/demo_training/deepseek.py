@@ -59,7 +59,7 @@ def deepseek_config() -> DeepseekV3Config:
 
 
 def eagle3_config(config: DeepseekV3Config) -> LlamaConfig:
-    """What a Llama-type head for this target looks like: 6 query and 2 KV heads of 32."""
+    """The config of a Llama-type head for this target: 6 query and 2 KV heads of 32."""
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -77,8 +77,8 @@ def eagle3_config(config: DeepseekV3Config) -> LlamaConfig:
 
 
 def make_models(config: DeepseekV3Config) -> nn.ModuleDict:
-    """`target` and `mtp`, randomly initialised, with the names of a file."""
-    config._attn_implementation = "sdpa"  # which is causal without a mask; the default of a lone module is not
+    """`target` and `mtp`, randomly initialised, with the parameter names of a checkpoint."""
+    config._attn_implementation = "sdpa"  # causal without a mask; a lone module's default is not
     models = nn.ModuleDict({"target": DeepseekV3ForCausalLM(config), "mtp": MtpModule(config)})
     separate_experts(models, config)
     for name, parameter in models.named_parameters():
@@ -102,9 +102,10 @@ def joint_loss(models: nn.ModuleDict, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stable_rate(done: float, step: int, warmup: int = 30) -> float:
-    """Share of the peak rate: a linear warm-up by steps, then constant, then from `DECAY_FROM` linearly to 2 %.
+    """Share of the peak rate: a linear warm-up over `warmup` steps, then constant, then from `DECAY_FROM` linearly down
+    to 2 %.
 
-    While it is constant, a run that is cut off may go on as one of another length.
+    While it is constant, an interrupted run may continue with another length.
     """
     falling = 1 - 0.98 * max(0.0, done - DECAY_FROM) / (1 - DECAY_FROM)
     return min(1.0, (step + 1) / warmup) * falling
@@ -113,9 +114,10 @@ def stable_rate(done: float, step: int, warmup: int = 30) -> float:
 def train_deepseek(
     stream: TokenStream, steps: int, max_seconds: float, seed: int, state: Path, peak_rate: float = 3e-3
 ) -> tuple[nn.ModuleDict, int, float]:
-    """Train from scratch, or on from the file `state`, for `steps` steps of 2,048 tokens or `max_seconds`.
+    """Train from scratch, or continue from the file `state`, for `steps` steps of 2,048 tokens or `max_seconds`.
 
-    Weights and optimizer state are fp32, matrix products bf16. Returns the models, the steps and the CPU seconds.
+    Weights and optimizer state are fp32, matrix products bf16. Returns the models, the number of steps and the CPU
+    seconds.
     """
     torch.manual_seed(seed)
     models = make_models(deepseek_config())
@@ -134,7 +136,7 @@ def train_deepseek(
     step = first
     while step < steps:
         elapsed = time.monotonic() - began
-        # Of the steps that this process has been given, how many will fit is what the clock tells.
+        # The clock decides how many of this process's steps fit.
         done = max(step / steps, (first / steps) + (1 - first / steps) * elapsed / max_seconds)
         if done >= 1:
             break
@@ -176,12 +178,12 @@ def _save_state(
 
 
 def mtp_prefix(config: DeepseekV3Config) -> str:
-    """What the names of the MTP module's tensors begin with."""
+    """Prefix of the names of the MTP module's tensors."""
     return f"model.layers.{config.num_hidden_layers}."
 
 
 def stored_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """Tensors as a file holds them: bf16, but the biases of the choice of experts fp32."""
+    """Tensors as stored in a checkpoint: bf16, except fp32 for the biases of the experts' choice."""
     return {
         prefix + name: value.contiguous() if name.endswith("e_score_correction_bias") else value.to(torch.bfloat16)
         for name, value in module.state_dict().items()
@@ -210,7 +212,7 @@ def save_deepseek(models: nn.ModuleDict, directory: Path) -> None:
 
 
 def save_mtp(mtp: MtpModule, directory: Path) -> None:
-    """Put the tensors of `mtp` in the place of those in a saved target's file."""
+    """Replace the MTP tensors in a saved target's file by those of `mtp`."""
     path = directory / "model.safetensors"
     config = DeepseekV3Config.from_pretrained(directory)
     tensors = load_file(path) | stored_tensors(mtp, mtp_prefix(config))
@@ -224,7 +226,6 @@ def load_deepseek(directory: Path) -> DeepseekV3ForCausalLM:
 
 
 def load_mtp(directory: Path) -> MtpModule:
-    """The stored MTP module, in fp32."""
     config = DeepseekV3Config.from_pretrained(directory)
     mtp, prefix = MtpModule(config), mtp_prefix(config)
     separate_experts(mtp, config)

@@ -1,4 +1,4 @@
-"""Routed experts with matrices of their own, and the balance between them."""
+"""Routed experts with separate matrices, and load balancing."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,7 +9,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP, 
 
 
 class Experts(nn.ModuleList):
-    """In place of the stacked experts of `transformers`: parameters are named as in a file, and Muon gets matrices."""
+    """Replaces the stacked experts of `transformers`: parameters are named as in a checkpoint, and Muon gets
+    matrices.
+    """
 
     def __init__(self, config: DeepseekV3Config) -> None:
         width = config.moe_intermediate_size
@@ -20,7 +22,7 @@ class Experts(nn.ModuleList):
         order = index_TK.flatten().argsort()
         rows = order // index_TK.shape[1]
         counts = torch.bincount(index_TK.flatten(), minlength=len(self)).tolist()
-        # Backward, index_select is several times as fast as indexing.
+        # In the backward pass, index_select is several times as fast as indexing.
         parts = x_TE.index_select(0, rows).split(counts)
         outputs = torch.cat([expert(part) for expert, part in zip(self, parts, strict=True)])
         weighted = outputs.float() * weight_TK.flatten()[order, None]
@@ -35,10 +37,11 @@ def separate_experts(model: nn.Module, config: DeepseekV3Config) -> None:
 
 
 class Balance:
-    """Balancing without an auxiliary loss (arXiv:2408.15664): a bias enters the choice of experts, not their weights.
+    """Load balancing without an auxiliary loss (arXiv:2408.15664): a bias affects the choice of experts, not their
+    weights.
 
-    After each step the bias of an expert that got more than its share of tokens falls by the step's rate, that of
-    another rises.
+    After each step the bias of an expert with more than its share of tokens falls by the step's rate, and that of any
+    other rises.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -50,18 +53,18 @@ class Balance:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """Move the biases and begin to count anew."""
+        """Update the biases and reset the counts."""
         for gate, counts in zip(self._gates, self._counts, strict=True):
             gate.e_score_correction_bias += rate * torch.sign(counts.mean() - counts)
             counts.zero_()
 
     def busiest(self) -> float:
-        """The largest share of tokens that one expert got since the last step, over its fair share."""
+        """The largest share of tokens of one expert since the last step, over its fair share."""
         return max(float(counts.max() / counts.mean()) for counts in self._counts)
 
 
 def _counter(counts: Tensor) -> Callable[[nn.Module, object, tuple[Tensor, ...]], None]:
-    """A hook of a router that adds up how many tokens chose each expert."""
+    """A forward hook for a router that counts the tokens of each expert."""
 
     def count(gate: nn.Module, inputs: object, outputs: tuple[Tensor, ...]) -> None:
         counts.add_(torch.bincount(outputs[2].flatten(), minlength=len(counts)))

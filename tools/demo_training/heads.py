@@ -1,8 +1,8 @@
-"""The two EAGLE heads as training modules, with parameter names as vLLM loads them; all heads' unrolled training pass.
+"""The two EAGLE heads as training modules, with parameter names as vLLM loads them, and the unrolled training pass of
+all heads.
 
-Entry i of a head consumes the target's feature of position i and the token of position i + 1, and predicts
-the token of position i + 2. A head shares the target's token embedding; EAGLE-1 shares its output
-projection too.
+Entry i of a head consumes the target's feature of position i and the token of position i + 1, and predicts the token of
+position i + 2. A head shares the target's token embedding; EAGLE-1 also shares its output projection.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,11 @@ from transformers import LlamaConfig
 
 from .mtp import MtpModule
 
-AUX_LAYERS = (1, 2, 3)  # of the demo's four
+AUX_LAYERS = (1, 2, 3)  # of the demo's four layers
 EAGLE, EAGLE3 = "eagle", "eagle3"
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last axis."""
-
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -32,7 +30,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections of a grouped-query attention; who attends to what is the caller's affair."""
+    """The projections of grouped-query attention. The caller decides what attends to what."""
 
     def __init__(self, config: LlamaConfig, input_size: int) -> None:
         super().__init__()
@@ -80,7 +78,7 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """A head's decoder layer. EAGLE-3 norms and joins embedding and hidden state; EAGLE-1 has no norm."""
+    """A head's decoder layer. EAGLE-3 normalizes and joins embedding and hidden state; EAGLE-1 has no norm."""
 
     def __init__(self, config: LlamaConfig, kind: str) -> None:
         super().__init__()
@@ -93,7 +91,7 @@ class DraftLayer(nn.Module):
         self.mlp = MLP(config)
 
     def finish(self, residual_BTE: Tensor, attended_BHTD: Tensor) -> Tensor:
-        """Everything after attention; returns the residual stream [B, T, E]."""
+        """Everything after attention. Returns the residual stream [B, T, E]."""
         residual = residual_BTE + self.self_attn.o_proj(attended_BHTD.transpose(1, 2).flatten(2))
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
@@ -111,11 +109,10 @@ class EagleHead(nn.Module):
 
     @property
     def layer(self) -> DraftLayer:
-        """The only decoder layer."""
         return self.layers[0]
 
     def combine(self, features: Tensor) -> Tensor:
-        """Target features to the hidden state an entry consumes: themselves, [B, T, E]."""
+        """Target features to the hidden state that an entry consumes: unchanged, [B, T, E]."""
         return features
 
     def mix(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,8 +126,9 @@ class EagleHead(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """EAGLE-3: `fc` joins the residual streams entering `aux_layers` once; own norm, own output over a reduced
-    vocabulary."""
+    """EAGLE-3: `fc` joins the residual streams that enter `aux_layers`, once; own norm, own output over a reduced
+    vocabulary.
+    """
 
     kind = EAGLE3
 
@@ -149,11 +147,10 @@ class Eagle3Head(nn.Module):
 
     @property
     def layer(self) -> DraftLayer:
-        """The only decoder layer."""
         return self.midlayer
 
     def combine(self, features: Tensor) -> Tensor:
-        """Target features [B, T, AE] to the hidden state an entry consumes, [B, T, E]."""
+        """Target features [B, T, AE] to the hidden state that an entry consumes, [B, T, E]."""
         return self.fc(features)
 
     def mix(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,11 +174,11 @@ def draft_ids(head: Head, vocab_size: int) -> Tensor:
 
 @torch.no_grad()
 def start_from_target(head: Head, target: nn.Module) -> None:
-    """Begin with the target's last layer, final norm and output rows: the head then speaks the target's language.
+    """Initialise from the target's last layer, final norm and output rows.
 
-    The joint projections begin as sums: EAGLE-3's `fc` passes the last auxiliary state, its attention reads the
-    embedding weakly; EAGLE-1's `fc` adds embedding and feature. A layer of another type than the head's gives its norms
-    alone.
+    The joint projections begin as sums: EAGLE-3's `fc` passes the last auxiliary state, and its attention reads the
+    embedding weakly; EAGLE-1's `fc` adds embedding and feature. A target layer of another type than the head's gives
+    only its norms.
     """
     size = target.config.hidden_size
     source, layer = target.model.layers[-1], head.layer
@@ -209,7 +206,7 @@ def start_from_target(head: Head, target: nn.Module) -> None:
 
 @dataclass(slots=True)
 class TargetView:
-    """What a head may see of the target for token rows [B, T]."""
+    """The target's outputs that a head may use, for token rows [B, T]."""
 
     embeds: Tensor  # [B, T, E]
     features: Tensor  # [B, T, E], or [B, T, AE] of A auxiliary layers
@@ -218,9 +215,9 @@ class TargetView:
 
 @torch.no_grad()
 def look(target: nn.Module, ids_BT: Tensor, aux_layers: tuple[int, ...]) -> TargetView:
-    """One target forward without gradients. `hidden_states[l]` of `transformers` is what enters layer l.
+    """One target forward without gradients. `hidden_states[l]` of `transformers` is the input of layer l.
 
-    The features are the states entering `aux_layers` side by side, or without any the final-norm state.
+    The features are the inputs of `aux_layers` side by side, or without any the final-norm state.
     """
     out = target(input_ids=ids_BT, output_hidden_states=True, use_cache=False)
     states = out.hidden_states
@@ -235,9 +232,9 @@ def _shift(x: Tensor, by: int, dim: int) -> Tensor:
 def unroll(head: Head, next_embeds: Tensor, features: Tensor, steps: int) -> list[Tensor]:
     """Training-time test: the residual streams of `steps` chained draft steps at all positions at once.
 
-    At step s (from 0) the entry of position p consumes the output of step s - 1 at p - 1 and attends, as in
-    decoding, to the true-feature entries up to p - s, then to the chain that led here: the entry of step r
-    at p - (s - r), r = 1..s. Rows p < s are meaningless.
+    At step s (from 0) the entry of position p consumes the output of step s - 1 at p - 1. It attends, as in decoding,
+    to the true-feature entries up to p - s, then to its own chain: the entry of step r at p - (s - r), r = 1..s. Rows
+    p < s are meaningless.
 
     Args:
         next_embeds: [B, T, E], embedding of the token after each position.

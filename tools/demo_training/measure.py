@@ -1,7 +1,6 @@
-"""Acceptance of a draft head on held-out prompts, by the plainest loop: no cache, one request at a time.
+"""Acceptance of a draft head on held-out prompts, by the simplest loop: no cache, one request at a time.
 
-The loop shares only the layer with the unrolled training pass, so an error in that pass shows as low
-acceptance.
+The loop shares only the layer with the unrolled training pass, so an error in that pass shows as low acceptance.
 """
 
 import json
@@ -33,12 +32,11 @@ class Acceptance:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Acceptance per draft position, of all rounds."""
+        """Acceptance per draft position, over all rounds."""
         return tuple(count / max(1, self.rounds) for count in self.accepted)
 
 
 def load_head(directory: Path, kind: str, config: LlamaConfig) -> Head:
-    """A head from its saved files, in fp32."""
     tensors = load_file(directory / "model.safetensors")
     head: Head
     if kind == EAGLE3:
@@ -80,7 +78,7 @@ def draft(head: Head, target: PreTrainedModel, ids: Sequence[int], features: Ten
 
 
 def greedy_texts(target: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
-    """Each prompt with its greedy continuation, up to EOS or `new_tokens`. Prompts of one length go together."""
+    """Each prompt with its greedy continuation, up to EOS or `new_tokens`. Prompts of equal length are batched."""
     texts: dict[int, list[int]] = {}
     for length in sorted({len(prompt) for prompt in prompts}):
         chosen = [index for index, prompt in enumerate(prompts) if len(prompt) == length]
@@ -113,8 +111,8 @@ def acceptance(
 
 
 def held_out_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """`count` prompts, three of each of `count // 3` documents spread evenly over those of some length: its first
-    32 tokens, 32 from its middle, and a chat question.
+    """`count` prompts, three of each of `count // 3` documents, evenly spread over the sufficiently long ones: its
+    first 32 tokens, 32 from its middle, and a chat question.
     """
     long = [document for document in documents if len(document.text) >= MIN_PROMPT_TEXT]
     chosen = long[:: max(1, len(long) // (count // 3))][: count // 3]

@@ -20,7 +20,7 @@ MTP = "mtp"
 
 
 class LatentAttention(DeepseekV3Attention):
-    """Projections of a latent attention; who attends to what is the caller's affair, as in `heads.Attention`."""
+    """The projections of latent attention. The caller decides what attends to what, as in `heads.Attention`."""
 
     def __init__(self, config: DeepseekV3Config, layer: int) -> None:
         super().__init__(config, layer)
@@ -42,8 +42,8 @@ class LatentAttention(DeepseekV3Attention):
 class MtpModule(DeepseekV3DecoderLayer):
     """One decoder layer over `eh_proj` of [embedding of token i + 1, the target's final-norm state of position i].
 
-    As a head (`heads.unroll`): the state that a further draft step consumes is the one after `shared_head.norm`, as
-    vLLM recycles a single module; the output projection is the target's.
+    As a head (`heads.unroll`): a further draft step consumes the state after `shared_head.norm`, as vLLM recycles a
+    single module; the output projection is the target's.
     """
 
     kind = MTP
@@ -59,11 +59,10 @@ class MtpModule(DeepseekV3DecoderLayer):
 
     @property
     def layer(self) -> "MtpModule":
-        """The only decoder layer: the module itself."""
         return self
 
     def combine(self, features: Tensor) -> Tensor:
-        """Target features to the hidden state an entry consumes: themselves, [B, T, E]."""
+        """Target features to the hidden state that an entry consumes: unchanged, [B, T, E]."""
         return features
 
     def mix(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,7 +77,7 @@ class MtpModule(DeepseekV3DecoderLayer):
         return self.shared_head["norm"](self(self.mix(embeds, hidden)[1], position_embeddings=rotary))
 
     def finish(self, residual_BTE: Tensor, attended_BHTD: Tensor) -> Tensor:
-        """Everything after attention; returns the state [B, T, E] behind `shared_head.norm`."""
+        """Everything after attention. Returns the state [B, T, E] after `shared_head.norm`."""
         residual = residual_BTE + self.self_attn.o_proj(attended_BHTD.transpose(1, 2).flatten(2))
         return self.shared_head["norm"](residual + self.mlp(self.post_attention_layernorm(residual)))
 

@@ -1,4 +1,4 @@
-"""Questions as people ask them, by template: openings of conversations to learn from, and others to measure with."""
+"""Typical user questions from templates: openings of conversations for training, and others for measuring."""
 
 import itertools
 import random
@@ -37,7 +37,7 @@ counts words in a text; downloads a web page; flattens a nested list; generates 
 )
 OF_TASK = "Write a Python function that {}.|Write a JavaScript function that {}.|How do I write code that {}?"
 
-# For measuring alone: nothing above is about them.
+# Only for measuring: no question above is about these topics.
 HELD_OUT = (
     "What is the capital of France?",
     "Explain how photosynthesis works in simple terms.",
@@ -59,7 +59,7 @@ HELD_OUT = (
 
 
 def questions(seed: int) -> list[str]:
-    """All templates with all that they are about, in an order that `seed` decides."""
+    """All combinations of templates and topics, in an order that `seed` decides."""
     made = [template.format(topic) for template, topic in itertools.product(ABOUT, TOPICS)]
     made += [template.format(place) for template, place in itertools.product(OF_PLACE.split("|"), PLACES.split("; "))]
     made += [template.format(task) for template, task in itertools.product(OF_TASK.split("|"), TASKS.split("; "))]

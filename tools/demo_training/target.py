@@ -55,7 +55,7 @@ class TokenStream:
                 turn = tokenizer.encode(question, add_special_tokens=False).ids
                 starts.append(len(ids))
                 ids += [BOS_ID, USER_ID, *turn, ASSISTANT_ID, *body[:CHAT_ANSWER_TOKENS]]
-                # A cut answer gets no EOS: the model should not learn to stop in the middle of a sentence.
+                # A truncated answer gets no EOS: the model should not learn to stop in the middle of a sentence.
                 ids += [EOS_ID] if len(body) <= CHAT_ANSWER_TOKENS else []
         self.ids = np.asarray(ids, dtype=np.int64)
         self.starts = np.asarray(starts, dtype=np.int64)
@@ -83,7 +83,7 @@ def cosine_rate(step: int, steps: int, peak: float, warmup: int) -> float:
 
 
 def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between the layers, AdamW for embeddings, output projections, norms and expert routers.
+    """Muon for the matrices between the layers; AdamW for embeddings, output projections, norms and expert routers.
 
     On this little text Muon reaches a loss in about half of the steps that AdamW alone takes.
     """
@@ -98,14 +98,13 @@ def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def set_rate(optimizers: list[torch.optim.Optimizer], rate: float) -> None:
-    """Set the learning rate of all parameters."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
 
 
 def descend(model: nn.Module, optimizers: list[torch.optim.Optimizer], loss: Tensor) -> None:
-    """One step along the clipped gradient of `loss`."""
+    """One optimizer step along the clipped gradient of `loss`."""
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
     loss.backward()
@@ -176,7 +175,7 @@ def generate_rows(model: PreTrainedModel, prompts: Tensor, new_tokens: int, temp
 
     Args:
         prompts: int64 [B, P].
-        new_tokens: how many tokens each row gets; rows go on past EOS.
+        new_tokens: number of tokens for each row; rows go on past EOS.
         temperatures: float [B]; 0 takes the argmax.
         seed: of the sampling noise.
 

@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizer of the demo models, with a chat template, in Hugging Face's files."""
+"""Byte-level BPE tokenizer of the demo models, with a chat template, in Hugging Face's file format."""
 
 import json
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ PAD, BOS, EOS, USER, ASSISTANT = SPECIAL_TOKENS = (
     "<|assistant|>",
 )
 PAD_ID, BOS_ID, EOS_ID, USER_ID, ASSISTANT_ID = range(5)
-# The template writes the one BOS itself, so a rendered chat must be encoded without special tokens.
+# The template itself writes the one BOS, so a rendered chat must be encoded without special tokens.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}{{ eos_token }}"
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Learn the merges. Encoding adds BOS in front unless it is told not to add special tokens."""
+    """Learn the merges. Encoding prepends BOS unless `add_special_tokens` is false."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -73,5 +73,4 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> No
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write readable JSON with a final newline."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

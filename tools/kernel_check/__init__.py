@@ -1,1 +1,3 @@
-"""Random shapes through every compiled CPU kernel, against float64, under allocators that expose stale addresses."""
+"""Random shapes through every compiled CPU kernel, against float64, with allocators that expose invalid memory
+accesses.
+"""

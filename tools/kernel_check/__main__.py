@@ -1,6 +1,6 @@
 """`python -m tools.kernel_check`: random shapes through every kernel, under each allocator.
 
-`guard` gives each allocation pages of its own, and makes them inaccessible when it is freed (`guard_malloc.c`, which is
+`guard` gives each allocation its own pages, and makes them inaccessible when it is freed (`guard_malloc.c`, which is
 compiled with `cc`). `perturb` is glibc's allocator with `MALLOC_PERTURB_` and one arena. Each runs in its own process.
 Exits with status 1 after a wrong value or a crash.
 """
@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 
 ALLOCATORS = ("guard", "perturb")
-# Shapes of each family before the guard is on: both dtypes, and all branches that compile something.
+# Shapes of each family before the guard is on, enough for both dtypes and all branches that compile something.
 _WARM_UP = 12
 
 
 def environment(allocator: str, directory: str) -> dict[str, str]:
-    """The environment in which a process has the allocator. Raises `OSError` if there is no C compiler."""
+    """The environment for a process with the allocator. Raises `OSError` if there is no C compiler."""
     env = {**os.environ, "MALLOC_ARENA_MAX": "1"}
     if allocator == "perturb":
         return {**env, "MALLOC_PERTURB_": "85"}
@@ -66,7 +66,6 @@ def run(allocator: str, names: list[str], shapes: int, seed: int, threads: int) 
 
 
 def main() -> int:
-    """Parse the arguments, and run each allocator in its own process."""
     from tools.kernel_check.families import FAMILIES
 
     parser = argparse.ArgumentParser(prog="python -m tools.kernel_check", description=__doc__)

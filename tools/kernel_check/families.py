@@ -1,6 +1,6 @@
 """One function per kernel family: run a random shape, and compare it with a float64 reference.
 
-Inputs that a result must not depend on are NaN: unwritten slots of the KV cache, tokens that a row does not see, and
+Inputs that must not affect a result are NaN: unwritten slots of the KV cache, tokens that a row does not see, and
 scratch memory (under the guard allocator, which fills what it allocates).
 """
 
@@ -30,7 +30,8 @@ _EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
 
 class Guard:
     """Turns the guard allocator on while inputs and outputs are allocated and while a kernel runs. It is off while
-    references are computed, because it would make them many times slower. Does nothing until `switch` is set."""
+    references are computed, because it would make them many times slower. Does nothing until `switch` is set.
+    """
 
     def __init__(self) -> None:
         self.switch: Callable[[int], object] = lambda on: None
@@ -71,7 +72,7 @@ def _compare(made: Tensor, expected: Tensor, dtype: torch.dtype, magnitude: Tens
 
 
 def _batch(random: Random, page_size: int, most: int) -> tuple[AttnBatch, list[tuple[int, int]], int]:
-    """A ragged batch, the (start, stop) of each request's rows, and the number of pages besides the null page."""
+    """A ragged batch, the (start, stop) of each request's rows, and the number of pages without the null page."""
     spans = []
     for _ in range(int(random.integers(1, 5))):
         stop = int(random.integers(1, most))
@@ -87,7 +88,7 @@ def _batch(random: Random, page_size: int, most: int) -> tuple[AttnBatch, list[t
 def _attend(
     q_THD: Tensor, k_SHD: Tensor, v_SHC: Tensor, scale: float, window: int, sinks_H: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The last T of S tokens in float64: outputs [T, H, C], and the magnitude of the terms of each."""
+    """Attention of the last T of S tokens in float64: outputs [T, H, C], and the magnitude of the terms of each."""
     q, k, v = q_THD.double().transpose(0, 1), k_SHD.double().permute(1, 2, 0), v_SHC.double().transpose(0, 1)
     seen = torch.ones(len(q_THD), len(k_SHD), dtype=torch.bool).tril(len(k_SHD) - len(q_THD))
     if window:
@@ -123,7 +124,7 @@ def paged(random: Random) -> None:
         k_rows[at : at + stop - start], v_rows[at : at + stop - start] = k[start:], v[start:]
         keys.append(k.repeat_interleave(group, 1))
         values.append(v.repeat_interleave(group, 1))
-    # The last row of a request may be a draft whose forward failed: rows before it must not notice.
+    # The last row of a request may be a draft whose forward failed: it must not affect earlier rows.
     broken = {int(batch.query_start[r + 1]) - 1 for r in range(len(spans)) if random.random() < 0.3}
     for row in broken:
         k_rows[row], v_rows[row] = (math.nan, math.inf) if random.random() < 0.5 else (math.inf, math.nan)
@@ -348,7 +349,7 @@ def copies(random: Random) -> None:
         source = random.integers(0, 256, total, dtype=np.uint8)
         dest = random.integers(0, 256, total, dtype=np.uint8)
     order = random.permutation(len(lengths))
-    # Runs of equal length may change places.
+    # Runs of equal length may swap places.
     from_begins = begins.copy()
     for length in np.unique(lengths):
         alike = np.flatnonzero(lengths == length)

@@ -1,1 +1,1 @@
-"""What LangChain, LiteLLM and `llm` really send, for `tests/clients`, whose environment they are too large for."""
+"""Records requests of real clients for `tests/clients`, whose environment they are too large for."""

@@ -1,12 +1,12 @@
-"""Let other clients talk to a server, print what was said, and keep their requests for the tests.
+"""Run other clients against a server, print the exchanges, and keep their requests for the tests.
 
     python -m tools.record_clients [--client NAME] [--url http://127.0.0.1:8000] [--output tests/clients/recorded]
 
 The server needs `--served-model-name demo --enable-auto-tool-choice --tool-call-parser hermes`. Without `--url` it is
 the router over the tests' stand-ins of vLLM servers, which call a tool whenever there is one, so that each client sends
-a call's result; load generators, which need a vocabulary that their own libraries can read, talk to `baton up`. Each
-client runs in an environment of its own, made in the user's cache by its first run (up to 2 GB). Without `--output`
-nothing is written.
+a call's result. Load generators need a vocabulary that their own libraries can read, so they run against `baton up`.
+Each client has its own environment, made in the user's cache by its first run (up to 2 GB). Without `--output` nothing
+is written.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LIMIT_S = 240
 
 
 class Recorder:
-    """Hands requests to the server at `url` and answers back, and keeps both."""
+    """Forwards requests to the server at `url`, and keeps requests and answers."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -56,7 +56,7 @@ class Recorder:
         self.answers: list[str] = []
 
     async def handle(self, request: web.Request) -> web.Response:
-        """One exchange; a stream is handed back whole."""
+        """Forward one exchange; a streamed answer is returned whole."""
         body = await request.read()
         async with (
             aiohttp.ClientSession() as session,
@@ -78,7 +78,7 @@ def _passed(request: web.Request) -> dict[str, str]:
 
 
 def environment(client: str) -> Path:
-    """A client's interpreter. Raises `subprocess.CalledProcessError` when pip fails; its lines say why."""
+    """A client's interpreter. Raises `subprocess.CalledProcessError` if pip fails; pip's output says why."""
     wanted = CLIENTS[client]
     digest = hashlib.sha256("\n".join([*wanted, sys.version]).encode()).hexdigest()[:8]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / f"{client}-{digest}"
@@ -96,7 +96,7 @@ def environment(client: str) -> Path:
 
 
 async def record(url: str, client: str, python: Path) -> Recorder:
-    """One client's conversations. Raises `RuntimeError` with its own words when one of them fails."""
+    """Run one client's conversations. Raises `RuntimeError` if the client fails."""
     recorder = Recorder(url)
     app = web.Application(client_max_size=2**24)
     app.router.add_route("*", "/{path:.*}", recorder.handle)

@@ -1,4 +1,4 @@
-"""aider: one turn of its coder over a file of a repository, streamed and not; LiteLLM is what sends."""
+"""aider: one turn of its coder over a file of a repository, streamed and not. LiteLLM sends the requests."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def main(url: str) -> None:
         (work / "hello.py").write_text('print("hello")\n')
         environment = {**os.environ, "HOME": str(home), "OPENAI_API_BASE": url, "OPENAI_API_KEY": "none"}
         environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-        # Without it a model may go on to the end of its context.
+        # Without a limit a model may go on to the end of its context.
         settings = Path(folder) / "settings.yml"
         settings.write_text("- name: openai/demo\n  extra_params: {max_tokens: 16}\n")
         for flag in ("--stream", "--no-stream"):
@@ -44,7 +44,7 @@ def main(url: str) -> None:
             done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=200)
             print(done.stdout[-1500:], done.stderr[-500:])
             assert done.returncode == 0, done.returncode
-            # It ends well whatever the server said, and tells of tokens only where there was an answer.
+            # aider exits with 0 whatever the server answers, and prints token counts only if there was an answer.
             assert " received." in done.stdout
 
 

@@ -1,4 +1,4 @@
-"""aiperf: a few requests of a load, by completions and by chats."""
+"""aiperf: a small load, by completions and by chats."""
 
 import json
 import subprocess

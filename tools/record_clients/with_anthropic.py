@@ -1,4 +1,4 @@
-"""Anthropic's client, as coding agents use it: text, streams, tools, an agent's loop, and the count of tokens."""
+"""Anthropic's client, as coding agents use it: text, streams, tools, an agent's loop, and token counting."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ TOOL = {
         "additionalProperties": False,
     },
 }
-# Claude Code's own way: blocks, each of which may be cached.
+# As Claude Code does: blocks, each of which may be cached.
 SYSTEM = [
     {"type": "text", "text": "You are a coding agent."},
     {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
@@ -25,7 +25,7 @@ SYSTEM = [
 
 def main(url: str) -> None:
     client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
-    # The client has no parameter for it any more, as the newest of Anthropic's models take none.
+    # The client no longer has a parameter for it, as the newest of Anthropic's models take none.
     exact = {"extra_body": {"temperature": 0}}
     short = {"model": "demo", "max_tokens": 16, **exact}
     asked = {"model": "demo", "max_tokens": 64, "system": SYSTEM, "tools": [TOOL], **exact}

@@ -1,4 +1,4 @@
-"""guidellm: a few requests of a load, by completions and by chats."""
+"""guidellm: a small load, by completions and by chats."""
 
 import json
 import subprocess

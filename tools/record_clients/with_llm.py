@@ -1,4 +1,4 @@
-"""`llm`: text and a stream, a schema, and a chain of tools, by its Python API with a model of its own configuration."""
+"""`llm`: text and a stream, a schema, and a chain of tools, by its Python API with a model from its configuration."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def get_weather(city: Literal["Bern", "Oslo"]) -> str:
 def main(url: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         entry = {"model_id": "demo", "model_name": "demo", "api_base": url, "supports_schema": True}
-        # YAML holds JSON.
+        # JSON is valid YAML.
         configured = json.dumps([{**entry, "supports_tools": True}])
         (Path(folder) / "extra-openai-models.yaml").write_text(configured)
         os.environ["LLM_USER_PATH"] = folder

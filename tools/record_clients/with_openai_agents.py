@@ -1,4 +1,4 @@
-"""openai-agents: an agent with a tool, by chat completions and by responses, run whole and streamed."""
+"""openai-agents: an agent with a tool, by chat completions and by responses, at once and streamed."""
 
 import asyncio
 import sys
@@ -45,7 +45,7 @@ async def main(url: str) -> None:
         num_events = len([event async for event in streamed.stream_events()])
         print("stream:", num_events, repr(streamed.final_output))
         required = ModelSettings(temperature=0, max_tokens=64, tool_choice="required", parallel_tool_calls=False)
-        # After the call the agent's tool_choice is reset, so that it may answer.
+        # After the call the agent resets its tool_choice, so that it may answer.
         agent = Agent(
             name="weather", instructions="Use tools.", model=model, model_settings=required, tools=[get_weather]
         )
