@@ -1,4 +1,4 @@
-"""Streamed answers with the times at which their tokens came, in seconds."""
+"""Streamed completions with the arrival times of their tokens, in seconds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from baton.openai.client import OpenAIClient
 
 @dataclass(slots=True)
 class Streamed:
-    """One streamed answer. `ttft_s`: request sent to first token; `times_s`: arrival of each token, those of one event
-    together.
-    """
+    """One streamed completion. `times_s`: seconds from sending the request to each token; tokens of one event share
+    one time."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -26,12 +25,12 @@ class Streamed:
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token; nan without tokens."""
+        """Time to first token; nan without tokens."""
         return self.times_s[0] if self.times_s else float("nan")
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first over the time from first to last."""
+        """Tokens after the first, divided by the time from first to last; nan if there is no such time."""
         span = self.times_s[-1] - self.times_s[0] if len(self.times_s) > 1 else 0.0
         return (len(self.token_ids) - 1) / span if span else float("nan")
 
@@ -39,9 +38,8 @@ class Streamed:
 async def stream_completion(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], into: Streamed | None = None
 ) -> Streamed:
-    """The streamed answer to a completion request, in `into`, which has what came also where this raises. Raises as
-    `OpenAIClient.stream` does.
-    """
+    """Stream a completion. If `into` is given, the result is built in it, and is there even if this raises. Raises as
+    `OpenAIClient.stream`."""
     result = Streamed() if into is None else into
     started = time.perf_counter()
     async for event in OpenAIClient(session, url).stream({**body, "return_token_ids": True}):

@@ -1,4 +1,4 @@
-"""Engine step time over the bare model forward, and speculative over plain decode speed. Ratios of medians."""
+"""Two ratios of medians: engine step time over bare model forward, and speculative over plain decode speed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ROUNDS = 5
 def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
     """(ratio, engine step ms, bare forward ms) of plain greedy decode at `batch`, context of about 128 tokens.
 
-    The bare forward is the same model on the same rows, pages and attention kernel, argmax of its logits included,
-    without scheduling, sampling, block tables, output or cache bookkeeping. Steps of both alternate.
+    The bare forward is the same model on the same rows, pages and attention kernel, with argmax of the logits but
+    without scheduling, sampling, block tables, output and cache bookkeeping. Steps of both alternate.
     """
     import numpy as np
 
@@ -50,7 +50,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
         running = list(core.scheduler.running)
 
         def bare() -> Callable[[], None]:
-            """Inputs of the next step, prepared outside the timing."""
+            """The forward of the next step, with inputs prepared outside the timing."""
             positions = [r.num_computed for r in running]
             tables = [r.kv.tables[group.name] for r in running]
             table = np.zeros((batch, max(t.size for t in tables)), dtype=np.int32)
@@ -77,7 +77,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
         step_s, bare_s = [], []
         for _ in range(STEPS):
             forward = bare()
-            # The engine's step needs a slot that may be on a page the step itself allocates; one more row fits.
+            # Skipped if the next row needs a page that only the engine's step allocates.
             if all(r.num_computed % group.page_size for r in running):
                 started = time.perf_counter()
                 forward()

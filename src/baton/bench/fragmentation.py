@@ -1,4 +1,4 @@
-"""Where the pages of prompts lie in a pool that is fresh, has served for long, or is as fragmented as can be. Pure."""
+"""Block tables of prompts from a pool that is fresh, churned by many requests, or maximally fragmented. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FRAGMENTATIONS: tuple[Fragmentation, ...] = get_args(Fragmentation)
 
 @dataclass(frozen=True, slots=True)
 class Churn:
-    """Requests that a pool serves before it is looked at: lengths in pages, uniform in [low, high]. `running` are
-    served at once, and grow page by page in turns where `grows`, as on an engine that decodes. With `caching` they
-    leave their pages to the prefix cache, and a `hits` part of them begins with the first pages of an earlier one."""
+    """The load that churns a pool. Prompt and output lengths are in pages, uniform in [low, high]. `running` requests
+    are served at once; with `grows` they grow page by page in turns, as on a decode engine. With `caching` their pages
+    go to the prefix cache, and a share `hits` of them begins with the first pages of an earlier request."""
 
     requests: int = 1500
     prompt: tuple[int, int] = (32, 128)
@@ -40,9 +40,9 @@ class _Served:
 
 
 def churn(pool: PagePool, load: Churn, seed: int = 0) -> list[list[int]]:
-    """Serve `load` from `pool`, of pages of one token; returns the pages that each prompt got behind its prefix hit.
+    """Serve `load` from `pool`, whose pages hold one token. Returns each prompt's pages after its prefix hit.
 
-    The pool is left with the last `load.running` requests in it. Raises `CapacityError` where they do not fit.
+    The last `load.running` requests stay in the pool. Raises `CapacityError` if requests do not fit.
     """
     rng = np.random.default_rng(seed)
     served: deque[_Served] = deque()
@@ -79,17 +79,16 @@ def _finish(pool: PagePool, one: _Served, past: deque[list[int]]) -> None:
 def tables(
     fragmentation: str, num_pages: int, count: int, tables_wanted: int, caching: bool = True, seed: int = 0
 ) -> list[list[int]]:
-    """Block tables of `count` pages each, for `tables_wanted` prompts one after the other, from a pool of `num_pages`.
+    """Block tables of `count` pages each, for `tables_wanted` prompts in turn, from a pool of `num_pages`.
 
-    `churned`: as many requests at once as there is room for beside the prompt, at most 8. `full`: pages in random
-    order, no two neighbours next to each other in a table. Raises `ConfigError` for another word than those of
-    `Fragmentation`, `CapacityError` for fewer than twice as many pages as a table has.
+    "churned": after a `Churn` of as many running requests as fit beside the prompt, at most 8. "full": in random order,
+    from pages of which no two are neighbours. Raises `ConfigError` for another `fragmentation`, `CapacityError` if the
+    pool has less than twice the pages of a table.
     """
     if fragmentation not in FRAGMENTATIONS:
         raise ConfigError("fragmentation", f"{fragmentation!r} is none of {', '.join(FRAGMENTATIONS)}")
     pool = PagePool(num_pages, 1, enable_caching=caching)
     if fragmentation == "full":
-        # No two free pages are neighbours, and they come back in no order.
         rng = np.random.default_rng(seed)
         pages = np.arange(1, num_pages, 2)
         if count > pages.size:

@@ -1,8 +1,9 @@
-"""What a handoff takes: `baton bench handoff`. No model: agents over modelled memory, P and D a process each.
+"""Measures the duration of handoffs: `baton bench handoff`. No model: P and D are processes with agents over
+modelled memory.
 
-A handoff *at once* is one of which P has computed everything when D registers: all of its time is seen. One that is
-*streamed* registers before the prefill begins, and P declares chunk by chunk at the pace of a prefill: what is copied
-before the last chunk costs nobody time.
+In a handoff *at once* P has computed everything when D registers, so all of its time counts. In a *streamed* handoff D
+registers before the prefill begins, and P declares chunks final at the pace of a prefill: bytes copied before the last
+chunk cost no time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from baton.wire import Mode
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Ranks of P and D, and how bytes move."""
+    """Ranks of P and D, transport and mode."""
 
     prefill_tensor_parallel_size: int = 1
     decode_tensor_parallel_size: int = 1
@@ -35,7 +36,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """A prefill of chunks of `chunk` tokens, `rate` tokens a second."""
+    """A prefill in chunks of `chunk` tokens, at `rate` tokens per second."""
 
     chunk: int = 512
     rate: float = 20_000.0
@@ -43,12 +44,11 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class HandoffFigures:
-    """Of prompts of one length with pages in one order. Medians, with quartiles in `_low` and `_high`; milliseconds.
+    """Results for one prompt length and one fragmentation: medians, with quartiles in `_low` and `_high`; milliseconds.
 
-    `handoff`: REGISTER to COMMIT of a handoff at once, and `transfer` the part of it from the first copy's posting to
-    the last one's end. `exposed`: from the end of the prefill to COMMIT of a streamed handoff. `hidden_bytes`: the part
-    of the bytes that were copied before that end; `hidden_time`: 1 - exposed / handoff. `over_fresh`: transfer over
-    that of fresh pools, the median of pairs.
+    `handoff`: REGISTER to COMMIT of a handoff at once. `transfer`: the duration of its copies, summed. `exposed`: end
+    of the prefill to COMMIT of a streamed handoff. `hidden_bytes`: the share of bytes copied before that end.
+    `hidden_time`: 1 - exposed / handoff. `over_fresh`: transfer over that with fresh pools, the median of the rounds.
     """
 
     num_tokens: int
@@ -86,12 +86,12 @@ def measure(
     fragmentations: Sequence[str],
     num_iters: int = 15,
 ) -> Iterator[HandoffFigures]:
-    """Figures of each length and each order of pages, rounds of the orders in turns.
+    """Measure each length with each fragmentation. Rounds of the fragmentations alternate.
 
-    Raises `ConfigError` for what cannot be set up, `HandoffError` for a handoff that fails.
+    Raises `ConfigError` if the engines cannot be set up, `HandoffError` if a handoff fails.
     """
     most = -(-max(num_tokens) // kv.block_size)
-    num_pages = 4 * most + 64  # twice a prompt's, beside requests that churn
+    num_pages = 4 * most + 64  # twice a prompt's, plus room for the requests of `Churn`
     for length in num_tokens:
         placed = {
             name: [tables(name, num_pages, -(-length // kv.block_size), 1, seed=seed)[0] for seed in (1, 2)]
@@ -104,7 +104,7 @@ def measure(
                 for name, pages in placed.items():
                     one = pair.hand_over(length, pages, pace.chunk, 0.0)
                     other = pair.hand_over(length, pages, pace.chunk, pace.rate)
-                    if turn:  # the first one opens sessions and touches memory
+                    if turn:  # the first round, which opens sessions and touches memory, does not count
                         at_once[name].append(one)
                         streamed[name].append(other)
         for name in placed:
@@ -113,7 +113,7 @@ def measure(
 
 
 class _Pair:
-    """Both engines; this process is D's."""
+    """Both engines: D in this process, P in another."""
 
     def __init__(self, kv: ModelledKV, topology: Topology, num_pages: int) -> None:
         self._kv, self._mode, self._key = kv, topology.kv_mode, secrets.token_bytes(32)
@@ -126,7 +126,7 @@ class _Pair:
             raise
 
     def hand_over(self, num_tokens: int, pages: Sequence[list[int]], chunk: int, rate: float) -> _Round:
-        """One prompt from P's pages to D's."""
+        """Hand one prompt over, from pages[0] of P to pages[1] of D. `rate` 0: at once, else streamed."""
         ticket, before = self._ticket(), self._engine.copied()
         self._peer.prefill(ticket.text, num_tokens, pages[0], chunk, rate)
         ended: list[Any] | None = None if rate else self._peer.hear()

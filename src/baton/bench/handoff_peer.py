@@ -1,6 +1,6 @@
-"""The prefill engine of `baton bench handoff`, in a process of its own: one JSON object a line, each answered by lines.
+"""The prefill engine of `baton bench handoff`, in a separate process that speaks JSON lines over its pipes.
 
-It computes nothing. It declares tokens final at the pace of a prefill that it is told, chunk by chunk.
+It computes nothing, and declares chunks final at a given pace.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import verify
 
-# Room to register before the first chunk counts as computed, and what a line of a pipe may take to be heard.
+# Time for D to register, and for a line to pass the pipe, before the first chunk begins.
 _LEAD_S = 0.005
 
 
 class PrefillPeer:
-    """That process, as the decode engine's sees it. Raises `EngineUnavailableError` where it has ended."""
+    """The process, seen from the decode engine's. Methods raise `EngineUnavailableError` if it has ended."""
 
     def __init__(self, kv: ModelledKV, tensor_parallel_size: int, num_pages: int, uri: str, ticket_key: bytes) -> None:
         self._process = subprocess.Popen(
@@ -37,8 +37,11 @@ class PrefillPeer:
         self.addresses: list[str] = self.hear()
 
     def prefill(self, ticket: str, num_tokens: int, pages: list[int], chunk: int, rate: float) -> None:
-        """Begin a prefill of chunks of so many tokens, `rate` tokens a second; 0: all is computed already. Two lines
-        come: at its end `[time, bytes copied so far]`, and behind the handoff the figures of its copies."""
+        """Begin a prefill in chunks of `chunk` tokens, at `rate` tokens per second; 0: all is computed already.
+
+        It is answered by two lines: at the end of the prefill `[time, bytes copied so far]`, and after the handoff
+        `ModelledEngine.copied` of this handoff.
+        """
         self._say([ticket, num_tokens, pages, chunk, rate])
 
     def _say(self, what: Any) -> None:
@@ -50,7 +53,7 @@ class PrefillPeer:
             raise EngineUnavailableError("the process of the prefill engine has ended") from None
 
     def hear(self) -> Any:
-        """The next line."""
+        """The next line's JSON."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -58,7 +61,6 @@ class PrefillPeer:
         return json.loads(line)
 
     def close(self) -> None:
-        """End the process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -71,7 +73,7 @@ class PrefillPeer:
 
 
 def serve() -> None:
-    """The body of that process."""
+    """The body of the process."""
     kv, tensor_parallel_size, num_pages, uri, key = json.loads(sys.stdin.readline())
     modelled, ticket_key = msgspec.convert(kv, ModelledKV), bytes.fromhex(key)
     engine = ModelledEngine("P", modelled, tensor_parallel_size, num_pages, uri, ticket_key)

@@ -1,4 +1,4 @@
-"""A load on an OpenAI server: requests at their times, streamed, and how each went."""
+"""Sends a load to an OpenAI server: streamed requests at given times, with their outcomes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests and when each is due, in seconds from the start. `max_concurrency` bounds those in flight: a request
-    that is due waits. `extra` are further fields of each request's body."""
+    """Requests, each with the time at which it is due, in seconds from the start. `max_concurrency`: a limit on
+    requests in flight, beyond which due requests wait. `extra`: more fields for each request's body."""
 
     requests: Sequence[LoadRequest]
     due_s: Sequence[float]
@@ -37,8 +37,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """Outcomes in the order of the requests, the time they took together, and counters of speculation (see
-    `spec_decode_counters`) before and after; None where the server has no `/metrics`."""
+    """Outcomes in the order of the requests, their total duration, and `spec_decode_counters` before and after."""
 
     model: str
     outcomes: list[RequestOutcome]
@@ -52,13 +51,13 @@ async def run_load(
 ) -> LoadRun:
     """Warm up with the first request, then send all when they are due. `model`: by default the first that is served.
 
-    A failed request is an outcome. Raises as `OpenAIClient.model` does, and `EngineUnavailableError` where warming up
-    fails.
+    A failed request is an outcome, not an error. Raises as `OpenAIClient.model`, and `EngineUnavailableError` if a
+    warm-up request fails.
     """
     headers = {"Accept-Encoding": "identity"}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
-    # A limit on connections would let requests wait where no figure shows it.
+    # A limit on connections would delay requests without any figure showing it.
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers, auto_decompress=False
@@ -84,8 +83,8 @@ async def run_load(
 
 
 async def spec_decode_counters(client: OpenAIClient) -> dict[str, float] | None:
-    """Sums of a server's counters of speculation, by `drafts`, `draft_tokens`, `accepted` and position; None where it
-    has no metrics."""
+    """A server's summed speculation counters, by `drafts`, `draft_tokens`, `accepted` and position. None if it has no
+    `/metrics`."""
     found: dict[str, float] = {}
     with contextlib.suppress(BatonError):
         for sample in await client.samples():

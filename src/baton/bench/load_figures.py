@@ -1,4 +1,4 @@
-"""Figures of a load, with the JSON keys of `vllm bench serve`. Pure."""
+"""Statistics of a load, with the JSON keys of `vllm bench serve`. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """What one request met; times in seconds. `start_time` is when it was sent, on the clock of `time.perf_counter`;
-    `ttft`, `itl` and `latency` are those of the events that carried a choice; `queue_time` passed between the time at
-    which it was due and `start_time`. `error`: why it failed, empty when it did not.
+    """The outcome of one request; times in seconds. `start_time`: when it was sent, by `time.perf_counter`. `ttft`,
+    `itl` and `latency` count events with a choice. `queue_time`: from when it was due to `start_time`. `error`: why it
+    failed, empty if it did not.
     """
 
     prompt_len: int
@@ -35,22 +35,22 @@ class RequestOutcome:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time of the tokens after the first; None for a single one."""
+        """Mean time per token after the first; None for a single token."""
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else None
 
     @property
     def handoff(self) -> float | None:
-        """From the first event with tokens to the second. In a P/D deployment the handoff lies between them."""
+        """Time from the first event with tokens to the second. In a P/D deployment the handoff is between them."""
         return self.itl[0] if self.itl else None
 
     @property
     def handoff_overhead(self) -> float | None:
-        """What `handoff` has beyond the median of the later gaps."""
+        """`handoff` minus the median of the later gaps."""
         return self.itl[0] - statistics.median(self.itl[1:]) if len(self.itl) > 1 else None
 
 
 def parse_goodput(text: str | None) -> dict[str, float]:
-    """Milliseconds by metric of `ttft:200 tpot:20`, separated by blanks or commas. Raises `ConfigError`."""
+    """Parse objectives such as `ttft:200 tpot:20` (milliseconds; blanks or commas between). Raises `ConfigError`."""
     found: dict[str, float] = {}
     for word in (text or "").replace(",", " ").split():
         name, _, value = word.partition(":")
@@ -65,7 +65,7 @@ def parse_goodput(text: str | None) -> dict[str, float]:
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
-    """The names of `ttft,tpot`. Raises `ConfigError`."""
+    """Parse names such as `ttft,tpot`. Raises `ConfigError`."""
     names = tuple(filter(None, text.split(",")))
     for name in names:
         if name not in METRICS:
@@ -74,7 +74,7 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
-    """The numbers of `50,99`. Raises `ConfigError`."""
+    """Parse percentiles such as `50,99`. Raises `ConfigError`."""
     values = tuple(_number("metric_percentiles", part) for part in text.split(",") if part)
     for value in values:
         if not 0.0 <= value <= 100.0:
@@ -89,10 +89,9 @@ def load_figures(
     percentiles: Sequence[float],
     goodput_ms: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Figures of requests that took `duration_s` together; those that failed count in `failed` alone.
+    """Statistics of requests that took `duration_s` in total. Failed ones count only in `failed` and in the lists.
 
-    Times of distributions are in milliseconds, lists of single requests in seconds. A distribution that nothing was
-    measured of has None, where vLLM says 0.
+    Distributions are in milliseconds, lists by request in seconds. Distributions without values are None; vLLM has 0.
     """
     good = [outcome for outcome in outcomes if not outcome.error]
     inputs, outputs = sum(o.prompt_len for o in good), sum(o.output_len for o in good)
@@ -125,7 +124,7 @@ def load_figures(
 
 
 def spec_decode_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
-    """Acceptance between two reads of counters (`spec_decode_counters`); empty where nothing was drafted."""
+    """Acceptance between two reads of `spec_decode_counters`; empty if nothing was drafted."""
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     rounds, drafts, accepted = (grown.pop(name, 0.0) for name in ("drafts", "draft_tokens", "accepted"))
     if rounds <= 0 or drafts <= 0:
@@ -157,13 +156,13 @@ def _distribution(metric: str, values: Sequence[float], percentiles: Sequence[fl
 
 
 def _meets(outcome: RequestOutcome, goodput_ms: Mapping[str, float]) -> bool:
-    """An answer of one token has no time per token to miss."""
+    """Whether all objectives are met. An answer of one token meets any `tpot`."""
     times = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.latency}
     return all(times[name] * 1e3 <= limit for name, limit in goodput_ms.items())
 
 
 def _peaks(good: Sequence[RequestOutcome]) -> tuple[float, int]:
-    """Of the seconds since the first request: most events with tokens, and most requests that one of them met."""
+    """The most events with tokens in one second, and the most requests running in one second."""
     if not good:
         return 0.0, 0
     begin = min(o.start_time for o in good)

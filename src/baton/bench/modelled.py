@@ -1,4 +1,4 @@
-"""Engines without a model, for `baton bench handoff`: ranks of modelled memory, each with its transport and agent."""
+"""Engines without a model, for `baton bench handoff`: ranks with memory of a KV cache's shape, transport and agent."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from baton.kv.spec import ITEMSIZE, GroupSpec, Owner, kv_planes
 from baton.transports.registry import create_transport
 
 KVLayout = Literal["block", "layer"]
-# Baton's pages hold all layers of a group; those of vLLM's engines one layer each.
+# A page of Baton's engine holds all layers of a group, a page of vLLM's one layer.
 _ORDERS: dict[KVLayout, tuple[Axis, ...]] = {"block": BLOCK_MAJOR_NHD, "layer": LAYER_MAJOR_NHD}
 _EVENT_S = 60.0
 
 
 class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the target keeps per token; a drafter of one layer keeps as much in a group of its own. `block_size` in
+    """The KV of a target, and of a drafter with one layer of the same shape in its own group. `block_size` in
     tokens."""
 
     num_layers: int
@@ -36,7 +36,7 @@ class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     layout: KVLayout
 
     def group(self, owner: Owner, num_heads: int) -> GroupSpec:
-        """The group of an owner, with the heads of one rank."""
+        """The group of an owner, with `num_heads` heads."""
         return GroupSpec(
             name=owner,
             owner=owner,
@@ -54,7 +54,7 @@ class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return {owner: self.group(owner, self.num_kv_heads) for owner in owners}
 
     def instance(self, tensor_parallel_size: int, num_pages: int, rank: int = 0) -> Instance:
-        """An engine of so many ranks, which share the heads; with more ranks than heads several hold the same one."""
+        """An engine of so many ranks, which share the heads. With more ranks than heads, several hold the same head."""
         found: dict[str, list[RankGeometry]] = {}
         for region, (name, whole) in enumerate(self.groups.items()):
             for each in range(tensor_parallel_size):
@@ -71,16 +71,16 @@ class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return Instance(rank=rank, groups=found, sampling=0)
 
     def wanted(self, num_tokens: int) -> dict[str, Interval]:
-        """What D lacks of a prompt that it holds nothing of."""
+        """The entries that D asks for without a prefix hit."""
         return {name: group.rules.wanted(num_tokens, 0) for name, group in self.groups.items()}
 
     def final(self, num_tokens: int, computed: int, *, seeded: bool = False) -> dict[str, int]:
-        """As `Rules.final`, by group, of a drafter that is as far as the target."""
+        """As `Rules.final`, by group, for a drafter that has computed as much as the target."""
         return {name: group.rules.final(num_tokens, computed, seeded=seeded) for name, group in self.groups.items()}
 
 
 class ModelledEngine:
-    """All ranks of one engine, in this process. `events` are what its engine would be told, but for progress."""
+    """All ranks of one engine, in this process. `events`: its handoff events, without progress and admission."""
 
     def __init__(
         self, name: str, kv: ModelledKV, tensor_parallel_size: int, num_pages: int, uri: str, ticket_key: bytes
@@ -95,7 +95,7 @@ class ModelledEngine:
             instance = kv.instance(tensor_parallel_size, num_pages, rank)
             regions = [transport.allocate(group, here.geometry.region_bytes) for group, here in instance.here.items()]
             for region in regions:
-                region[:] = rank + 1  # memory that nobody has touched yet would be slow
+                region[:] = rank + 1  # the first touch of memory would be slow
             descriptor, together = transport.register(regions), self.together
             agent = HandoffAgent(config, instance, transport, descriptor, together.on_event, on_peer=together.on_peer)
             agent.start()
@@ -107,7 +107,7 @@ class ModelledEngine:
             self.events.put(event)
 
     def next(self, done: Callable[[ev.HandoffEvent], bool]) -> None:
-        """Wait for the next event. Raises `HandoffError` unless it is the one that `done` knows."""
+        """Wait for the next event. Raises `HandoffError` unless `done` accepts it."""
         try:
             event = self.events.get(timeout=_EVENT_S)
         except queue.Empty:
@@ -116,8 +116,8 @@ class ModelledEngine:
             raise HandoffError("failed", f"engine {self.name}: {event}")
 
     def copied(self) -> tuple[int, float, float, int]:
-        """Of the copies that this engine issued and that have ended: bytes; seconds from being posted to their end, in
-        sum; runs; and how many copies."""
+        """Totals of the copies that this engine issued and that have ended: bytes, seconds from posting to end, runs,
+        number of copies."""
         figures = [agent.stats().copies for agent in self.agents]
         return (
             sum(sum(one.bytes.values()) for one in figures),
@@ -127,15 +127,14 @@ class ModelledEngine:
         )
 
     def close(self) -> None:
-        """End agents and transports."""
         HandoffAgent.close_all(self.agents)
         for transport in self._transports:
             transport.close()
 
 
 def check_modelled(kv: ModelledKV, tensor_parallel_sizes: dict[str, int]) -> None:
-    """Raise `ConfigError` for an unknown dtype, and for numbers of ranks, by their fields, that cannot share the heads
-    evenly, or hold one each."""
+    """Raise `ConfigError` for an unknown dtype, and for a number of ranks (by field name) that neither divides the
+    heads nor is a multiple of them."""
     if kv.dtype not in ITEMSIZE:
         raise ConfigError("dtype", f"{kv.dtype!r} is none of {', '.join(ITEMSIZE)}")
     for field, size in tensor_parallel_sizes.items():

@@ -1,4 +1,4 @@
-"""A sweep as a picture: what is served and how fast, by the rate at which requests come."""
+"""Plots a sweep over request rates: throughput, latency and failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DOTS_PER_INCH = 90
 
 
 def check_picture(path: str) -> None:
-    """Raise `ConfigError` unless a picture can be drawn into the file `path`."""
+    """Raise `ConfigError` unless `path` is a .png file and matplotlib is installed."""
     if Path(path).suffix != ".png":
         raise ConfigError("plot", f"must be a .png file, got {path!r}")
     try:
@@ -24,11 +24,11 @@ def check_picture(path: str) -> None:
 
 
 def draw_sweep(curves: Curves, path: str) -> None:
-    """Draw results of `baton bench serve`, by the name of each curve and in the order of their rates.
+    """Draw results of `baton bench serve`, by curve name, each curve in the order of its rates.
 
-    Four fields: requests served within the objectives a second (all that were served, where there are none), TTFT and
-    TPOT (median and 99th percentile), and the part of the requests that failed. A figure that nothing was measured of
-    leaves a gap. Raises `ConfigError` where the file cannot be written.
+    Four plots: requests per second served within the objectives (all served ones if there are no objectives), TTFT and
+    TPOT (median and 99th percentile), and the share of failed requests. A missing figure leaves a gap. Raises
+    `ConfigError` if the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Requests of a load: prompts of random tokens with lengths, and the times at which they come."""
+"""Random prompts and arrival times for a load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A prompt in token ids, and how many tokens to ask for."""
+    """A prompt as token ids, and how many tokens to ask for."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -21,9 +21,9 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class RandomPrompts:
-    """vLLM's dataset `random`: `prefix_len` tokens that all prompts share, then tokens of each prompt's own.
+    """vLLM's dataset `random`: a prefix shared by all prompts, then each prompt's own tokens.
 
-    Lengths of these and of outputs are uniform in [length * (1 - range_ratio), length * (1 + range_ratio)].
+    Lengths of own tokens and outputs are uniform in [length * (1 - range_ratio), length * (1 + range_ratio)].
     """
 
     input_len: int = 1024
@@ -40,7 +40,7 @@ class RandomPrompts:
             raise ConfigError("random_range_ratio", f"must be at least 0 and below 1, got {self.range_ratio}")
 
     def make(self, count: int, vocabulary: Sequence[int], random: np.random.Generator) -> list[LoadRequest]:
-        """`count` requests of tokens of `vocabulary`."""
+        """Make `count` requests with tokens from `vocabulary`."""
         prefix = _tokens(vocabulary, self.prefix_len, random)
         return [
             LoadRequest(
@@ -57,7 +57,7 @@ class RandomPrompts:
 
 @dataclass(frozen=True, slots=True)
 class PrefixRepetition:
-    """vLLM's dataset `prefix_repetition`: each prompt is one of `num_prefixes` prefixes and a suffix of its own."""
+    """vLLM's dataset `prefix_repetition`: each prompt is one of `num_prefixes` prefixes and its own suffix."""
 
     prefix_len: int = 256
     suffix_len: int = 256
@@ -70,7 +70,7 @@ class PrefixRepetition:
             _at_least(f"prefix_repetition_{name}", getattr(self, name), 1)
 
     def make(self, count: int, vocabulary: Sequence[int], random: np.random.Generator) -> list[LoadRequest]:
-        """`count` requests in random order. Each prefix has count // num_prefixes of them, or one more."""
+        """Make `count` requests in random order. Each prefix has count // num_prefixes of them, or one more."""
         prefixes = [_tokens(vocabulary, self.prefix_len, random) for _ in range(self.num_prefixes)]
         chosen = random.permutation([index % self.num_prefixes for index in range(count)])
         return [
@@ -80,11 +80,11 @@ class PrefixRepetition:
 
 
 def arrivals(count: int, rate: float, burstiness: float, random: np.random.Generator) -> list[float]:
-    """Seconds from the start of a load at which its requests come, `rate` a second.
+    """Arrival times of a load's requests, in seconds from its start, at `rate` per second.
 
-    The gaps have a gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in bursts, infinity is
-    even. As in vLLM they are scaled such that the last request comes at count / rate exactly: runs with other seeds
-    have one rate. An infinite rate lets all come at once.
+    Gaps have a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier, infinity is even. As
+    in vLLM they are scaled so that the last request arrives at exactly count / rate, so the rate does not depend on the
+    seed. With an infinite rate all arrive at once. Raises `ConfigError` if `burstiness` leaves no gaps.
     """
     if math.isinf(rate):
         return [0.0] * count

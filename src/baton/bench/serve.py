@@ -1,4 +1,4 @@
-"""TTFT and decode speed of one deployment over another's, requests of both alternating in one run."""
+"""Compares TTFT and decode speed of two deployments, with alternating requests in one run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ BREAK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ServeFigures:
-    """Medians in milliseconds. `ttft_ratio` is the median of pairwise ratios, candidate over reference, with its
-    quartiles; `ttft_ratio_interval` is the 95 % interval of their geometric mean.
-    """
+    """Medians. `ttft_ratio`: the median of pairwise ratios, candidate over reference, with quartiles;
+    `ttft_ratio_interval`: the 95 % confidence interval of their geometric mean."""
 
     num_pairs: int
     reference_ttft_ms: float
@@ -48,7 +47,7 @@ def measure(
     max_tokens: int = 32,
     engine_flags: Sequence[str] = (),
 ) -> ServeFigures:
-    """P/D over one engine. `engine_flags` are further flags of the P/D engines alone."""
+    """Compare a P/D deployment (the candidate) to a single engine. `engine_flags`: more flags for P and D only."""
     flags = deployment_flags(speculative_config)
     with (
         Deployment(model, prefill=0, decode=0, both=1, engine_flags=flags) as single,
@@ -60,12 +59,12 @@ def measure(
 def alternate(
     model: str, reference: str, candidate: str, prompt_tokens: int, num_pairs: int, max_tokens: int
 ) -> ServeFigures:
-    """Ask two deployments that run already, by URL, one at a time and in turns."""
+    """Compare two running deployments, by URL, with one request at a time, in turns."""
     return asyncio.run(_measure(model, reference, candidate, prompt_tokens, num_pairs, max_tokens))
 
 
 def deployment_flags(speculative_config: dict[str, Any] | None) -> list[str]:
-    """Flags of both deployments. Prefix caching is off."""
+    """Flags for both deployments: no prefix caching, and the speculative config if there is one."""
     flags = ["--no-enable-prefix-caching"]
     if speculative_config is not None:
         flags += ["--speculative-config", json.dumps(speculative_config)]
@@ -90,7 +89,7 @@ async def _measure(
                 "temperature": 0.0,
                 "ignore_eos": True,
             }
-            # Alternating which side goes first keeps drift and cache effects out of the ratio.
+            # The first side alternates, which keeps drift and cache effects out of the ratio.
             for url in (reference, candidate) if index % 2 else (candidate, reference):
                 answer = await stream_completion(session, url, body)
                 if index >= WARM_UP:
@@ -111,7 +110,7 @@ async def _measure(
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the geometric mean, by the normal approximation of the mean of logarithms."""
+    """95 % confidence interval of the geometric mean, by the normal approximation of the mean of logarithms."""
     logs = [math.log(ratio) for ratio in ratios]
     mean, half = statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
     return math.exp(mean - half), math.exp(mean + half)

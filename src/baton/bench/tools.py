@@ -1,6 +1,6 @@
-"""Other load generators, told the same: `--tool` of `baton bench serve`. Each is run where it is installed.
+"""Run another installed load generator with the same settings: `--tool` of `baton bench serve`.
 
-Commands are those of vLLM 0.32, guidellm 0.8 and aiperf 0.13. What a tool cannot be told is refused by the flag's name.
+Commands are those of vLLM 0.32, guidellm 0.8 and aiperf 0.13. A flag without an equivalent in the tool is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.errors import ConfigError
 
 LoadTool = Literal["vllm", "guidellm", "aiperf"]
 
-# vLLM's flags of the same names, and whether each is a switch.
+# vLLM's flags of the same names: those with a value, and switches.
 _VLLM_VALUES = (
     "base_url",
     "model",
@@ -45,7 +45,7 @@ _VLLM_VALUES = (
     "result_filename",
 )
 _VLLM_SWITCHES = ("ignore_eos", "save_result", "save_detailed")
-# What guidellm and aiperf report they choose themselves.
+# Flags without an equivalent in guidellm and aiperf, most of them about reports.
 _OURS = (
     "save_result",
     "save_detailed",
@@ -61,10 +61,10 @@ _OURS = (
 
 
 def tool_command(tool: LoadTool, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """The command that makes `tool` send the load of `settings`, by the names of `baton bench serve`'s flags.
+    """The command with which `tool` sends the load of `settings`, which are flags of `baton bench serve` by name.
 
-    `defaults`: what they are where nobody gave them. Raises `ConfigError` naming a setting that the tool has not, or
-    `tool` where it is not installed.
+    `defaults`: their default values. Raises `ConfigError` naming a setting that the tool lacks, or `tool` if it is not
+    installed.
     """
     build: dict[LoadTool, Callable[[Mapping[str, Any], Mapping[str, Any]], list[str]]] = {
         "vllm": _vllm,
@@ -151,7 +151,7 @@ def _aiperf(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[st
 
 
 def _lengths(tool: LoadTool, settings: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Tokens of a prompt behind its prefix and of an answer; tokens of a prefix, and how many prefixes there are."""
+    """Numbers of tokens of a prompt after its prefix, of an answer and of a prefix, and the number of prefixes."""
     if settings["random_range_ratio"]:
         raise ConfigError("random_range_ratio", f"{tool} has no uniform lengths")
     if settings["dataset_name"] == "random":

@@ -1,7 +1,7 @@
-"""What the data plane costs: `baton bench transport`.
+"""Measures the data plane: `baton bench transport`.
 
-Writes to the memory of another process of this host, and one `memcpy` of as many bytes within this process. Rounds of
-all that is compared alternate, so that a slow spell of the host meets all of it, and ratios are of one round.
+Compares writes to the memory of another process of this host with a `memcpy` of as many bytes in this process. Rounds
+of both alternate, so that a slow phase of the host affects both, and ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.testing.transport_peer import SpawnedPeer
 from baton.transports.registry import create_transport, with_path
 
 ROUNDS = 21
-# A transport that is slow gets fewer rounds, but no less than three.
+# Seconds per case: a slow transport gets fewer rounds, but at least three.
 MAX_CASE_S = 4.0
 COPY_BYTES = 64 << 20
 PLAN_RUNS = 20_000
@@ -35,8 +35,8 @@ RUN_SIZES = (4 << 10, 32 << 10, 1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class CopySpeed:
-    """How fast `nbytes` go in runs of `run_bytes`, scattered at the source: GB/s, median and quartiles; milliseconds,
-    median; and `over_memcpy`, the median of each round's speed over that of its `memcpy`."""
+    """The speed of copying `nbytes` in runs of `run_bytes` that are scattered at the source: GB/s, median and
+    quartiles; median milliseconds; and `over_memcpy`, the median over rounds of the speed relative to `memcpy`."""
 
     transport: str
     nbytes: int
@@ -50,7 +50,7 @@ class CopySpeed:
 
 
 def available(uris: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Those of some transports that run here, and why the others do not."""
+    """The transports of `uris` that run here, and for each of the others the reason."""
     found, why = [], {}
     for uri in uris:
         try:
@@ -64,9 +64,9 @@ def available(uris: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 def measure_copies(
     uri: str, sizes: Sequence[int] = SIZES, run_sizes: Sequence[int] = RUN_SIZES, rounds: int = ROUNDS
 ) -> list[CopySpeed]:
-    """All sizes in runs of all sizes that are as small, and whole. Between two processes.
+    """Measure copies between two processes, of each size in runs of each run size, at most the size itself.
 
-    Raises `ConfigError` for an unknown transport and for sizes that hold no whole number of runs.
+    Raises `ConfigError` for an unknown transport and for a size that is no multiple of a run size.
     """
     cases = [(size, run) for size in sizes for run in sorted({min(run, size) for run in run_sizes})]
     for size, run in cases:
@@ -82,7 +82,7 @@ def measure_copies(
                 source, dest = near.allocate("source", most), near.allocate("dest", most)
                 source[:] = 1
                 near.register([source, dest])
-                far.fill(0, 1)  # memory that nobody has touched yet would be slow
+                far.fill(0, 1)  # the first touch of memory would be slow
                 peer = near.connect(far.descriptor).result(30)
 
                 def write(copies: CopyList) -> None:
@@ -107,11 +107,11 @@ def measure_copies(
 
 
 def measure_planning(runs: int = PLAN_RUNS, rounds: int = ROUNDS) -> dict[str, float]:
-    """Milliseconds to plan `runs` runs, as whole scattered pages and as the layers of fewer pages; medians."""
+    """Median milliseconds to plan `runs` runs: as scattered whole pages, and as the layers of fewer pages."""
     layers = 32
     geometries = {
         "pages": _geometry(runs, 1, BLOCK_MAJOR_NHD),
-        # A run for each layer, K/V half and page.
+        # One run per layer, K or V, and page.
         "layers": _geometry(runs // (2 * layers), layers, LAYER_MAJOR_NHD),
     }
     parts: dict[str, Callable[[], object]] = {}
@@ -140,9 +140,7 @@ def _geometry(pages: int, layers: int, order: tuple[Axis, ...]) -> Geometry:
 
 
 def _scattered(nbytes: int, run_bytes: int) -> CopyList:
-    """Runs of `run_bytes` that cover `nbytes`, in shuffled order at the source and ascending at the
-    destination.
-    """
+    """Runs of `run_bytes` that cover `nbytes`, shuffled at the source and ascending at the destination."""
     count = nbytes // run_bytes
     source = np.random.default_rng(0).permutation(count).astype(np.int64) * run_bytes
     dest = np.arange(count, dtype=np.int64) * run_bytes
