@@ -32,8 +32,7 @@ class Embedding(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The decoder stack, from token ids to the final norm. Pipeline stages pass on the residual stream with the
-    auxiliary states so far."""
+    """The decoder stack, from token ids to the final norm."""
 
     def __init__(self, config: ModelConfig, layers: Mapping[int, nn.Module], build: Build) -> None:
         super().__init__()
@@ -75,8 +74,7 @@ class Decoder(nn.Module):
         return self.norm(x), [seen[layer_id] for layer_id in aux_layers]
 
     def _receive(self, num_rows: int, aux_layers: Sequence[int], source: int, seen: dict[int, Tensor]) -> Tensor:
-        """The residual stream [T, E] that stage `source` sent. The auxiliary states sent with it are added to
-        `seen`."""
+        """Receive the residual stream [T, E] from stage `source`, and the auxiliary states so far, into `seen`."""
         shape = 1 + len(aux_layers), num_rows, self._config.hidden_size
         got = torch.empty(shape, dtype=self._build.dtype, device=self._build.device)
         self._stage.receive(got, source)

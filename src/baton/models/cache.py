@@ -24,8 +24,7 @@ class KVLayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentLayerSpec:
-    """One layer of multi-head latent attention (DeepSeek-V2, 2024): one latent and one rope key per token, for all
-    heads."""
+    """One layer of latent attention (DeepSeek-V2, 2024): one latent and one rope key per token, for all heads."""
 
     latent_dim: int
     rope_dim: int
@@ -57,8 +56,8 @@ States = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """The rows of a recurrence: those of request r are query_start[r] .. query_start[r + 1] (int32 [R + 1]). The states
-    after the rows `kept` (int64 [K], ascending) are to be returned."""
+    """The rows of a recurrence: those of request r are query_start[r] .. query_start[r + 1] (int32 [R + 1]). `kept`:
+    the rows after which states are returned (int64 [K], ascending)."""
 
     query_start: npt.NDArray[np.int32]
     kept: npt.NDArray[np.int64]

@@ -207,8 +207,8 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
 
 
 def context_length(rope: RopeSpec, max_position: int) -> int:
-    """The longest context in tokens, as vLLM derives it. Linear scaling multiplies `max_position_embeddings`; YaRN
-    multiplies the original length, and `max_position_embeddings` may or may not be the result."""
+    """The longest context in tokens, derived as in vLLM: linear scaling multiplies `max_position_embeddings`, YaRN the
+    original length. With YaRN, `max_position_embeddings` may already be the result."""
     if rope.kind not in ("linear", "yarn"):
         return max_position
     trained = rope.params.get("original_max_position_embeddings", max_position)
@@ -253,9 +253,9 @@ def decoder_fields(
 ) -> dict[str, Any]:
     """The fields common to all supported decoders, as keyword arguments of `ModelConfig`. Raises `CheckpointError`.
 
-    `head_dim_default` None: hidden size / heads. `partial_rotary_default` None: the architecture rotates whole heads,
-    and refuses anything else. `activation`: the field's name and its only supported value. `windows` is full attention
-    everywhere; an architecture with sliding windows replaces it.
+    `head_dim_default` None: hidden size / heads. `partial_rotary_default` None: only whole heads can be rotated.
+    `activation`: the field's name and its only supported value. `windows` is full attention everywhere; an architecture
+    with sliding windows replaces it.
     """
     for name, ordinary in _OF_ATTENTION.items():
         if raw.get(name) not in (None, ordinary):

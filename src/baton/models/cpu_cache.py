@@ -1,7 +1,6 @@
 """A disk cache for Numba functions that any change in their sources invalidates.
 
-Numba checks only the file of the function that it compiles, although the functions which that calls in other files are
-compiled in. Here these files count too.
+Numba itself checks only the file of the compiled function, not the files of the functions that it calls.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import numba
 from numba.core.ccallback import CFunc
 
-# Numba's decorators and types have no types of their own.
+# Numba's decorators and types are not annotated.
 _numba: Any = numba
 _IMPORT = re.compile(r"^from (baton[\w.]*) import", re.MULTILINE)
 

@@ -43,7 +43,7 @@ _C5 = np.float32(5.0000001201e-1)
 
 
 def jit(function: F) -> F:
-    """Compile in nopython mode without the GIL, strict IEEE arithmetic, cached on disk."""
+    """`numba.njit` without the GIL, with strict IEEE arithmetic and the disk cache."""
     return cast(F, compiled(function, nogil=True, error_model="numpy"))
 
 

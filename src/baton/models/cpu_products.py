@@ -101,7 +101,7 @@ def _block(
     num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, span: int, bias: Any, out: Any, out_bytes: int,
     is_half: bool,
 ) -> None:  # fmt: skip
-    """All rows for one block of outputs or half a block, as many rows at once as there are registers for sums."""
+    """All rows of one block of outputs, or half a block, as many at once as registers can hold sums of."""
     row = 0
     while row < num_rows:
         x, y, more = left + row * row_bytes, out + row * out_bytes, num_rows - row

@@ -22,7 +22,7 @@ _ONE = np.float32(1.0)
 _PARALLEL_NUMBERS = 1 << 14
 # Rows that a thread takes at once.
 _BLOCK = 16
-# Of every kernel, with the counter of `take` first; each kernel gives the others its own meaning.
+# Of every kernel: the counter of `take`, then the kernel's own.
 _NUM_ARGUMENTS = 9
 
 

@@ -25,13 +25,13 @@ from numba.extending import intrinsic
 
 from baton.models.cpu_cache import callback
 
-# Numba's types and decorators have no types of their own.
+# Numba's types and decorators are not annotated.
 _numba: Any = numba
 _ARGUMENTS = _numba.types.CPointer(numba.int64)
 
 
 def _take(typing_context: Any, arguments: Any) -> Any:
-    """Take the number of the next piece of work, from 0, each once: increments the first argument atomically."""
+    """The number of the next piece of work, from 0: an atomic increment of the first argument."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", args[0], ir.Constant(ir.IntType(64), 1), "monotonic")

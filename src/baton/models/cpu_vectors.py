@@ -237,10 +237,8 @@ def _exp(builder: Any, x: Any) -> Any:
 
 
 def _exponentials(typing_context: Any, scores: Any, first: Any, last: Any, peak: Any) -> Any:
-    """Replace each of the 64 float32 s at `scores` by e^(s - peak), 0 outside of lanes [first, last). Returns their
-    sum.
-
-    `peak` must not be less than any of them."""
+    """Replace each of the 64 float32 s at `scores` by e^(s - peak), or 0 outside of lanes [first, last). Returns the
+    sum. No s may exceed `peak`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         scores, first, last, peak = args

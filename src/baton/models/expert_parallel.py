@@ -1,10 +1,9 @@
 """Expert parallelism over data-parallel ranks (GShard, arXiv:2006.16668; attention data parallelism, DeepSeek-V3,
 arXiv:2412.19437, 3.4): a row is sent to the ranks that hold its experts, and their outputs come back.
 
-Ranks communicate in *rounds*, which are collectives. In a round each rank dispatches rows of one layer or nothing, and
-computes what the others dispatched to it: each expert once for all ranks that are at the same layer. Ranks need not be
-at the same layer, nor need equally many rounds in a step: a rank that is done joins rounds without rows of its own
-until all are done.
+Ranks communicate in collective *rounds*. In a round each rank dispatches rows of one layer, or none, and computes the
+rows dispatched to it: each expert once for all ranks that are at the same layer. Ranks may be at different layers and
+need different numbers of rounds in a step: a rank that is done joins rounds without rows until all are done.
 
 Shapes: T rows, E hidden size, K experts chosen for a row, P (row, expert) pairs, W width of an expert's output.
 """

@@ -47,8 +47,7 @@ class RMSNorm(nn.Module):
 
 
 class WideNorm(nn.Module):
-    """RMSNorm that multiplies by weight + `offset` in float32 and rounds once. The offset is 0 in gpt-oss, 1 in
-    Gemma."""
+    """RMSNorm that multiplies by weight + `offset` in float32 and rounds once. `offset`: 0 in gpt-oss, 1 in Gemma."""
 
     def __init__(self, size: int, eps: float, offset: float, build: Build) -> None:
         super().__init__()
@@ -64,7 +63,6 @@ class WideNorm(nn.Module):
         return (wide * (self._offset + self.weight)).to(x.dtype)
 
     def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta, and the norm of that."""
         total = x + delta
         return total, self(total)
 

@@ -1,8 +1,7 @@
 """Linear layers with packed weights and batch-invariant rows.
 
-On a CPU a filled layer keeps oneDNN's blocked copy of its weight instead of the weight: for a few rows of bfloat16,
-reading it takes half the time. Where PyTorch or the CPU has no such copy, the plain weight stays. A few rows of
-bfloat16 do not go through oneDNN at all: see `cpu_products`.
+On a CPU, oneDNN's blocked copy of a filled layer's weight replaces the weight if PyTorch and the CPU support it: for a
+few rows of bfloat16, reading it takes half the time. A few rows of bfloat16 can also bypass oneDNN: see `cpu_products`.
 
 A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches (oneDNN, 1,536
 columns in float32: a lone row differs from the same row among others). With `batch_invariant` rows go through the GEMM
@@ -26,8 +25,8 @@ from torch import Tensor, nn
 from baton.models import cpu_products
 from baton.models.parallel import ALONE, Share, TensorRank
 
-# oneDNN, and PyTorch around it, each cache the code compiled for 1,024 shapes of products by default: most of a
-# gigabyte with prompts of many lengths. They read these variables at the first product.
+# oneDNN and PyTorch each cache what they compile for 1,024 shapes of products by default: most of a gigabyte with
+# prompts of many lengths. They read these variables at the first product.
 for _capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_capacity, "128")
 
@@ -128,9 +127,9 @@ def few_rows_agree(rows: int, columns: int, threads: int) -> bool:
 
 
 def cancelling(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Modify `x` and `weight` [..., K] so that products cancel in pairs and only rounding errors are left of a sum.
+    """`x` and `weight` [..., K], changed so that products cancel in pairs and a sum consists of rounding errors.
 
-    A sum rounded to bfloat16's 8 bits mostly hides the order of summation; a sum of rounding errors does not.
+    Any other sum hides the order of summation when it is rounded to bfloat16's 8 bits.
     """
     count = x.shape[-1] // 2
     order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(1))
@@ -198,7 +197,7 @@ def reads_next_row(columns: int, dtype: torch.dtype, device: torch.device) -> bo
 
 
 def rows_apart(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`multiply` rows [T, ..., K]. Rows that are not finite are kept from the others, and their results are NaN."""
+    """`multiply` rows [T, ..., K]. A row that is not finite gives NaN, and other rows are protected from it."""
     bad_T = ~x.flatten(1).sum(dim=1, dtype=torch.float32).isfinite()
     if not bad_T.any():
         return multiply(x)

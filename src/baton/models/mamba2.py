@@ -77,7 +77,7 @@ class _Conv(nn.Module):
 
 
 class _Weight(nn.Module):
-    """A norm's weight, in a module of its own for Hugging Face's name."""
+    """A norm's weight, as a module for Hugging Face's name."""
 
     def __init__(self, share: Share, build: Build) -> None:
         super().__init__()
@@ -147,8 +147,7 @@ class Mamba2(nn.Module):
         return normed
 
     def _normed_in_pieces(self, y: Tensor, projected: Tensor) -> Tensor:
-        """As `_normed`, but squares are summed in a number of pieces per row that does not depend on the number of
-        ranks."""
+        """As `_normed`, but sums squares in pieces of a row whose number does not depend on the number of ranks."""
         weight, ranks, groups = self.norm.weight, self._ranks, self._num_groups
         own, each = self._norm_pieces // ranks.size, self._norm_pieces // groups
         gated = torch.empty(y.shape, dtype=torch.float32, device=y.device)

@@ -16,8 +16,7 @@ CHUNK = 64
 
 
 def convolve(inputs_TC: Tensor, state_CK: Tensor, weight_KC: Tensor, bias_C: Tensor) -> Tensor:
-    """Causal depthwise convolution of one request's rows after the K - 1 inputs of its state, then SiLU: float32
-    [T, C]."""
+    """Causal depthwise convolution of one request's rows after its state's K - 1 inputs, then SiLU: float32 [T, C]."""
     joined = torch.cat((state_CK, inputs_TC.T), dim=1).float()
     return F.silu(F.conv1d(joined, weight_KC.T[:, None], bias_C, groups=len(joined))).T
 
@@ -47,8 +46,7 @@ def by_row(
 def by_chunk(
     x_THP: Tensor, decay_TH: Tensor, b_THN: Tensor, c_THN: Tensor, state_HNP: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `by_row`, in chunks: within a chunk each row attends to the rows before it; S is passed from chunk to
-    chunk."""
+    """As `by_row`, in chunks, within which each row attends to the rows before it. S is passed between chunks."""
     fine_T = (x_THP.sum(dim=(1, 2)) + decay_TH.sum(dim=1) + b_THN.sum(dim=(1, 2)) + c_THN.sum(dim=(1, 2))).isfinite()
     if not fine_T.all():
         # The matrix products multiply later rows by 0, which does not mask NaN.

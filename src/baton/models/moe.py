@@ -1,7 +1,7 @@
 """Mixtures of experts (Shazeer et al., 2017, arXiv:1701.06538): a router, the experts it chooses, and shared ones.
 
-Batch invariance is as in `Linear`: each expert is made of such layers, and a row's expert outputs are added in the
-order of their ids, in float32. Shapes: T rows, E hidden size, X experts, K experts chosen for a row.
+Batch-invariant as `Linear` is: experts consist of such layers, and a row's expert outputs are added in the order of
+their ids, in float32. Shapes: T rows, E hidden size, X experts, K experts chosen for a row.
 """
 
 from __future__ import annotations

@@ -96,8 +96,7 @@ class TensorRank:
         return Share(self.rank * length, length, total)
 
     def kv_heads(self, total: int) -> Share:
-        """This rank's key-value heads. If there are fewer than ranks, several ranks hold the same. Raises as
-        `share`."""
+        """This rank's key-value heads. With fewer heads than ranks, several hold the same one. Raises as `share`."""
         return share_of_heads(total, self.rank, self.size)
 
     def slices(self, total: int) -> int:

@@ -126,16 +126,12 @@ class Rotary:
 
 
 def deinterleaved(heads_THD: Tensor) -> Tensor:
-    """Reorder heads whose pairs are interleaved, (x1, x2), (x1, x2), ..., as `rotate` takes them: all x1, then all
-    x2."""
+    """Reorder heads from interleaved pairs (x1, x2), (x1, x2), ... to the halves of `rotate`: all x1, then all x2."""
     return torch.cat((heads_THD[..., 0::2], heads_THD[..., 1::2]), dim=-1)
 
 
 def rotate(heads_THD: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first `count` of contiguous heads [T, H, D] by (cos, sin) of `Rotary.at`, in place.
-
-    Only the first R dimensions of a head are rotated.
-    """
+    """Rotate the first R dimensions of the first `count` of contiguous heads [T, H, D], in place, by `Rotary.at`."""
     if fits(heads_THD.device, heads_THD.dtype):
         rotate_in_place(heads_THD, count, cos, sin)
         return heads_THD
