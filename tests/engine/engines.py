@@ -1,4 +1,4 @@
-"""Whole engines in this process, stepped by hand: one that does both, or a prefill and a decode engine."""
+"""Engines in this process, stepped by hand: one engine with both roles, or a prefill and a decode engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Mode = Literal["push", "pull"]
 
 @dataclass(slots=True)
 class Stream:
-    """What one engine said about one request; `chunks` with tokens, each of them one round of drafting."""
+    """The output of one engine for one request. Each entry of `chunks` has the tokens of one verification round."""
 
     chunks: list[TokenChunk] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -78,14 +78,14 @@ class Stepped:
         return self.core.peers.turn(self.core.step, False)
 
     def run(self, name: str, prompt: list[int], params: SamplingParams, known: list[int] | None = None) -> Stream:
-        """A whole request; with `known`, one that resumes from those output tokens."""
+        """Run a request to its end; with `known`, one that resumes from those output tokens."""
         stream = self.add(request(name, prompt, params, known))
         while not stream.ended:
             self.step()
         return stream
 
     def all_of(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Stream]:
-        """Whole requests side by side; nothing is held behind them."""
+        """Run requests side by side to their end. Afterwards the engine must be idle."""
         streams = [self.add(request(f"{len(self.streams)}", prompt, params)) for prompt in prompts]
         while not all(stream.ended for stream in streams):
             self.step()
@@ -104,7 +104,7 @@ class Stepped:
 
 
 def kv_of(engine: Stepped) -> dict[str, Tensor]:
-    """Keys and values of its groups that keep them."""
+    """K and V of its groups that keep them."""
     assert isinstance(engine.core.executor, LocalExecutor)
     return {name: memory.kv for name, memory in engine.core.executor.runner.kv.items() if memory.kv is not None}
 
@@ -135,7 +135,7 @@ def stepped(**settings: Any) -> Iterator[Stepped]:
 
 
 class Pair:
-    """A prefill and a decode engine that hand over in this process."""
+    """A prefill and a decode engine in this process that hand over."""
 
     def __init__(self, prefill: Stepped, decode: Stepped, key: bytes) -> None:
         self.prefill, self.decode, self._key = prefill, decode, key
@@ -143,7 +143,7 @@ class Pair:
     def legs(
         self, name: str, prompt: list[int], params: SamplingParams, mode: Mode, known: list[int] | None = None
     ) -> tuple[Stream, Stream]:
-        """Add both legs of a request; returns what P says and what D says."""
+        """Add both legs of a request. Returns the streams of P and D."""
         p, d = self.prefill.engine.info, self.decode.engine.info
         digest = request_digest(prompt + (known or []), params, len(prompt))
         expiry = time.monotonic() + 60.0
@@ -161,7 +161,7 @@ class Pair:
                 time.sleep(0.001)
 
     def decode_until(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
-        """Run steps of D alone."""
+        """Run steps of D only."""
         deadline = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < deadline, self.decode.streams
@@ -177,13 +177,13 @@ class Pair:
             time.sleep(0.001)
 
     def settle(self) -> None:
-        """Run until nothing is held on either side."""
+        """Run until both sides are idle."""
         self.step_until(lambda: self.prefill.is_idle() and self.decode.is_idle())
 
 
 @contextmanager
 def pair(directory: Path, decode: dict[str, Any] | None = None, **settings: Any) -> Iterator[Pair]:
-    """`settings` for both engines, `decode` for the decode engine besides."""
+    """`settings` are for both engines, `decode` for the decode engine in addition."""
     key_file = str(directory / "ticket.key")
     common = {
         "ticket_key_file": key_file,

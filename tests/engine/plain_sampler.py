@@ -1,6 +1,6 @@
-"""Sampling and verification as they are defined: one request, one row and one draft after the other.
+"""Sampling and verification by definition: one request, one row and one draft after the other.
 
-What the engine does for a batch at once must be this to the bit.
+The engine's batched computation must give bit-identical results.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ Scores = npt.NDArray[np.float64]
 
 
 class PlainSampler:
-    """One request."""
-
     def __init__(
         self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int, eos_ids: Sequence[int]
     ) -> None:
@@ -39,18 +37,18 @@ class PlainSampler:
             self._seen[np.asarray(prompt_ids, dtype=np.int64)] = True
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Tokens that were appended to the request's output."""
+        """Count tokens that were appended to the request's output."""
         self.num_output += len(token_ids)
         if self._penalised:
             np.add.at(self._counts, np.asarray(token_ids, dtype=np.int64), 1)
             self._seen[np.asarray(token_ids, dtype=np.int64)] = True
 
     def position(self, row: int) -> int:
-        """Absolute position of the token that `row` (0 = first row of the step) chooses."""
+        """Absolute position of the token chosen by `row` (0 = first row of the step)."""
         return self.num_prompt + self.num_output + row
 
     def noise(self, row: int) -> Scores:
-        """Gumbel noise [V] of that position; zeros when greedy."""
+        """Gumbel noise [V] of that position; zeros if greedy."""
         if self.params.temperature == 0.0:
             return np.zeros(self.vocab_size)
         assert self.params.seed is not None
@@ -86,7 +84,7 @@ class PlainSampler:
         scores -= params.presence_penalty * (counts > 0)
 
     def verify(self, logits_RV: npt.NDArray[np.float32], draft_ids: Sequence[int], rejection: bool) -> Verified:
-        """Verify drafts against target logits [1 + num_drafts, V]; without drafts: plain sampling."""
+        """Verify drafts against target logits [1 + num_drafts, V]. Without drafts: plain sampling."""
         if rejection and draft_ids and self.params.temperature > 0.0:
             seed = self.params.seed
             assert seed is not None
@@ -120,7 +118,7 @@ def _restrict(scores: Scores, params: SamplingParams) -> Scores:
 
 
 def verify_coupled(draft_ids: Sequence[int], choose: Callable[[int], int]) -> Verified:
-    """`choose(j)` is the target's token at row j, after the drafts before it; called up to the first mismatch."""
+    """`choose(j)` is the target's token at row j, after the drafts before it. Called up to the first mismatch."""
     token_ids: list[int] = []
     for row, draft in enumerate(draft_ids):
         token = choose(row)

@@ -1,4 +1,4 @@
-"""Tokens that a request may use alone: by every way to choose a token, with drafts as without."""
+"""`allowed_token_ids`: no other token is chosen, by any way to choose a token, with and without drafts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_no_other_token_is_chosen() -> None:
             assert alone == drafted
             assert all(set(tokens) <= set(params.allowed_token_ids or ()) for tokens in alone)
             assert all(len(tokens) == params.max_tokens for tokens in alone)
-        # Of a grammar's tokens those that are allowed too.
+        # With a grammar, only tokens that both allow.
         tokenizer = plain._engine.tokenizer
         digits = {i for i in range(2048) if tokenizer.token_text(i) in ("3", "5")}
         ends = set(tokenizer.eos_token_ids)

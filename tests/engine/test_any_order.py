@@ -1,7 +1,7 @@
-"""The life of requests in any order: the engine's real core, scheduler, legs and cache, over cells in place of KV.
+"""Requests in random event orders: the engine's real core, scheduler, legs and cache, over cells in place of KV.
 
-A step computes tokens that a prompt alone decides, so every client's tokens are known beforehand. The agent, the prefix
-store and the clients do what they may at any time, peers write into what they were given until it is proven quiet.
+The prompt alone decides the tokens of each modelled step, so every client's tokens are known in advance. The agent, the
+prefix store and the clients act at random times, and peers write into their pages until these are proven quiet.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def whole(request: Request) -> list[int]:
 
 @dataclass(eq=False)
 class Attempt:
-    """One leg, as the agent has it. `state` on P: open, sampled; on D: announced, admitted, placed, failed, aborted."""
+    """One leg from the agent's side. `state` on P: open, sampled; on D: announced, admitted, placed, failed,
+    aborted.
+    """
 
     request: Request
     state: str
@@ -65,7 +67,7 @@ class Attempt:
 
 
 class Engine:
-    """Everything around one core. It plays the agent and the prefix store of it too."""
+    """One core and its surroundings, with a modelled agent and prefix store."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -80,7 +82,7 @@ class Engine:
 
         agent: Any = self
         self.legs = HandoffLegs(agent, self.scheduler, metrics, ends, 100, LOOKAHEAD, recovery, 1000.0)
-        # Nothing is computed: steps are modelled, and plans are never made.
+        # Steps are modelled, so no plan is ever made.
         executor: Any = SimpleNamespace(spec=PlanSpec((), (), (), True, False))
         self.core = EngineCore(executor, self.scheduler, self.legs, [EOS], CONTEXT, LOOKAHEAD, False, self.emit, agent)
         self.prefills: dict[AttemptKey, Attempt] = {}
@@ -224,7 +226,7 @@ class Engine:
         if attempt is not None and attempt.state != "failed":
             attempt.state = "aborted"
 
-    # ------------------------------------------------------------ the agent: what it says
+    # ------------------------------------------------------------ the agent: its events
 
     def say(self, event: ev.HandoffEvent) -> None:
         self.core.post(lambda: self.core.on_handoff(event))
@@ -234,7 +236,7 @@ class Engine:
     def prefill_ends(self, key: AttemptKey, attempt: Attempt, at_last: bool) -> None:
         request = attempt.request
         for name, table in attempt.pages.items():
-            # What was declared final, and anybody could want, is read by the peer until it is released.
+            # Until the release a peer reads what was declared final and may be wanted.
             wanted = self.memory.cache.rules[name].wanted(len(attempt.prompt), 0)
             self.holds(name, table, request.token_ids, wanted.start, attempt.final.get(name, 0))
         if at_last or self.random.random() < 0.15:

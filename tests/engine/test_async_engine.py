@@ -1,4 +1,4 @@
-"""An engine whose thread dies says so to everyone: its streams, its router, and the peers of its handoffs."""
+"""If an engine's thread dies, its streams, its router, and the peers of its handoffs learn of it."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ async def test_the_death_of_the_engine_thread_is_told(tmp_path: Path, monkeypatc
                 pass
         with pytest.raises(EngineUnavailableError, match="RuntimeError"):
             engine.load()
-        # With its agent alive, peers would wait for this engine until their tickets expire.
+        # If the agent stayed alive, peers would wait for this engine until their tickets expire.
         await asyncio.wait_for(asyncio.to_thread(agent._thread.join), 60.0)
     finally:
         engine.close()
 
 
 async def test_no_request_waits_for_a_thread_that_died_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the question whether the engine lives and the request's place among its streams."""
+    """The thread dies between the check that the engine lives and the registration of the request's stream."""
     engine = AsyncEngine(EngineConfig(model=TARGET))
     core = engine._engine.core
 
@@ -73,7 +73,7 @@ async def test_no_request_waits_for_a_thread_that_died_as_it_came(monkeypatch: p
 
 
 async def test_a_full_queue_refuses_at_once_and_takes_what_goes_on() -> None:
-    """What had tokens already is taken: its client has them too."""
+    """A request that already had tokens is accepted: its client has them too."""
     engine = AsyncEngine(EngineConfig(model=TARGET, max_queued_requests=1))
     engine.start()
     try:
@@ -96,7 +96,7 @@ async def test_a_full_queue_refuses_at_once_and_takes_what_goes_on() -> None:
 
 
 async def test_a_request_id_that_is_used_again_at_once_gets_its_own_tokens_alone() -> None:
-    """The engine's thread tells the first request's end after the second has come."""
+    """The engine's thread reports the first request's end after the second has arrived."""
     engine = AsyncEngine(EngineConfig(model=TARGET))
     params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     engine.start()

@@ -1,4 +1,4 @@
-"""Both attention backends against a plain reference; the paged kernel's rows to the bit."""
+"""Both attention backends against a plain reference; the paged kernel's rows bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.errors import BatonError, ConfigError
 from baton.models import cpu_team
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# What runs on CUDA alone is tested in `test_attention_cuda.py`.
+# The CUDA backend is tested in `test_attention_cuda.py`.
 ON_CPU = sorted(BACKENDS.keys() - {"triton"})
 LAYERS, LAYER = 3, 1
 
@@ -73,7 +73,7 @@ def test_equals_the_reference(
             pool.kv, LAYER, AttnRows(q[rows], k[rows], v[rows], 0.3), pool.batch({0: (start, stop)}), window
         )
         torch.testing.assert_close(out.double(), expected[rows], rtol=1e-5, atol=2e-6)
-    # Nothing else was written: other layers, the null page and free slots are as they were.
+    # Nothing else was written: not other layers, the null page or free slots.
     assert pool.kv[:, [0, 2]].isnan().all()
     assert pool.kv[0].isnan().all()
     assert int((~pool.kv.isnan()).sum()) == 2 * tokens * groups * size
@@ -87,7 +87,7 @@ def test_bfloat16(name: str) -> None:
         pool.kv, LAYER, AttnRows(q, k, v, 0.2), pool.batch({0: (0, 90)}), None
     )
     assert out.dtype is torch.bfloat16
-    # Scores and sums are float32 whatever the instructions: what is rounded is the output.
+    # Scores and sums are float32 with any instruction set; only the output is rounded.
     tolerances = {"rtol": 2**-8, "atol": 1e-5} if name == "paged_cpu" else {"rtol": 1e-2, "atol": 2e-2}
     torch.testing.assert_close(out.double(), naive(q, k, v, 0.2, None), **tolerances)
     page, slot = int(pool.table[0, 2]), 35 - 32
@@ -107,9 +107,9 @@ def test_large_scores_do_not_overflow(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("size", [16, 20, 32])  # 32: bfloat16 in pairs, where the CPU has them
+@pytest.mark.parametrize("size", [16, 20, 32])  # 32: bfloat16 dot products, if the CPU has them
 def test_paged_rows_are_equal_to_the_bit(dtype: torch.dtype, window: int | None, size: int) -> None:
-    """Whatever the chunks, the neighbours in the batch, the page size, the page order and the threads."""
+    """With any chunks, batch neighbours, page size, page order and number of threads."""
     lengths, heads, groups = [170, 1, 64, 129], 4, 2
     data = [tuple(t.to(dtype) for t in random_qkv(n, heads, groups, size, seed=n)) for n in lengths]
     backend = get_backend("paged_cpu", "cpu")
@@ -164,7 +164,7 @@ def test_threads_change_no_bit(runtime: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_threads_are_waited_for_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they write into is freed when the call is left."""
+    """The threads write into memory that is freed when the call returns."""
     waited: list[None] = []
 
     class Pool:
@@ -210,7 +210,7 @@ def test_null_pages_are_not_read(name: str) -> None:
     pool.table[0, :8] = 0  # tokens 0..31; the oldest one that row 38 sees is 33
     out = backend.write_and_attend(pool.kv, LAYER, AttnRows(q[38:], k[38:], v[38:], 0.3), pool.batch({0: (38, 40)}), 6)
     torch.testing.assert_close(out.double(), naive(q, k, v, 0.3, 6)[38:], rtol=1e-5, atol=1e-6)
-    for page in (0, len(pool.kv)):  # given back too early, and of no pool
+    for page in (0, len(pool.kv)):  # freed too early, and not in the pool
         pool.table[0, 8] = page
         with pytest.raises(BatonError, match="slot"):
             backend.write_and_attend(
@@ -222,7 +222,7 @@ def test_null_pages_are_not_read(name: str) -> None:
 def test_layers_of_two_groups_that_alternate_share_a_plan_each(
     module: str, maker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a model whose windowed and full layers take turns."""
+    """As in a model whose windowed and full layers alternate."""
     source = importlib.import_module(f"baton.engine.{module}")
     made = []
     real = getattr(source, maker)

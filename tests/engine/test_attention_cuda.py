@@ -1,4 +1,4 @@
-"""The Triton kernel on a CUDA device: against a plain reference, and its rows to the bit."""
+"""The Triton kernel on a CUDA device: against a plain reference, and its rows bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_equals_the_reference(shape: tuple[int, int, int, int], window: int | No
             pool.kv, LAYER, AttnRows(*rows, size**-0.5), pool.batch({0: (start, stop)}), window
         )
         torch.testing.assert_close(out.double().cpu(), expected[start:stop], **close)
-    # Nothing else was written: other layers, the null page and free slots are as they were.
+    # Nothing else was written: not other layers, the null page or free slots.
     assert pool.kv[:, [0, 2]].isnan().all()
 
 
@@ -49,7 +49,7 @@ def test_equals_the_reference(shape: tuple[int, int, int, int], window: int | No
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_are_batch_invariant(shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype) -> None:
-    """Alone, among others, and with pages of another size, with sinks and without."""
+    """Alone, in a batch, with another page size, with and without sinks."""
     heads, groups, size, _ = shape
     q, k, v = (part.to("cuda", dtype) for part in random_qkv(TOKENS, heads, groups, size, seed=2))
     backend = get_backend("triton", "cuda")

@@ -1,5 +1,4 @@
-"""Words that an output must not hold: the tokens are the same whatever drafts and engines there are, and never one of
-the words."""
+"""`bad_words`: the output never contains one of the words, and is the same with any drafts and engines."""
 
 from __future__ import annotations
 
@@ -47,8 +46,9 @@ def holds(tokens: Sequence[int], word: Sequence[int]) -> bool:
 
 
 def barring(one: Stepped, prompt: list[int], way: SamplingParams, name: str) -> tuple[SamplingParams, list[int]]:
-    """The parameters with words of one to three tokens that the output held so far, until it holds other ones; and
-    that output."""
+    """Adds words of one to three tokens that the output contained so far, until the output contains other words.
+    Returns the parameters and that output.
+    """
     tokenizer, words = one.engine.tokenizer, list[str]()
     tokens = one.run(name, prompt, way).token_ids
     for round_, length in enumerate((3, 2, 1, 2)):
@@ -118,7 +118,7 @@ def test_handed_over_and_resumed_requests_go_on(
     with pair(tmp_path, **POOL) as two, stepped(**POOL) as one:
         for index, (params, want) in enumerate(asked):
             accepted = one.run(f"one{index}", prompt, params).accepted
-            # A word may have begun in the tokens that were sent already.
+            # A word may have begun in the tokens that the client already has.
             for cut in (0, 1, 5, LENGTH // 2):
                 known = want[:cut] or None
                 prefill, decode = two.legs(f"r{index}-{cut}", prompt, params, mode, known)  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ def test_which_tokens_complete_a_word() -> None:
 
 @pytest.mark.parametrize("words", [("a",) * 129, ("",), ("a" * 1025,), (" ",), tuple("abcdefgh" * 16)])
 def test_what_is_no_word_is_refused(plain: Stepped, words: tuple[str, ...]) -> None:
-    if len(words) == 128:  # equal ones count once; a letter has a token for the middle of a text besides
+    if len(words) == 128:  # equal words count once; a letter has a second token for the middle of a text
         plain.add(request("many", [5], SamplingParams(max_tokens=1, bad_words=words)))
         words = tuple(f"{letter}{i}" for letter in "abcd" for i in range(32))
     with pytest.raises(RequestError) as refused:

@@ -1,10 +1,11 @@
-"""Bugs that engines elsewhere have had where speculation meets a handoff, each broken into this engine and seen.
+"""Bugs that other engines have had with speculation and handoffs, each injected into this engine and detected.
 
-A *mutant* takes one cure out of the engine's own code, not out of the protocol's. Without it the requests must come out
-as on one engine; with it they must not. `MUTANTS` is the table: class, cure, what is handed over.
+A *mutant* removes one safeguard from the engine's own code (not from the protocol's). Without the mutant the requests
+must come out as on one engine; with it they must not. `MUTANTS` is the table: class, safeguard, workload.
 
 A: the drafter's lifecycle. B: counts of blocks, and lookahead. C: the first decode step. D: geometry. E: auxiliary
-state. That EAGLE-3's features are three times as wide as the target (C) has no mutant: no feature is ever sent.
+state. For EAGLE-3's features, which are three times as wide as the target's (C), there is no mutant: features are never
+sent.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Patch = pytest.MonkeyPatch
 
 
 def finalise_before_the_drafter(patch: Patch, two: Pair) -> None:
-    """What is final is declared right behind the target's forward."""
+    """Final entries are declared right after the target's forward."""
     waiting: list[tuple[EngineCore, Sequence[DraftRows]]] = []
     draft, finalise = step_module._draft, EngineCore._finalise
 
@@ -60,13 +61,13 @@ def finalise_before_the_drafter(patch: Patch, two: Pair) -> None:
 
 
 def run_the_drafter_only_where_it_drafts(patch: Patch, two: Pair) -> None:
-    """Chunks of a prompt but the last have no drafts, and so none of the drafter's KV."""
+    """All chunks of a prompt but the last have no drafts, and then no KV of the drafter."""
     draft = step_module._draft
     patch.setattr(step_module, "_draft", lambda core, rows: draft(core, [r for r in rows if r.num_drafts]))
 
 
 def lose_the_end_of_sending(patch: Patch, two: Pair) -> None:
-    """The news that a prefill leg's pages are free is not taken."""
+    """The engine misses that a prefill leg's pages are free."""
     carry_out = EngineCore._carry_out
 
     def lose(core: EngineCore, effects: Sequence[Any]) -> None:
@@ -79,7 +80,7 @@ def lose_the_end_of_sending(patch: Patch, two: Pair) -> None:
 
 
 def declare_all_that_is_allocated(patch: Patch, two: Pair) -> None:
-    """P's pages are full of final tokens as soon as it has them."""
+    """P's pages count as full of final tokens as soon as they are allocated."""
     original = HandoffLegs._final
 
     def final(self: HandoffLegs, request: Request, seeded: bool) -> dict[str, int]:
@@ -90,7 +91,7 @@ def declare_all_that_is_allocated(patch: Patch, two: Pair) -> None:
 
 
 def send_the_last_pages(patch: Patch, two: Pair) -> None:
-    """Of a page more than the tokens need, the first one is left out."""
+    """If there is a page more than the tokens need, the first one is omitted."""
     original = KVCache.offered
 
     def offered(self: KVCache, tables: BlockTables, num_tokens: int) -> dict[str, list[int]]:
@@ -102,17 +103,17 @@ def send_the_last_pages(patch: Patch, two: Pair) -> None:
 
 
 def receive_into_the_last_pages(patch: Patch, two: Pair) -> None:
-    """D has a page for the next token too, and leaves out its first one."""
+    """D has a page for the next token too, and omits its first one."""
     receive_otherwise(patch, two, lambda pages, count, hit: pages[-count:])
 
 
 def receive_without_the_pages_of_the_hit(patch: Patch, two: Pair) -> None:
-    """The page list begins behind the prefix hit, and the tokens at 0."""
+    """The page list begins after the prefix hit, but the tokens at 0."""
     receive_otherwise(patch, two, lambda pages, count, hit: pages[hit:] + pages[:hit])
 
 
 def receive_otherwise(patch: Patch, two: Pair, change: Callable[[list[int], int, int], list[int]]) -> None:
-    """`change` gets a group's pages, how many the prompt needs, and how many are hit whole."""
+    """`change` gets a group's pages, the number that the prompt needs, and the number of fully hit pages."""
     assert two.decode.core.legs is not None
     agent, pools = two.decode.core.legs.agent, two.decode.core.cache.pools
     original = agent.open_decode
@@ -128,7 +129,7 @@ def receive_otherwise(patch: Patch, two: Pair, change: Callable[[list[int], int,
 
 
 def count_the_first_token_to_the_prompt(patch: Patch, two: Pair) -> None:
-    """D asks for the entries of a prompt with the sampled token behind it."""
+    """D asks for the entries of a prompt with the sampled token after it."""
     original = Scheduler.start_receive
 
     def start_receive(self: Scheduler, request: Request, *more: Any) -> Destination | None:
@@ -139,7 +140,7 @@ def count_the_first_token_to_the_prompt(patch: Patch, two: Pair) -> None:
 
 
 def clip_states_by_the_hit(patch: Patch, two: Pair) -> None:
-    """What D holds of a prompt's tokens is not wanted, of no group."""
+    """D's prefix hit is clipped from what it wants of every group."""
 
     def change(found: Destination, rules: KVCache, name: str) -> Interval:
         wanted = found.wanted[name]
@@ -149,7 +150,7 @@ def clip_states_by_the_hit(patch: Patch, two: Pair) -> None:
 
 
 def want_otherwise(patch: Patch, change: Callable[[Destination, KVCache, str], Interval], kind: str) -> None:
-    """`change` what D wants of the groups of a kind."""
+    """`change` what D wants of the groups of one kind."""
     original = KVCache.attach_destination
 
     def attach(self: KVCache, tables: BlockTables, tokens: Sequence[int], *more: Any) -> Destination | None:
@@ -171,7 +172,7 @@ def begin_without_the_drafts(patch: Patch, two: Pair) -> None:
 
 
 def begin_with_placeholders(patch: Patch, two: Pair) -> None:
-    """The drafts are numbers that stand for none yet."""
+    """The drafts are placeholders."""
     change_seeds(patch, two, [0, 0, 0])
 
 
@@ -185,7 +186,7 @@ def change_seeds(patch: Patch, two: Pair, drafts: list[int]) -> None:
 
 
 def compute_the_last_token_again(patch: Patch, two: Pair) -> None:
-    """D's first step begins with the prompt's last token: a state takes it twice."""
+    """D's first step begins with the prompt's last token: a state processes it twice."""
     original = EngineCore._committed
 
     def committed(self: EngineCore, request: Request, seeds: Any) -> None:
@@ -197,7 +198,7 @@ def compute_the_last_token_again(patch: Patch, two: Pair) -> None:
 
 
 def hold_the_drafters_last_entry(patch: Patch, two: Pair) -> None:
-    """The entry that the first token decides is not wanted."""
+    """The entry that depends on the first token is not wanted."""
     want_otherwise(patch, lambda found, cache, name: _cut(found.wanted[name], 1), "draft")
 
 
@@ -209,7 +210,7 @@ def _cut(interval: Interval, count: int) -> Interval:
 
 
 def the_drafter_has_the_targets_heads(patch: Patch, two: Pair) -> None:
-    """One size of entries for all groups."""
+    """One entry size for all groups."""
     misread_the_drafter(patch, two, lambda spec, target: msgspec.structs.replace(spec, planes=target.planes))
 
 
@@ -219,7 +220,7 @@ def the_drafter_has_the_targets_pages(patch: Patch, two: Pair) -> None:
 
 
 def misread_the_drafter(patch: Patch, two: Pair, change: Callable[[GroupSpec, GroupSpec], GroupSpec]) -> None:
-    """How the drafter's pages lie is told wrongly by both engines."""
+    """Both engines report a wrong layout of the drafter's pages."""
     original, seen = Geometry.block_major, dict[str, GroupSpec]()
 
     def block_major(spec: GroupSpec, num_pages: int, **more: Any) -> Geometry:
@@ -233,22 +234,19 @@ def misread_the_drafter(patch: Patch, two: Pair, change: Callable[[GroupSpec, Gr
 
 
 def send_full_attention_alone(patch: Patch, two: Pair) -> None:
-    """A window is not sent."""
     want_otherwise(patch, lambda found, cache, name: _cut(found.wanted[name], 1 << 20), "sliding_window")
 
 
 def send_no_state(patch: Patch, two: Pair) -> None:
-    """A state is not sent."""
     want_otherwise(patch, lambda found, cache, name: Interval(1, 1), "state")
 
 
 def send_no_latents(patch: Patch, two: Pair) -> None:
-    """Latents are not sent."""
     want_otherwise(patch, lambda found, cache, name: _cut(found.wanted[name], 1 << 20), "mla")
 
 
 def send_a_scratch_slot(patch: Patch, two: Pair) -> None:
-    """A slot that a verification would write is sent for the state."""
+    """A slot that a verification would write is sent instead of the state."""
     original = KVCache.offered
 
     def offered(self: KVCache, tables: BlockTables, num_tokens: int) -> dict[str, list[int]]:
@@ -262,7 +260,7 @@ def send_a_scratch_slot(patch: Patch, two: Pair) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A cure that is taken out, and where that must show. `before`: before the engines are built."""
+    """A removed safeguard, and the workload that must show it. `before`: apply it before the engines are built."""
 
     letter: str
     breaks: Callable[[Patch, Pair], None]
@@ -274,7 +272,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """As pytest shows it."""
+        """The test id."""
         return f"{self.letter}-{self.breaks.__name__}"
 
 
@@ -310,7 +308,7 @@ def cases_of(condition: str, mode: Mode) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def trials(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A pair's trial and what one engine says of the cases, computed by sound engines, once each."""
+    """A pair's trial and one engine's streams of its cases, computed by correct engines once each."""
     known: dict[tuple[str, str, str], tuple[Trial, dict[Case, Stream]]] = {}
 
     def trial(mutant: Mutant) -> tuple[Trial, dict[Case, Stream]]:
@@ -352,7 +350,7 @@ def test_a_mutant_is_caught(mutant: Mutant, trials: Any, monkeypatch: pytest.Mon
     try:
         cell = handed_over(mutant, trials, monkeypatch)
     except AssertionError:
-        return  # a request, or its pages, never came to an end
+        return  # a request, or its pages, never ended
     assert cell.failures
 
 

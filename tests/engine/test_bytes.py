@@ -1,4 +1,4 @@
-"""What a handoff sends is what docs/bytes.md computes by hand, for every target and drafter of the matrix."""
+"""A handoff sends as many bytes as docs/bytes.md computes by hand, for every target and drafter of the matrix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_TOKENS = 40
 
 
 def by_hand() -> dict[str, int]:
-    """Bytes of each target and drafter: its lines multiplied out, and added."""
+    """Bytes of each target and drafter: its lines multiplied out and added."""
     found: dict[str, int] = defaultdict(int)
     for line in DOCUMENT.read_text().splitlines():
         columns = [column.strip() for column in line.strip("|").split("|")]
@@ -62,7 +62,7 @@ def test_bytes_sent_are_those_computed_by_hand(target: str, drafter: str, tmp_pa
 
 
 def test_a_prefix_that_d_holds_is_not_sent(tmp_path: Path) -> None:
-    """But for the drafter's last entry, which the first token decides: of one head, 8 wide, K and V."""
+    """Except the drafter's last entry, which depends on the first token: one head, 8 wide, K and V."""
     trial = Trial("llama", "eagle3, d2t", tmp_path)
     case = Case("whole", "push", NUM_TOKENS, 0, seed=3)
     again = Case("whole", "pull", NUM_TOKENS, 0, seed=3)

@@ -1,4 +1,4 @@
-"""One engine on a GPU. Machines without one skip this file."""
+"""One engine on a GPU. Skipped without one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_prefix_hits_and_a_full_pool_change_no_token() -> None:
     shared = PROMPTS[-1]
     prompts = [shared + [7 + n] * n for n in range(12)]
     alone = [generate(GREEDY, "cuda", True, [prompt])[0] for prompt in prompts]
-    # Room for about four of the twelve: the others wait, or are preempted.
+    # Memory for about four of the twelve: the others wait, or are preempted.
     with LLM(
         TARGET, device="cuda", dtype="float32", speculative_config=EAGLE3, kv_cache_memory=12 << 20, max_model_len=400
     ) as llm:

@@ -1,4 +1,4 @@
-"""Engines that share a model's experts: each has the tokens and drafts of one engine alone, whatever the others do."""
+"""Engines that share a model's experts: each gives the tokens and drafts of a single engine, whatever the others do."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @contextmanager
 def ranks(size: int, store: Path, settings: dict[str, Any]) -> Iterator[list[AsyncEngine]]:
-    """Engines that run."""
-
     def make(rank: int) -> AsyncEngine:
         more = {"data_parallel_size": size, "data_parallel_rank": rank, "data_parallel_store": str(store)}
         return AsyncEngine(EngineConfig(**settings, **more))
@@ -70,7 +68,7 @@ async def answer(engine: AsyncEngine, name: str, prompt: list[int], params: Samp
 
 
 async def answers(engines: Sequence[AsyncEngine]) -> list[list[Answer]]:
-    """Of each engine to all prompts, all at once."""
+    """Each engine's answers to all prompts, all at once."""
     asked = [asyncio.gather(*(answer(e, f"{i}", p) for i, p in enumerate(PROMPTS))) for e in engines]
     return [list(each) for each in await asyncio.gather(*asked)]
 
@@ -83,11 +81,11 @@ async def test_ranks_answer_as_one_engine_does(tmp_path: Path, settings: dict[st
     (expected,) = await answers([alone])
     alone.close()
     with ranks(size, tmp_path, settings) as engines:
-        # All at once; then each while the others have nothing to do, and again behind a sleep.
+        # All at once; then each while the others are idle, and again after an idle period.
         assert await answers(engines) == [expected] * size
         for engine in [*engines, *engines]:
             assert await answers([engine]) == [expected]
-        # One leaves off in the middle of an answer.
+        # One client leaves in the middle of an answer.
         cut = engines[0].generate(request("cut", PROMPTS[2], PARAMS))
         await anext(cut)
         await cut.aclose()
@@ -97,10 +95,10 @@ async def test_ranks_answer_as_one_engine_does(tmp_path: Path, settings: dict[st
 
 @pytest.mark.usefixtures("one_thread")
 async def test_the_end_of_one_is_the_end_of_all(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """One that sleeps learns of it when it is asked."""
+    """A sleeping rank learns of it when it gets a request."""
     with ranks(2, tmp_path, settings) as (first, second):
         core = second._engine.core
-        for _ in range(1000):  # gloo's connections are this process's: they outlive the thread
+        for _ in range(1000):  # gloo's connections belong to this process and outlive the thread
             if all(engine._engine.core.peers.may_sleep(False) for engine in (first, second)):
                 break
             await asyncio.sleep(0.01)
@@ -111,7 +109,7 @@ async def test_the_end_of_one_is_the_end_of_all(tmp_path: Path, settings: dict[s
         core.step = fail  # type: ignore[method-assign]
         core.post(lambda: None)
         await asyncio.to_thread(second._thread.join, 10.0)
-        # Its process would end now, and its sockets with it.
+        # In reality its process and its sockets would end now.
         assert isinstance(core.peers, Lockstep)
         core.peers.bells.close()
         with pytest.raises(EngineUnavailableError, match="EngineUnavailableError"):
@@ -132,7 +130,7 @@ def test_a_round_that_failed_is_the_last() -> None:
 
 
 class _Rounds:
-    """Rounds of a rank whose peers say `words`."""
+    """Rounds of a rank whose peers send `words`."""
 
     def __init__(self) -> None:
         self.begun, self.begins = False, lambda: None
@@ -229,7 +227,7 @@ def test_what_ranks_cannot_be_is_named(more: dict[str, Any], words: str) -> None
 
 @pytest.mark.usefixtures("one_thread")
 async def test_ranks_without_experts_are_engines_of_their_own(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """The second starts when the first has answered; they tell each other nothing."""
+    """The second starts after the first has answered; they exchange nothing."""
     store = tmp_path / "store"
     store.mkdir()
     of_all = {**settings, "model": str(TARGETS["llama"](tmp_path / "target", 0))}

@@ -1,4 +1,4 @@
-"""The trained DeepSeek-type target through handoffs: latents, experts, its own module and a Llama-type head."""
+"""The trained DeepSeek-type target through handoffs: latents, experts, its MTP module and a Llama-type head."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ GREEDY = SamplingParams(max_tokens=48, temperature=0.0)
 
 
 def rates(streams: list[Stream]) -> list[float]:
-    """Share of the rounds that accepted the draft of each position."""
+    """The share of rounds that accepted the draft of each position."""
     rounds = [accepted for stream in streams for accepted in stream.accepted]
     return [sum(accepted > position for accepted in rounds) / len(rounds) for position in range(3)]
 
 
 @pytest.mark.parametrize("method", sorted(DRAFTERS))
 def test_a_handoff_keeps_what_the_trained_drafters_get_accepted(method: str, tmp_path: Path) -> None:
-    """Token by token, and round by round."""
     spec = SpeculativeConfig.parse(json.dumps(DRAFTERS[method]))
     settings: dict[str, Any] = {"model": TARGET, "speculative_config": spec}
     tokenizer = Tokenizer.from_file(f"{TARGET}/tokenizer.json")
@@ -47,6 +46,6 @@ def test_a_handoff_keeps_what_the_trained_drafters_get_accepted(method: str, tmp
             for one, (_, rest) in zip(whole, legs, strict=True):
                 assert rest.result == one.result
                 assert rest.accepted == one.accepted
-        # Recomputed on D, a handoff that failed would have given the same answer.
+        # D would recompute a failed handoff and give the same answer.
         assert not two.decode.core.metrics.recoveries
         assert two.decode.core.metrics.num_handoffs["committed"] == 2 * len(prompts)

@@ -1,4 +1,4 @@
-"""Histograms, and those that an engine keeps of its handoffs."""
+"""Histograms, and an engine's histograms of its handoffs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_what_lies_at_or_below_each_bound() -> None:
 
 
 def test_what_vllm_has_is_there_by_its_names() -> None:
-    """Read back as the router reads it, which scrapes its engines."""
+    """Read back as the router does, which scrapes its engines."""
     metrics = EngineMetrics()
     metrics.prompt_came(100, 64, "local_compute")
     metrics.prompt_came(50, 0, "external_kv_transfer")

@@ -1,5 +1,6 @@
-"""Engines that draft unlike each other: what `draft_kv` allows moves no wrong byte and changes no token, and what it
-does not allow is refused with both sides' values."""
+"""Engines with different drafters: what `draft_kv` allows moves no wrong byte and changes no token, and what it does
+not allow is refused with both sides' values.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def hand_over(two: Pair, mode: Mode, params: SamplingParams, salt: str = "") -> 
 
 
 def rows_of_drafts(one: Stepped, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows the drafter is given in each step, from now on."""
+    """Record the number of rows of each drafter step from now on."""
     sizes: list[int] = []
     draft = one.core.executor.draft
 
@@ -101,7 +102,7 @@ def test_engines_that_draft_unlike_each_other_give_the_same_tokens(
         metrics = two.decode.core.metrics
         assert (metrics.num_handoffs["committed"], metrics.recoveries) == (2 * len(LENGTHS), {})
         assert not metrics.handoff_failures
-        # The target's KV moves, and nothing else.
+        # Only the target's KV moves.
         assert bytes_of(two) == bytes_of(plain)
 
 
@@ -120,7 +121,7 @@ def test_a_drafter_of_both_moves_whatever_number_of_drafts_each_makes(
         if num >= 3:  # D takes as many drafts as it makes
             assert [stream.accepted for stream in streams] == [stream.accepted for stream in others]
         if num == 0:
-            # D begins with a step of one row, and then drafts with all that P's drafter has kept.
+            # D begins with a step of one row, and then drafts with all KV that P's drafter has computed.
             assert sum(sum(stream.accepted) for stream in streams) > 0
 
 
@@ -134,7 +135,7 @@ def test_under_drop_the_same_drafter_starts_cold(tmp_path: Path, expected: dict[
         hand_over(plain, "push", GREEDY)
         assert [stream.token_ids for stream in streams] == expected[None]
         assert bytes_of(two) == bytes_of(plain)
-        # What a drafter wrote that began behind the prompt is no prefix for others; what D computes itself is.
+        # Entries of a drafter that began after the prompt are not cached as a prefix; those that D computes itself are.
         pool = two.decode.core.cache.pools["draft"]
         assert pool.num_cached == 0
         again = [two.decode.run(f"own{n}", prompt_of(n), GREEDY) for n in LENGTHS]
@@ -143,7 +144,7 @@ def test_under_drop_the_same_drafter_starts_cold(tmp_path: Path, expected: dict[
 
 
 def test_a_cold_drafter_depends_on_nothing_that_others_left_in_its_pages(tmp_path: Path) -> None:
-    """Two engines whose pages held other requests before draft alike."""
+    """Two engines whose pages held different requests before draft alike."""
     found = []
     for salt in ("x", "y"):
         only_d = {"speculative_config": spec(EAGLE3, draft_kv="prefer")}
@@ -193,11 +194,11 @@ def test_a_draft_model_that_starts_cold_computes_the_prompt_itself(
             assert max(sizes) <= 9, "what all requests catch up with is in one budget"
             assert [stream.token_ids for stream in streams] == [stream.token_ids for stream in alone]
             if drafter is itself:
-                # No draft of one that has caught up is wrong; the longest prompts catch up last.
+                # A drafter that has caught up makes no wrong drafts; the longest prompts catch up last.
                 assert all(set(stream.accepted[:-1]) <= {3} for stream in streams)
-                # How soon each may catch up depends on when the others' handoffs end.
+                # When each catches up depends on when the others' handoffs end.
                 assert sum(len(stream.accepted) for stream in streams) >= len(streams)
-            # Now they are prefixes, D's own and of handoffs that bring none.
+            # Now both kinds are cached prefixes: D's own, and those of handoffs without a drafter.
             again = hand_over(two, "push", GREEDY, "again")
             assert [stream.token_ids for stream in again] == [stream.token_ids for stream in alone]
             assert two.decode.core.cache.pools["draft"].num_cached > 0

@@ -1,4 +1,4 @@
-"""Draft models with states: what they draft is what the whole model would, from nothing but the known tokens."""
+"""Draft models with states: they draft what the model computed from scratch over the known tokens would."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 PROMPTS = [prompt_of(length) for length in LENGTHS]
 CHAT = prompt_of(70)
-# Each begins with some of the one before it.
+# Each begins with a part of the one before it.
 TURNS = [CHAT, CHAT[:50] + prompt_of(20, 7), CHAT[:50] + prompt_of(20, 7) + prompt_of(9, 8), CHAT[:64], CHAT[:33]]
 
 
 def relative(path: Path, of: Path) -> Path:
-    """A model that is often, but not always, of one mind with another."""
+    """A model that often, but not always, agrees with another."""
     path.mkdir()
     for file in of.iterdir():
         if file.name != "model.safetensors":
@@ -94,7 +94,7 @@ def plain(folder: Path) -> list[list[int]]:
 
 
 def record(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
-    """Behind which tokens something was drafted, and what."""
+    """Record (tokens before the drafts, drafts)."""
     seen: list[tuple[list[int], list[int]]] = []
     original = LocalExecutor.draft
 
@@ -110,7 +110,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]
 def test_drafts_are_those_of_a_model_that_begins_anew_each_time(
     folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over chunks, hits, drafts of which none, some or all are accepted, and requests that lose their pages."""
+    """With chunks, hits, no, some and all drafts accepted, and preempted requests."""
     seen = record(monkeypatch)
     with stepped(**settings(folder)) as one:
         prompts, scheduler = PROMPTS + TURNS, one.core.scheduler
@@ -168,7 +168,7 @@ def test_the_drafters_state_is_sent_whole_and_none_of_its_scratch(folder: Path, 
             two.legs(f"{length}", prompt_of(length), PARAMS, "push")
             two.settle()
             assert two.decode.core.metrics.handoff_bytes - before == 2 * (state + length * attention)
-        # D computes a prompt itself, so that it has both states behind it.
+        # D computes a prompt itself, so that it has both states after it.
         prompt = prompt_of(64, 5)
         alone = two.decode.run("alone", prompt, PARAMS)
         before = two.decode.core.metrics.handoff_bytes
@@ -191,7 +191,7 @@ def test_a_failed_handoff_is_recomputed_from_states_that_d_has(folder: Path, tmp
 
 
 def test_a_drafter_that_starts_cold_begins_at_a_state_that_d_has(folder: Path, tmp_path: Path) -> None:
-    """Its other layers with it, however much more of them is there."""
+    """The drafter's other layers begin there too, even if D has more of them."""
     itself = {"method": "draft_model", "model": str(folder / "target"), "draft_kv": "prefer"}
     on_d = settings(folder, speculative_config=SpeculativeConfig.parse({**itself, "num_speculative_tokens": 3}))
     with pair(tmp_path, on_d, **settings(folder, speculative_config=None)) as two:
@@ -257,7 +257,7 @@ def slots_of(read: list[int], scratch: list[list[int]], *checkpoints: tuple[int,
 def test_each_forward_goes_on_from_the_state_before_its_first_row() -> None:
     slots = slots_of([0, 50], [[11, 12, 13], [51, 52, 53]], (1, 8, 60), (1, 10, 61))
     states = DraftStates(plan_of([(0, 3), (6, 12)], [0, 4], slots))
-    # The first request has no drafts; the second's first is made with the rows themselves.
+    # The first request has no drafts; the second's first draft is computed with the rows themselves.
     found = bound(states, [0, 1], [(0, 3), (6, 13)])
     assert found == ([0, 50], [(2, 11), (3 + 1, 60), (3 + 3, 61), (3 + 5, 51), (3 + 6, 52)])
     assert bound(states, [1], [(13, 14)]) == ([52], [(0, 53)])
@@ -276,7 +276,7 @@ def test_of_few_drafts_no_slot_is_missing(num_drafts: int) -> None:
 
 
 def test_a_state_that_no_row_goes_into_stays_what_it_was() -> None:
-    """Behind a draft model's context: its last state stands for all later ones."""
+    """After the end of a draft model's context its last state stands for all later ones."""
     slots = slots_of([50, 70], [[51, 52, 53], [71, 72, 73]], (0, 8, 60), (0, 10, 61), (1, 12, 80))
     states = DraftStates(plan_of([(6, 12), (10, 14)], [3, 3], slots))
     assert bound(states, [0], [(6, 10)]) == ([50], [(1, 60), (3, 51)])
@@ -284,7 +284,7 @@ def test_a_state_that_no_row_goes_into_stays_what_it_was() -> None:
 
 
 def test_behind_its_context_a_draft_model_keeps_the_last_state_that_it_has(tmp_path: Path) -> None:
-    """Whatever lay in the slots before, which may be another's."""
+    """Whatever the slots held before, which may be another request's state."""
     make_granite(tmp_path / "target", 1)
     make_granite(tmp_path / "small", 2, max_position_embeddings=24)
     seen = []

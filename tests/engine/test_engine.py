@@ -1,4 +1,4 @@
-"""One engine: whatever the batch, chunks, page size, cache, preemption or speculation, the tokens are the same."""
+"""One engine: the tokens are the same with any batch, chunks, page size, cache, preemption or speculation."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_speculation_goes_up_to_the_end_of_the_context(
             else:
                 results = [llm.generate([prompt], [one])[0] for prompt, one in zip(many, params, strict=True)]
         found.append([r.outputs[0].token_ids for r in results])
-        # Nothing is drafted that the context has no room for, and the last token is chosen without drafts.
+        # Nothing is drafted beyond the context, and the last token is chosen without drafts.
         rounds = [r.outputs[0].accepted for r in results]
         assert all(not accepted for accepted in rounds[-2:])
     assert [len(prompt) + len(tokens) for prompt, tokens in zip(many, found[0], strict=True)] == [64] * len(many)

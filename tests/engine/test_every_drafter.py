@@ -1,5 +1,6 @@
-"""Every method of drafting through prefix hits, chunks, preemption and handoffs: always the tokens of no drafter, and
-through handoffs the acceptance of one engine."""
+"""Every drafting method with prefix hits, chunks, preemption and handoffs: always the tokens without a drafter, and
+after handoffs the acceptance of one engine.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ Settings = dict[str, Any]
 NUM_TOKENS = 10
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=2)
 SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.7, seed=5, ignore_eos=True, logprobs=0)
-# One token, fewer than drafts, a token less and more than pages, and multiples of both page sizes.
+# One token, fewer than drafts, one less and one more than pages, and multiples of both page sizes.
 WINDOW = 6
 LENGTHS = [1, 2, 6, 7, 15, 16, 42, 48]
 
@@ -55,7 +56,7 @@ MADE: dict[str, Callable[[Path], Settings]] = {
     "mtp of keys and values": lambda path: mtp(),
     "mtp of three modules": lambda path: mtp(),
 }
-# What they draft for, where it is not a Llama.
+# The targets of drafters that are not for a Llama.
 SHAPES = {
     "a head on latents": "deepseek_v3",
     "mtp": "deepseek_v3",
@@ -66,7 +67,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By the target's type, a directory in which it is."""
+    """Directories of the targets, by type."""
     made = {name: tmp_path_factory.mktemp(name) for name in ("llama", "deepseek_v3", "glm4_moe", "three modules")}
     make_checkpoint(made["llama"] / "target", "llama", num_hidden_layers=2, vocab_size=260)
     for shape in ("deepseek_v3", "glm4_moe"):
@@ -85,7 +86,7 @@ Expected = dict[str, list[Any]]
 
 @pytest.fixture(scope="module")
 def plain(folders: dict[str, Path]) -> Callable[[str], Expected]:
-    """What is said of every prompt, greedy and drawn, without a drafter: tokens and logprobs."""
+    """Tokens and logprobs of every prompt without a drafter, greedy and sampled."""
 
     @functools.cache
     def run(target: str) -> Expected:
@@ -99,7 +100,7 @@ def plain(folders: dict[str, Path]) -> Callable[[str], Expected]:
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
-    # It repeats itself, so that prompt lookup finds something.
+    # It repeats itself, so that prompt lookup finds matches.
     return [3 + (5 * (i % 9) + 13 * salt + (i % 9) ** 2) % 200 for i in range(length)]
 
 
@@ -109,7 +110,7 @@ def settings_of(folder: Path, drafter: Settings | None, **more: Any) -> Settings
 
 
 def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Where and behind which token something was drafted, and what: random drafters are hardly ever right."""
+    """Record (position and token before the drafts, drafts): random drafters are hardly ever right."""
     found: list[tuple[int, int, tuple[int, ...]]] = []
     original = LocalExecutor.draft
 
@@ -151,7 +152,7 @@ def test_a_drafter_changes_no_token_and_a_handoff_neither_drafts_nor_acceptance(
         assert [stream.result for stream in streams] == expected[name]
     assert [s.result for s in again] == [s.result for s in alone["greedy"]]
     assert [s.accepted for s in again] == [s.accepted for s in alone["greedy"]]
-    # Chunks that end inside pages, and requests that lose theirs.
+    # Chunks that end inside pages, and preempted requests.
     small = settings_of(folder, made, block_size=7, max_num_batched_tokens=9, max_num_seqs=3)
     with stepped(**small) as one:
         streams, scheduler = [one.add(request(f"g{n}", prompt_of(n), GREEDY)) for n in LENGTHS], one.core.scheduler
@@ -198,7 +199,7 @@ def test_states_of_modules_that_do_not_fit_are_not_taken(
 def test_a_windows_pages_stay_while_a_later_module_reads_them(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module has as many entries fewer as it looks further ahead. No known target has several modules and windows."""
+    """Module j has j entries fewer. No known target has several modules and windows."""
     plain = Glm4Moe.parse_config.__func__  # type: ignore[attr-defined]
 
     def windowed(cls: type[Glm4Moe], raw: RawConfig) -> ModelConfig:

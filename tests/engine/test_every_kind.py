@@ -1,5 +1,6 @@
-"""Latents, a window and states beside each other, in a model that the engine has never heard of: through one engine and
-through handoffs, always the tokens of the model computed whole."""
+"""Latents, a window and states in one model that the engine does not know: on one engine and after handoffs, always the
+tokens of the model computed from scratch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
 
 
 class Trial:
-    """A checkpoint, and what the model says without an engine."""
+    """A checkpoint, and the model's output without an engine."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.naive = kinds.checkpoint(path / "target"), kinds.Naive(path / "target")
@@ -78,14 +79,14 @@ def test_tokens_are_those_of_the_model_computed_whole(trial: Trial, drafter: str
         accepted = {n for stream in streams for n in stream.accepted}
         if drafter == "guesses":
             assert accepted == {0, 1, 2, 3}, "every rollback was tried"
-        # The same prompts again: what is left of some groups in the prefix cache helps nobody without the state.
+        # The same prompts again: cached pages of some groups are of no use without the state.
         again = one.all_of(PROMPTS[::5], GREEDY)
         assert [stream.token_ids for stream in again] == expected[::5]
         assert one.core.metrics.num_cached_tokens == 0
 
 
 def test_little_memory_changes_no_token(trial: Trial) -> None:
-    """Slots of states for a few requests, and pages that run out while they decode."""
+    """State slots for a few requests, and pages that run out during decode."""
     expected = trial.expect(PROMPTS)
     settings = trial.settings("guesses", max_model_len=75, kv_cache_memory=100_000, max_num_batched_tokens=16)
     with stepped(**settings) as one:
@@ -97,7 +98,7 @@ def test_little_memory_changes_no_token(trial: Trial) -> None:
 
 
 def test_a_window_gives_pages_back_while_a_prompt_is_computed(trial: Trial, tmp_path: Path) -> None:
-    """Of an engine's own requests, which get pages for each chunk, and of a prefill leg, which has them all at once."""
+    """For an engine's own requests, which get pages per chunk, and for a prefill leg, which gets them all at once."""
     prompt, budget, most = prompt_of(120), 7, -(-(kinds.WINDOW - 1 + 7 + 3) // 6) + 1
     settings = trial.settings("guesses", max_num_batched_tokens=budget, enable_prefix_caching=False)
     expected = trial.expect([prompt])[0]
@@ -122,7 +123,7 @@ def test_a_window_gives_pages_back_while_a_prompt_is_computed(trial: Trial, tmp_
 
 
 def test_prefixes_of_every_kind_are_stored(trial: Trial, tmp_path: Path) -> None:
-    """The last span that ends with a checkpoint, and all before it: another engine goes on from there."""
+    """Another engine continues from the last span that ends with a checkpoint."""
     prompts = [prompt_of(300, salt=9), [*prompt_of(270, salt=9)[:255], 1, 2, 3, 4, 5]]
     expected = trial.expect(prompts)
     transfer = KVTransferConfig(prefix_store=f"file://{tmp_path}")
@@ -139,7 +140,7 @@ def test_prefixes_of_every_kind_are_stored(trial: Trial, tmp_path: Path) -> None
 
 
 def test_known_tokens_are_gone_on_from(trial: Trial) -> None:
-    """As after a failover: prompt and some output, and the state of both computed anew."""
+    """As after a failover: the state of prompt and known output is computed from scratch."""
     prompts = PROMPTS[3:24:4]
     expected = trial.expect(prompts)
     with stepped(**trial.settings("guesses")) as one:
@@ -158,13 +159,13 @@ def test_block_sizes_are_of_groups_that_there_are(trial: Trial) -> None:
             pass
 
 
-# ---------------------------------------------------------------- handed over
+# ------------------------------------------------------------ handoffs
 
 OTHER_SIZES = "6,sliding_window=4,draft=7"
 
 
 def both_legs(two: Pair, prompts: list[list[int]], mode: Mode) -> list[Stream]:
-    """What D says of prompts that are handed over, all at once."""
+    """D's streams of prompts that are handed over, all at once."""
     legs = [two.legs(f"{mode}-{len(prompt)}", prompt, GREEDY, mode) for prompt in prompts]
     two.step_until(lambda: all(told.ended and rest.ended for told, rest in legs), limit_s=60.0)
     two.settle()
@@ -206,7 +207,7 @@ def test_what_d_holds_of_some_groups_is_not_sent_and_the_state_is(trial: Trial, 
 
 @pytest.mark.parametrize("fault", ["corrupt", "fail"])
 def test_copies_that_fail_are_recovered_from_nothing(trial: Trial, fault: str, tmp_path: Path) -> None:
-    """D computes the prompt itself, from its first token: half a state is none."""
+    """D computes the prompt itself, from its first token: a partial state is useless."""
     expected = trial.expect(PROMPTS[::4])
     transfer = KVTransferConfig(kv_transport=f"faulty+local://?fault={fault}&every=3")
     settings = trial.settings("guesses", integrity="full", kv_transfer_config=transfer, recovery="recompute")
@@ -217,7 +218,7 @@ def test_copies_that_fail_are_recovered_from_nothing(trial: Trial, fault: str, t
             assert [stream.token_ids for stream in streams] == expected
 
 
-# ---------------------------------------------------------------- what a broken engine would do
+# ------------------------------------------------------------ broken engines are detected
 
 
 def free_a_page_of_the_window_too_early(patch: pytest.MonkeyPatch) -> None:
@@ -239,7 +240,7 @@ def send_a_scratch_slot(patch: pytest.MonkeyPatch) -> None:
 
 
 def send_the_state_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
-    """Final before the last chunk is computed, and never sent again."""
+    """Declared final before the last chunk is computed, and never sent again."""
     original, offered, first = Rules.final, KVCache.offered, {}
 
     def final(self: Rules, n: int, computed: int, *, seeded: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""Two engines that promise the same bits, and compute others, do not hand over to each other."""
+"""Two engines that promise the same bits but compute others do not hand over to each other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_probe_depends_on_nothing_that_may_differ() -> None:
         assert facts_of(batch_invariant=True)["numerics.probe"] == expected
     finally:
         torch.set_num_threads(threads)
-    assert "numerics.probe" not in facts_of()  # these promise no bits
+    assert "numerics.probe" not in facts_of()  # without batch invariance, bits are not promised
 
 
 def test_the_probe_sees_the_last_bit_of_logits_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_an_engine_refuses_what_was_planned_for_another() -> None:
             )
 
         ask(own)
-        ask(None, 80)  # whoever names no identity gets this engine's own end
+        ask(None, 80)  # without an identity this engine's own end tokens count
         with pytest.raises(IncompatiblePeerError, match="identity"):
             ask("0" * 32)
         ask(own, 62)

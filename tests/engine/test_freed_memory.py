@@ -1,4 +1,4 @@
-"""Whole engines in bfloat16 where freed memory is overwritten: what reads it gives other tokens."""
+"""Engines in bfloat16 with freed memory overwritten: reading freed memory would change tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.checkpoints_moe import make_moe_checkpoint
 
 PROMPTS = [[1, 2, 3], [9] * 70, [5, 4, 3, 2] * 20, [8]]
-# glibc fills what is freed, and one arena gives it to the next who asks, on whatever thread.
+# glibc overwrites freed memory, and a single arena reuses it at once, on any thread.
 OVERWRITTEN = {"MALLOC_PERTURB_": "85", "MALLOC_ARENA_MAX": "1"}
 
 
@@ -24,7 +24,7 @@ def said(path: str) -> list[list[int]]:
 
 
 def test_no_token_comes_from_freed_memory(tmp_path: Path) -> None:
-    # Heads of 32 numbers are multiplied in pairs.
+    # Heads of 32 elements use bfloat16 dot products.
     paths = [
         make_checkpoint(tmp_path / "llama", "llama", head_dim=32, torch_dtype="bfloat16"),
         make_moe_checkpoint(tmp_path / "deepseek", "deepseek_v3", torch_dtype="bfloat16"),

@@ -1,4 +1,4 @@
-"""Sampling defaults come from where vLLM takes them."""
+"""Sampling defaults come from the same places as in vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.errors import ConfigError
 from baton.wire import NO_DEFAULTS, SamplingDefaults, SamplingParams
 from tests.support.checkpoints import make_checkpoint
 
-# A reasoning model's, with what has no meaning here.
+# A reasoning model's, with fields that mean nothing here.
 FIELDS = {
     "bos_token_id": 1,
     "do_sample": True,
@@ -64,7 +64,7 @@ def test_where_they_come_from(tmp_path: Path) -> None:
     assert sampling_defaults(str(own), "auto", None) == DEFAULTS
     assert sampling_defaults(str(own), "vllm", None) == NO_DEFAULTS
     assert sampling_defaults(str(tmp_path), "auto", None) == NO_DEFAULTS
-    # Of an operator's own the number of tokens is a limit too.
+    # The operator's own number of tokens is also a limit.
     assert sampling_defaults(str(own), str(other), None) == SamplingDefaults(top_k=7, max_tokens=9, limit=9)
     some = {"temperature": 0.1, "max_new_tokens": 5}
     assert sampling_defaults(str(own), "vllm", some) == SamplingDefaults(temperature=0.1, max_tokens=5, limit=5)

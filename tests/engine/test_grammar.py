@@ -1,4 +1,6 @@
-"""Output under a grammar: the tokens are the same whatever drafts, batches and engines there are, and always follow."""
+"""Output under a grammar: it always follows the grammar, and the tokens are the same with any drafts, batches and
+engines.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,7 @@ def test_speculation_changes_no_token(
         if preempt:
             assert one.core.scheduler.num_preemptions > 2
         elif method is EAGLE3:
-            # A choice is forced after its first token, and so are the names of an object: the drafter follows suit.
+            # After its first token a choice is forced, and so are an object's names: the drafter follows the grammar.
             metrics = one.core.metrics
             assert num_accepted(one) / metrics.num_draft_tokens > 0.3
 
@@ -173,7 +175,7 @@ def test_a_grammar_ends_the_output_before_min_tokens(plain: Stepped, prompt: lis
     stream = plain.run("short", prompt, params)
     assert_follows(plain, params, stream)
     assert len(stream.token_ids) < 15
-    # Where it may go on, it does.
+    # If the grammar allows more tokens, it continues.
     going = msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(regex="[a-z]+"))
     assert len(plain.run("long", prompt, going).token_ids) >= 15
 
@@ -214,7 +216,7 @@ def test_a_step_that_takes_too_much_work_ends_its_request_alone(
     assert grammars is not None
     with pytest.raises(RequestError, match="Too many items"):
         grammars.check(COSTLY)
-    keep = grammars.matcher(COSTLY)  # as one whose costly step comes later than those that are tried
+    keep = grammars.matcher(COSTLY)  # as if its costly step came after the checked ones
     other = plain.add(request("other", prompt, PARAMS[1]))
     began, stream = time.thread_time(), plain.add(request("costly", prompt, costly))
     num_forwards, execute = 0, plain.core.executor.execute
@@ -233,7 +235,7 @@ def test_a_step_that_takes_too_much_work_ends_its_request_alone(
     assert stream.error is not None
     assert stream.error.startswith("invalid_request: structured_outputs: the grammar is refused: ")
     assert other.finish_reason in ("stop", "length")
-    # No row of the other one was computed twice.
+    # No row of the other request was computed twice.
     assert num_forwards == num_steps
     assert time.thread_time() - began < 5.0
     del keep

@@ -1,4 +1,4 @@
-"""Granite hybrids: tokens of transformers, whatever the engine's chunks, drafts and handoffs."""
+"""Granite hybrids: tokens of transformers, with any chunks, drafts and handoffs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, find: Find) -> None:
     ("name", "dtype"), [("groups 4", "float32"), ("groups 4", "bfloat16"), ("experts 6", "bfloat16")]
 )
 def test_neither_chunks_nor_neighbours_nor_drafts_change_a_bit(name: str, dtype: str, find: Find) -> None:
-    """Log-probabilities too: of a prompt alone, among others, and in chunks of a few rows."""
+    """Including log-probabilities: of a prompt alone, in a batch, and in chunks of a few rows."""
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=2)
     expected = None
     for head in (None, find(f"{name} head")):
@@ -125,8 +125,9 @@ def test_neither_chunks_nor_neighbours_nor_drafts_change_a_bit(name: str, dtype:
 
 @pytest.mark.parametrize(("name", "drafts"), [("dense 1", True), ("states alone 8", False)])
 def test_a_handoff_changes_neither_tokens_nor_acceptance(name: str, drafts: bool, find: Find, tmp_path: Path) -> None:
-    """Drafts are rejected and accepted, and the state goes back to where the last accepted one stood. A model of states
-    alone has no pages at all."""
+    """Drafts are rejected and accepted, and the state returns to the last accepted one. A model with only states has no
+    pages at all.
+    """
     head = find(f"{name} head") if drafts else None
     common = settings(find(name), head, integrity="full", max_num_batched_tokens=32)
     modes: tuple[Mode, Mode] = ("push", "pull")
@@ -143,7 +144,7 @@ def test_a_handoff_changes_neither_tokens_nor_acceptance(name: str, drafts: bool
 
 
 def test_the_bytes_of_a_state_do_not_grow_with_the_prompt(find: Find, tmp_path: Path) -> None:
-    """One slot a request is sent: never the four of scratch."""
+    """One slot per request is sent, never the four scratch slots."""
     spec = load_model(find("dense 1")).kv_layers[0]
     state = 3 * sum(p.num_heads * p.head_dim * 4 for p in spec.planes)  # type: ignore[union-attr]
     assert state == 3 * 4 * (3 * (96 + 12 + 12) + 6 * 12 * 16)
@@ -161,7 +162,7 @@ def test_the_bytes_of_a_state_do_not_grow_with_the_prompt(find: Find, tmp_path: 
 
 INTERVAL = 16
 CHAT = prompt_of(90)
-# Each begins with some of the one before it.
+# Each begins with a part of the one before it.
 TURNS = [CHAT, CHAT[:50] + prompt_of(40, 7), CHAT[:50] + prompt_of(40, 7) + prompt_of(9, 8), CHAT[:64], CHAT[:33]]
 
 
@@ -176,7 +177,7 @@ def without_hits(find: Find, prompts: list[list[int]]) -> list[Stream]:
 
 
 def hits_of(one: Stepped) -> list[int | None]:
-    """Where requests begin to compute, from now on."""
+    """Record where requests begin to compute from now on."""
     hits: list[int | None] = []
     attach = one.core.cache.attach
 
@@ -189,7 +190,7 @@ def hits_of(one: Stepped) -> list[int | None]:
 
 
 def test_a_prompt_goes_on_from_the_last_state_that_it_shares(find: Find) -> None:
-    """Tokens, acceptance and bits are those of an engine that keeps nothing."""
+    """Tokens, acceptance and bits are those of an engine without prefix caching."""
     expected = without_hits(find, TURNS)
     with stepped(**hybrid(find)) as one:
         for prompt, whole, hit in zip(TURNS, expected, (0, 48, 80, 48, 32), strict=True):
@@ -211,7 +212,7 @@ def test_a_conversation_goes_on_from_a_state_behind_generated_tokens(find: Find)
 
 
 def test_preempted_requests_go_on_from_their_states(find: Find) -> None:
-    """Pages run out while they decode."""
+    """Pages run out during decode."""
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     prompts = [prompt_of(40 + i, 3) for i in range(4)]
     with stepped(**hybrid(find, enable_prefix_caching=False)) as one:
@@ -237,7 +238,7 @@ def test_both_engines_of_a_handoff_go_on_from_states(find: Find, tmp_path: Path)
             two.settle()
             assert (rest.result, rest.accepted) == (whole.result, whole.accepted)
         assert two.prefill.core.metrics.num_cached_tokens == 48 + 80 + 48 + 32
-        # D computes a prompt itself, so that it has the state behind it; then P need not send it.
+        # D computes a prompt itself, so that it has the state after it; then P need not send it.
         prompt = prompt_of(64, 5)
         alone = two.decode.run("alone", prompt, PARAMS)
         before = two.decode.core.metrics.handoff_bytes

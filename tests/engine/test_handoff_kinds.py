@@ -1,6 +1,6 @@
-"""Every kind of KV that the engine keeps crosses a handoff: same tokens, same acceptance, in pages of any size.
+"""Every kind of KV crosses a handoff: same tokens, same acceptance, with pages of any size.
 
-A kind that is handed over wrongly must show, so some of these tests break the engine on purpose.
+A wrong handoff of a kind must be detected, so some of these tests break the engine on purpose.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def settings_of(target: str | Path, drafter: dict[str, Any] | None) -> Settings:
 
 
 def windowed_demo(folder: Path) -> Path:
-    """The demo target as a Mistral whose layers all have a window: the heads trained for it go on drafting well."""
+    """The demo target as a Mistral with a window in all layers: the heads trained for it still draft well."""
     folder.mkdir()
     for file in Path(TARGET).iterdir():
         (folder / file.name).symlink_to(file.resolve())
@@ -50,7 +50,7 @@ def windowed_demo(folder: Path) -> Path:
 
 
 def mixed_layers(folder: Path) -> Settings:
-    """Full and windowed layers in turn, and a head on top: three groups."""
+    """Alternating full and windowed layers, and a head: three groups."""
     types = ["full_attention", "sliding_attention", "full_attention"]
     window = {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": types}
     target = make_checkpoint(folder / "target", "qwen3", **window)
@@ -71,7 +71,9 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
 
 
 def both_ways(single: Stepped, two: Pair, lengths: list[int], params: SamplingParams, mode: Mode) -> list[Stream]:
-    """Prompts on one engine and through handoffs, all at once; returns the streams, where they are equal."""
+    """Prompts on one engine and through handoffs, all at once. Returns the streams after checking that they
+    are equal.
+    """
     prompts = [prompt_of(length, salt=length) for length in lengths]
     whole = [single.add(request(f"{mode}-{len(p)}-{params.seed}", p, params)) for p in prompts]
     while not all(stream.ended for stream in whole):
@@ -79,7 +81,7 @@ def both_ways(single: Stepped, two: Pair, lengths: list[int], params: SamplingPa
     legs = [two.legs(f"{mode}-{len(p)}-{params.seed}", p, params, mode) for p in prompts]
     two.step_until(lambda: all(told.ended and rest.ended for told, rest in legs), limit_s=60.0)
     two.settle()
-    # Recomputed on D, a handoff that failed would have given the same answer.
+    # D would recompute a failed handoff and give the same answer.
     assert not two.decode.core.metrics.recoveries
     assert not two.decode.core.metrics.handoff_failures
     for length, one, (_, rest) in zip(lengths, whole, legs, strict=True):
@@ -96,7 +98,7 @@ def test_a_handoff_changes_neither_tokens_nor_acceptance(kind: str, tmp_path: Pa
     with stepped(**settings) as single, pair(tmp_path, max_num_batched_tokens=32, **settings) as two:
         for mode, params in zip(modes, (GREEDY, SAMPLED), strict=True):
             streams = both_ways(single, two, lengths, params, mode)
-            if kind != "mixed":  # whose head is not trained
+            if kind != "mixed":  # its head is not trained
                 assert sum(sum(stream.accepted) for stream in streams) > 0
         assert two.decode.core.metrics.num_handoffs["committed"] == 2 * len(lengths)
         for core, rest in ((two.prefill.core, "local_compute"), (two.decode.core, "external_kv_transfer")):
@@ -111,7 +113,7 @@ def test_a_handoff_changes_neither_tokens_nor_acceptance(kind: str, tmp_path: Pa
 @pytest.mark.parametrize(("p_size", "d_size"), [(16, 32), (32, 16), (7, 16)])
 @pytest.mark.parametrize("kind", ["eagle3", "window"])
 def test_engines_with_pages_of_other_sizes(kind: str, p_size: int, d_size: int, tmp_path: Path) -> None:
-    """Prompts that end at every place of a page."""
+    """With prompts that end at every slot of a page."""
     settings = KINDS[kind](tmp_path)
     sizes: Settings = {"block_size": p_size, "decode": {"block_size": d_size}}
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
@@ -121,7 +123,7 @@ def test_engines_with_pages_of_other_sizes(kind: str, p_size: int, d_size: int, 
 
 
 def test_a_window_gives_its_pages_back_while_it_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others get them, and no token changes."""
+    """Other requests get them, and no token changes."""
     settings = KINDS["mixed"](tmp_path)
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     prompts = [prompt_of(70, salt) for salt in range(3)]
@@ -137,13 +139,13 @@ def test_a_window_gives_its_pages_back_while_it_decodes(tmp_path: Path, monkeypa
         while not all(stream.ended for stream in streams):
             one.step()
             num_running = len(one.core.scheduler.running)
-            # The window and the slots for drafts, at any place in their pages.
+            # The window and the draft slots, at any offset in their pages.
             assert pools[name].num_referenced <= num_running * (2 + -(-(WINDOW + 4) // 16))
         assert [stream.result for stream in streams] == expected
         assert one.is_idle()
 
 
-# ---------------------------------------------------------------- what a broken engine would do
+# ------------------------------------------------------------ broken engines are detected
 
 
 def drop_one_page_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +180,7 @@ def test_a_page_of_the_window_that_is_missing_shows(
 
 
 class Finals:
-    """Remembers what a prefill engine declares final, and finds what it changed afterwards."""
+    """Remembers what a prefill engine declares final, and finds later changes."""
 
     def __init__(self, engine: Stepped) -> None:
         self.kv = kv_of(engine)
@@ -194,7 +196,7 @@ class Finals:
             declare(key, prompt_len, pages, final)
 
         def finish_prefill(key: Any, seeds: Any, finished: bool, final: dict[str, int]) -> None:
-            # With the first token everything is final, the drafter's last entry too.
+            # With the first token everything is final, including the drafter's last entry.
             assert finished or final == dict.fromkeys(self.pages, self.prompt_len)
             self.hold(final)
             finish(key, seeds, finished, final)
@@ -234,7 +236,7 @@ def finalise_before_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def finals_that_changed(tmp_path: Path, kind: str) -> list[tuple[str, int]]:
-    """A prompt in several chunks, D's half there from the start."""
+    """A prompt in several chunks, with D's leg present from the start."""
     settings = KINDS[kind](tmp_path)
     with pair(tmp_path, max_num_batched_tokens=32, **settings) as two:
         finals = Finals(two.prefill)

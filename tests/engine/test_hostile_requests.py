@@ -1,4 +1,4 @@
-"""One request ends no engine: what is out of bounds is refused, and what fails in a step all the same fails alone."""
+"""No request ends an engine: invalid ones are refused, and one that fails in a step fails alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def answer(engine: AsyncEngine, name: str, prompt: list[int], asked: Sampl
 
 
 async def answers(engine: AsyncEngine) -> list[list[TokenChunk]]:
-    """To all prompts at once; in order."""
+    """Answers to all prompts at once, in order."""
     names = [f"r{index}" for index in range(len(PROMPTS))]
     asked = [answer(engine, name, prompt, params()) for name, prompt in zip(names, PROMPTS, strict=True)]
     return await asyncio.wait_for(asyncio.gather(*asked), 60)
@@ -113,7 +113,7 @@ def guilty_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = executor.choose
 
     def choose(logits: Any, sampling: Any) -> Any:
-        # No other request gets that far.
+        # No other request reaches these positions.
         if sampling is not None and (sampling.position > len(PROMPTS[GUILTY])).any():
             raise IndexError("guilty sampling")
         return whole(logits, sampling)
@@ -163,7 +163,7 @@ async def test_a_request_that_fails_in_a_step_ends_alone(
 async def test_an_engine_that_can_compute_nothing_fails_as_a_whole(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It must not answer every request with an error for ever."""
+    """It must not answer every request with an error forever."""
 
     def fail(self: ModelRunner, *arguments: Any) -> Any:
         raise RuntimeError("the device is gone")
@@ -176,13 +176,15 @@ async def test_an_engine_that_can_compute_nothing_fails_as_a_whole(
             await answers(engine)
         await asyncio.wait_for(asyncio.to_thread(engine._thread.join), 30)
         assert failures == ["the engine failed: RuntimeError('the device is gone')"]
-        engine.on_failure(failures.append)  # late, and told at once
+        engine.on_failure(failures.append)  # registered late, but called at once
         assert len(failures) == 2
 
 
 @pytest.mark.parametrize("page", [2, 16])
 def test_a_request_that_leaves_nothing_to_choose_ends_alone(page: int, tmp_path: Path) -> None:
-    """Whether the engine is broken is asked of a token and the drafts behind it, which may need more than one page."""
+    """The test whether the engine still works computes a token and the drafts after it, which may need more than one
+    page.
+    """
     drafter = SpeculativeConfig.parse(draft_model(tmp_path, num=5, vocab_size=2048))
     with stepped(speculative_config=drafter, block_size=page, kv_cache_memory=4 << 20) as one:
         barred = one.engine.tokenizer.encode("a", add_special_tokens=False)

@@ -27,7 +27,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """What was asked of a hub that has the demo's models under the name `org`."""
+    """Record requests to a hub that has the demo's models under the name `org`."""
     asked: list[tuple[str, Any]] = []
 
     def snapshot_download(
@@ -56,7 +56,7 @@ def test_target_and_drafter_come_from_the_hub_and_keep_their_name(downloads: lis
     assert downloads == [("org/baton-demo-llama", "v1"), ("org/baton-demo-eagle3", "v2")]
     assert (config.model, config.served_model_name) == (str(DEMO), "org/baton-demo-llama")
     assert config.speculative_config == SpeculativeConfig("eagle3", str(HEAD))
-    # What engines are started with names no repository, so that all of them load the same files.
+    # A located config names no repository, so that all engines load the same files.
     assert config.located() == config
     assert EngineConfig("org/baton-demo-llama", served_model_name="mine").located().served_model_name == "mine"
 
@@ -104,7 +104,7 @@ def test_what_is_no_name_of_a_repository_is_not_asked_for(downloads: list[tuple[
 
 
 def generate(home: Path, model: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """An offline `baton generate` whose cache of the hub is in `home`."""
+    """An offline `baton generate` with the hub's cache in `home`."""
     command = [sys.executable, "-m", "baton.cli", "generate", model, "The for", "--max-tokens", "2"]
     return subprocess.run(
         [*command, "--kv-cache-memory", "8M", *flags],

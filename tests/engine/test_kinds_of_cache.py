@@ -1,4 +1,4 @@
-"""The doors for latents and states: what they compute, and that a row's bits are its own."""
+"""The interfaces for latents and states: their results, and that a row's bits do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Pool:
-    """Latents of two requests in pages of scrambled order, NaN where nothing was written."""
+    """Latents of two requests in pages in random order, NaN where nothing was written."""
 
     def __init__(self, page_size: int = 16, split: bool = False) -> None:
         spec = GroupSpec(
@@ -52,7 +52,7 @@ class Pool:
         self.table = pages.reshape(2, count)
 
     def attend(self, spans: dict[int, tuple[int, int]], heads: Heads | None = None) -> list[Tensor]:
-        """Rows [start, stop) of requests, side by side."""
+        """Attend with rows [start, stop) of the requests, side by side."""
         parts = [[part[slice(*span)] for part in rows(r)] for r, span in spans.items()]
         q, latent, rope = (torch.cat(column) for column in zip(*parts, strict=True))
         counts = [stop - start for start, stop in spans.values()]
@@ -66,7 +66,7 @@ class Pool:
 
 
 class Heads:
-    """`LatentHeads` of random weights, which remembers how it was asked."""
+    """`LatentHeads` with random weights, which counts its calls."""
 
     value_dim = VALUE
 
@@ -113,7 +113,7 @@ def test_latents_are_attended_to(split: bool, kernel: bool, monkeypatch: pytest.
 
 @pytest.mark.parametrize("split", [False, True])
 def test_prompts_are_expanded_and_few_rows_absorbed(split: bool) -> None:
-    """Beside each other too: of one request the first rows, of another the last."""
+    """Also side by side: the first rows of one request, the last rows of another."""
     pool, heads = Pool(split=split), Heads()
     expected = [reference(seed, Heads()) for seed in (0, 1)]
     out = pool.attend({0: (0, LENGTH - 1), 1: (0, LENGTH - 1)}, heads)
@@ -147,7 +147,7 @@ def test_a_row_of_latents_has_the_same_bits_in_every_batch(page_size: int) -> No
     whole = Pool().attend({1: (0, LENGTH)})[0]
     pool, edges = Pool(page_size), [0, 1, 3, 20, 84, 85, 147, LENGTH]
     for start, stop in itertools.pairwise(edges):
-        # Beside another request's rows, first or last.
+        # Beside another request's rows, before or after them.
         spans = {0: (start, stop), 1: (start, stop)} if start % 2 else {1: (start, stop), 0: (start, stop)}
         found = dict(zip(spans, pool.attend(spans), strict=True))[1]
         assert torch.equal(found, whole[start:stop]), (start, stop)
@@ -197,7 +197,7 @@ def slots(read: list[int], kept: list[int], write: list[int]) -> StateSlots:
 
 
 def count(states: States, rows: Scanned) -> tuple[Tensor, States]:
-    """Adds up the rows; puts out what each found."""
+    """Adds up the rows in the state; outputs the state that was read."""
     conv, ssm = states
     lengths = np.diff(rows.query_start)
     owner = np.repeat(np.arange(len(lengths)), lengths)
@@ -209,14 +209,14 @@ def count(states: States, rows: Scanned) -> tuple[Tensor, States]:
 def test_states_are_read_and_written_by_slots() -> None:
     memory = GroupMemory.zeros(STATE, 9, torch.device("cpu"))
     for plane in memory.planes:
-        plane[0] = torch.nan  # where a request begins, nothing is read
+        plane[0] = torch.nan  # at the start of a request nothing is read
     first = StateBatch(np.array([0, 3, 4], np.int32), slots([0, 0], [2, 3], [4, 7]))
     assert scan(memory.planes, 1, first, count).tolist() == [0, 0, 0, 0]
     conv, ssm = memory.planes
     assert ssm[:, 1, 0, 0, 0].nan_to_num().tolist() == [0, 0, 0, 0, 3, 0, 0, 1, 0]
     assert conv[[4, 7], 1].eq(1).all()
     assert not ssm[1:, [0, 2]].any(), "other layers are as they were"
-    # A verification of three rows keeps the state behind each, and the one before them.
+    # A verification of three rows keeps the state after each, and the one before them.
     scan(memory.planes, 1, StateBatch(np.array([0, 3], np.int32), slots([4], [0, 1, 2], [1, 2, 3])), count)
     assert ssm[1:5, 1, 0, 1, 4].tolist() == [4, 5, 6, 3]
 
@@ -232,7 +232,7 @@ def test_slots_that_are_wrong_change_no_state(read: list[int], write: list[int])
 
 
 def test_states_of_another_shape_are_written_nowhere() -> None:
-    """One state for two rows, and one that would have to be stretched, are faults of a model."""
+    """One state for two rows, or one that would have to be broadcast, is a bug of the model."""
     memory = GroupMemory.zeros(STATE, 9, torch.device("cpu"))
     batch = StateBatch(np.array([0, 2], np.int32), slots([0], [0, 1], [1, 2]))
     with pytest.raises(BatonError, match="over another"):

@@ -1,5 +1,4 @@
-"""Targets with latents and experts: the tokens of transformers, by one engine and through handoffs, whatever is in the
-batch."""
+"""Targets with latents and experts: the tokens of transformers, on one engine and after handoffs, in any batch."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def tokens_of(settings: Settings, prompts: list[list[int]]) -> list[list[int]]:
 def test_greedy_tokens_are_those_of_transformers(shape: str, seed: int, tmp_path: Path) -> None:
     target = make_moe_checkpoint(tmp_path, shape, seed)
     model = load_reference(target)
-    # Expanded prompts and absorbed decoding, then all rows alike; whole prompts, then chunks.
+    # Prompts expanded and decoding absorbed, then all rows alike; whole prompts, then chunks.
     for invariant, budget in ((False, 2048), (True, 40)):
         settings = settings_of(target, batch_invariant=invariant, max_num_batched_tokens=budget)
         for prompt, got in zip(PROMPTS, tokens_of(settings, PROMPTS), strict=True):
@@ -66,7 +65,7 @@ def test_greedy_tokens_are_those_of_transformers(shape: str, seed: int, tmp_path
                 assert is_tie, (invariant, len(prompt), text)
 
 
-# ---------------------------------------------------------------- a row's bits are its own
+# ---------------------------------------------------------------- batch invariance
 
 LENGTH = 75
 Span = tuple[int, int, int]  # request, first row, end
@@ -117,13 +116,13 @@ def test_a_rows_bits_depend_on_its_own_request_alone(shape: str, dtype: str, tmp
             assert torch.equal(found[r], expected[r]), (block_size, r)
 
 
-# ---------------------------------------------------------------- through the cache and through handoffs
+# ---------------------------------------------------------------- cache and handoffs
 
 CACHED = ("deepseek_v2-lite", "deepseek_v3", "glm4_moe", "qwen3_moe")
 
 
 def with_head(folder: Path, shape: str, method: str) -> Settings:
-    """A target and a Llama-type head of it: EAGLE-3 of random weights, or an EAGLE head that guesses some tokens."""
+    """A target with a Llama-type head: EAGLE-3 with random weights, or an EAGLE head that guesses some tokens."""
     target = make_moe_checkpoint(folder / "target", shape)
     head = make_drafter(folder / "head", method, target)
     if method == "eagle":
@@ -164,7 +163,7 @@ LONGEST = max(len(prompt) for prompt in PROMPTS)
 
 
 def memory_of(settings: Settings, block_size: int, num_pages: int) -> int:
-    """The bytes of so many pages of every group."""
+    """Bytes of `num_pages` pages of every group."""
     with stepped(**{**settings, "block_size": str(block_size), "kv_cache_memory": 8 << 20}) as one:
         assert isinstance(one.core.executor, LocalExecutor)
         return num_pages * sum(memory.spec.page_bytes for memory in one.core.executor.runner.kv.values())

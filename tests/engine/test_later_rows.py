@@ -1,7 +1,7 @@
-"""A row depends on no token that it does not see, and on no other request, even where these are not finite.
+"""A row depends on no token that it does not see, and on no other request, even if these are not finite.
 
-A draft whose forward overflows stands beside known tokens. Excluding its keys by a weight of 0 is not enough: 0 times
-NaN is NaN.
+A draft whose forward overflows is in the batch beside known tokens. Excluding its keys by a weight of 0 is not enough:
+0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.models import test_mamba2 as mamba2
 pytestmark = pytest.mark.usefixtures("one_thread")
 BAD = [math.nan, math.inf, -math.inf]
 NUM_TRIALS = 12
-# From rows of two requests [T, ...], those of the second from `first` on, to what a layer makes of each.
+# Maps the rows of two requests [T, ...] to a layer's output.
 Layer = Callable[[Tensor], Tensor]
 
 
@@ -37,7 +37,7 @@ def normal(random: np.random.Generator, *shape: int, dtype: torch.dtype = torch.
 
 @dataclass(frozen=True)
 class Cut:
-    """Two requests' rows [0, split) and [split, total): those of the first from `bad` on are not finite."""
+    """Two requests' rows [0, split) and [split, total); the first's rows from `bad` on are not finite."""
 
     bad: int
     split: int
@@ -53,7 +53,7 @@ class Cut:
         return np.array([0, self.split, self.total], dtype=np.int32)
 
     def spoil(self, x: Tensor, value: float, part: float, random: np.random.Generator) -> Tensor:
-        """`x` with `value` in some of each row's numbers."""
+        """Replace some of each bad row's elements by `value`."""
         rows = x[self.bad : self.split]
         hit = torch.from_numpy(random.random(rows.shape) < part)
         hit.view(len(rows), -1)[:, 0] = True
@@ -64,7 +64,7 @@ class Cut:
     def check(self, clean: Tensor, spoiled: Tensor) -> None:
         assert torch.equal(spoiled[: self.bad], clean[: self.bad])
         assert torch.equal(spoiled[self.split :], clean[self.split :])
-        # A row that is not finite is no number afterwards.
+        # A non-finite row stays non-finite.
         assert not spoiled[self.bad : self.split].flatten(1).isfinite().all(dim=1).any()
 
 
@@ -121,7 +121,7 @@ def _attention(name: str, group: int, random: np.random.Generator, value: float,
 
 @dataclass(frozen=True)
 class Heads:
-    """One matrix for keys and values of all heads, as `LatentHeads`."""
+    """One matrix for K and V of all heads, as `LatentHeads`."""
 
     weight_HWD: Tensor
     value_dim: int
@@ -141,7 +141,7 @@ class Heads:
 @pytest.mark.parametrize("expands", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_latents(dtype: torch.dtype, expands: bool) -> None:
-    """Absorbed, float64 goes through PyTorch's operations, as on any device."""
+    """Absorbed float64 uses PyTorch's operations, as on other devices."""
     for seed, value, part in cases():
         _latents(dtype, expands, np.random.default_rng(seed), value, part)
 
@@ -180,7 +180,7 @@ def test_states(form: str, name: str) -> None:
         clean, clean_states = mamba2.run(one, x, states, cut.starts.tolist(), kept)
         spoiled, spoiled_states = mamba2.run(one, cut.spoil(x, value, part, random), states, cut.starts.tolist(), kept)
         if form == "by chunk":
-            # The rows are computed one after the other then, which rounds otherwise.
+            # Then the rows are computed one after the other, which rounds differently.
             torch.testing.assert_close(spoiled[: cut.bad], clean[: cut.bad], rtol=1e-4, atol=1e-5)
             assert torch.equal(spoiled[cut.split :], clean[cut.split :])
             assert not spoiled[cut.bad : cut.split].isfinite().all(dim=1).any()
@@ -225,7 +225,7 @@ def test_products(dtype: torch.dtype, is_packed: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_experts(dtype: torch.dtype, scores: str) -> None:
-    """Wherever a row that is not finite is sent, it changes no other row there."""
+    """To whichever expert a non-finite row goes, it changes no other row there."""
     random = np.random.default_rng(5)
     spec = MoESpec(
         num_experts=8, top_k=2, intermediate_size=32, shared_size=32, layers=(True,), scores=scores, num_groups=4,

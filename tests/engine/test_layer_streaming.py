@@ -1,4 +1,4 @@
-"""Prompts whose KV goes out layer by layer, while later layers are computed."""
+"""Layer streaming: the KV of a prompt is sent layer by layer while later layers are computed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_LAYERS = 4  # of the demo target
 
 @pytest.fixture(autouse=True)
 def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few bytes it has, a layer is worth a message."""
+    """Report every layer, however few bytes it has."""
     monkeypatch.setattr(layer_stream, "MIN_BYTES", 1)
 
 
@@ -36,7 +36,7 @@ def copied(two: Pair, group: str = "target.full") -> int:
 
 
 def in_forwards(two: Pair, monkeypatch: pytest.MonkeyPatch, do: Callable[[int, Callable[[], None]], None]) -> None:
-    """In P's forwards, `do(layer, go_on)` stands behind the write of each layer, where `go_on` tells the engine."""
+    """In P's forwards, call `do(layer, go_on)` after the write of each layer; `go_on` reports it to the engine."""
     forward = ModelRunner.forward
 
     def watched(runner: ModelRunner, rows: Any, written: Any = None) -> TargetOutput:
@@ -48,7 +48,7 @@ def in_forwards(two: Pair, monkeypatch: pytest.MonkeyPatch, do: Callable[[int, C
 
 
 def await_copies(two: Pair, more_than: int) -> None:
-    """Let D bring its pages, and wait until P has copied more."""
+    """Let D register its pages, and wait until P has copied more."""
     two.decode_until(lambda: copied(two) > more_than)
 
 
@@ -63,7 +63,7 @@ def handed_over(two: Pair, name: str, prompt: list[int]) -> Stream:
 def test_tokens_and_acceptance_are_those_of_one_engine(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several chunks, pages of unequal sizes, prefixes that P and D hold, and digests of all."""
+    """With several chunks, unequal page sizes, prefix hits on P and D, and digests of everything."""
     told: list[int] = []
     stream = InstanceAgent.stream_layers
 
@@ -86,7 +86,7 @@ def test_tokens_and_acceptance_are_those_of_one_engine(
 
 
 def test_layers_are_copied_while_later_ones_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each when it is written, and each once."""
+    """Each layer when it is written, and only once."""
     seen: list[int] = []
     with pair(tmp_path, kv_stream="layer") as two:
 
@@ -102,7 +102,7 @@ def test_layers_are_copied_while_later_ones_are_computed(tmp_path: Path, monkeyp
 
 
 def test_a_layer_that_is_told_before_it_is_written_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`layer_not_written`: without digests D goes on with other KV, with them it has it copied again."""
+    """Mutation `layer_not_written`: without digests D continues with wrong KV, with them the layer is copied again."""
     prompt = prompt_of(64)
     with stepped() as one:
         expected = one.run("one", prompt, GREEDY).result
@@ -128,7 +128,7 @@ def test_a_layer_that_is_told_before_it_is_written_is_caught(tmp_path: Path, mon
 def test_layers_of_a_forward_that_failed_are_copied_again(
     withdraws: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it wrote is of no use; an engine that did not withdraw it would leave D with it."""
+    """The failed forward's output is invalid; without a withdrawal D would keep it."""
     prompts = [prompt_of(64), prompt_of(70)]
     with stepped() as one:
         expected = [one.run(str(i), prompt, GREEDY).result for i, prompt in enumerate(prompts)]
@@ -157,7 +157,7 @@ def test_layers_of_a_forward_that_failed_are_copied_again(
 
 
 def test_a_client_that_leaves_between_two_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of D or of P: every page comes back, and the next prompt is computed right."""
+    """Client of D or of P: every page is freed, and the next prompt is computed correctly."""
     prompt = prompt_of(64)
     with stepped() as one, pair(tmp_path, kv_stream="layer", enable_prefix_caching=False) as two:
         sides: dict[str, Stepped] = {"d": two.decode, "p": two.prefill}
@@ -193,7 +193,7 @@ def test_off_copies_when_the_prompt_is_computed(tmp_path: Path) -> None:
 
 
 def test_only_a_long_chunk_that_is_pushed_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All other forwards are given nothing to call."""
+    """No other forward gets a callback."""
     monkeypatch.setattr(layer_stream, "MIN_BYTES", 1 << 16)
     given: list[bool] = []
     forward = ModelRunner.forward

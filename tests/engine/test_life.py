@@ -1,4 +1,4 @@
-"""The life of a request: which state follows which, and one end whatever becomes of it."""
+"""The life of a request: the sequence of its states, and exactly one end."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_nothing_follows_the_end_and_pages_that_are_held_are_computed_on_by_nobo
 def test_every_request_ends_once_in_one_place(
     first_token_ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both legs of a handoff, one that is aborted in each state, and one whose prefill leg is left when computed."""
+    """Both legs of a handoff, one aborted in each state, and one whose prefill leg's client leaves after it was
+    computed.
+    """
     ended: list[tuple[EngineCore, str]] = []
     end = EngineCore._end
 

@@ -1,4 +1,4 @@
-"""`LLM` takes prompts in the forms that vLLM's does."""
+"""`LLM` takes prompts in the same forms as vLLM's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Logits that are not finite: no token comes from them, their request ends with an error of its own, and nobody else
-notices."""
+"""Non-finite logits: no token is chosen from them, their request ends with its own error, and no other request is
+affected.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +38,11 @@ from tests.support.checkpoints_moe import make_moe_checkpoint
 from tests.support.drafters_tokens import ngram
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# A token whose embedding is not a number.
+# A token whose embedding is NaN.
 BAD = 77
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, seed=3, top_p=0.9, ignore_eos=True)
-# What a request allows is no matter: a mask is minus infinity on purpose, and comes later.
+# Restrictions do not matter: a mask is minus infinity on purpose, and is applied later.
 RESTRICTED = SamplingParams(
     max_tokens=12,
     temperature=1.2,
@@ -97,7 +98,7 @@ def gpt_oss(path: Path, **overrides: Any) -> Path:
 
 
 def llama(path: Path, **overrides: Any) -> Path:
-    # Groups of three query heads, so that a kernel's vectors of one key are of several rows.
+    # Groups of three query heads, so that a kernel's vectors of one key span several rows.
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}
     return make_checkpoint(path, "llama", **{**heads, **overrides})
 
@@ -113,7 +114,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 
 
 def broken_drafts(texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft the right next token where it is known, and behind it the spoiled one."""
+    """Draft the right next token if it is known, and the bad token after it."""
 
     def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
         drafts = []
@@ -174,16 +175,16 @@ def test_a_request_ends_alone(params: SamplingParams, value: float, whole: Stepp
     assert whole.core.metrics.num_corrupted == 1
     assert whole.core.metrics.num_requests["error"] == 1
     assert whole.is_idle()
-    # Its pages hold what is not finite, and are used again.
+    # Its pages with non-finite values are used again.
     assert [stream.token_ids for stream in whole.all_of(PROMPTS, params)] == expected
-    # A cause that goes away leaves nothing, also in the prefix cache.
+    # A transient cause leaves no trace, not even in the prefix cache.
     runner_of(whole).model.model.embed_tokens.weight[BAD] = clean
     assert whole.run("again", [7, 8, BAD, 4], params).error is None
 
 
 @pytest.mark.parametrize("budget", [2048, 16])
 def test_nothing_of_it_stays_in_the_prefix_cache(budget: int) -> None:
-    """Pages of a prompt's first chunks are entered before its logits are there."""
+    """Pages of a prompt's first chunks are cached before its logits exist."""
     prompt = [*PREFIX[:20], BAD, *PREFIX[20:]]
     with stepped(max_num_batched_tokens=budget, block_size=4) as one:
         expected = one.run("before", prompt, GREEDY).token_ids
@@ -209,7 +210,7 @@ def test_drafts_before_the_end_count_and_those_behind_it_do_not(monkeypatch: pyt
 
     def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
         at = len(plan.contexts[0]) - len(PROMPTS[0])
-        # Up to the last token, and one more, which the model would choose wherever its logits are not finite.
+        # Up to the last token, and one more, which the model would choose if its logits were not finite.
         drafts = [*text[at : stop + 1], 0, 0][: int(plan.num_drafts[0])]
         return DraftResult([drafts], np.zeros((0, 0, 0), dtype=np.float32))
 
@@ -217,7 +218,7 @@ def test_drafts_before_the_end_count_and_those_behind_it_do_not(monkeypatch: pyt
     drafter = {**ngram(), "num_speculative_tokens": stop + 2}
     with stepped(speculative_config=SpeculativeConfig.parse(json.dumps(drafter))) as one:
         weight = runner_of(one).model.model.embed_tokens.weight
-        weight[text[stop]] = math.nan  # it is the last token: no token is wanted behind it
+        weight[text[stop]] = math.nan  # it is the last token: no token after it is wanted
         stream = one.run("drafted", PROMPTS[0], params)
         assert (stream.token_ids, stream.finish_reason, stream.error) == (text[: stop + 1], "stop", None)
         stream = one.run("on", PROMPTS[0], GREEDY)
@@ -244,7 +245,7 @@ def test_scores_of_a_prompt(whole: Stepped) -> None:
         assert (fine.error, fine.finish_reason) == (None, "length")
         spoiled = whole.run(f"spoiled{max_tokens}", [7, 8, BAD, 4], params)
         assert spoiled.error == "nonfinite_logits: the model's logits for position 3 of the prompt are not finite"
-        # Nothing is scored behind the last token.
+        # Nothing is scored after the last token.
         assert whole.run(f"last{max_tokens}", [7, 8, 4, BAD], params).error == (
             None if not max_tokens else ERROR.format(4)
         )
@@ -253,7 +254,7 @@ def test_scores_of_a_prompt(whole: Stepped) -> None:
 @pytest.mark.parametrize("mode", ["push", "pull"])
 @pytest.mark.parametrize("spoiled", ["prefill", "decode", "both"])
 def test_a_handoff(spoiled: str, mode: Any, tmp_path: Path) -> None:
-    """Where the prefill engine alone is ill, the decode engine computes anew, and with none of its pages."""
+    """If only the prefill engine is faulty, the decode engine recomputes everything, without the received pages."""
     prompt = [*PREFIX[:20], BAD, *PREFIX[20:]]
     with stepped() as one:
         text = one.run("plain", prompt, GREEDY).token_ids
@@ -267,13 +268,13 @@ def test_a_handoff(spoiled: str, mode: Any, tmp_path: Path) -> None:
         two.prefill.step()  # the first chunk: there are pages for all
         two.decode_until(lambda: any(leg.wanted for leg in legs.open.values()))
         if spoiled == "prefill":
-            # As if the digests of the first pages had been compared already: their bytes arrived as they were.
+            # As if the digests of the first pages had already matched: the bytes arrived unchanged.
             ((key, leg),) = legs.open.items()
             two.decode.core.on_handoff(DecodeProgress(key, dict.fromkeys(leg.wanted, 32)))
         two.step_until(lambda: prefill.ended and decode.ended)
         two.settle()
         if spoiled == "decode":
-            # It has the KV of all tokens before: the spoiled one is not among those that it computes.
+            # It has the KV of all tokens before and does not compute the bad one.
             assert (decode.token_ids, decode.error) == (text, None)
             return
         assert (prefill.token_ids, prefill.finish_reason, prefill.error) == ([], "error", ERROR.format(len(prompt)))
@@ -339,7 +340,7 @@ async def test_what_a_routers_clients_are_told(stream: bool, recovery: Any, tmp_
         session = await stack.enter_async_context(aiohttp.ClientSession())
         async with session.post(f"{router}/v1/completions", json=asked) as response:
             text = (await response.read()).decode()
-            assert response.status == 500  # also of a stream: it has not begun
+            assert response.status == 500  # also for a stream: it has not begun
         assert '"code":"nonfinite_logits"' in text
         assert '"finish_reason":"' not in text
         async with session.post(f"{router}/v1/completions", json={**asked, "prompt": [7, 8, 4]}) as response:
@@ -367,7 +368,7 @@ def test_which_rows_are_not_finite() -> None:
 
 
 def test_states_and_pages_of_windows_are_forgotten_too(tmp_path: Path) -> None:
-    """Checkpoints of states, and pages that a window has passed."""
+    """State checkpoints, and pages that a window has passed."""
     prompt = [*[3 + i % 60 for i in range(300)], BAD, *[5 + i % 50 for i in range(290)]]
     for model in (granite(tmp_path / "granite"), gemma3(tmp_path / "gemma3", max_position_embeddings=1024)):
         settings: dict[str, Any] = {"model": str(model), "kv_cache_memory": 16 << 20, "speculative_config": None}
@@ -385,9 +386,9 @@ def test_states_and_pages_of_windows_are_forgotten_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verifier", ["coupled", "rejection"])
 def test_drafts_under_a_grammar_and_every_verifier(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft that is not finite comes after one that is. Neither the choice there nor the grammar fails on it."""
+    """A non-finite draft follows a finite one. Neither the choice there nor the grammar fails on it."""
     grammar = StructuredOutputsParams(regex="[a-z ]{4,40}")
-    # The spoiled token is never the right one.
+    # The bad token is never the right one.
     common: dict[str, Any] = {"max_tokens": 12, "temperature": 0.7, "logit_bias": {BAD: -100.0}}
     constrained, free = SamplingParams(seed=2, structured_outputs=grammar, **common), SamplingParams(seed=3, **common)
     whole = LocalExecutor.draft

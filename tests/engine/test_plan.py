@@ -1,4 +1,4 @@
-"""A step is data: a plan that went through bytes gives the same result, and a result brings what was asked for."""
+"""A step is data: a plan that was serialised gives the same result, and a result contains what the plan asked for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PARAMS = [
 
 
 def through_bytes(value: Any) -> Any:
-    """The value as another process would make it from bytes. Fails for whatever is not plain data."""
+    """Serialise and deserialise the value, as for another process. Fails for anything but plain data."""
     if isinstance(value, np.ndarray):
         assert value.dtype in (np.uint8, np.int32, np.int64, np.uint64, np.float32, np.float64)
         return np.frombuffer(bytearray(value.tobytes()), dtype=value.dtype.name).reshape(value.shape)
@@ -47,7 +47,7 @@ def through_bytes(value: Any) -> Any:
 
 
 class Distant:
-    """An executor that is reached by bytes alone."""
+    """An executor that gets and returns only bytes."""
 
     def __init__(self, local: LocalExecutor) -> None:
         self.local, self.spec, self.plans = local, local.spec, []  # type: ignore[var-annotated]
@@ -114,7 +114,7 @@ def test_a_plan_says_of_greedy_requests_nothing_more_than_their_rows() -> None:
     assert sampling.row.tolist() == [4, 5, 6, 9]
     assert sampling.draft.tolist() == [8, 9, -1, -1]
     assert sampling.position.tolist() == [50, 51, 52, 1]
-    # Behind a draft, penalties see it.
+    # After a draft, penalties count it.
     last = sampling.counts.row == 2
     assert dict(zip(sampling.counts.token[last], sampling.counts.value[last], strict=True)) == {
         **dict.fromkeys(PROMPTS[3], 0.0), 8: 1.0, 9: 1.0,

@@ -23,7 +23,7 @@ CONTEXT = 8192
 
 
 def group(name: str, page_bytes: int = PAGE_BYTES, page_size: int = 16) -> GroupSpec:
-    """Pages of that many bytes; K and V, one byte an element."""
+    """Pages of that many bytes; K and V, one byte per element."""
     return GroupSpec(
         name=name,
         owner="target",
@@ -64,7 +64,7 @@ def test_a_share_of_what_is_free_less_the_weights() -> None:
 
 
 def test_engines_that_start_at_once_take_what_the_others_left() -> None:
-    """Both have seen all of it before they loaded; what the first one took since then is not there."""
+    """Both saw all free memory before they loaded; the first one has used a part of it since."""
     config, before = EngineConfig(model=TARGET), Memory(20 * GIB, GIB, 8 * GIB)
     now = Memory(20 * GIB, GIB, 3 * GIB)
     assert num_bytes(pool_size(config, before, now, [group("kv")], 3, CONTEXT)) == pytest.approx(1.8 * GIB, rel=0.01)
@@ -73,7 +73,7 @@ def test_engines_that_start_at_once_take_what_the_others_left() -> None:
 
 
 def test_no_more_than_is_used() -> None:
-    """64 sequences of a quarter of the context; a small model keeps what a small pool costs."""
+    """64 sequences of a quarter of the context; a small model keeps at least a small pool."""
     assert num_bytes(size(free=1000 * GIB)) == pytest.approx(64 * CONTEXT / 4 / 16 * PAGE_BYTES, rel=0.01)
     assert num_bytes(size(free=1000 * GIB, max_num_seqs=1)) == pytest.approx(CONTEXT / 16 * PAGE_BYTES, rel=0.01)
     assert num_bytes(size(page_bytes=1 << 10), 1 << 10) == MIN_POOL_BYTES
@@ -87,7 +87,7 @@ def test_the_context_is_what_fits() -> None:
         size(kv_cache_memory=100 * PAGE_BYTES, max_model_len=4096)
     assert refused.value.field == "max_model_len"
     assert size(kv_cache_memory=100 * PAGE_BYTES, max_model_len=1581).max_model_len == 1581
-    # The share alone, too: of 1.5 GiB, after the weights.
+    # Also from the memory share alone: 1.5 GiB after the weights.
     assert size(free=4 * GIB, weights=2 * GIB, kv_cache_memory=None).max_model_len < CONTEXT
 
 
@@ -122,7 +122,7 @@ def test_states_get_slots_for_the_requests_that_the_pages_are_for(
     if tokens:
         assert used <= num_bytes
         assert demand.num_bytes(tokens + 1) > num_bytes
-    # One context fits before a second request gets slots; behind it, slots take as much memory as pages.
+    # One context fits before a second request gets slots; beyond that, slots take as much memory as pages.
     more = (pages["kv"] - 1 - -(-(context + num_drafts) // 16)) * 64
     if tokens:
         assert num_seqs == min(max_num_seqs, 1 + max(0, more) // (200 * (num_drafts + 2)))
@@ -131,7 +131,7 @@ def test_states_get_slots_for_the_requests_that_the_pages_are_for(
 
 @pytest.mark.parametrize("num_bytes", [10_000, 123_456, 1_000_000])
 def test_a_long_context_that_nobody_asked_for_leaves_slots_for_many_requests(num_bytes: int) -> None:
-    """And a slot of each for a checkpoint, where prefixes are cached."""
+    """With prefix caching, also a slot of each for a checkpoint."""
     plane = PlaneSpec("ssm", "float32", 2, 25)
     state = GroupSpec(name="s", owner="target", kind="state", planes=(plane,), page_size=1, layer_ids=(1,))
     demand = Demand([group("kv", 64, 16), state], 3, 1_000_000, 64, needs_context=False, checkpoints=1)
@@ -197,7 +197,7 @@ def test_sizes_are_read_as_vllm_reads_them() -> None:
 
 
 def test_a_request_may_have_all_of_the_context_and_the_start_says_how_much() -> None:
-    """Without `max_tokens` a chat request asks for just that."""
+    """A chat request without `max_tokens` asks for exactly that."""
     page_bytes = 16 * 2 * 4 * 32 * 2 * 5
     with LLM(TARGET, speculative_config=EAGLE3, kv_cache_memory=10 * page_bytes, batch_invariant=True) as llm:
         context = llm._engine.info.max_model_len

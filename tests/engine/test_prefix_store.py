@@ -1,4 +1,4 @@
-"""Prefixes in a store: what one engine computed another loads, and nothing that comes of it differs."""
+"""Prefixes in a store: one engine loads what another computed, and no output differs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def outcome(stream: Stream) -> tuple[list[int], list[int]]:
 
 
 def serve(prompts: list[list[int]], params: SamplingParams, **settings: Any) -> tuple[Results, int]:
-    """Answers of a fresh engine, and how many tokens it loaded from its store."""
+    """Answers of a fresh engine, and the number of tokens that it loaded from its store."""
     with stepped(**settings) as engine:
         results = [outcome(engine.run(str(i), prompt, params)) for i, prompt in enumerate(prompts)]
         settle(engine)
@@ -68,7 +68,7 @@ def whole_spans(length: int) -> int:
 
 
 def test_a_window_is_stored_whole_though_pages_slide_out_of_it(tmp_path: Path) -> None:
-    """Of a prompt in chunks, whose first pages no later query sees."""
+    """For a prompt in chunks, whose first pages no later query sees."""
     prompt = [[3 + (7 * i + i * i) % 200 for i in range(600)]]
     settings = {"model": str(windowed_demo(tmp_path / "windowed")), "max_num_batched_tokens": 64}
     want, _ = serve(prompt, PARAMS, **settings)
@@ -103,7 +103,7 @@ def test_chunks_and_concurrency_change_nothing(prompts: list[list[int]], expecte
 
 
 def alter(directory: Path, change: Callable[[Mapping[str, ByteArray]], dict[str, ByteArray]]) -> None:
-    """Replace every entry by another one that is whole."""
+    """Replace every entry by another complete one."""
     store = FileStore(directory)
     for key in list(store.keys()):
         entry = store.get(key)
@@ -116,7 +116,7 @@ def alter(directory: Path, change: Callable[[Mapping[str, ByteArray]], dict[str,
 def test_every_group_comes_from_the_store(
     prompts: list[list[int]], expected: Results, tmp_path: Path, group: str
 ) -> None:
-    """Wrong bytes show: the target's in tokens, the drafter's in acceptance alone."""
+    """Wrong bytes show: the target's in tokens, the drafter's only in acceptance."""
     serve(prompts, PARAMS, **with_store(tmp_path))
     alter(tmp_path, lambda tensors: {**tensors, group: np.zeros_like(tensors[group])})
     results, _ = serve(prompts, PARAMS, **with_store(tmp_path))
@@ -132,7 +132,7 @@ def test_prompts_share_what_is_equal_and_no_more(prompts: list[list[int]], tmp_p
         (prompt[:256] + other[:100], 0),
         (prompt[:257] + other[:100], 256),
         (other[:1] + prompt[1:], 0),
-        # Both spans are there, but the second was computed behind another first one.
+        # Both spans are stored, but the second was computed after another first one.
         (other[:256] + prompt[256:], 256),
     ]
     tokens = [case for case, _ in cases]
@@ -166,7 +166,7 @@ def test_damaged_and_foreign_entries_are_computed_again(
         path.write_bytes(data)
     assert serve(prompts[-1:], PARAMS, **with_store(tmp_path)) == (expected[-1:], 0)
     assert "a stored prefix is computed again: entry" in caplog.text
-    # The first of them was removed, and has been written anew.
+    # The first entry was removed, and written again.
     assert serve(prompts[-1:], PARAMS, **with_store(tmp_path)) == (expected[-1:], SPAN_TOKENS)
     alter(tmp_path, lambda tensors: {"target.full": tensors["target.full"]})
     assert serve(prompts[-1:], PARAMS, **with_store(tmp_path)) == (expected[-1:], 0)
@@ -263,7 +263,7 @@ def test_handoffs_after_a_restart(prompts: list[list[int]], expected: Results, t
 
 
 def test_a_decode_engine_writes_nothing(prompts: list[list[int]], tmp_path: Path) -> None:
-    """Also when it computes a prompt: it may have started from pages that it received."""
+    """Not even when it computes a prompt: it may have started from received pages."""
     local = {"kv_transfer_config": KVTransferConfig(kv_transport="local://")}
     with pair(tmp_path, with_store(tmp_path / "kv", kv_transport="local://"), **local) as two:
         _, d = two.legs("a", prompts[-1], PARAMS, "push")

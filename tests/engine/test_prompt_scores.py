@@ -1,4 +1,4 @@
-"""Logprobs of a prompt's tokens: those of transformers, however the prompt was cut, and whatever else runs."""
+"""Logprobs of a prompt's tokens: those of transformers, with any chunks, and with any other requests running."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_TOP = 3
 
 
 def scored(llm: LLM, max_tokens: int, beside: int = 0, prompt: list[int] = PROMPT) -> list[TokenLogprobs | None]:
-    """The scores of a prompt, while other requests run beside it."""
+    """The logprobs of a prompt, while other requests run."""
     core, chunks = llm._engine.core, list[TokenChunk]()
     core.emit = lambda chunk, last: chunks.append(chunk)
     own = SamplingParams(max_tokens=max_tokens, temperature=0.0, prompt_logprobs=NUM_TOP, ignore_eos=True)
@@ -54,14 +54,14 @@ def test_scores_are_those_of_transformers() -> None:
             assert score.logprob == pytest.approx(row[token].item(), abs=1e-4)
             assert [i for i, _ in score.top] == row.topk(NUM_TOP).indices.tolist()
             assert score.rank == int((row > row[token]).sum()) + 1
-        # With a prefix of it in the cache, and others beside it.
+        # With a cached prefix of it, and with others beside it.
         assert scored(llm, 2) == whole
         assert scored(llm, 2, beside=3) == whole
         assert scored(llm, 0, prompt=PROMPT[:1]) == [None]
     with LLM(TARGET, **settings, max_num_batched_tokens=32, speculative_config=EAGLE3) as llm:
         assert scored(llm, 0) == whole
         assert scored(llm, 5, beside=2) == whole
-    # Preempted for want of pages, it computes its prompt again.
+    # After a preemption it computes its prompt again.
     with LLM(TARGET, **{**settings, "kv_cache_memory": 4 << 20}, max_model_len=200, max_num_seqs=4) as llm:
         assert scored(llm, 30, beside=3) == whole
 

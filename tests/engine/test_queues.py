@@ -1,5 +1,6 @@
-"""Engines whose pages are few: whatever the order of arrival, every request is served, in turn, and none waits for a
-deadline. Waiting is counted in steps of the engines, not in seconds."""
+"""Engines with few pages: for any order of arrival, every request is served in turn, and none waits for a deadline.
+Waiting is counted in engine steps, not in seconds.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ TICKET_LIFE_S = 60.0
 
 
 class Cluster:
-    """Prefill and decode engines in this process, whose requests come in any order."""
+    """Prefill and decode engines in this process, whose requests arrive in any order."""
 
     def __init__(self, prefills: list[Stepped], decodes: list[Stepped], key: bytes) -> None:
         self.prefills, self.decodes, self._key = prefills, decodes, key
@@ -33,7 +34,7 @@ class Cluster:
         self.steps = 0
 
     def legs(self, name: str, p: Stepped, d: Stepped, prompt: list[int], params: SamplingParams, mode: Mode) -> Any:
-        """Functions that bring the prefill and the decode leg."""
+        """Returns functions that add the prefill and the decode leg."""
         digest = request_digest(prompt, params, len(prompt))
         expiry = time.monotonic() + TICKET_LIFE_S
         signed = mint(self._key, Ticket.between(p.engine.info, d.engine.info, mode, digest, (expiry, expiry)))
@@ -44,7 +45,7 @@ class Cluster:
         return lambda: leg(p, "prefill"), lambda: leg(d, "decode")
 
     def run(self, streams: dict[str, Stream]) -> None:
-        """Until all have ended. A turn of all engines counts where one of them computed."""
+        """Run until all streams have ended. Counts iterations in which some engine computed."""
         until = time.monotonic() + LIMIT_S
         while not all(stream.ended for stream in streams.values()):
             assert time.monotonic() < until, {name: stream for name, stream in streams.items() if not stream.ended}
@@ -57,7 +58,7 @@ class Cluster:
                     self.ended_at.setdefault(name, self.steps)
 
     def check(self, streams: dict[str, Stream], expected: dict[str, list[int]]) -> None:
-        """All exact, nothing recomputed, nothing held."""
+        """All tokens are exact, nothing was recomputed, all engines are idle."""
         assert {name: stream.error for name, stream in streams.items() if stream.error} == {}
         assert {name: stream.token_ids for name, stream in streams.items()} == expected
         assert [dict(engine.core.metrics.recoveries) for engine in self.decodes if engine.core.metrics.recoveries] == []
@@ -99,14 +100,14 @@ def params(max_tokens: int) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Stepped]:
-    """What each request says where there is room for it."""
+    """An engine with enough memory, for the expected tokens."""
     with stepped(max_num_batched_tokens=64) as one:
         yield one
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_crossed_legs_of_two_routers(tmp_path: Path, alone: Stepped, mode: Mode) -> None:
-    """2P2D with room for two prompts each; the routers' legs arrive in opposite orders."""
+    """2P2D with pages for two prompts each; the routers' legs arrive in opposite orders."""
     given = prompts([100, 101, 102, 103, 104, 105, 106, 107])
     limits = params(6)
     expected = {str(i): alone.run(f"{mode}{i}", prompt, limits).token_ids for i, prompt in enumerate(given)}
@@ -122,13 +123,13 @@ def test_crossed_legs_of_two_routers(tmp_path: Path, alone: Stepped, mode: Mode)
             streams[str(i)] = legs[i][1]()
         two.run(streams)
         two.check(streams, expected)
-        # A decode leg waits for KV, in no queue of prompts.
+        # A decode leg waits for KV, not in a queue of prompts.
         assert {chunk.queued_s for stream in streams.values() for chunk in stream.chunks} == {None}
 
 
 @pytest.mark.parametrize("seeded", [False, True])
 def test_a_prefix_store_that_changes_the_order(tmp_path: Path, alone: Stepped, seeded: bool) -> None:
-    """One router; long prompts wait for the store while short ones pass them, on P as on D."""
+    """One router; long prompts wait for the store while short ones pass them, on P and on D."""
     given = prompts([300, 40, 301, 41, 302, 42, 303])
     limits = params(4)
     expected = {str(i): alone.run(f"s{seeded}{i}", prompt, limits).token_ids for i, prompt in enumerate(given)}
@@ -154,7 +155,7 @@ def test_a_prefix_store_that_changes_the_order(tmp_path: Path, alone: Stepped, s
 
 
 def test_three_wait_for_one_long_stream(tmp_path: Path, alone: Stepped, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sequence at a time: the others keep their places until it ends, whatever their tickets say."""
+    """One sequence at a time: the others keep their places until it ends, although their tickets expire."""
     given = prompts([30, 31, 32, 33])
     limits = [params(60), params(8), params(8), params(8)]
     expected, ideal = {}, 0
@@ -182,7 +183,7 @@ def test_three_wait_for_one_long_stream(tmp_path: Path, alone: Stepped, monkeypa
 
 
 def test_neither_queue_starves_the_other(tmp_path: Path, alone: Stepped) -> None:
-    """A decode engine also computes short prompts itself. A leg that needs much room is not passed for ever."""
+    """A decode engine also computes short prompts itself. A leg that needs many pages is not passed forever."""
     (long, *short) = prompts([200, *range(20, 32)])
     with cluster(tmp_path, 1, 18) as one:
         prefill, decode = one.legs("long", one.prefills[0], one.decodes[0], long, params(4), "push")

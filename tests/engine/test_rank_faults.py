@@ -1,5 +1,6 @@
-"""With several ranks too, a request's own fault ends that request alone; drafts that differ between ranks end the
-engine, for the next plan's rows are made of them."""
+"""With several ranks too, a request's fault ends only that request. Drafts that differ between ranks end the engine,
+because the next plan's rows contain them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def test_whose_fault_ends_what(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(executor, "choose", choose)
             with pytest.raises(BatonError, match="step_failed: ValueError"):
                 llm.generate(PROMPTS, PARAMS)
-            # The ranks go on, also while such requests come.
+            # The ranks keep running, also with such requests.
             assert [r.outputs[0].token_ids for r in llm.generate(PROMPTS[:3], GREEDY)] == expected
         assert all(r.outputs[0].token_ids for r in llm.generate(PROMPTS, PARAMS))
 

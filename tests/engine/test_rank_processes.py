@@ -1,4 +1,4 @@
-"""An engine of two tensor ranks, as processes: one rank's tokens and drafts, and an end with it when either dies."""
+"""An engine of two tensor ranks as processes: one rank's tokens and drafts, and it ends when either rank dies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.checkpoints_granite import make_granite
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-GRAMMAR = StructuredOutputsParams(regex="[a-z]{5,20}! [0-9]+")  # which every rank's drafter follows
+GRAMMAR = StructuredOutputsParams(regex="[a-z]{5,20}! [0-9]+")  # every rank's drafter follows it
 PARAMS = [*[GREEDY] * 3, SamplingParams(max_tokens=24, temperature=0.8, seed=4, structured_outputs=GRAMMAR)]
 PROMPTS = ["The for statement", "def f(x):\n    return", "A list is a mutable sequence and " * 6, "x"]
 SETTINGS: dict[str, Any] = {"batch_invariant": True, "speculative_config": EAGLE3, "kv_cache_memory": 2 << 20}
@@ -60,7 +60,7 @@ def test_two_ranks_give_what_one_gives_and_end_together() -> None:
         expected = answers(llm)
     with LLM(TARGET, **SETTINGS, tensor_parallel_size=2) as llm:
         assert answers(llm) == expected
-        # Prefixes are hit now, pages copied, requests preempted.
+        # Now prefixes are hit, pages copied, requests preempted.
         assert answers(llm) == expected
         (other,) = followers(os.getpid())
         os.kill(other, signal.SIGKILL)
@@ -70,7 +70,7 @@ def test_two_ranks_give_what_one_gives_and_end_together() -> None:
 
 
 def test_stages_of_two_ranks_give_what_one_rank_gives() -> None:
-    """The drafter is fed from layers of both stages."""
+    """The drafter gets features of layers on both stages."""
     with LLM(TARGET, **SETTINGS, reduction_slices=2) as llm:
         expected = answers(llm)
     with LLM(TARGET, **SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=2) as llm:
@@ -79,7 +79,7 @@ def test_stages_of_two_ranks_give_what_one_rank_gives() -> None:
 
 
 def test_stages_may_have_groups_that_others_have_not(tmp_path: Path) -> None:
-    """States and full attention, of which a stage has layers or none."""
+    """States and full attention; a stage may have no layer of one of them."""
     path = str(make_granite(tmp_path / "model"))
     prompts = [{"prompt_token_ids": [(7 * i + j) % 200 for i in range(n)]} for j, n in enumerate((1, 5, 16, 33, 40))]
     settings: dict[str, Any] = {"batch_invariant": True, "kv_cache_memory": 4 << 20, "skip_tokenizer_init": True}
@@ -160,7 +160,7 @@ def test_memory_that_no_other_process_reaches_is_named() -> None:
 
 
 def test_a_plan_that_fails_ends_the_ranks() -> None:
-    """A rank that raised is in the middle of a sum, in which the others wait."""
+    """A rank that raised is inside an all-reduce in which the others wait."""
     with LLM(TARGET, **SETTINGS, tensor_parallel_size=2) as llm:
         executor = llm._engine.core.executor
         assert isinstance(executor, RankExecutor)

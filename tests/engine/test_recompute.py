@@ -1,4 +1,4 @@
-"""A decode engine whose handoff fails goes on by itself: same tokens, no page lost, none freed too early."""
+"""A decode engine whose handoff fails continues alone: same tokens, no page lost, none freed too early."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def expected(prompt: list[int]) -> Stream:
 
 
 class SilentAgent:
-    """Takes the engine's calls and says nothing: the test says what happens."""
+    """Takes the engine's calls and sends no events: the test injects them."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -127,7 +127,7 @@ def test_proven_pages_shorten_the_recomputation(tmp_path: Path, prompt: list[int
     with pair(tmp_path) as two:
         silence(two.decode)
         legs, pools = two.decode.core.legs, two.decode.core.cache.pools
-        # What P would have written: the prompt, computed here and moved into the pages of the attempt.
+        # The bytes that P would have written: the prompt, computed here and moved into the attempt's pages.
         stream, key = waiting_leg(two, prompt)
         request = legs.open[key].request
         tables = {name: list(pages) for name, pages in request.kv.pages.items()}
@@ -166,7 +166,7 @@ def test_what_is_left_of_a_window_is_no_prefix(tmp_path: Path, prompt: list[int]
         silence(two.decode)
         stream, key = waiting_leg(two, prompt)
         request = two.decode.core.legs.open[key].request
-        # As if only the end of this group were wanted: its first page then begins with bytes that nobody wrote.
+        # As if only the end of this group were wanted: its first page then begins with unwritten bytes.
         request.kv.uncached.add("target.full")
         two.decode.core.on_handoff(DecodeProgress(key, {"target.full": 96, "draft": 96}))
         two.decode.core.on_handoff(lost(key))
@@ -215,7 +215,7 @@ def test_an_error_where_recomputation_is_not_allowed(
 
 
 def test_no_room_to_recompute_ends_in_time(tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Room for one request: while its old pages are in quarantine there is none for the new ones.
+    # Memory for one request: while its old pages are in quarantine there is none for the new ones.
     with pair(tmp_path, decode={"kv_cache_memory": 11 * PAGE_BYTES}) as two:
         silence(two.decode)
         stream, key = waiting_leg(two, prompt)
@@ -285,7 +285,7 @@ def test_a_client_that_leaves_meanwhile_frees_everything(tmp_path: Path, prompt:
 
 def test_a_ticket_for_an_earlier_incarnation_is_not_the_requests_fault(tmp_path: Path, prompt: list[int]) -> None:
     with pair(tmp_path) as two:
-        # As a router would that has not heard of a restart.
+        # As a router that does not know of a restart would send.
         two.prefill.engine.info = msgspec.structs.replace(two.prefill.engine.info, incarnation="before")
         with pytest.raises(WrongEngineError) as refused:
             two.legs("r", prompt, PARAMS, "push")

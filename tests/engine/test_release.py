@@ -28,7 +28,7 @@ def no_garbage_collector() -> Iterator[None]:
 
 
 def held(engine: Engine) -> dict[str, weakref.ref[Any]]:
-    """What takes most of an engine's memory."""
+    """Weak references to the largest parts of an engine's memory."""
     executor = engine.core.executor
     assert isinstance(executor, LocalExecutor)
     runner = executor.runner
@@ -64,5 +64,5 @@ def test_engines_of_a_handoff(no_garbage_collector: None, tmp_path: Path) -> Non
 
 
 def mapped() -> str:
-    """The files in this process's memory."""
+    """The files mapped into this process."""
     return Path("/proc/self/maps").read_text()

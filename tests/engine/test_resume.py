@@ -1,4 +1,6 @@
-"""A request that resumes from known tokens goes on as if it had never stopped: alone, and through a handoff."""
+"""A request that resumes from known tokens continues as if it had never stopped: on one engine, and through a
+handoff.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def round_ends(stream: Stream) -> list[int]:
-    """How many tokens were out after the first, and after each verification round."""
+    """The number of tokens after the first one, and after each verification round."""
     ends = [1]
     for accepted in stream.accepted:
         ends.append(ends[-1] + accepted + 1)

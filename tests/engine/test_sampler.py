@@ -1,4 +1,6 @@
-"""Sampling: the coupled verifier changes nothing, rejection preserves the distribution, parameters do their work."""
+"""Sampling: the coupled verifier changes no token, rejection sampling preserves the distribution, parameters take
+effect.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def logits(seed: int, rows: int = 4) -> np.ndarray:
 
 
 def sampling(asked: Sequence[tuple[SamplerState, Sequence[int]]], rejection: bool = False) -> Sampling:
-    """Of requests whose rows stand side by side."""
+    """The sampling data of requests whose rows are side by side."""
     starts = np.cumsum([0, *(1 + len(drafts) for _, drafts in asked)]).tolist()
     found = sampling_of(
         [ToSample(one, at, drafts) for (one, drafts), at in zip(asked, starts, strict=False)], rejection
@@ -43,7 +45,7 @@ def sampling(asked: Sequence[tuple[SamplerState, Sequence[int]]], rejection: boo
 def verify_all(
     asked: Sequence[tuple[SamplerState, Sequence[int]]], rows: np.ndarray, rejection: bool = False
 ) -> list[Verified]:
-    """Requests with their drafts, together; `rows` [all rows, V]."""
+    """Verify requests with their drafts in one batch; `rows` [all rows, V]."""
     choices = choose(torch.from_numpy(rows), sampling(asked, rejection)).tolist()
     found, first = [], 0
     for _, drafts in asked:
@@ -57,7 +59,7 @@ def verify_one(one: SamplerState, rows: np.ndarray, drafts: Sequence[int]) -> Ve
 
 
 def processed(rows: torch.Tensor, asked: Sampling) -> torch.Tensor:
-    """Scores with everything that may be done to them before noise."""
+    """Scores with all processing before the noise."""
     found = choice.processed(rows, asked)
     drawn = asked.noise.temperature > 0.0
     choice._cut_nucleus(found, np.flatnonzero(drawn & (asked.top_p < 1.0)), asked.top_p)
@@ -65,7 +67,7 @@ def processed(rows: torch.Tensor, asked: Sampling) -> torch.Tensor:
 
 
 def scores(one: SamplerState, row: np.ndarray, drafts_before: Sequence[int]) -> np.ndarray:
-    """Processed logits of the row behind those drafts."""
+    """Processed logits of the row after those drafts."""
     rows = torch.from_numpy(np.stack([row] * (1 + len(drafts_before))))
     last: np.ndarray = processed(rows, sampling([(one, drafts_before)]))[-1].numpy()
     return last
@@ -121,7 +123,7 @@ def test_rejection_preserves_the_target_distribution() -> None:
 
 @pytest.mark.parametrize("draft", [0, VOCAB - 1])
 def test_a_draft_is_no_choice_where_every_token_is_masked(draft: int) -> None:
-    """Nothing can be drawn there, so nothing was accepted; the row still names a token."""
+    """No token can be drawn there, so the draft is not accepted; the row still names a token."""
     masked = np.full(VOCAB, -np.inf)
     for uniform_draw in (0.0, 0.5):
         found = rejection_choice(masked, draft, uniform_draw, np.zeros(VOCAB))
@@ -161,7 +163,7 @@ def test_bias_and_penalties_see_the_drafts_before_a_row() -> None:
 
 
 def any_params(random: np.random.Generator, vocab_size: int) -> SamplingParams:
-    """Every parameter that touches a choice, each left alone half of the time."""
+    """Every parameter that affects a choice, each left at its default half of the time."""
 
     def maybe(value: Any, otherwise: Any) -> Any:
         return value if random.random() < 0.5 else otherwise
@@ -189,7 +191,7 @@ def any_params(random: np.random.Generator, vocab_size: int) -> SamplingParams:
 def test_a_batch_is_sampled_as_its_requests_one_by_one(
     rejection: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens, acceptance and every bit of the scores, whatever stands beside a request and in how many blocks."""
+    """Tokens, acceptance and every bit of the scores, with any neighbours and any number of blocks."""
     monkeypatch.setattr(choice, "_BLOCK", block)
     vocab_size, num_accepted = 301, 0
     for seed in range(12):
@@ -235,7 +237,7 @@ def test_noise_of_many_is_that_of_each() -> None:
 def test_drafts_are_picked_as_the_target_would(
     mapped: bool, block: int, temperatures: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the definition: argmax of logits over temperature and the noise of the target's own ids."""
+    """By definition: argmax of logits over temperature plus the noise of the target's ids."""
     monkeypatch.setattr(choice, "_BLOCK", block)
     vocab_size = 301
     random = np.random.default_rng(3)
@@ -263,11 +265,11 @@ def test_logprobs_are_normalised_and_sorted() -> None:
 
 
 def test_every_seed_has_noise_of_its_own() -> None:
-    """Also beyond 2**63, where a float no longer tells neighbours apart."""
+    """Also beyond 2**63, where floats no longer distinguish neighbours."""
     seeds = [0, 1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1]
     assert len({gumbel(seed, 0, 10, 1)[0] for seed in seeds}) == len(seeds)
     assert len({gumbel(seed, index, 10, 1)[0] for seed in seeds for index in seeds}) == len(seeds) ** 2
-    # As NumPy gives it for words that are no floats: what a stored answer was made with.
+    # As NumPy gives it for words that are not floats: stored answers were made with it.
     assert gumbel(7, 0, 10, VOCAB)[0] == pytest.approx(1.1199555438670727, abs=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""What cannot be served says so by its name before anything is loaded, and what to do instead."""
+"""An unsupported model or setting is refused by name before anything is loaded, with an alternative."""
 
 from __future__ import annotations
 

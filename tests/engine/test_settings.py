@@ -1,5 +1,6 @@
-"""Every setting of an engine and every field of a request: the facts that tell other engines of it, or why no output
-depends on it. A setting that is in no row fails here."""
+"""Every engine setting and every request field has a row: the facts that other engines see, or why no output depends on
+it. A setting without a row fails here.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from baton.wire import EngineInfo, GenerateRequest, SamplingParams, StructuredOu
 from tests.support.checkpoints import make_checkpoint, make_drafter
 
 Facts = frozenset[str]
-Row = Facts | str  # the facts, or why there is none
+Row = Facts | str  # the facts, or the reason why there is none
 
 _INVARIANT = "the bits of every row are the same with `batch_invariant`, and without it no engine promises them"
 _HANDOFF = "it moves bytes of which digests and lengths are checked, and decides none"
@@ -102,7 +103,7 @@ TRANSFER: dict[str, Row] = {
     "handoff_timeout_s": _FAILS,
     "prefix_store": "a stored prefix holds the bits that the prefill would write, and is found by the facts as well",
 }
-# Of a request the row says what carries the field to every engine that computes a part of it.
+# For a request field, the row says what carries it to every engine that computes a part of the request.
 DIGEST = facts("ticket.request_digest")
 REQUEST: dict[str, Row] = {
     "request_id": _NAME,
@@ -220,7 +221,7 @@ def test_a_setting_is_told_by_the_facts_of_its_row(
         "override_generation_config": {"temperature": 0.5},
         "speculative_config": SpeculativeConfig.parse(draft_model),
     }
-    # What needs another machine, several processes, or has one value here that computes otherwise.
+    # Settings that need another machine or several processes, or that have one working value here.
     left_out = {"device", "tensor_parallel_size", "attention_backend"}
     assert set(changes) == {name for name, row in ENGINE.items() if not isinstance(row, str)} - left_out
     for name, value in changes.items():
@@ -228,12 +229,11 @@ def test_a_setting_is_told_by_the_facts_of_its_row(
         row = ENGINE[name]
         assert found & set(row), name
         if name not in ("model", "speculative_config"):
-            # Another dtype rounds otherwise as well, and its planes are other planes.
+            # Another dtype also rounds differently, and its planes differ.
             assert found <= {*row, "numerics.probe", "group.target.full"}, name
 
 
 def test_settings_without_a_fact_change_none(base: EngineConfig, known: dict[str, str], tmp_path: Path) -> None:
-    """All at once."""
     (tmp_path / "ticket.key").write_bytes(b"k" * 32)
     (tmp_path / "ticket.key").chmod(0o600)
     other = replace(
@@ -300,14 +300,14 @@ def test_drafters_decide_tokens_unless_the_verifier_is_coupled() -> None:
     assert identity(method="ngram", options="[]", verifier="coupled") == none
     rejection = identity(method="eagle", weights="a", verifier="rejection")
     assert len({none, rejection, identity(method="eagle", weights="b", verifier="rejection")}) == 3
-    assert identity(method="eagle", weights="a") != none  # vLLM, whose verifier is its own
+    assert identity(method="eagle", weights="a") != none  # vLLM uses its own verifier
 
 
 # ---------------------------------------------------------------- requests
 
 
 def test_a_ticket_covers_the_request() -> None:
-    """Two legs of one ticket cannot be asked for different outputs: every parameter changes its digest."""
+    """Two legs of one ticket cannot ask for different outputs: every parameter changes its digest."""
     other: dict[str, Any] = {
         "logit_bias": {1: 1.0},
         "allowed_token_ids": (1,),
@@ -351,7 +351,7 @@ def test_every_file_of_a_checkpoint_has_a_row() -> None:
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and node.value.endswith((".json", ".jinja", ".safetensors"))
-        and not node.value.startswith("*")  # patterns of what the hub is asked for
+        and not node.value.startswith("*")  # patterns of hub downloads
     }
     assert found == set(FILES)
 
@@ -403,7 +403,7 @@ def test_a_changed_file_changes_the_fact_of_its_row(base: EngineConfig, known: d
         path = copy / name
         value = json.loads(path.read_text()) if path.exists() else {}
         if name == "tokenizer.json":
-            changes = {}  # which it refuses; the spaces are others
+            changes = {}  # the file is then refused; its whitespace differs
         path.write_text(json.dumps({**value, **changes}))
         return told(replace(base, model=str(copy)))
 

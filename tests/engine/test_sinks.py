@@ -1,4 +1,4 @@
-"""Attention sinks: one more logit of each head in the softmax, in every backend, and a row's bits stay its own."""
+"""Attention sinks: one more logit per head in the softmax, in every backend, with batch-invariant rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.engine.attention import BACKENDS, AttnRows, get_backend
 from tests.engine.test_attention import LAYER, Pool, random_qkv
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# What runs on CUDA alone is tested in `test_attention_cuda.py`.
+# The CUDA backend is tested in `test_attention_cuda.py`.
 ON_CPU = sorted(BACKENDS.keys() - {"triton"})
 
 
@@ -70,7 +70,7 @@ def test_bfloat16(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 50])
 def test_paged_rows_are_equal_to_the_bit(dtype: torch.dtype, window: int | None) -> None:
-    """Whatever the chunks, the neighbours in the batch and the page size."""
+    """With any chunks, batch neighbours and page size."""
     lengths, heads, groups, size = [130, 1, 64], 4, 2, 20
     data = [tuple(t.to(dtype) for t in random_qkv(n, heads, groups, size, seed=n)) for n in lengths]
     sinks, backend = torch.tensor([0.5, -1.0, 2.0, 0.0]), get_backend("paged_cpu", "cpu")

@@ -1,4 +1,4 @@
-"""An engine whose thread hangs says so to everyone who would wait for it: health checks, clients, router and peers."""
+"""An engine whose thread hangs tells everything that would wait for it: health checks, clients, router and peers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_a_thread_that_hangs_is_told_and_may_come_back(monkeypatch: pytest
 
     engine.start()
     try:
-        engine.load()  # idle is not stalled, however long
+        engine.load()  # idle is not stalled, for any time
         monkeypatch.setattr(core, "step", hang)
         asked = asyncio.create_task(ask())
         await until_stalled(engine, True)
@@ -75,7 +75,7 @@ def test_idle_time_and_short_turns_count_for_nothing(monkeypatch: pytest.MonkeyP
         assert core.busy_s() == 0.0
         core.post(lambda: None)
         now[0] += 7.0
-        assert core.busy_s() == 7.0  # nobody takes it
+        assert core.busy_s() == 7.0  # no thread takes it
         seen: list[float] = []
 
         def slow() -> None:
@@ -83,14 +83,14 @@ def test_idle_time_and_short_turns_count_for_nothing(monkeypatch: pytest.MonkeyP
             seen.append(core.busy_s())
 
         core.post(slow)
-        core.stop()  # so that the turn does not sleep at its end
+        core.stop()  # so that the iteration does not sleep at its end
         core.turn()
         assert seen == [5.0]
         assert core.busy_s() == 0.0
 
 
 def test_calls_are_taken_while_others_look_at_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of them must not go away between a look whether there is one and a look at it."""
+    """The first call must not disappear between the check for one and the access."""
 
     class Calls(deque[Any]):
         def popleft(self) -> Any:
@@ -108,13 +108,13 @@ def test_calls_are_taken_while_others_look_at_them(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_a_decode_engine_waits_for_no_prefill_engine_that_hangs(tmp_path: Path, mode: Any) -> None:
-    """The prefill engine's agent lives, renews its lease, and says that nothing will come."""
+    """The prefill engine's agent lives, renews its lease, and reports that nothing will come."""
     prompt = list(range(5, 55))
     with stepped() as alone:
         expected = alone.run("r", prompt, PARAMS).result
     with pair(tmp_path, stall_timeout_s=0.2) as engines:
         _, decoded = engines.legs("r", prompt, PARAMS, mode)
-        engines.prefill.core.post(lambda: None)  # and nobody takes it: no turn of this engine runs
+        engines.prefill.core.post(lambda: None)  # it is never taken: this engine does not step
         deadline = time.monotonic() + LIMIT_S
         while not decoded.ended:
             assert time.monotonic() < deadline
@@ -122,7 +122,7 @@ def test_a_decode_engine_waits_for_no_prefill_engine_that_hangs(tmp_path: Path, 
                 time.sleep(0.001)
         assert decoded.result == expected
         assert engines.decode.core.metrics.handoff_failures == {"engine_stalled": 1}
-        engines.settle()  # the agent of the one that hangs has freed what it can, once it goes on
+        engines.settle()  # the hanging engine's agent has freed what it can, once the engine steps again
 
 
 def test_the_timeout_is_checked() -> None:

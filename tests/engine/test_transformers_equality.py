@@ -1,7 +1,7 @@
-"""Greedy tokens of a whole engine are those of transformers' `generate`, with and without speculation.
+"""Greedy tokens of an engine are those of transformers' `generate`, with and without speculation.
 
-Two correct implementations round differently, so where the reference's logits are nearly tied the engine may
-take another token. Such a case is excused and counted, never more than 2% of all; anything else fails.
+Two correct implementations round differently, so at a near-tie of the reference's logits the engine may take another
+token. Such a case is excused and counted, at most 2% of all; anything else fails.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Models:
 
 @dataclass(slots=True)
 class Comparison:
-    """One checkpoint under every method. A case is one prompt of one method."""
+    """One checkpoint with every method. A case is one prompt with one method."""
 
     num_cases: int = 0
     num_accepted: dict[str, int] = field(default_factory=dict)
@@ -91,10 +91,10 @@ def find(tmp_path_factory: pytest.TempPathFactory) -> Find:
 
 
 def make_predictable(target: Path, eagle: Path) -> None:
-    """Weaken every layer and let the EAGLE head repeat the embedding it is given.
+    """Weaken every layer and let the EAGLE head repeat the embedding that it gets.
 
-    The next token then mostly follows from the last one alone, which is what the head guesses, so that many
-    drafts are accepted and many are not. Heads of random weights hardly ever guess right.
+    The next token then mostly follows from the last one alone, which is the head's guess, so many drafts are accepted
+    and many are not. Heads with random weights hardly ever guess right.
     """
     for directory in (target, eagle):
         file = directory / "model.safetensors"
@@ -108,7 +108,7 @@ def make_predictable(target: Path, eagle: Path) -> None:
 
 
 def generate(models: Models, method: str, max_tokens: int, **settings: Any) -> tuple[list[list[int]], int]:
-    """Greedy tokens of every prompt, and how many of them were accepted drafts."""
+    """Greedy tokens of every prompt, and the number of accepted drafts among them."""
     if method != "none":
         head = {"method": method, "model": str(models.heads[method]), "num_speculative_tokens": 3}
         settings["speculative_config"] = head
@@ -122,7 +122,7 @@ def load_reference(target: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         target, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )
-    # An end token is a token like any other here; min_new_tokens would forbid it instead.
+    # End tokens are ordinary tokens here; min_new_tokens would forbid them instead.
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     return model
 
@@ -139,10 +139,10 @@ def reference_tokens(model: Any, prompt: list[int]) -> list[int]:
 
 
 def judge(model: Any, prompt: list[int], expected: list[int], got: list[int]) -> tuple[bool, str]:
-    """Whether a difference is a near-tie, and what to say of it.
+    """Whether a difference is a near-tie, and a message.
 
-    The reference reads the engine's own tokens, so that those after the first difference are judged too: each
-    must have a logit within `TIE` of the reference's best at its position.
+    The reference reads the engine's own tokens, so that tokens after the first difference are judged too: each must
+    have a logit within `TIE` of the reference's best at its position.
     """
     if len(got) != len(expected):
         return False, f"{len(got)} tokens, expected {len(expected)}"
@@ -160,7 +160,7 @@ def judge(model: Any, prompt: list[int], expected: list[int], got: list[int]) ->
 
 @pytest.fixture(scope="module")
 def compare(find: Find) -> Compare:
-    """The comparison of a checkpoint by name, each made once whatever the order of the tests."""
+    """The comparison of a checkpoint by name, each made once in any order of the tests."""
 
     @functools.cache
     def make(name: str) -> Comparison:
@@ -168,7 +168,7 @@ def compare(find: Find) -> Compare:
         reference = load_reference(models.target)
         expected = [reference_tokens(reference, prompt) for prompt in models.prompts]
         for method in METHODS:
-            # Fewer rows a step than the prompts have: chunks, and prompts beside tokens being generated.
+            # Fewer rows per step than the prompts have: chunks, and prompts beside decoding requests.
             tokens, accepted = generate(models, method, NEW_TOKENS, dtype="float32", max_num_batched_tokens=200)
             result.num_accepted[method] = accepted
             for prompt, want, got in zip(models.prompts, expected, tokens, strict=True):
@@ -188,7 +188,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, compare: Compare) ->
     assert not result.wrong, "\n".join(result.wrong)
     assert result.num_cases == len(METHODS) * len(LENGTHS)
     if name == "predictable":
-        # Acceptance and rejection were both part of what was compared.
+        # Both acceptance and rejection were part of the comparison.
         assert 0.1 < result.num_accepted["eagle"] / (NEW_TOKENS * len(LENGTHS)) < 0.74
 
 

@@ -1,4 +1,4 @@
-"""What a request costs while it waits for room."""
+"""The cost of a waiting request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_waiting_prompt_is_hashed_once_per_group(monkeypatch: pytest.MonkeyPat
             one.step()
             num_steps += 1
         looked_up = [identity for identity in hashed if identity[0] == waiting[0]]
-        # Target and drafter; the drafter's pages know one token more.
+        # Target and drafter; the drafter's pages depend on one token more.
         assert sorted(map(len, looked_up)) == [16, 17]
         assert num_steps > 10
         while not second.ended:

@@ -1,6 +1,6 @@
-"""Gemma 3 and gpt-oss through whole engines: windows smaller than a page, as large, and larger, beside full layers.
+"""Gemma 3 and gpt-oss on whole engines: windows smaller than, equal to and larger than a page, beside full layers.
 
-Tokens are those of transformers; neither batches nor hits, preemption or handoffs change one, or what is accepted.
+Tokens are those of transformers; batches, hits, preemption and handoffs change neither tokens nor acceptance.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PAGE = 16
 NUM_TOKENS = 12
 LENGTHS = (1, 5, 17, 70)
-# By name: the maker, the shape, and what differs from it.
+# By name: the maker, the shape, and overrides.
 MODELS: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
     "gemma3": (make_gemma3, "gemma3", {}),
     "gemma3-odd": (make_gemma3, "gemma3-odd", {}),
@@ -48,7 +48,7 @@ Find = Callable[..., "Trial"]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A target and a random EAGLE-3 head, a Llama layer, on it."""
+    """A target and a random EAGLE-3 head (a Llama layer) for it."""
 
     path: Path
     head: Path
@@ -108,12 +108,12 @@ def test_greedy_tokens_are_those_of_transformers(name: str, seed: int, find: Fin
     trial = find(name, seed)
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in LENGTHS]
-    # The cache of transformers keeps all keys for a window of one token, instead of none.
+    # With a window of one token, the cache of transformers keeps all keys instead of none.
     expected = expected_tokens(trial.path, prompts, use_cache=trial.window > 1)
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     head = {"method": "eagle3", "model": str(trial.head), "num_speculative_tokens": 3}
     for drafter in ({}, {"speculative_config": head}):
-        # Fewer rows a step than the prompts have: chunks, and prompts beside tokens being generated.
+        # Fewer rows per step than the prompts have: chunks, and prompts beside decoding requests.
         with LLM(str(trial.path), kv_cache_memory=8 << 20, max_num_batched_tokens=40, **drafter) as llm:
             found = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
         assert found == expected, drafter
@@ -126,7 +126,7 @@ WITH_LOGPROBS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, 
 
 @pytest.mark.parametrize(("name", "dtype"), [("gemma3-odd", "float32"), ("gpt_oss", "bfloat16")])
 def test_a_request_alone_gets_the_bits_it_gets_among_others(name: str, dtype: str, find: Find) -> None:
-    """Tokens and logprobs, whatever the chunks and the page size."""
+    """Tokens and logprobs, with any chunks and page size."""
     trial = find(name)
     prompts = [prompt_of(length, salt=length) for length in (3, 17, 50)]
     with stepped(**trial.settings(dtype=dtype, enable_prefix_caching=False)) as one:
@@ -159,7 +159,7 @@ def test_little_memory_changes_no_token(name: str, find: Find) -> None:
     with stepped(**trial.settings(True)) as one:
         expected = [stream.token_ids for stream in one.all_of(prompts, params)]
         page_bytes = {g: m.spec.page_bytes for g, m in one.core.executor.runner.kv.items()}  # type: ignore[attr-defined]
-    # Ten pages of each group: a context, and a part of another.
+    # Ten pages of each group: one context and a part of another.
     settings = trial.settings(True, max_model_len=120, kv_cache_memory=10 * sum(page_bytes.values()))
     with stepped(max_num_batched_tokens=24, **settings) as one:
         streams = one.all_of(prompts, params)
@@ -178,7 +178,7 @@ def test_windows_give_pages_back_while_prompts_are_computed(name: str, find: Fin
         stream = one.add(request("r", prompt, GREEDY))
         while not stream.ended:
             one.step()
-            # What the chunk's first row sees and the chunk, at any place in their pages.
+            # The tokens that the chunk's first row sees, and the chunk, at any offset in their pages.
             assert pool.num_referenced <= 1 + -(-(trial.window - 1 + budget) // PAGE)
         assert stream.result == expected
 
@@ -198,7 +198,7 @@ def test_windows_give_pages_back_while_prompts_are_computed(name: str, find: Fin
 def test_a_handoff_changes_neither_tokens_nor_acceptance(
     name: str, has_drafter: bool, find: Find, tmp_path: Path
 ) -> None:
-    """Pages of several sizes on P and on D, of the window's group others than of the full layers' group."""
+    """With several page sizes on P and on D, and other ones for the window's group than for the full group."""
     trial = find(name)
     lengths = [1, 4, 5, 6, 16, 17, 40, 70]
     settings = trial.settings(has_drafter, integrity="full", max_num_batched_tokens=32)
@@ -214,7 +214,9 @@ def test_a_handoff_changes_neither_tokens_nor_acceptance(
     ("name", "has_drafter"), [("gemma3", True), ("gemma3-odd", False), ("gpt_oss", True), ("gpt_oss-one", False)]
 )
 def test_of_a_window_only_the_window_is_sent(name: str, has_drafter: bool, find: Find, tmp_path: Path) -> None:
-    """Bytes by hand: all tokens of full layers and of the head, of windowed ones those that the next token sees."""
+    """Bytes by hand: all tokens of full layers and of the head, and of windowed layers those that the next
+    token sees.
+    """
     trial = find(name)
 
     def entry(specs: list[KVLayerSpec]) -> int:
@@ -236,7 +238,7 @@ def test_of_a_window_only_the_window_is_sent(name: str, has_drafter: bool, find:
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
 def test_what_d_holds_is_not_sent_again(name: str, find: Find, tmp_path: Path) -> None:
-    """A second request with the same beginning: hits of full layers, and of the window where its pages are there."""
+    """A second request with the same beginning: hits of full layers, and of the window if its pages are there."""
     trial = find(name)
     prompts = [prompt_of(70), prompt_of(70)[:64] + prompt_of(30, salt=9), prompt_of(70)]
     settings = trial.settings(True, max_num_batched_tokens=40)
