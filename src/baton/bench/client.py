@@ -13,8 +13,7 @@ from baton.openai.client import OpenAIClient
 
 @dataclass(slots=True)
 class Streamed:
-    """One streamed completion. `times_s`: seconds from sending the request to each token; tokens of one event share
-    one time."""
+    """One streamed completion. `times_s`: seconds from request to each token; tokens of one event share a time."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -30,7 +29,7 @@ class Streamed:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first, divided by the time from first to last; nan if there is no such time."""
+        """Tokens after the first, divided by the time from first to last, or nan."""
         span = self.times_s[-1] - self.times_s[0] if len(self.times_s) > 1 else 0.0
         return (len(self.token_ids) - 1) / span if span else float("nan")
 

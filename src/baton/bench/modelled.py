@@ -25,8 +25,7 @@ _EVENT_S = 60.0
 
 
 class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The KV of a target, and of a drafter with one layer of the same shape in its own group. `block_size` in
-    tokens."""
+    """The KV of a target, and of a drafter with one such layer in its own group. `block_size` in tokens."""
 
     num_layers: int
     num_kv_heads: int

@@ -47,7 +47,7 @@ def latent_fields(raw: RawConfig, max_position_default: int, interleaved: bool) 
     if get_int(raw, "num_key_value_heads", heads) != heads:
         raise CheckpointError("config.json: num_key_value_heads differs from num_attention_heads")
     rope_dim = get_int(raw, "qk_rope_head_dim", 64)
-    # Configs have the rotated part of a head as `head_dim`, or the whole; transformers derives it.
+    # A config's `head_dim` is the rotated part of a head or the whole head; transformers derives it instead.
     fields = decoder_fields({**raw, "head_dim": rope_dim}, max_position_default)
     spec = LatentSpec(
         latent_dim=get_int(raw, "kv_lora_rank", 512),

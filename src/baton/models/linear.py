@@ -129,7 +129,7 @@ def few_rows_agree(rows: int, columns: int, threads: int) -> bool:
 def cancelling(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """`x` and `weight` [..., K], changed so that products cancel in pairs and a sum consists of rounding errors.
 
-    Any other sum hides the order of summation when it is rounded to bfloat16's 8 bits.
+    Of most other sums, rounding to bfloat16's 8 bits hides the order of summation.
     """
     count = x.shape[-1] // 2
     order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(1))

@@ -89,10 +89,10 @@ def check_config(config: Any) -> None:
 
 
 def stream_of(config: Any, asked: KVStream | None) -> KVStream:
-    """The unit in which a prefill engine streams KV: `asked`, or "layer" if that is possible, else "chunk".
+    """The unit in which P streams KV: `asked`; by default "layer" if possible, else "chunk".
 
-    "layer" requires that a layer is written when its hook is called, which is not so on a device that vLLM does not
-    wait for, and a vLLM whose hooks are tested. Raises `ConfigError` if "layer" is asked for and not possible.
+    "layer" needs a vLLM whose hooks are tested, and a device that vLLM waits for: only then is a layer written when its
+    hook is called. Raises `ConfigError` if "layer" is asked for and not possible.
     """
     device = config.device_config.device_type
     by_layer = device == "cpu" and check_version() == WITH_RANKS
@@ -221,7 +221,7 @@ def tensor_rank(config: Any) -> WorkerHeads:
 
 
 def kernel_layout(config: Any, layer: str) -> KernelLayout:
-    """How a layer's attention kernel stores its pages: by token, unless the layer has an `isa`."""
+    """How a layer's attention kernel stores pages: by token, unless the layer has an `isa`."""
     isa = getattr(config.compilation_config.static_forward_context[layer], "isa", None)
     return "tokens" if isa is None else "k_by_dimension" if isa in _K_BY_DIMENSION else "unknown"
 

@@ -127,7 +127,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """Does nothing: a request is parked until its KV is there, so no forward pass waits for a layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """The copy of a target layer may begin. vLLM calls this after each attention layer."""
+        """A target layer is written, so its copy may begin. vLLM calls this after each attention layer."""
         self.worker.layer_written(layer_name)
 
     def wait_for_save(self) -> None:

@@ -96,8 +96,8 @@ def describe(
     out = CacheLayout(list(regions.values()), [], {}, {})
     for group in groups:
         runs = _runs([(index, caches[layer], kernels[layer]) for index, layer in enumerate(group.layers)])
-        # A stage with one layer cannot tell whether other stages split the group, so it assumes the common case: yes,
-        # since layers have separate tensors. A drafter is on one stage only.
+        # A stage with one layer cannot tell whether the other stages split this group. Most often they do, since each
+        # layer has its own tensor. A drafter is on one stage only.
         alone = num_stages > 1 and len(group.layers) == 1 and group.owner == "target"
         split = len(runs) > 1 or alone
         for run in runs:
@@ -215,8 +215,7 @@ def _geometry(
 
 
 def kernel_pages(table: Sequence[int], blocks_per_page: int) -> list[int]:
-    """The kernel's page ids for vLLM's block table: each block is `blocks_per_page` consecutive pages, block 0 the null
-    page."""
+    """The kernel's pages of vLLM's block table: each block is `blocks_per_page` consecutive pages, block 0 is null."""
     if blocks_per_page == 1:
         return list(table)
     pages = np.asarray(table, dtype=np.int64)[:, None] * blocks_per_page + np.arange(blocks_per_page)

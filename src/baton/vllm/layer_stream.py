@@ -56,8 +56,7 @@ class VllmLayerStream:
         self._reached = 0  # the first so many of `_layers` are written
 
     def begin(self, prompts: Iterable[StreamedPrompt]) -> None:
-        """A forward over these prompts is about to run. If the previous one was not ended, it has failed and is
-        withdrawn."""
+        """A forward over these prompts is about to run. A previous one without `end` has failed, and is withdrawn."""
         self.withdraw()
         self._written, self._reached = set(), 0
         self._prompts = list(prompts)

@@ -183,9 +183,8 @@ class SchedulerSide:
     # ------------------------------------------------------------ the decode leg
 
     def num_matched(self, request_id: str, num_computed: int) -> int | None:
-        """How many tokens come from P, if the first `num_computed` are here. None until P has admitted the leg to all
-        workers of this engine: before that the leg must hold no blocks, since P's admission could wait for these
-        blocks. No side effects."""
+        """How many tokens come from P, if the first `num_computed` are here. No side effects. None until all workers
+        report P's admission: before it the leg must hold no blocks, since the admission could wait for them."""
         leg = self._decodes.get(request_id)
         if leg is None or leg.receiving or leg.num_tokens <= num_computed:
             return 0
