@@ -1,4 +1,4 @@
-"""Engines' agents, and what connects them, for one test."""
+"""Fixtures: agents of engines, and the network between them, for one test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.modelled_network import World
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    """Whole agents on threads and sockets."""
+    """Complete agents with threads and sockets."""
     made = Pair()
     yield made
     for node in made.nodes:
@@ -21,7 +21,7 @@ def pair() -> Iterator[Pair]:
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """Agents of modelled time, on a modelled network."""
+    """Agents in modelled time, on a modelled network."""
     made = World()
     yield made
     for node in made.nodes.values():

@@ -1,4 +1,4 @@
-"""Engines without a model, for tests of whole agents: pools, an agent, and the agent's events."""
+"""Engines without a model, for tests of complete agents: pools, an agent, and the agent's events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMERS = Timers(retry=0.05, check=0.02, close=2.0)
 
 
 class Node(handoff_pair.Node):
-    """A node for tests of whole agents. Events of progress go into `progress`, all others into `events`."""
+    """A node for tests of complete agents. `DecodeProgress` events go into `progress`, all others into `events`."""
 
     def __init__(self, name: str, scheme: str = "local://", page_size: int = 4, **config: object) -> None:
         self.progress: list[HandoffEvent] = []
@@ -77,7 +77,7 @@ def ticket_for(p: Node, d: Node, mode: str, life: float = 60, **changes: object)
 
 
 def settle(*nodes: Node) -> None:
-    """Wait until nothing is open any more."""
+    """Wait until no attempt is open."""
     until = time.monotonic() + 60
     while any(node.agent.stats().outstanding for node in nodes):
         assert time.monotonic() < until, [node.agent.stats() for node in nodes]
@@ -87,7 +87,7 @@ def settle(*nodes: Node) -> None:
 def hand_over(
     p: Node, d: Node, mode: str, n: int, when: str, hit: int = 0, salt: float = 0.0, exact: bool = True
 ) -> None:
-    """One whole handoff, REGISTER coming `when` relative to the prefill; checks every byte of both sides."""
+    """One complete handoff with REGISTER arriving `when` relative to the prefill. Checks every byte of both sides."""
     ticket = ticket_for(p, d, mode)
     key = ticket.key
     source, dest = p.pages(1, n), d.pages(3, n)
@@ -124,6 +124,6 @@ def hand_over(
             moved += want.nbytes
         touched = int((d.pools[group] != -1).sum())
         assert touched == (stop - start) * GROUPS[group] * 2 * HEADS * DIM
-    # What had to be copied again is counted again.
+    # Repeated copies count again.
     assert committed.num_bytes == moved if exact else committed.num_bytes > moved
     settle(p, d)

@@ -34,7 +34,7 @@ UNTOUCHED = -1.0
 
 @dataclass(frozen=True)
 class Shape:
-    """How an instance is cut: tensor ranks, and the layer at which each stage begins."""
+    """How an instance is cut: tensor ranks, and the first layer of each stage."""
 
     tp: int = 1
     stages: tuple[int, ...] = (0,)
@@ -48,11 +48,11 @@ class Shape:
 
     @property
     def sampling(self) -> int:
-        """The last stage's first rank, which drafts too."""
+        """The last stage's first rank, which also drafts."""
         return self.num_ranks - self.tp
 
     def geometry(self, rank: int, group: str, region: int) -> Geometry | None:
-        """What a rank holds of a group: a share of the heads, or latents whole, of its stage's layers."""
+        """A rank's share of a group: some of the heads, or whole latents, of its stage's layers."""
         stage, shard = divmod(rank, self.tp)
         first, last = (*self.stages, LAYERS)[stage : stage + 2]
         if group == "draft":
@@ -144,7 +144,7 @@ class Rank:
         return found
 
     def fill(self, pages: dict[str, list[int]], tokens: int, salt: int) -> None:
-        """Every entry of the first `tokens` gets the value that is its own."""
+        """Give every entry of the first `tokens` its unique value."""
         for group in self.geometries:
             size = self.geometries[group].geometry.page_size
             for index, (layers, heads, view) in enumerate(self.planes(group)):
@@ -152,7 +152,7 @@ class Rank:
                     view[:, pages[group][t // size], t % size] = values(group, index, layers, heads, t, salt)
 
     def check(self, pages: dict[str, list[int]], wanted: dict[str, Interval], salt: int) -> None:
-        """Every wanted entry has arrived, and nothing else was written."""
+        """Check that every wanted entry has arrived, and nothing else was written."""
         for group in self.geometries:
             size = self.geometries[group].geometry.page_size
             for index, (layers, heads, view) in enumerate(self.planes(group)):
@@ -167,7 +167,7 @@ class Rank:
 
 
 def values(group: str, plane: int, layers: Sequence[int], heads: range, token: int, salt: int) -> np.ndarray:
-    """What entries of one token are: each another value, `[layers, heads, dim]`."""
+    """The unique values of the entries of one token, `[layers, heads, dim]`."""
     at = np.array(layers)[:, None, None] * 2 + plane
     at = (at * 8 + np.array(heads)[None, :, None]) * 256 + token
     found: np.ndarray = (at * DIM + np.arange(DIM)) * 3 + GROUPS.index(group) + 100_000 * salt
@@ -176,7 +176,7 @@ def values(group: str, plane: int, layers: Sequence[int], heads: range, token: i
 
 @dataclass
 class Engine:
-    """One instance: its ranks, the agents of all of them as one, and their events."""
+    """One instance: its ranks, the joined agents of all of them, and their events."""
 
     name: str
     shape: Shape
@@ -208,7 +208,7 @@ class Engine:
         return {group: [first + count - 1 - i + shift for i in range(count)] for shift, group in enumerate(GROUPS)}
 
     def stats(self, name: str) -> list[int]:
-        """A figure of each rank."""
+        """One statistic of each rank."""
         return [getattr(rank.agent.stats(), name) for rank in self.ranks]
 
     def close(self) -> None:
@@ -246,7 +246,7 @@ def begin_one(p: Engine, d: Engine) -> AttemptKey:
 
 
 def settle(*engines: Engine) -> None:
-    """Wait until nothing is open any more."""
+    """Wait until no attempt is open."""
     until = time.monotonic() + 60
     while any(sum(engine.stats("outstanding")) for engine in engines):
         assert time.monotonic() < until, [rank.agent.stats() for engine in engines for rank in engine.ranks]
@@ -256,7 +256,7 @@ def settle(*engines: Engine) -> None:
 
 
 def prefill(p: Engine, ticket: SignedTicket, n: int, source: dict[str, list[int]]) -> None:
-    """P's leg, from its pages to its seeds; `ticket` is open."""
+    """P's leg, from its pages to its seeds; `ticket` is already open."""
     key = ticket.key
     p.together.admit_prefill(key)
     half = n // 2
@@ -272,7 +272,7 @@ def wanted_of(n: int, hit: int) -> dict[str, Interval]:
 def hand_over(
     p: Engine, d: Engine, mode: str, n: int = 13, hit: int = 0, announced: bool = True, salt: int = 0
 ) -> None:
-    """One whole handoff; checks every byte of every rank of D."""
+    """One complete handoff. Checks every byte of every rank of D."""
     ticket = ticket_for(p, d, mode)
     source, dest, wanted = p.pages(1, n), d.pages(2, n), wanted_of(n, hit)
     for rank in p.ranks:

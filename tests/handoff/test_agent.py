@@ -114,7 +114,7 @@ def test_abort_from_either_side_releases_both_once(pair: Pair, mode: str, side: 
     assert d.events.empty()
     assert isinstance(p_events[0], PrefillReleased)
     if isinstance(d_events[-1], DecodeCommitted):
-        # The abort came after the commit, or before D was opened at all.
+        # The abort came after the commit, or before D was opened.
         assert p_events[0].outcome in ("committed", "client_gone")
     else:
         assert p_events[0].outcome == "client_gone"
@@ -126,7 +126,7 @@ def test_abort_from_either_side_releases_both_once(pair: Pair, mode: str, side: 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_what_is_given_up_may_be_overwritten_while_it_is_copied(pair: Pair, mode: str) -> None:
-    """`taken` waits for no copy, and nothing that was copied behind it is committed."""
+    """`taken` does not wait for copies, and nothing copied after it is committed."""
     p, d = pair.both("faulty+local://?fault=delay&delay_s=60")
     ticket, n, taken = ticket_for(p, d, mode), 16, threading.Event()
     source, dest = p.pages(1, n), d.pages(3, n)
@@ -156,7 +156,7 @@ def test_d_gives_up_before_p_is_opened(pair: Pair) -> None:
     d.agent.open_decode(ticket, 8, {}, {})
     d.agent.abort(ticket.key, "client_gone")
     while not isinstance(d.events.get(timeout=60), DecodeReleased):
-        pass  # P may have refused the REGISTER, which wants nothing, before D gave up
+        pass  # P may have refused the REGISTER, which wants nothing, before D aborted
     time.sleep(0.05)
     p.agent.open_prefill(ticket)
     released = p.next(PrefillReleased)
@@ -207,7 +207,7 @@ def test_incompatible_engines_are_refused_field_by_field(pair: Pair) -> None:
 
 
 def test_ranks_that_a_pair_does_not_bring_are_not_forgotten(pair: Pair) -> None:
-    """Two ranks have the heads of one, so as wholes the engines are alike; but one pair would bring half the bytes."""
+    """Two ranks share one rank's heads, so the whole engines match, but a pair would bring half of the bytes."""
     p, d = pair.both()
     halves = {group: [half(rank.geometry, number) for number in range(2)] for group, rank in p.geometries.items()}
     assert_refused(p, d, Instance(rank=0, groups=halves), r"group\.target\.ranks: here \[0\], peer \[0, 1\]")
@@ -240,7 +240,7 @@ def half(geometry: Geometry, rank: int) -> RankGeometry:
 
 
 def assert_refused(p: Node, d: Node, said: Instance, why: str) -> None:
-    """D takes nothing from a P that says in HELLO that it is `said`."""
+    """D refuses a P whose HELLO contains the instance `said`."""
     sessions = p.agent._node.sessions
     sessions._hello = msgspec.structs.replace(sessions._hello, instance=said)
     ticket = ticket_for(p, d, "pull")
@@ -257,7 +257,7 @@ def assert_refused(p: Node, d: Node, said: Instance, why: str) -> None:
 
 
 def test_a_refused_engine_tells_p_that_the_attempt_is_over(pair: Pair) -> None:
-    """P's pages wait for nothing then; its ticket would hold them for minutes."""
+    """Otherwise its ticket would hold P's pages for minutes."""
     p, d = pair.node("P", fingerprint={"model": "m"}), pair.node("D", fingerprint={"model": "x"})
     ticket = ticket_for(p, d, "push")
     p.agent.open_prefill(ticket)
@@ -293,7 +293,7 @@ def test_a_bad_ticket_is_refused(pair: Pair, fault: str) -> None:
 
 
 def test_a_claim_that_comes_too_late_can_be_computed_anew(pair: Pair) -> None:
-    """P was paused, say: it never saw the attempt, and its ticket's time is over. The request is as good as before."""
+    """For example P was paused: it never saw the attempt, and the ticket has expired. The request can be recomputed."""
     p, d = pair.both()
     ticket = ticket_for(p, d, "push", prefill_expiry=time.monotonic() - 0.1)
     d.agent.announce_decode(ticket)
@@ -385,7 +385,7 @@ def test_closing_one_engine_frees_the_other(pair: Pair, mode: str, dies: str) ->
 
 
 def serve_prefill(pipe: Connection) -> None:
-    """A P in a process of its own, which registers nothing but its presence."""
+    """The main function of a P in its own process, which stays idle."""
     node = Node("P", "shm://")
     pipe.send(node.agent.address)
     node.agent.open_prefill(pipe.recv())
@@ -420,7 +420,7 @@ def test_a_killed_peer_is_noticed_and_fenced(pair: Pair, mode: str) -> None:
 
 
 def test_digests_keep_the_agent_from_nothing(pair: Pair) -> None:
-    """Of a long prompt they take seconds, in which leases are to be renewed and legs to be taken."""
+    """Digests of a long prompt take seconds, in which the agent must renew leases and take legs."""
     p, d = pair.node("P", integrity="full"), pair.node("D", integrity="full")
     begun, go_on, taken = threading.Event(), threading.Event(), threading.Event()
     real = d.digester.digests

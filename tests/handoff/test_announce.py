@@ -1,4 +1,4 @@
-"""What a handoff waits for before it is registered: P's pages, then D's, and nothing that ends by itself."""
+"""A handoff waits for P's pages, then for D's, before REGISTER, and no such wait ends by a timeout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def prefill(mode: Mode, *events: ev.MachineEvent) -> PrefillHandoff:
     return p
 
 
-# ---------------------------------------------------------------- the machines
+# ---------------------------------------------------------------- the state machines
 
 
 @MODES
@@ -120,7 +120,7 @@ def test_an_attempt_that_is_over_answers_whatever_is_asked(mode: Mode) -> None:
         assert p.handle(ev.Received(question)) == [ev.Send(msg.Cancelled(KEY, "engine_closed"))]
 
 
-# ---------------------------------------------------------------- engines by a clock of the test's
+# ---------------------------------------------------------------- engines in modelled time
 
 
 @MODES
@@ -180,7 +180,7 @@ def test_p_keeps_no_pages_for_a_leg_that_fell_silent(world: World) -> None:
     p.node.to_prefill(ticket.key, ev.PagesGiven())
     world.prefill(p, ticket)
     world.run(15)
-    # D's session lives, but it does not speak of this attempt any more.
+    # D's session lives, but it no longer knows this attempt.
     d.node.execution.decodes.live.clear()
     world.run(TIMERS.handoff + 2)
     assert p.events == [ev.PrefillReleased(ticket.key, "handoff_timeout")]
@@ -201,7 +201,7 @@ def test_what_was_forgotten_is_quiet(world: World) -> None:
 
 
 def test_d_shows_the_ticket_as_it_came_and_signs_none(world: World) -> None:
-    """Whose signature does not hold is refused by P, though D knows the key."""
+    """P refuses an invalid signature, although D knows the key."""
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, "push")
     d.node.announce_decode(SignedTicket.of(ticket, mint(b"another key", ticket)))
@@ -229,7 +229,7 @@ def test_a_claim_that_cancel_overtook_starts_nothing(world: World, claim: str) -
     assert not len(p.node.operations)
 
 
-# ---------------------------------------------------------------- whole agents
+# ---------------------------------------------------------------- complete agents
 
 
 @MODES

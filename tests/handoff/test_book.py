@@ -19,7 +19,7 @@ def end(book: Book[Any], key: AttemptKey, expiry: float, now: float) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 90)), min_size=1, max_size=40))
 def test_a_tombstone_stays_until_nobody_can_ask_for_it(steps: list[tuple[int, int]]) -> None:
-    """Each step: the life of a ticket, and how long until the next attempt ends, in seconds."""
+    """Each step: the lifetime of a ticket, and the time until the next attempt ends, in seconds."""
     book: Book[Any] = Book()
     now, until = 0.0, dict[AttemptKey, float]()
     for number, (life, pause) in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Control connections over real sockets: keys, who is let in, sessions and their limits."""
+"""Control connections over real sockets: keys, access, sessions and their limits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def opened() -> Iterator[Callable[..., Channel]]:
 
 
 def exchange(*ends: Channel, until: Callable[[], bool], limit_s: float = 60.0) -> dict[Channel, Received]:
-    """Let channels receive until a condition holds; what each got."""
+    """Let channels receive until a condition holds. Returns what each received."""
     got: dict[Channel, Received] = {end: [] for end in ends}
     deadline = time.monotonic() + limit_s
     while not until():
@@ -82,7 +82,7 @@ def test_hello_must_come_from_the_engine_whose_key_it_is(
     got = exchange(p, e, until=lambda: p.malformed == 1)
     assert got[p] == []
     assert "HELLO of engine 'D' came with the key of 'E'" in caplog.text
-    # And of the engine that was dialled: here another answers in its name.
+    # It must also come from the engine that was dialled: here another one answers in its name.
     d = opened(keys=KeyRing(directory, "D"))
     connection = d.dial(p.address)
     d.send(connection, hello("D"))
@@ -302,7 +302,7 @@ def test_unknown_sessions_are_told_and_repeats_dropped(p: Channel, stranger: Str
 
 
 def test_what_was_not_read_at_the_end_is_answered(p: Channel, stranger: Stranger) -> None:
-    """A peer whose session had just begun would wait for an answer, or for a fence that never comes."""
+    """Otherwise a peer whose session had just begun would wait for an answer, or for a fence that never comes."""
     sock = stranger.connect()
     sock.send_multipart([b"a", b"b"])
     sock.send(encode(hello("D"), 5, 1))
@@ -327,7 +327,7 @@ def test_a_close_lets_go_of_an_address_where_nobody_is() -> None:
 
 
 def test_a_session_that_was_dropped_is_heard_again_after_hello(opened: Callable[..., Channel]) -> None:
-    """P forgot D's session, and counts from 1 in the one that D's next HELLO begins."""
+    """P forgot D's session, and counts from 1 in the session that D's next HELLO begins."""
     p, d = opened(), opened()
     connection = d.dial(p.address)
     d.send(connection, hello("D"))

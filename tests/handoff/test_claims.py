@@ -1,4 +1,4 @@
-"""A claim shows the ticket of its attempt, however often it is laid and whatever came before it."""
+"""Every claim must show the ticket of its attempt, however often it is repeated and whatever came before."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_forged_claim_of_an_attempt_under_way_costs_it_nothing(world: World, m
 
 
 def test_a_claim_that_waits_vouches_for_no_other_ticket(world: World) -> None:
-    """The later attempt waits for the earlier one to be quiet; what registers it meanwhile must show its own ticket."""
+    """The later attempt waits until the earlier one is quiet; a REGISTER for it meanwhile must show its own ticket."""
     p, d = Node(world, "P", stuck=True), Node(world, "D")
     first = world.begin(p, d, "push")
     world.prefill(p, first)
@@ -102,7 +102,7 @@ def test_a_claim_that_waits_vouches_for_no_other_ticket(world: World) -> None:
 
 @pytest.mark.parametrize("first", ["P", "D"])
 def test_two_tickets_for_one_attempt_end_it(world: World, first: str) -> None:
-    """As a router would sign them that begins a request twice: what D wants may be another prompt's."""
+    """As from a router that begins a request twice: D's ticket may be for another prompt."""
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.ticket(p, d, "push")
     twin = msgspec.structs.replace(ticket, request_digest=bytes(range(32)))
@@ -120,7 +120,7 @@ def test_two_tickets_for_one_attempt_end_it(world: World, first: str) -> None:
     assert d.count(ev.DecodeReleased) == 1
     assert d.count(ev.DecodeCommitted) == 0
     if first == "P":
-        # Its client has the answer of P's leg, and P waits no longer than for any D that does not come.
+        # The client has the answer of P's leg, and P waits no longer than for any other missing D.
         world.run(110)
     assert p.count(ev.PrefillReleased) == 1
     assert world.settled()

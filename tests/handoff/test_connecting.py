@@ -1,4 +1,4 @@
-"""Connecting takes its time, and costs nobody else any: real runners, and transports whose connections wait."""
+"""A slow connection delays nothing else: real agents, and transports whose connections block."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_connection_that_comes_too_late_is_let_go(world: World) -> None:
     assert to_p._peers == []
 
 
-# ---------------------------------------------------------------- what was refused lately
+# ---------------------------------------------------------------- recently refused connections
 
 
 @dataclass

@@ -159,7 +159,7 @@ def test_nothing_was_asked_for_so_everything_is_free() -> None:
         failed("incompatible_peer", "model"),
         RELEASED,
     ]
-    # P may hold pages for it: it is told, once.
+    # P may hold pages for it, so it is told once.
     assert d.handle(PeerReady()) == [Send(Cancel(KEY, "incompatible_peer", "model"))]
     assert d.handle(PeerReady()) == []
 
@@ -259,7 +259,7 @@ def test_progress_proves_early_and_is_not_checked_twice() -> None:
     assert d.handle(Received(Progress(KEY, {"target": [T1]}))) == [CheckDigests(0, {"target": [T1]}, TABLES)]
     assert d.handle(DigestsChecked(0)) == [Notify(DecodeProgress(KEY, {"target": 5}))]
     assert d.handle(Received(Progress(KEY, {"target": [T1]}))) == []
-    # What lies behind a gap is not proven up to there.
+    # Tokens after a gap are not proven.
     d.handle(Received(Progress(KEY, {"target": [T2]})))
     assert d.handle(DigestsChecked(1, (bad("target", T2),))) == []
     assert d.handle(commit()) == [CheckDigests(2, {"draft": [D1], "target": [T2]}, TABLES)]
@@ -269,7 +269,7 @@ def test_progress_proves_early_and_is_not_checked_twice() -> None:
 def test_a_late_check_of_progress_does_not_commit() -> None:
     d = guarded()
     d.handle(Received(Progress(KEY, {"target": [T1]})))
-    # What is being checked is not checked twice.
+    # Pieces that are being checked are not checked again.
     rest = {"draft": [D1], "target": [T2]}
     assert d.handle(commit()) == [CheckDigests(1, rest, TABLES)]
     assert d.handle(DigestsChecked(0)) == [Notify(DecodeProgress(KEY, {"target": 5}))]
@@ -282,7 +282,7 @@ def test_a_commit_waits_for_the_checks_of_progress() -> None:
     assert d.handle(commit()) == [] == d.handle(commit())
     repair = Send(Repair(KEY, 1, {"target": [Interval(5, 8)]}))
     assert d.handle(DigestsChecked(0, (bad("target", T2),)))[-1] == repair
-    # After a REPAIR other copies go over the pages: what is being checked says nothing any more.
+    # After a REPAIR other copies overwrite the pages: checks in progress prove nothing.
     assert d.handle(commit(1)) == [CheckDigests(1, {"target": [T2]}, TABLES)]
     assert d.handle(DigestsChecked(1))[-1] == Notify(DecodeCommitted(KEY, SEEDS, 0, 0))
 
@@ -293,7 +293,7 @@ def test_exactly_the_bad_pieces_are_asked_for_again() -> None:
     repair = Send(Repair(KEY, 1, {"target": [Interval(5, 8)]}))
     assert d.handle(DigestsChecked(0, (bad("target", T2),)))[1:] == [Count("bad_pieces", 1), Count("repairs"), repair]
     assert d.handle(Tick()) == [repair]
-    # The COMMIT of before the repair, and what was said to be done then, prove nothing any more.
+    # The COMMIT from before the repair, and its digests, prove nothing any more.
     assert d.handle(commit(0)) == [] == d.handle(Received(Progress(KEY, {"target": [T2]})))
     assert d.handle(commit(2)) == []
     assert d.handle(commit(1)) == [CheckDigests(1, {"target": [T2]}, TABLES)]
@@ -349,7 +349,7 @@ def test_digests_of_what_was_not_wanted_are_refused() -> None:
 
 @pytest.mark.parametrize("count", [256, 257])
 def test_what_is_bad_all_over_is_not_repaired(count: int) -> None:
-    """Only bad pieces are copied again: one REPAIR over them all would go over proven ones too."""
+    """Only bad pieces are copied again: one REPAIR over the whole range would overwrite proven ones too."""
     n = 128 * count
     pieces = [PieceDigest(Interval(at, at + 64), b"x" * 8) for at in range(0, n, 64)]
     d = DecodeHandoff(KEY, "push", "t", {"target": Interval(0, n)}, {"target": [1]}, integrity="full")

@@ -1,4 +1,4 @@
-"""Digests see the same bytes whatever the layout, and nothing else as the same."""
+"""Digests are equal for equal bytes in any layout, and differ otherwise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYER_IDS = (4, 5, 9)
 
 
 class Pool:
-    """One engine's memory of one group, holding the same tokens as any other pool, in its own layout."""
+    """One engine's memory of one group. All pools hold the same tokens, each in its own layout."""
 
     def __init__(self, page_size: int, order: tuple[Axis, ...] = BLOCK_MAJOR_NHD, group: str = "target") -> None:
         self.size = page_size
@@ -107,7 +107,7 @@ def test_the_order_of_layers_in_memory_does_not_matter() -> None:
     turned = msgspec.structs.replace(one.geometry, layer_ids=one.geometry.layer_ids[::-1])
     ranks["target"] = RankGeometry(rank=0, geometry=turned)
     found = MemoryDigester(ranks, [one.region]).digests("target", one.pages, Interval(0, 16))[0]
-    # What lies first has the higher id now, so that its digest, salted by that, is the last.
+    # The first layer in memory has the higher id now; digests are salted by it, so its digest is the last.
     assert found.hashes != one.digests(0, 16)[0].hashes
     other = Pool(16, group="target")
     strides = {plane.name: plane.layer_stride for plane in one.geometry.planes}

@@ -1,4 +1,4 @@
-"""Directories of keys and of stored KV are refused alike: another user's, or open to others."""
+"""Directories of keys and of stored KV are refused if they belong to another user or are open to others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Spoil = Callable[[Path], None]
 
 
 def another_users(path: Path) -> None:
-    """As root, give it away; else pretend to be another user."""
+    """As root, change the owner; otherwise pretend to be another user."""
     if os.geteuid() == 0:
         os.chown(path, 4711, 4711)
 

@@ -1,4 +1,4 @@
-"""One outcome from many pairs of ranks: in any order of their events, whichever of them fail."""
+"""One outcome from many pairs of ranks: with any order of their events, and any pairs failing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def seeds(source: int) -> Seeds:
 
 
 def events_of(rng: random.Random, pair: Pair, groups: frozenset[str], end: str) -> list[HandoffEvent]:
-    """What one pair's machine on D may say, in its order."""
+    """A possible sequence of events from one pair's machine on D."""
     out: list[HandoffEvent] = [DecodeAdmitted(KEY)] if rng.random() < 0.9 else []
     proven: dict[str, int] = {}
     for group in sorted(groups):
@@ -53,7 +53,7 @@ def events_of(rng: random.Random, pair: Pair, groups: frozenset[str], end: str) 
 
 
 class Run:
-    """A gather of D, and what it must keep to whatever comes."""
+    """A gather of D, with its invariants."""
 
     def __init__(self, rng: random.Random, ends: Mapping[Pair, str], gather: DecodeGather | None = None) -> None:
         self.groups = {pair: frozenset(rng.sample(["target", "draft"], rng.randrange(3))) for pair in ends}
@@ -82,7 +82,7 @@ class Run:
                 self.out.append(action)
 
     def end(self, pair: Pair) -> None:
-        """The pair is told to give up: unless it has ended, or will have before it hears of that, it fails."""
+        """The pair is told to abort: it fails, unless it has ended already or ends before the abort arrives."""
         assert pair not in self.ended
         if self.rng.random() < 0.7 and self.left[pair]:
             self.left[pair] = [DecodeReleased(KEY)]
@@ -125,7 +125,7 @@ class Run:
 
 @st.composite
 def outcomes(draw: st.DrawFn) -> dict[Pair, str]:
-    """How each pair ends by itself; mostly alike, as they do in fact."""
+    """How each pair ends; mostly alike, as in reality."""
     every = [(source, dest) for source in range(draw(st.integers(2, 4))) for dest in range(draw(st.integers(1, 3)))]
     usual = draw(st.sampled_from(["committed", "finished"]))
     other = draw(st.sampled_from(["committed", "finished", "failed", "aborted"]))
@@ -189,7 +189,7 @@ def test_a_pair_that_nobody_waits_for_says_nothing() -> None:
 
 
 class WithoutOneRank(DecodeGather):
-    """Commits although a rank has not."""
+    """Commits although one rank has not."""
 
     def _end(self, pair: Pair, event: HandoffEvent) -> list[HandoffEvent | EndPair]:
         if (
@@ -203,7 +203,7 @@ class WithoutOneRank(DecodeGather):
 
 
 class Hasty(DecodeGather):
-    """Releases when the first pair has."""
+    """Releases as soon as the first pair has."""
 
     def _end(self, pair: Pair, event: HandoffEvent) -> list[HandoffEvent | EndPair]:
         return super()._end(pair, event) + ([DecodeReleased(self._key)] if isinstance(event, DecodeReleased) else [])
@@ -255,14 +255,14 @@ def test_the_pairs_of_two_instances() -> None:
     both = frozenset({"target"})
     assert pairs(four, two, 0) == {(0, 0): both, (1, 0): both, (2, 1): both, (3, 1): both}
     assert pairs(two, four, 0) == {(0, 0): both, (0, 1): both, (1, 2): both, (1, 3): both}
-    # One rank has all latents to send, another has sampled: it is heard for its seeds alone.
+    # One rank sends all latents, and another has sampled: the latter only sends the seeds.
     latents = {"target": ranks("target", 2, 1, "mla")[:1]}
     sources = {"target": [RankGeometry(rank=3, geometry=latents["target"][0].geometry)]}
     assert pairs(sources, latents, 5) == {(3, 0): both, (5, 0): frozenset()}
 
 
 def test_what_no_pair_can_bring_is_said_of_the_side_that_lacks_it() -> None:
-    """An error names first what is here, on either side."""
+    """On both sides the error names the own side first."""
     p = Instance(rank=0, groups={"target": ranks("target", 2, 4)[:1]})
     d = Instance(rank=0, groups={"target": ranks("target", 1, 4)})
     lacks, wants = "nobody holds layer 0 head 2 of plane 'k'", "each head and layer from one rank"

@@ -1,4 +1,6 @@
-"""Flipped bytes, failed copies and wrong seeds between two real agents: found, named, repaired, or a named failure."""
+"""Flipped bytes, failed copies and wrong seeds between two real agents: detected, named, and repaired, or a named
+failure.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ REGION = {"target": 0, "draft": 1}
 
 
 def engines(pair: Pair, mode: str, fault: str, scheme: str = "local", **config: object) -> tuple[Node, Node]:
-    """P and D of different page sizes; the side that copies has the fault."""
+    """P and D with different page sizes. The side that copies has the fault."""
     bad, good = f"faulty+{scheme}://?{fault}", f"{scheme}://"
     settings: dict[str, object] = {"integrity": "full", **config}
     p = pair.node("P", bad if mode == "push" else good, 8, **settings)
@@ -77,7 +79,7 @@ def test_one_flipped_byte_is_found_named_and_repaired(
     assert lines
     assert f"rank 0, group {group}, layers [" in lines[-1]
     assert "tokens [" in lines[-1]
-    # Only the bad piece went over again.
+    # Only the bad piece was copied again.
     again = stats.bytes - (TOKENS - 3) * (2 + 1) * 2 * 2 * 4 * 4
     assert 0 < again <= 64 * 2 * 2 * 2 * 4 * 4
 
@@ -117,7 +119,7 @@ def test_copies_that_always_fail_end_the_attempt(pair: Pair, mode: str) -> None:
 
 
 class Spoiler:
-    """Flips a bit of the first token in the first `times` messages that carry seeds."""
+    """Flips a bit of the first token in the first `times` messages with seeds."""
 
     def __init__(self, node: Node, times: int) -> None:
         self.times = times
@@ -148,7 +150,7 @@ def test_sampled_finds_what_it_looks_at_and_takes_the_rest_on_trust(pair: Pair) 
     for n in (1, 64, 65, TOKENS):
         hand_over(p, d, "push", n, "during")
     p, d = engines(pair, "push", "fault=drop", integrity="sampled", max_retries=0)
-    ticket = ticket_for(p, d, "push", transfer_id=bytes(16))  # the block of tokens [0, 64) is looked at
+    ticket = ticket_for(p, d, "push", transfer_id=bytes(16))  # the block of tokens [0, 64) is checked
     d.agent.open_decode(ticket, 70, {"target": Interval(0, 70), "draft": Interval(69, 70)}, d.pages(1, 70))
     source = p.pages(1, 70)
     p.fill(source, 70, 0.5)
@@ -176,7 +178,7 @@ def test_progress_is_proven_while_the_prefill_goes_on(pair: Pair) -> None:
     assert isinstance(failed, DecodeFailed)
     assert failed.recoverable
     d.next(DecodeReleased)
-    # What was proven stays so until the pages are freed.
+    # Proven tokens stay correct until the pages are freed.
     for group, proven in seen.items():
         np.testing.assert_array_equal(
             d.tokens(group, d.pages(1, n)[group], 3, proven), p.tokens(group, source[group], 3, proven)
@@ -249,7 +251,7 @@ def test_a_piece_with_more_digests_than_fit_is_refused_at_the_start() -> None:
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_a_copy_that_raises_what_nobody_expects_fails_alone(pair: Pair, mode: str) -> None:
-    """The agent goes on, and the next handoff is as good as any."""
+    """The agent keeps running, and the next handoff succeeds."""
     p, d = engines(pair, mode, "fault=delay&delay_s=0", max_retries=0)
     issuer = p if mode == "push" else d
     submit = issuer.transport.submit
@@ -266,7 +268,7 @@ def test_a_copy_that_raises_what_nobody_expects_fails_alone(pair: Pair, mode: st
 
 
 def test_a_copy_with_nothing_to_move_fails() -> None:
-    """Whoever asks for it expects bytes that would then be missing."""
+    """The caller expects bytes, which would then be missing."""
     found = Geometry.block_major(
         GroupSpec(
             name="target",
@@ -279,7 +281,7 @@ def test_a_copy_with_nothing_to_move_fails() -> None:
         4,
     )
     ranks = [RankGeometry(rank=rank, geometry=found) for rank in (0, 1)]
-    # Both hold all of it, so that to rank 0 only rank 0 sends.
+    # Both hold everything, so that only rank 0 sends to rank 0.
     source, dest = Instance(rank=1, groups={"target": ranks}), Instance(rank=0, groups={"target": ranks[:1]})
     moving: Operations[str] = Operations(LocalTransport(), print)
     for group, told in (("target", "rank 1 has nothing for rank 0"), ("draft", "rank 1 has nothing for rank 0")):

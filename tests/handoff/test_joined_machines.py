@@ -1,9 +1,9 @@
-"""Both machines joined by a hostile network and modelled memory, over seeded random schedules.
+"""Both state machines over a hostile network and modelled memory, with seeded random schedules.
 
-Messages are delayed, reordered, dropped and duplicated; copies proceed token by token, may fail, and may write
-wrong values, which only digests can find; checks of digests take their time; either engine gives up at any
-moment. Whatever happens: no copy touches a page that was freed, a commit means that every wanted token holds its
-final value, and in the end everything was freed exactly once.
+Messages are delayed, reordered, dropped and duplicated. Copies proceed token by token, may fail, and may write wrong
+values, which only digests detect. Digest checks take time. Either engine aborts at any moment. Always: no copy touches
+a freed page, a commit means that every wanted token has its final value, and in the end everything was freed exactly
+once.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ GROUPS = ("draft", "target")
 
 
 class World:
-    """One attempt. `faults` is the chance that a message is lost or doubled, or that a copy fails; with
-    `corruption`, that a copied token is wrong.
+    """One attempt. `faults` is the chance that a message is lost or duplicated, or that a copy fails; with
+    `corruption`, also that a copied token is wrong.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class World:
         self.random.shuffle(pages)
         return pages
 
-    # ------------------------------------------------------------ the engines and the wire
+    # ------------------------------------------------------------ engines and network
 
     def feed_p(self, event: MachineEvent) -> None:
         self.carry_out(self.p.handle(event), self.to_d)
@@ -142,7 +142,7 @@ class World:
         return PieceDigest(tokens, xxhash.xxh3_64_digest(repr((group, tokens, values)).encode()))
 
     def check(self) -> None:
-        """One check of digests comes to its end; what it says is of now."""
+        """One digest check ends; it reports the current contents."""
         action = self.checks.pop(self.random.randrange(len(self.checks)))
         bad = [
             BadPiece(group, piece.tokens, ((0, "k"),))
@@ -182,11 +182,11 @@ class World:
             case DecodeCommitted():
                 assert not self.d_free
                 assert not self.copies
-                self.d_free = True  # the engine's own: no copy may write it any more
+                self.d_free = True  # the engine's own pages: no copy may write them any more
                 self.holds({group: tokens.stop for group, tokens in self.wanted.items()})
 
     def p_step(self) -> None:
-        """The next step of P's prefill, one token each; the drafter's last entry comes with the seed."""
+        """The next step of P's prefill, of one token; the drafter's last entry comes with the seeds."""
         step, self.step_of_p = self.step_of_p, self.step_of_p + 1
         if step == 0:
             self.feed_p(Opened())
@@ -208,7 +208,7 @@ class World:
     # ------------------------------------------------------------ copies
 
     def move(self, copy_id: int) -> None:
-        """One token of a copy."""
+        """Copy one token."""
         copy, left = self.copies[copy_id]
         if not left:
             self.end_copy(copy_id, ok=True)
@@ -251,7 +251,7 @@ class World:
             self.step(self.random.choice(self.choices()), lossy=True)
         for event_of_the_end in (None, Deadline()):
             if event_of_the_end is not None:
-                # Whoever was never joined is ended by its ticket's expiry.
+                # A machine that was never joined ends when its ticket expires.
                 self.feed_p(event_of_the_end)
                 self.feed_d(event_of_the_end)
             for _ in range(600):
@@ -336,7 +336,7 @@ def test_wrong_bytes_pass_where_nobody_looks() -> None:
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_the_model_sees_what_it_is_there_to_see(mode: Literal["push", "pull"]) -> None:
-    """A machine that frees on a deadline alone is caught by some schedule."""
+    """Some schedule exposes a machine that frees pages just because a deadline has passed."""
     caught = 0
     for seed in range(300):
         world = World(seed, mode, 0.0, True)

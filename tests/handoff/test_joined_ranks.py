@@ -1,9 +1,9 @@
-"""Two instances of many ranks over a hostile network and modelled memory, on seeded random schedules.
+"""Two instances of many ranks over a hostile network and modelled memory, with seeded random schedules.
 
-The machines and what joins them are real. Each rank hears its engine's calls, and each pair of ranks its peer, at its
-own time; messages are lost, doubled and reordered; either engine gives up at any moment. Whatever happens: no copy
-touches what any rank's engine was told is free, a commit means that every share of every token is in place, and either
-engine is told one end.
+The state machines and the code that joins them are real. Each rank gets its engine's calls, and each pair of ranks its
+peer's messages, at its own time. Messages are lost, duplicated and reordered; either engine aborts at any moment.
+Always: no copy touches memory that a rank's engine was told is free, a commit means that every share of every token is
+in place, and each engine gets exactly one end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHAPES = [
 
 
 class Half:
-    """One machine, the messages on their way to it, and its copies under way."""
+    """One state machine, its incoming messages, and its copies in progress."""
 
     def __init__(self, machine: PrefillHandoff | DecodeHandoff) -> None:
         self.machine = machine
@@ -50,7 +50,7 @@ class Half:
 
 
 class RankOf:
-    """One rank's agent: its calls happen later, in their order."""
+    """One rank's agent: it executes its calls later, in order."""
 
     def __init__(self, world: World, side: int, rank: int) -> None:
         self.world, self.side, self.rank = world, side, rank
@@ -84,7 +84,7 @@ class RankOf:
 
 
 class World:
-    """One request. `faults` is the chance that a message is lost or doubled."""
+    """One request. `faults` is the chance that a message is lost or duplicated."""
 
     def __init__(self, seed: int, shapes: tuple[Shape, Shape], mode: Mode, faults: float, aborts: bool) -> None:
         self.random = random.Random(seed)
@@ -116,7 +116,7 @@ class World:
         for number, (side, agents) in enumerate(zip(self.sides, self.ranks, strict=True)):
             side.bind(agents)
             if self.random.random() < 0.3:
-                # It has met the other engine in an earlier handoff.
+                # It knows the other engine from an earlier handoff.
                 side._peers[self.ticket.key.ends[1 - number][0]] = self.instances[1 - number]
         self.halves: tuple[dict[Pair, Half], dict[Pair, Half]] = ({}, {})
         self.ready: set[Pair] = set()
@@ -128,7 +128,7 @@ class World:
         self.gave_up = False
         self.finished = self.random.random() < 0.15
 
-    # ------------------------------------------------------------ machines
+    # ------------------------------------------------------------ state machines
 
     def open_p(self, pair: Pair) -> None:
         self.p_half(pair)
@@ -141,7 +141,7 @@ class World:
         return self.halves[0][pair]
 
     def open_d(self, pair: Pair) -> None:
-        # Who gives up before the other side is known tells each of its ranks so.
+        # An engine that aborts before it knows the other side tells each of its ranks.
         assert pair == LEAD or pair in self.truth or self.gave_up
         self.halves[1][pair] = Half(DecodeHandoff(self.ticket.key.of_pair(pair), self.mode, "t"))
 

@@ -1,4 +1,4 @@
-"""Leases, eviction, rejoining and repetition: real runners over a modelled network, by a clock that the test moves."""
+"""Leases, eviction, rejoining and repetition: real agents over a modelled network, with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_silent_prefill_engine_costs_its_lease_and_frees_nothing_it_may_write(
 
 
 def test_hello_said_again_keeps_nobody_alive(world: World) -> None:
-    """Whoever listens at the address of an engine that is gone can say it."""
+    """Any listener at the address of a dead engine can repeat it."""
     p, d = Node(world, "P"), Node(world, "D")
     world.begin(p, d, "push")
     p.paused = True
@@ -89,7 +89,7 @@ def test_a_silent_decode_engine_costs_its_lease_and_frees_nothing_it_may_read(wo
     assert p.events == [PrefillReleased(ticket.key, "lease_expired")]
     assert d.count(DecodeCommitted) + d.count(DecodeReleased) == 1
     assert world.settled()
-    # It was this process that slept: the silence of the other is not held against it.
+    # This process slept: the other's silence does not count.
     assert d.node.stats().lost_leases == 0
     world.hand_over(p, d, "pull")
 
@@ -142,9 +142,9 @@ def test_an_engine_that_never_answers_is_given_up_within_the_lease(world: World)
     assert d.events == []
     world.run(2)
     assert d.failures() == ["unreachable_peer"]
-    # Nothing was ever asked of it, so nothing can write the pages.
+    # It never got a REGISTER, so nothing can write the pages.
     assert d.count(DecodeReleased) == 1
-    # P may hold pages for it, and is told as soon as it can be; after the ticket's end nobody asks any more.
+    # P may hold pages for it, and is told as soon as possible; after the ticket has expired D stops dialling.
     assert len(d.node.sessions.servers) == 1
     world.run(100)
     assert d.node.sessions.servers == {}
@@ -190,7 +190,7 @@ def test_repetition_begins_at_the_round_trip_and_slows_down(world: World) -> Non
     world.hand_over(p, d)
     world.run(5)
     d.channel.sent.clear()
-    # P computes for long: REGISTER has no answer to wait for soon.
+    # P computes for a long time, so REGISTER gets no answer soon.
     world.begin(p, d, "push")
     world.run(10)
     times = d.sent(Register)
@@ -217,7 +217,7 @@ def test_a_forgotten_attempt_is_quiet(world: World) -> None:
     p.node.open_prefill(ticket)
     d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(0.5)
-    # As after D's end of it was lost on the way, and D's memory of it went with the ticket.
+    # As if D's last message was lost, and D forgot the attempt with the ticket.
     d.node.execution.decodes.live.clear()
     world.prefill(p, ticket)
     world.run(15)
@@ -247,7 +247,7 @@ def test_a_successor_cannot_say_that_the_dead_are_quiet(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.begin(p, d, "push")
     attempt = d.node.execution.decodes.live[ticket.key]
-    # As with a network card that goes on writing for a process that is dead.
+    # As with a network adapter that keeps writing for a dead process.
     attempt.peer.is_fenced = lambda: False  # type: ignore[union-attr]
     p.die()
     again = Node(world, "P", incarnation="2")
@@ -278,7 +278,7 @@ def test_what_a_cancel_leaves_unknown_waits_for_the_fence(world: World, mode: st
     other.die()
     world.run(1)
     if mode == "pull":
-        # The dead write nothing here, but our own read may.
+        # The dead peer writes nothing here, but our own read may.
         assert issuer.count(DecodeReleased) == 0
         for operation in issuer.transport.stuck:
             operation.end("the connection is closed")
@@ -319,7 +319,7 @@ def test_every_connection_with_the_reader_must_be_fenced(world: World) -> None:
     ticket = world.begin(p, d, "pull")
     world.prefill(p, ticket)
     world.run(0.5)
-    # D finds its connection broken and comes in a new session; P's end of the old one breaks later.
+    # D finds its connection broken and opens a new session; P's end of the old one breaks later.
     (lost,) = d.node.sessions.servers.values()
     d.node.sessions.hang_up(lost)
     d.node.sessions.dial(p.address, lost)
@@ -344,14 +344,14 @@ def test_a_broken_connection_to_a_living_process_is_made_anew(world: World) -> N
     session.peer.is_alive = lambda: False  # type: ignore[union-attr]
     world.run(2)
     assert d.failures() == ["peer_lost"]
-    # The pages come free by P's word, in the new session.
+    # P's message in the new session frees the pages.
     assert d.count(DecodeReleased) == 1
     assert p.events == [PrefillReleased(ticket.key, "peer_lost")]
     world.hand_over(p, d)
 
 
 def test_copies_go_on_only_where_the_peer_asked_for_them(world: World) -> None:
-    """D gives an attempt up by the fence of its connection, and dials anew: P must not write through the new one."""
+    """D ends an attempt by the fence of its connection, and redials: P must not write through the new connection."""
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.begin(p, d, "push")
     used: list[Peer] = []
@@ -379,7 +379,7 @@ def test_copies_go_on_only_where_the_peer_asked_for_them(world: World) -> None:
 
 
 def test_a_fence_is_not_taken_for_the_death_of_the_process(world: World) -> None:
-    """D's end of the connection is closed, its last word and all answers are lost, and it forgets the attempt."""
+    """D's end of the connection is closed, its last message and all answers are lost, and it forgets the attempt."""
     p, d = Node(world, "P"), Node(world, "D", stuck=True)
     ticket = world.ticket(p, d, "pull", life=4)
     p.node.open_prefill(ticket)
@@ -403,7 +403,7 @@ def test_a_fence_is_not_taken_for_the_death_of_the_process(world: World) -> None
 
 
 def test_a_process_that_is_proven_dead_is_not_called_again(world: World) -> None:
-    """Each call costs descriptors, for as long as its attempts could have lived."""
+    """Each connection attempt costs descriptors, for as long as its attempts could have lived."""
     p, d = Node(world, "P"), Node(world, "D")
     world.begin(p, d, "push")
     (session,) = d.node.sessions.servers.values()

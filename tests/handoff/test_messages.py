@@ -1,4 +1,4 @@
-"""Every message survives the wire; nothing malformed, oversized or unknown gets through."""
+"""Every message survives the wire; malformed, oversized or unknown ones are rejected."""
 
 from __future__ import annotations
 

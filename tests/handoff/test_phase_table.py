@@ -1,4 +1,4 @@
-"""The tables of phase and event in docs/protocol.md are what the machines do.
+"""The tables of phase and event in docs/protocol.md match the state machines.
 
 `python -m tests.handoff.test_phase_table` writes them there.
 """
@@ -30,7 +30,7 @@ P_PAGES, D_PAGES = {"target": [1, 2]}, {"target": [8, 9]}
 FINAL = {"target": 8}
 DIGESTS = {"target": [PieceDigest(Interval(0, 8), b"x" * 8)]}
 Machine = PrefillHandoff | DecodeHandoff
-Modes = dict[str, tuple[ev.MachineEvent, ...]]  # what brings a new machine into each phase
+Modes = dict[str, tuple[ev.MachineEvent, ...]]  # the events that bring a new machine into each phase
 
 
 def received(message: msg.AttemptMessage) -> ev.Received:
@@ -128,7 +128,7 @@ def p_machine(mode: Mode) -> PrefillHandoff:
 
 def d_machine(mode: Mode) -> DecodeHandoff:
     made = DecodeHandoff(KEY, mode, "t", integrity="full")
-    # The seeds are good: what is compared are pages.
+    # The seeds are good: only pages are compared.
     made._seeds_good = lambda _: True  # type: ignore[method-assign]
     return made
 
@@ -147,7 +147,7 @@ def arrived(make: Callable[[Mode], Machine], mode: Mode, path: tuple[ev.MachineE
 
 
 def said(action: ev.Action) -> str:
-    """An action in a word or two."""
+    """A short name of an action."""
     match action:
         case ev.Send(message):
             return str(message.__struct_config__.tag)

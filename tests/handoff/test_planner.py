@@ -1,4 +1,4 @@
-"""The planner against a naive oracle, byte by byte: every wanted byte exactly once, nothing else ever."""
+"""The planner against a naive oracle, byte by byte: every wanted byte exactly once, and nothing else."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def ranks(*geometries: Geometry) -> list[RankGeometry]:
 
 
 def addresses(geometry: Geometry, table: list[int], tokens: range) -> dict[tuple[int, ...], int]:
-    """(layer id, plane, token, head id, byte of the row) -> byte offset, straight from the definition."""
+    """(layer id, plane, token, head id, byte of the row) -> byte offset, computed directly from the definition."""
     out = {}
     for layer_index, layer in enumerate(geometry.layer_ids):
         for index, plane in enumerate(geometry.planes):
@@ -194,7 +194,7 @@ def test_runs_of_a_fragmented_plan_are_pages() -> None:
 
 
 def test_a_prefix_hit_in_the_middle_of_a_page_and_a_lookahead_page() -> None:
-    # 8 tokens fill two pages exactly; the allocator's third page is lookahead and must stay untouched.
+    # 8 tokens fill exactly two pages; the third page is lookahead and must stay untouched.
     whole = ranks(make(), make())[:1]
     planned = check_against_oracle(whole, whole[0], [5, 6, 7], [9, 2, 4], Interval(3, 8))
     page = whole[0].geometry.planes[0].page_stride
@@ -227,7 +227,7 @@ def test_latents_come_from_one_rank_each() -> None:
 
 
 def test_data_parallel_ranks_take_turns() -> None:
-    """Rank 0 of each is not served by one and the same rank; the turn comes over the wire with the geometry."""
+    """Their ranks 0 are served by different senders; `turn` is sent with the geometry."""
     sources = ranks(*[make(heads=(0, 1), kind="mla") for _ in range(4)])
     dests = [RankGeometry(rank=0, geometry=make(heads=(0, 1), kind="mla"), turn=turn) for turn in range(6)]
     told = [msgspec.msgpack.decode(msgspec.msgpack.encode(dest), type=RankGeometry) for dest in dests]
@@ -237,7 +237,7 @@ def test_data_parallel_ranks_take_turns() -> None:
 @pytest.mark.parametrize(("p_size", "d_size"), [(1, 1), (1, 4), (2, 1), (4, 2)])
 @pytest.mark.parametrize("split", [False, True])
 def test_latents_move_once_to_each_rank_however_many_heads_ranks_share(p_size: int, d_size: int, split: bool) -> None:
-    """A rank's latents are those of all heads: which heads are its own says nothing about them."""
+    """A rank's latents cover all heads, whichever heads it owns."""
 
     def share(rank: int) -> RankGeometry:
         planes = (split_latent_planes if split else latent_planes)(5, 2, "bfloat16")
@@ -355,7 +355,7 @@ def test_bad_topologies_are_refused(sources: list[RankGeometry], message: str) -
 
 @dataclass(slots=True)
 class Part:
-    """A plane of many shapes: all heads of the model, how they are cut, and what one has."""
+    """A plane with all heads of the model, their cut, and a head's shape."""
 
     name: str
     dtype: str
@@ -367,7 +367,7 @@ class Part:
 def ranks_of_planes(
     parts: list[Part], tp: int, pages: int, page_size: int, layers: tuple[int, ...], page_first: bool
 ) -> list[RankGeometry]:
-    """Each plane has its share of the heads on each rank. Planes lie one behind the other: in a page, or in a layer."""
+    """Each plane has its share of the heads on each rank. Planes lie one after the other: in a page, or in a layer."""
     out = []
     for rank in range(tp):
         planes, at = [], 4

@@ -1,4 +1,6 @@
-"""The planner over random geometries: a slice of `python -m simulation.planning`, and planners that it finds out."""
+"""The planner over random geometries: a slice of `python -m simulation.planning`, and broken planners that it
+detects.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,14 @@ def test_random_geometries() -> None:
 
 
 def test_random_geometries_by_their_factors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long plans are made, where nobody looks at every run."""
+    """Long plans are computed this way, without a pass over every run."""
     monkeypatch.setattr(runs, "_FEW_RUNS", 0)
     monkeypatch.setattr(runs, "_MOST_STRETCHES", 2)
     assert play(range(60, 100)).plans > 200
 
 
 def shares(change: Callable[..., Any]) -> Break:
-    """Other boxes than `_share` gives."""
+    """Replace the boxes of `_share`."""
 
     def broken(patch: pytest.MonkeyPatch) -> None:
         original = topology._share
@@ -56,7 +58,7 @@ def shares(change: Callable[..., Any]) -> Break:
 
 
 def everybody_sends(original: Any, ordered: Any, dest: Any, first: int, count: int) -> Any:
-    """Every holder of a cell sends it, as if each were alone."""
+    """Every holder of a cell sends it, as if it were the only one."""
     out: dict[int, Any] = {}
     for source in ordered:
         one = (source,) if set(dest.geometry.layer_ids) <= set(source.geometry.layer_ids) else ordered
@@ -121,12 +123,12 @@ def pairs_by_what_is_wanted_of_the_first_rank(patch: pytest.MonkeyPatch) -> None
 
 
 def ranks_count_as_they_are_named(patch: pytest.MonkeyPatch) -> None:
-    """In the order in which an engine names its ranks, not by their numbers."""
+    """In the order in which an engine lists its ranks, not by rank number."""
     patch.setattr(topology, "sorted", lambda items, key=None: list(items) if key else sorted(items), raising=False)
 
 
 def planes_share_as_the_first_does(patch: pytest.MonkeyPatch) -> None:
-    """Of a Mamba-2 layer, as if B and C were cut as x is."""
+    """As if a Mamba-2 layer's B and C were cut like x."""
     original = planning_engines.parts_of
 
     def parts_of(*given: Any) -> Any:
@@ -136,7 +138,7 @@ def planes_share_as_the_first_does(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_whole_is_cut(patch: pytest.MonkeyPatch) -> None:
-    """Each rank promises its share alone of B and C of one group."""
+    """Each rank claims only its share of B and C of a single group."""
     original = planning_engines.parts_of
 
     def parts_of(groups: Any, config: Any, num_layers: int, rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""Two ranks of P, each a process with its own memory, one agent over both; D in this process. Bytes move over shm."""
+"""Two ranks of P, each a process with its own memory, joined by one agent; D in this process. Bytes move over shm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ N = 13
 
 
 def serve(pipe: Connection, rank: int) -> None:
-    """One rank of P: takes calls of its agent from the pipe, and says there what the agent says."""
+    """The main function of one rank of P: takes its agent's calls from the pipe, and sends the agent's events."""
     lock = threading.Lock()
 
     def say(*what: object) -> None:
@@ -61,7 +61,7 @@ class Remote:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def call(*arguments: object) -> None:
-            # A callback cannot cross; the killed rank takes no call.
+            # A callback cannot cross the pipe; the killed rank takes no call.
             with_arguments = [argument for argument in arguments if not callable(argument)]
             if self.process.is_alive():
                 self.pipe.send((name, *with_arguments))
@@ -127,5 +127,5 @@ def test_a_killed_rank_ends_the_whole(engines: tuple[Engine, Engine], mode: str)
     assert failed.message.startswith("rank 1 to rank 0: ")
     d.next(ev.DecodeReleased)
     settle(d)
-    # The rank that is gone proves nothing, so P's engine is not told that its pages are free.
+    # The dead rank proves nothing, so P's engine is not told that its pages are free.
     assert p.events.empty()

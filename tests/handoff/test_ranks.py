@@ -1,5 +1,5 @@
 """Instances of many ranks over real agents and memory: every wanted byte of every rank arrives, and nothing else is
-written; a request is runnable on all ranks or on none, and no page is free before all its pairs are quiet.
+written. A request is runnable on all ranks or on none, and no page is free before all its pairs are quiet.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ LOCAL = "local://"
 
 
 def two_ranks(pair: Both, mode: str, scheme: str, **config: object) -> tuple[Engine, Engine]:
-    """The second rank of the side that copies goes through `scheme`; the other side is one rank."""
+    """The second rank of the side that copies uses `scheme`; the other side has one rank."""
     many, one = Shape(tp=2), Shape(tp=1)
     if mode == "push":
         return pair.engine("P", many, LOCAL, scheme, **config), pair.engine("D", one, LOCAL, **config)
@@ -85,7 +85,7 @@ def two_ranks(pair: Both, mode: str, scheme: str, **config: object) -> tuple[Eng
 
 
 def begin(p: Engine, d: Engine, mode: str, n: int = 13, **changes: object) -> AttemptKey:
-    """A handoff of which everything is said that engines say."""
+    """Begin a handoff with all calls of both engines."""
     ticket = ticket_for(p, d, mode, **changes)
     p.together.open_prefill(ticket)
     for rank in p.ranks:
@@ -96,7 +96,7 @@ def begin(p: Engine, d: Engine, mode: str, n: int = 13, **changes: object) -> At
 
 
 def failure(p: Engine, d: Engine) -> ev.DecodeFailed:
-    """The one failure of which D's engine is told; all pages of both are free after it, once."""
+    """The one failure that D's engine gets; afterwards all pages of both are free, once."""
     failed = d.events.get(timeout=60)
     while isinstance(failed, ev.DecodeAdmitted):
         failed = d.events.get(timeout=60)
@@ -117,7 +117,7 @@ def test_copies_of_one_rank_that_fail_end_the_whole(pair: Both, mode: str) -> No
     begin(p, d, mode)
     failed = failure(p, d)
     assert (failed.reason, failed.recoverable) == ("transfer_failed", True)
-    # D may hear first what P tells the other pair of it.
+    # D may first get the message about the other pair.
     assert ("rank 1 to rank 0" if mode == "push" else "rank 0 to rank 1") in failed.message
 
 
@@ -158,7 +158,7 @@ def test_one_rank_that_leaves_ends_the_whole(pair: Both, side: str) -> None:
         assert failure(p, d).reason in ("peer_lost", "engine_closed")
         return
     assert p.next(ev.PrefillReleased) == ev.PrefillReleased(ticket.key, "engine_closed")
-    # The rank that has gone never proved its pages quiet, so those of no rank are free.
+    # The lost rank never proved its pages quiet, so no rank's pages are free.
     assert not any(isinstance(event, ev.DecodeReleased) for event in list(d.events.queue))
 
 
@@ -180,7 +180,7 @@ def test_the_first_token_ends_it_on_all_ranks(pair: Both, late: bool, known: boo
     p.together.finish_prefill(ticket.key, SEEDS, True, {})
     if late:
         if not known:
-            # P holds nothing for ranks that it has never heard of.
+            # P holds nothing for ranks that it does not know.
             assert p.next(ev.PrefillReleased) == ev.PrefillReleased(ticket.key, "finished")
         d.together.announce_decode(ticket)
     event = d.events.get(timeout=60)
@@ -224,7 +224,7 @@ def test_either_engine_gives_up_at_any_time(pair: Both, side: str, when: str) ->
 
 
 def quiet_when_told(engine: Engine, issuer: Engine) -> list[int]:
-    """Copies that `issuer` has under way as `engine` is told that pages are free."""
+    """The number of copies of `issuer` in progress when `engine` is told that pages are free."""
     under_way: list[int] = []
     tell = engine.together._tell
 
@@ -240,7 +240,7 @@ def quiet_when_told(engine: Engine, issuer: Engine) -> list[int]:
 def abort_while_one_rank_copies(pair: Both, mode: str) -> None:
     p, d = two_ranks(pair, mode, SLOW)
     issuer, side = (p, p) if mode == "push" else (d, d)
-    # This rank's copies go on to their end, whoever gives up.
+    # This rank's copies go on to their end, in spite of aborts.
     issuer.ranks[1].transport.cancel = lambda operation: None  # type: ignore[method-assign]
     under_way = quiet_when_told(side, issuer)
     key = begin(p, d, mode)
@@ -257,7 +257,7 @@ def test_pages_of_no_rank_are_free_while_one_rank_copies(pair: Both, mode: str) 
     abort_while_one_rank_copies(pair, mode)
 
 
-# ---------------------------------------------------------------- who may take part
+# ---------------------------------------------------------------- valid participants
 
 
 def test_ranks_that_nobody_has_are_refused_by_name(pair: Both) -> None:
@@ -306,7 +306,7 @@ def test_a_ticket_names_every_rank_at_its_place(pair: Both, order: list[int], wh
 
 
 def test_a_rank_speaks_for_its_own_pairs_alone(pair: Both) -> None:
-    """A good ticket lets one rank of D claim nothing in another's name."""
+    """A valid ticket does not let one rank of D claim anything in another's name."""
     p, d = pair.engine("P", Shape(tp=2)), pair.engine("D", Shape(tp=2))
     hand_over(p, d, "push")
     ticket = ticket_for(p, d, "push")
@@ -328,11 +328,11 @@ def test_a_rank_speaks_for_its_own_pairs_alone(pair: Both) -> None:
     settle(p, d)
 
 
-# ---------------------------------------------------------------- broken on purpose
+# ---------------------------------------------------------------- broken engines are detected
 
 
 class WithoutOneRank(DecodeGather):
-    """Commits although a rank has not."""
+    """Commits although one rank has not."""
 
     def _end(self, pair: Pair, event: ev.HandoffEvent) -> list[ev.HandoffEvent | EndPair]:
         if (
@@ -354,7 +354,7 @@ class Seedless(DecodeGather):
 
 
 class Hasty(PrefillGather):
-    """Says that pages are free when those of the first pair are."""
+    """Reports pages free when those of the first pair are."""
 
     def handle(self, pair: Pair, event: ev.PrefillReleased) -> list[ev.PrefillReleased | EndPair]:
         super().handle(pair, event)
@@ -383,7 +383,7 @@ def test_pages_that_are_free_while_one_pair_is_open_are_seen(pair: Both, monkeyp
 
 @pytest.mark.parametrize("integrity", ["off", "full"])
 def test_a_wrong_share_of_heads_is_seen(pair: Both, monkeypatch: pytest.MonkeyPatch, integrity: str) -> None:
-    """Without digests by the bytes, with them by the protocol."""
+    """Without digests the bytes differ, with them the protocol detects it."""
     plan = operations.plan
 
     def turned(sources: object, dest: object, *rest: object) -> object:

@@ -1,4 +1,4 @@
-"""Engines whose ranks are apart: each process has one rank's agent, and hears only of that rank's pairs."""
+"""Engines whose ranks are apart: each process has one rank's agent, and gets events only of that rank's pairs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ShapeApart(Shape):
 
 
 class Workers:
-    """What an engine does that has its ranks in processes: tells each of them everything, and waits for all."""
+    """Models an engine with ranks in processes: sends every call to each rank, and waits for all."""
 
     def __init__(self, shape: Shape, tell: Any) -> None:
         self.events: list[list[ev.HandoffEvent]] = [[] for _ in range(shape.num_ranks)]
@@ -48,7 +48,7 @@ class Workers:
         return {key: leg for rank in self.ranks for key, leg in rank._legs.items()}
 
     def next_request(self) -> None:
-        """What was heard of the requests so far is over."""
+        """Forget the events of earlier requests."""
         for events in self.events:
             events.clear()
 
@@ -66,7 +66,7 @@ class Workers:
 
 
 class Apart(Engine):
-    """As `Engine`, of ranks that are apart where its shape says so."""
+    """As `Engine`, with ranks in separate processes if its shape says so."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.shape, ShapeApart):
@@ -125,7 +125,7 @@ def test_every_byte_of_every_rank_arrives(engines: Any, p_shape: Shape, d_shape:
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("when", ["before", "between", "announced"])
 def test_what_p_gives_up_no_rank_of_d_waits_for(engines: Any, when: str, known: bool) -> None:
-    """Whether or not P knew D's ranks, and before a ticket has expired."""
+    """With and without P knowing D's ranks, and before a ticket has expired."""
     p, d = engines("P", TWO), engines("D", FOUR)
     if known:
         hand_over(p, d, "push")
@@ -158,7 +158,7 @@ def test_what_p_gives_up_no_rank_of_d_waits_for(engines: Any, when: str, known: 
 
 @pytest.mark.parametrize("how", ["abort", "incompatible"])
 def test_what_d_gives_up_before_it_knows_p_no_rank_of_p_holds(engines: Any, how: str) -> None:
-    """Each rank of P hears of it before the ticket has expired, also of an engine with which no KV may be exchanged."""
+    """Each rank of P learns of it before the ticket expires, also if the engines are incompatible."""
     p, d = engines("P", TWO), engines("D", TWO, fingerprint={} if how == "abort" else {"model": "another"})
     ticket = ticket_for(p, d, "push")
     p.together.open_prefill(ticket)
@@ -172,7 +172,7 @@ def test_what_d_gives_up_before_it_knows_p_no_rank_of_p_holds(engines: Any, how:
 
 
 def test_a_rank_that_dies_fails_on_every_rank_that_it_serves(engines: Any) -> None:
-    """And those that it does not serve end by what they have: the engine above fails the request with the first."""
+    """Ranks that it does not serve end with what they have: the engine above fails the request at the first failure."""
     p, d = engines("P", TWO), engines("D", TWO)
     ticket = ticket_for(p, d, "push")
     p.together.open_prefill(ticket)
@@ -190,7 +190,7 @@ def test_a_rank_that_dies_fails_on_every_rank_that_it_serves(engines: Any) -> No
 
 
 def test_pairs_that_lead() -> None:
-    """Each rank that is apart has a pair with rank 0 of the other side, and each of D's with the one that samples."""
+    """Each rank that is apart has a pair with rank 0 of the other side, and each of D's with the sampling rank."""
     shape = ShapeApart(tp=2, groups=("latent",))
     together = Shape(tp=2, groups=("latent",))
     bytes_of = {"latent"}
@@ -202,7 +202,7 @@ def test_pairs_that_lead() -> None:
         (1, 1): bytes_of,
     }
     one = Shape(groups=("latent",))
-    # Of latents the second rank of P sends nothing to one rank of D, and still hears of it.
+    # P's second rank sends no latents to the one rank of D, but still gets its messages.
     assert pairs_of(together.instance(0), one.instance(0)) == {(0, 0): bytes_of}
     assert pairs_of(shape.instance(0), one.instance(0)) == {(0, 0): bytes_of, (1, 0): set()}
     stages = ShapeApart(stages=(0, 2), groups=("latent",))

@@ -1,4 +1,4 @@
-"""Labels of metrics come from a closed set, whatever a peer says."""
+"""Metric labels come from a closed set, whatever a peer sends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.handoff.protocol.events import DecodeFailed, PrefillReleased
 from baton.handoff.protocol.messages import AttemptKey
 
 KEY = AttemptKey(bytes(16), 0, "P-1", "D-1")
-# Calls whose reason ends in an event of the agent, by the index of the argument that it is.
+# Calls whose reason ends in an event of the agent, by the index of the reason argument.
 GIVES = {"Fault": 0, "_fail": 0, "lose": 1, "Abort": 0, "abort": 1, "HandoffError": 0}
 
 

@@ -1,4 +1,4 @@
-"""Handoffs of a process that has no descriptor left, for a while or for good."""
+"""Handoffs in a process that runs out of descriptors, temporarily or for good."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ N = 8
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Nothing can be opened: the lowest free descriptor is over the limit, and so are all others."""
+    """Nothing can be opened: the lowest free descriptor is over the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
@@ -117,7 +117,7 @@ def test_an_error_of_the_clock_part_does_not_keep_messages_waiting(pair: Pair) -
 
 
 def test_a_process_that_cannot_be_looked_at_is_not_dead() -> None:
-    """Its death would free pages that it may still write, and unlink memory that it uses."""
+    """Treating it as dead would free pages that it may still write, and unlink memory that it uses."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         started, host_key = start_time_of(child.pid), own_host_key()
         with no_descriptors(), pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The tables of docs/topologies.md are what the code does, and no byte is sent that need not be."""
+"""The tables of docs/topologies.md match the code, and no unnecessary byte is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent whose thread has ended or hangs is told of, once: it ends its engine, and closing it waits for nothing."""
+"""If an agent's thread ends or hangs, its engine is told once and ends; closing the agent does not block."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_an_agent_that_is_lost_says_so_and_proves_nothing(how: str) -> None:
         d.ranks[1].agent.close()
         assert time.monotonic() - began < 1.0
         d.ranks[0].agent.close()
-        # Nobody can prove that the lost rank's pages are quiet.
+        # Nothing can prove that the lost rank's pages are quiet.
         assert not [event for event in list(d.events.queue) if type(event).__name__ == "DecodeReleased"]
         assert told.empty()
     finally:
