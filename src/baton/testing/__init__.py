@@ -1,4 +1,4 @@
-"""Public test suites for those who add parts to Baton."""
+"""Public test suites for added transports and stores."""
 
 from baton.testing.store_suite import check_store
 from baton.testing.transport_suite import check_transport

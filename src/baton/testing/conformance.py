@@ -1,9 +1,9 @@
-"""`python -m baton.testing.conformance [--device cuda:N] [TRANSPORT ...]`: the suite over transports, as a table.
+"""`python -m baton.testing.conformance [--device cuda:N] [TRANSPORT ...]`: run the suite over transports, print a
+table.
 
-Without arguments: every transport that comes with Baton, the `file` store included; with `--device cuda:0` those
-that open memory of a device. Each far side runs in a
-process of its own, except with `local`. A transport that this machine cannot run is a column of dashes, and
-the reason a line below the table. Exits 1 when a check failed, 2 for a transport that does not exist.
+Without arguments: every built-in transport, including the `file` store; with `--device` those that open memory of a
+device. Each far side runs in its own process, except with `local`. A transport that this machine cannot run is a column
+of dashes, with the reason below the table. Exits 1 if a check failed, 2 for an unknown transport.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def measure(uri: str, device: str | None = None) -> tuple[dict[str, str], list[s
 
 
 def table(columns: Sequence[tuple[str, dict[str, str]]]) -> str:
-    """Rows of checks, columns of transports: names and cells."""
+    """Rows of checks, columns of transports (name, cells)."""
     names = check_names()
     width = max(len(name) for name in names)
     lines = [" ".join([f"{'check':{width}}", *(f"{scheme:>9}" for scheme, _ in columns)])]
@@ -55,7 +55,7 @@ def table(columns: Sequence[tuple[str, dict[str, str]]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table; the exit status."""
+    """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m baton.testing.conformance", allow_abbrev=False)
     parser.add_argument("transports", nargs="*", metavar="TRANSPORT", help="names or URIs; those of Baton by default")
     parser.add_argument("--device", help="cuda:N: regions lie in its memory")

@@ -1,9 +1,9 @@
-"""The suite of a store: `put` and `get` by content key, under damage, hostile files, rivals and a full disk.
+"""The suite of a store: `put` and `get` by content key, with damage, hostile files, rival writers and a full disk.
 
     from baton.testing import check_store
     check_store(FileStore)
 
-Each check works in a directory of its own.
+Each check uses its own directory.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ROOM = 1 << 20
 
 
 def check_store(factory: NewStore) -> list[str]:
-    """Run every check on stores made by `factory(directory, max_bytes)`; the names of those that ran.
+    """Run every check on stores made by `factory(directory, max_bytes)`. Returns the names of the checks.
 
-    Raises `AssertionError` naming the check, with the first broken expectation.
+    Raises `AssertionError` naming the check and its first failure.
     """
     names = []
     for check in _CHECKS:

@@ -15,7 +15,6 @@ from baton.transports.base import Direction, Peer, Transport
 
 
 def check_cancel_is_quiet(here: NearSide) -> None:
-    """A cancelled operation ends soon, and nothing of it is written after that."""
     with here.far() as far:
         peer = here.transport.connect(far.descriptor).result(30)
         copies = scattered(1024, 64, seed=2)
@@ -32,7 +31,7 @@ def check_cancel_is_quiet(here: NearSide) -> None:
 
 
 def check_survives_a_closed_peer(here: NearSide) -> None:
-    """An orderly close in the middle of a copy."""
+    """An orderly close during a copy."""
     with here.far() as far:
         peer = here.transport.connect(far.descriptor).result(30)
         need(peer.alive() and not peer.fenced(), "an open peer is alive and not fenced")
@@ -43,7 +42,7 @@ def check_survives_a_closed_peer(here: NearSide) -> None:
 
 
 def check_survives_a_killed_peer(here: NearSide) -> None:
-    """A death with nothing under way."""
+    """A death while no copy is running."""
     with here.far() as far:
         peer = here.transport.connect(far.descriptor).result(30)
         if far.kill():
@@ -52,7 +51,7 @@ def check_survives_a_killed_peer(here: NearSide) -> None:
 
 
 def check_survives_a_peer_killed_while_copying(here: NearSide) -> None:
-    """A death in the middle of copies in both directions."""
+    """A death during copies in both directions."""
     with here.far() as far:
         peer = here.transport.connect(far.descriptor).result(30)
         copies = scattered(1024, 64, seed=5)
@@ -68,7 +67,6 @@ def check_survives_a_peer_killed_while_copying(here: NearSide) -> None:
 
 
 def check_a_failure_stays_with_its_peer(here: NearSide) -> None:
-    """One peer's end leaves the copies of another alone."""
     with here.far() as one, here.far() as two:
         lost, kept = (here.transport.connect(side.descriptor).result(30) for side in (one, two))
         copies = scattered(1024, 64, seed=6)
@@ -109,7 +107,7 @@ def _refuses_connection(factory: Callable[[], Transport], descriptor: bytes) -> 
 
 
 def check_reconnects(here: NearSide) -> None:
-    """Connections to one peer, one after the other, and to the process that comes after it."""
+    """Successive connections to one peer, and to the process that replaces it."""
     with here.far() as far:
         for seed in range(3):
             far.fill(0, seed)
@@ -144,7 +142,8 @@ def _refuses_copies(here: NearSide, peer: Peer) -> None:
 
 
 def check_waits_for_no_peer(here: NearSide) -> None:
-    """A peer that is stopped: calls return at once, others' copies go on, and what was begun ends when it goes on."""
+    """With a stopped peer: calls return at once, other peers' copies continue, and pending work ends when it runs
+    again."""
     with here.far() as far, here.far() as other:
         known, kept = (here.transport.connect(side.descriptor).result(WAIT_S) for side in (far, other))
         if not far.stop():
@@ -169,7 +168,6 @@ def check_waits_for_no_peer(here: NearSide) -> None:
 
 
 def check_keeps_two_peers_apart(here: NearSide) -> None:
-    """Two peers at once."""
     with here.far() as one, here.far() as two:
         peers = [here.transport.connect(side.descriptor).result(30) for side in (one, two)]
         before = two.read(0)

@@ -1,4 +1,4 @@
-"""Memory that the transport suite fills and looks at: of the host, as its transport allocates it, or of a device."""
+"""Memory for the transport suite: host memory, as the transport allocates it, or memory of a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.transports.base import ByteArray, DeviceMemory, Transport
 
 
 class OnDevice:
-    """Bytes of a CUDA device, with as much of an array's behaviour as the suite uses. Each use waits for the device."""
+    """Bytes of a CUDA device, with as much array behaviour as the suite needs. Each use waits for the device."""
 
     def __init__(self, nbytes: int, device: str) -> None:
         import torch
@@ -22,12 +22,10 @@ class OnDevice:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return int(self._bytes.numel())
 
     @property
     def region(self) -> DeviceMemory:
-        """What a transport registers."""
         device = self._bytes.device
         return DeviceMemory(
             self._bytes.data_ptr(), self.size, device.index or 0, lambda: self._torch.cuda.set_device(device)
@@ -47,7 +45,6 @@ class OnDevice:
     __hash__ = None  # type: ignore[assignment]
 
     def any(self) -> bool:
-        """Whether a byte is not zero."""
         return bool(self.copy().any())
 
     def copy(self) -> ByteArray:

@@ -16,13 +16,13 @@ from baton.testing.transport_peer import FarSide, NearbyPeer, SpawnedPeer
 from baton.transports.base import ByteArray, Direction, Operation, Peer, Transport
 
 WAIT_S = 60.0
-CALLS_S = 2.0  # a bound for calls that must not wait for a peer, which would take 5 s
+CALLS_S = 2.0  # limit for calls that must not wait for a peer, which would take 5 s
 SIZES = (1 << 16, 1 << 14)
 
 
 @dataclass(slots=True)
 class NearSide:
-    """A near transport with its regions, and how to make far sides."""
+    """A near transport with its regions, and a factory of far sides."""
 
     factory: Callable[[], Transport]
     spawn_uri: str | None
@@ -47,7 +47,7 @@ class NearSide:
             side.close()
 
     def soon(self, holds: Callable[[], bool]) -> bool:
-        """Wait until a flag is set; False when it takes too long."""
+        """Wait until `holds()`; False after `WAIT_S`."""
         deadline = time.monotonic() + WAIT_S
         while not holds():
             if time.monotonic() > deadline:
@@ -63,7 +63,7 @@ class NearSide:
 
 
 def need(holds: bool, what: str) -> None:
-    """Raise `AssertionError` naming `what` unless it `holds`."""
+    """Raise `AssertionError` naming `what` unless `holds`."""
     if not holds:
         raise AssertionError(f"expected that {what}")
 
@@ -71,7 +71,6 @@ def need(holds: bool, what: str) -> None:
 def copies_of(
     source: ArrayLike, dest: ArrayLike, nbytes: ArrayLike, source_region: int = 0, dest_region: int = 0
 ) -> CopyList:
-    """A copy list of the three columns."""
     columns = [np.array(column, dtype=np.int64).reshape(-1) for column in (source, dest, nbytes)]
     return CopyList(source_region, dest_region, *columns)
 

@@ -1,7 +1,7 @@
-"""The far side of a transport under test: in this process, or in one of its own.
+"""The far side of a transport under test, in this process or in its own.
 
-The far side is passive: it allocates, registers, fills and reads its regions. So the process that owns the memory sees
-what a copy did. A process of its own (`serve`) reads one JSON object per line of stdin and answers each by one line.
+It is passive: it allocates, registers, fills and reads its regions, so the process that owns the memory sees the effect
+of a copy. A separate process (`serve`) reads one JSON object per line of stdin and answers each with one line.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ def pattern(nbytes: int, seed: int) -> ByteArray:
 
 
 class FarSide(ABC):
-    """What the suite asks of the other side."""
-
     descriptor: bytes
 
     @abstractmethod
@@ -43,14 +41,14 @@ class FarSide(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close its transport in the ordinary way. Idempotent."""
+        """Close its transport in order. Idempotent."""
 
     def kill(self) -> bool:
-        """End it with no chance to clean up; False where it shares this process."""
+        """End it without cleanup; False if it shares this process."""
         return False
 
     def stop(self) -> bool:
-        """Halt it until `go_on`; False where it shares this process."""
+        """Halt it until `go_on`; False if it shares this process."""
         return False
 
     def go_on(self) -> None:  # noqa: B027
@@ -77,7 +75,7 @@ class NearbyPeer(FarSide):
 
 
 class SpawnedPeer(FarSide):
-    """A far side in a process of its own."""
+    """A far side in its own process."""
 
     def __init__(self, uri: str, sizes: Sequence[int], device: str | None = None) -> None:
         self._process = subprocess.Popen(
@@ -106,7 +104,7 @@ class SpawnedPeer(FarSide):
         return np.frombuffer(base64.b64decode(self._ask({"do": "read", "region": region})), dtype=np.uint8)
 
     def close(self) -> None:
-        """The process lives until its transport is closed, and ends then."""
+        """The process lives until its transport is closed."""
         if self._process.poll() is None:
             self._ask({"do": "close"})
         self._reap()
@@ -132,7 +130,7 @@ class SpawnedPeer(FarSide):
 
 
 def serve(uri: str, device: str | None = None) -> None:
-    """The far side: does what it is asked on stdin, line by line, until that ends."""
+    """Run a far side: answer requests on stdin until it ends."""
     transport = create_transport(uri)
     peer: NearbyPeer | None = None
     try:

@@ -1,10 +1,9 @@
-"""The conformance suite that every transport passes, those of other packages included.
+"""The conformance suite for every transport, including those of other packages.
 
     from baton.testing import check_transport
     check_transport(lambda: create_transport("shm://"), spawn_uri="shm://")
 
-Each check makes its own transports and closes them. With `spawn_uri` the far side lives in a process of its
-own.
+Each check makes its own transports and closes them. With `spawn_uri` the far side has its own process.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ def check_transport(
     only: Collection[str] | None = None,
     device: str | None = None,
 ) -> list[str]:
-    """Run the whole suite, or the checks named in `only`, on transports made by `factory` and return the names
-    of the checks that ran. Regions lie in memory of `device` ("cuda:0"), or in what the transport allocates.
+    """Run the suite, or the checks named in `only`, on transports made by `factory`. Returns the names of these checks.
+    Regions are in memory of `device` ("cuda:0"), or allocated by the transport.
 
-    Raises `AssertionError` naming the check, with the first broken expectation.
+    Raises `AssertionError` naming the check and its first failure.
     """
     names = []
     for name, check in zip(check_names(), _CHECKS, strict=True):

@@ -1,7 +1,7 @@
 """The interface of a transport: registered regions, peers, and one-sided copies between them.
 
-A transport moves bytes and knows nothing of requests, groups or tokens. Its user names memory by (region index,
-offset) and gets one `Operation` per copy list. Every transport keeps these rules, which the conformance suite
+A transport knows nothing of requests, groups or tokens. Its user addresses memory by (region index, offset) and gets
+one `Operation` per copy list. Every transport keeps these rules, which the conformance suite
 (`baton.testing.check_transport`) tests:
 
 - `done` means that every reader at the destination sees the bytes, not merely that the copy was posted. A message
@@ -9,9 +9,8 @@ offset) and gets one `Operation` per copy list. Every transport keeps these rule
 - An operation that has ended, done or failed, reads and writes nothing more. The pages of a pending operation may be
   reused only once the peer is fenced.
 - Every run is checked against both regions before the first byte moves.
-- No call waits for a peer. `connect`, `cancel` and `disconnect` return at once, and the work that they begin reports
-  its end by a future or a callback; `alive` and `fenced` are flags. So one thread can serve many peers, even when one
-  of them hangs.
+- No call waits for a peer. `connect`, `cancel` and `disconnect` return at once, and report their end by a future or a
+  callback; `alive` and `fenced` are flags. So one thread can serve many peers, even if one of them hangs.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """`nbytes` bytes at `address` on CUDA device number `device`; they stay allocated while they are registered.
+    """`nbytes` bytes at `address` on CUDA device number `device`. They must stay allocated while they are registered.
 
     `enter` makes the device's context current on the calling thread.
     """
@@ -55,8 +54,7 @@ Region = ByteArray | DeviceMemory
 class Operation:
     """One submitted copy list. Thread-safe; ends exactly once, as done or failed.
 
-    `flags` is an int64 array `[2]` shared with the mover: a non-zero first entry asks it to stop, the second
-    counts the runs that are copied.
+    `flags`: int64 `[2]`, shared with the mover. A non-zero first entry asks it to stop; the second counts copied runs.
     """
 
     __slots__ = ("_callbacks", "_ended", "_error", "_lock", "_started", "_state", "flags", "tag")
@@ -72,21 +70,21 @@ class Operation:
         self._callbacks: list[Callable[[], None]] = []
 
     def poll(self) -> CopyState:
-        """The state now; never blocks."""
+        """Never blocks."""
         return self._state
 
     @property
     def error(self) -> str | None:
-        """Why it failed; None while pending and when done."""
+        """Why it failed; None while pending and if done."""
         return self._error
 
     def wait(self, timeout: float | None = None) -> CopyState:
-        """Block until it ended or `timeout` seconds passed, and return the state."""
+        """Block until it ends or `timeout` seconds pass. Returns the state."""
         self._ended.wait(timeout)
         return self._state
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called once when it ends, on the thread that ends it, or at once if it has ended.
+        """Call `callback` once when it ends, on the thread that ends it, or at once if it has ended.
 
         It must neither block nor raise.
         """
@@ -97,22 +95,22 @@ class Operation:
         callback()
 
     def start(self) -> bool:
-        """For transports: mark that the first byte is about to move. False when the operation has ended already."""
+        """For transports: mark that the first byte is about to move. False if the operation has already ended."""
         with self._lock:
             self._started = True
             return self._state == "pending"
 
     def withdraw(self, error: str) -> None:
-        """For transports: end as failed with `error`, unless the copy has been started."""
+        """For transports: end as failed with `error`, unless the copy has started."""
         self._end(error, unless_started=True)
 
     def end(self, error: str | None = None) -> None:
-        """For transports: end as done, or as failed with `error`. The first end counts."""
+        """For transports: end as done, or as failed with `error`. Only the first end counts."""
         self._end(error)
 
     def _end(self, error: str | None, unless_started: bool = False) -> None:
         with self._lock:
-            # Looked at and ended in one turn: else a copy could start in between, and move bytes after its end.
+            # Check and end under one lock: else a copy could start in between, and move bytes after its end.
             if self._state != "pending" or (unless_started and self._started):
                 return
             self._error = error
@@ -124,11 +122,9 @@ class Operation:
 
 
 class Peer(Protocol):
-    """The other side of a connection."""
-
     @property
     def region_sizes(self) -> Sequence[int]:
-        """Bytes of each region that the peer registered."""
+        """Bytes of each registered region."""
         ...
 
     def alive(self) -> bool:
@@ -136,15 +132,12 @@ class Peer(Protocol):
         ...
 
     def fenced(self) -> bool:
-        """True only when it is proven that the peer can no longer touch this side's memory. Never blocks: where the
-        proof takes work, the first call starts that work, and a later call returns True.
-        """
+        """True only if it is proven that the peer can no longer touch this side's memory. Never blocks: if the proof
+        takes work, the first call starts it, and a later call returns True."""
         ...
 
     def dead(self) -> bool:
-        """True only when it is proven that the peer's process is dead: nothing of it waits for a word any more. Never
-        blocks.
-        """
+        """True only if the peer's process is proven dead. Never blocks."""
         ...
 
 
@@ -153,69 +146,67 @@ class Transport(Protocol):
 
     @property
     def scheme(self) -> str:
-        """The URI scheme it is chosen by."""
+        """The URI scheme that selects it."""
         ...
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
         """Zeroed memory `[nbytes]` uint8 that can be registered. `name` is for humans.
 
-        Raises `TransportError` when the host has not that much.
+        Raises `TransportError` if the host has too little memory.
         """
         ...
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Open `regions` to peers, once, and return the descriptor that a peer's `connect` takes. A region's index is
-        its position. All regions lie in the host's memory, or all on one device.
+        """Open `regions` to peers, once. Returns the descriptor for a peer's `connect`. A region's index is its
+        position. All regions are in host memory, or all on one device.
 
         Raises `TransportError` for memory that the transport cannot open, or at a second call.
         """
         ...
 
     def connect(self, descriptor: bytes) -> Future[Peer]:
-        """Begin to reach the peer that registered `descriptor`; returns at once.
+        """Start to connect to the peer that registered `descriptor`.
 
-        The future ends, after some seconds at most, with the peer, with `ProtocolError` for a malformed descriptor, or
-        with `TransportError` when the peer cannot be reached. It cannot be cancelled: a caller that no longer wants the
-        peer disconnects it when the future ends.
+        Within seconds the future yields the peer, or raises `ProtocolError` for a malformed descriptor, or
+        `TransportError` if the peer cannot be reached. It cannot be cancelled: a caller that no longer wants the peer
+        disconnects it when the future is done.
         """
         ...
 
     def submit(self, peer: Peer, direction: Direction, copies: CopyList, tag: str = "") -> Operation:
-        """Start to copy: "write" from own regions to the peer's, "read" from the peer's regions to own.
+        """Copy "write" from own regions to the peer's, or "read" from the peer's regions to own.
 
-        `tag` names the operation in logs. The caller must not change the arrays of `copies` while the operation is
-        pending.
+        `tag` names the operation in logs. The arrays of `copies` must not change while it is pending.
 
-        Raises `ProtocolError` for a run outside a region, `TransportError` when either side is closed.
+        Raises `ProtocolError` for a run outside a region, `TransportError` if either side is closed.
         """
         ...
 
     def cancel(self, operation: Operation) -> None:
-        """Ask an operation to end, and return at once. It ends when none of its bytes is under way any more; with a
-        peer that hangs, that may be never. Bytes that were copied stay copied.
-        """
+        """Ask an operation to end, and return at once. It ends when none of its bytes is in flight; if the peer hangs,
+        that may be never. Copied bytes stay copied."""
         ...
 
     def disconnect(self, peer: Peer) -> None:
-        """Refuse further copies for the peer, and return at once. Its operations end as failed when none of their
-        bytes is under way; the transport then releases the peer's memory. Idempotent.
-        """
+        """Refuse further copies for the peer, and return at once. Its operations end as failed when none of their bytes
+        is in flight; the transport then releases the peer's memory. Idempotent."""
         ...
 
     def close(self) -> None:
-        """End all operations and release all memory. Waits for copies under way, some seconds at most. Idempotent."""
+        """End all operations and release all memory. Waits for copies in flight, some seconds at most. Idempotent."""
         ...
 
 
 def future_of(make: Callable[[], Peer]) -> Future[Peer]:
-    """For transports that connect without waiting: a future that already holds what `make` returned or raised."""
+    """For transports that connect without waiting: a finished future with what `make` returned or raised."""
     future: Future[Peer] = Future()
     settle(future, make)
     return future
 
 
 def settle(future: Future[Peer], make: Callable[[], Peer]) -> None:
-    """For transports: give `future` what `make` returns or raises, other errors than Baton's as `TransportError`."""
+    """For transports: run `make` and finish `future` with its result. Errors other than Baton's become
+    `TransportError`."""
     try:
         peer = make()
     except BatonError as error:
@@ -229,7 +220,7 @@ def settle(future: Future[Peer], make: Callable[[], Peer]) -> None:
 
 
 def check_regions(regions: Sequence[Region]) -> list[ByteArray]:
-    """Return the regions as arrays. Raises `TransportError` unless each is a flat, writable uint8 array of the host."""
+    """The regions as arrays. Raises `TransportError` unless each is a flat, writable uint8 array in host memory."""
     checked = []
     for region in regions:
         if isinstance(region, DeviceMemory):
@@ -242,7 +233,7 @@ def check_regions(regions: Sequence[Region]) -> list[ByteArray]:
 
 
 def check_copies(copies: CopyList, source_sizes: Sequence[int], dest_sizes: Sequence[int]) -> None:
-    """Raise `ProtocolError` unless every run of `copies` lies inside its region on both sides. Sizes in bytes."""
+    """Raise `ProtocolError` unless every run is inside its region on both sides. Sizes in bytes."""
     columns = (copies.source_offset, copies.dest_offset, copies.nbytes)
     for column in columns:
         if column.dtype != np.int64 or column.ndim != 1 or column.size != copies.nbytes.size:
@@ -256,7 +247,7 @@ def check_copies(copies: CopyList, source_sizes: Sequence[int], dest_sizes: Sequ
     for side, region, sizes, offset in sides:
         if not 0 <= region < len(sizes):
             raise ProtocolError(f"{side} region {region} is not one of {len(sizes)}")
-        # Written as offset > size - nbytes, since offset + nbytes could overflow.
+        # Not offset + nbytes > size, which could overflow.
         bad = (copies.nbytes < 0) | (offset < 0) | (copies.nbytes > sizes[region])
         bad |= offset > sizes[region] - copies.nbytes
         if bool(bad.any()):
@@ -271,14 +262,14 @@ _open: weakref.WeakSet[Transport] = weakref.WeakSet()
 
 
 def source_and_dest(direction: Direction, own: R, far: R) -> tuple[R, R]:
-    """Own regions and those of a peer, in the order in which bytes go. Raises `ProtocolError` for another direction."""
+    """Order own and the peer's regions as source and destination. Raises `ProtocolError` for an invalid direction."""
     if direction not in ("read", "write"):
         raise ProtocolError(f"direction must be read or write, got {direction!r}")
     return (own, far) if direction == "write" else (far, own)
 
 
 def close_at_exit(transport: Transport) -> None:
-    """For transports: have `transport` closed when the interpreter ends, if it lives until then."""
+    """For transports: close `transport` at interpreter exit."""
     _open.add(transport)
 
 

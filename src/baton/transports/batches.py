@@ -1,4 +1,4 @@
-"""Copy lists cut into batches for a transfer library, which cannot stop a batch: a cancel takes effect between two."""
+"""Cuts copy lists into batches for transfer libraries, which cannot stop a batch: a cancel takes effect between two."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BATCH_BYTES = 16 << 20
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An operation under way. `rows` is int64 `[runs, 3]`: own address, the peer's address, bytes; batch i is
-    `rows[bounds[i]:bounds[i + 1]]`. `at` counts the batches that are done. `handle` is the library's for batch `at`
-    once it is issued; `failed`: that batch ended with an error, which does not prove that none of it is outstanding.
+    """A running operation. `rows`: int64 `[runs, 3]`: own address, the peer's address, bytes; batch i is
+    `rows[bounds[i]:bounds[i + 1]]`. `at`: number of finished batches. `handle`: the library's, of batch `at` once
+    issued. `failed`: that batch failed, which does not prove that none of its bytes is outstanding.
     """
 
     operation: Operation
@@ -32,20 +32,19 @@ class Job:
 
     @property
     def num_batches(self) -> int:
-        """Batches of the whole operation."""
         return len(self.bounds) - 1
 
     def left(self) -> str | None:
-        """The error of an operation that ends now; None when all its batches are done."""
+        """The error if the operation ends now; None if all batches are done."""
         return None if self.at == self.num_batches else f"cancelled after {self.at} of {self.num_batches} batches"
 
     def batch(self) -> Runs:
-        """The rows of batch `at`, int64 `[runs, 3]`."""
+        """Rows of batch `at`."""
         return self.rows[self.bounds[self.at] : self.bounds[self.at + 1]]
 
 
 def make_job(operation: Operation, direction: Direction, rows: Runs) -> Job:
-    """A job of `rows` (int64 `[runs, 3]`), cut into batches of at most `BATCH_RUNS` runs and `BATCH_BYTES` bytes."""
+    """A job of `rows` (int64 `[runs, 3]`), in batches of at most `BATCH_RUNS` runs and `BATCH_BYTES` bytes."""
     rows = split_runs(rows, BATCH_BYTES)
     return Job(operation, direction, rows, batch_bounds(rows[:, 2], BATCH_RUNS, BATCH_BYTES))
 
@@ -53,7 +52,7 @@ def make_job(operation: Operation, direction: Direction, rows: Runs) -> Job:
 def split_runs(rows: Runs, limit: int) -> Runs:
     """Cut the runs of `rows` (int64 `[runs, 3]`) into pieces of at most `limit` bytes, and drop empty runs."""
     if len(rows) and int(rows[:, 2].min()) > 0 and int(rows[:, 2].max()) <= limit:
-        return rows  # a million of them are not divided for nothing
+        return rows  # saves a million divisions
     pieces = -(-rows[:, 2] // limit)
     out = np.repeat(rows, pieces, axis=0)
     skip = (np.arange(len(out)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit
@@ -64,8 +63,7 @@ def split_runs(rows: Runs, limit: int) -> Runs:
 
 def batch_bounds(nbytes: Runs, max_runs: int, max_bytes: int) -> list[int]:
     """Cut runs of `nbytes` bytes (int64 `[runs]`) into batches of at most `max_runs` runs, and at most `max_bytes`
-    bytes or a single run. Returns the cuts `[0, ..., runs]`.
-    """
+    bytes or a single run. Returns the cuts `[0, ..., runs]`."""
     if len(nbytes) and max_runs * int(nbytes.max()) <= max_bytes:
         return [*range(0, len(nbytes), max_runs), len(nbytes)]
     total = np.concatenate([[0], np.cumsum(nbytes)])

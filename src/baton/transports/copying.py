@@ -1,7 +1,7 @@
-"""The compiled copy loop of transports over mapped memory: a list of runs in one call, without the interpreter lock.
+"""The compiled copy loop for mapped memory: a list of runs per call, without the interpreter lock.
 
-A CPU fetches ahead along a run, but not from one run to the next: scattered short runs, one after the other, take
-nearly twice as long as one run of as many bytes. Several of them side by side, a few lines of each in turn, do not.
+A CPU prefetches along a run, but not from one run to the next: scattered short runs take nearly twice as long as one
+long run, unless several are copied in turn, a few cache lines each.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from numba.extending import intrinsic
 from baton.kv.geometry import CopyList, Int64Array
 from baton.transports.base import ByteArray
 
-# A long run is copied in chunks, so that a cancel is seen within a fraction of a millisecond. Whole mebibytes are
-# copied more slowly: a memcpy as long as the cache goes past it, in a worse way than that below.
+# Long runs are copied in chunks, so that a cancel takes effect within a fraction of a millisecond. Whole mebibytes are
+# slower: a memcpy as long as the cache bypasses it, less efficiently than the loop below.
 CHUNK_BYTES = 256 << 10
-# So many runs side by side, in steps of so many bytes.
+# Runs copied in turn, and bytes per step.
 LANES = 8
 STEP_BYTES = 256
-# Shorter ones (in the mean), and longer ones that stay in the caches, are copied as fast by `memcpy`.
+# `memcpy` is as fast for shorter runs (in the mean), and for longer ones that fit into the caches.
 SHORT_BYTES, LONG_BYTES = 1 << 10, 128 << 10
-# As many bytes are written past the caches, which would not hold them until they are read, and hold what others need.
+# Larger copies bypass the caches, which would not hold them until they are read, and hold data that others need.
 PAST_CACHES_BYTES = 16 << 20
 _LINE_BYTES = 64
 
@@ -36,7 +36,7 @@ _I32, _I64, _LINE = ir.IntType(32), ir.IntType(64), ir.VectorType(ir.IntType(8),
 
 def _step_by(past_caches: bool) -> Callable[..., Any]:
     def _step(typing_context: Any, dest: Any, source: Any) -> Any:
-        """`STEP_BYTES` from any address to the address of a line."""
+        """Copy `STEP_BYTES` from any address to a line-aligned one."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             def line(address: Any, offset: int) -> Any:
@@ -56,7 +56,7 @@ def _step_by(past_caches: bool) -> Callable[..., Any]:
 
 
 def _ordered(typing_context: Any) -> Any:
-    """All earlier stores before all later ones, those past the caches too, which a CPU otherwise holds back."""
+    """Order all earlier stores before all later ones. Non-temporal stores are not ordered otherwise."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -69,15 +69,15 @@ _step_near = cast("Callable[[int, int], None]", intrinsic(_step_by(past_caches=F
 _step_past = cast("Callable[[int, int], None]", intrinsic(_step_by(past_caches=True)))
 _order = cast("Callable[[], None]", intrinsic(_ordered))
 _njit = cast("Callable[[F], F]", numba.njit(nogil=True, boundscheck=False, forceinline=True))
-# Addresses and sizes travel as machine words, which is how the C ABI passes pointers too.
+# Addresses and sizes are machine words, which is how the C ABI passes pointers too.
 _memcpy: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
 
 
 @_njit
 def _memcpy_unless_stopped(source: int, dest: int, nbytes: int, flags: Int64Array) -> int:
-    """Bytes that are copied."""
+    """Returns the number of bytes copied."""
     at = 0
-    # The call to memcpy is opaque to the compiler, so this is loaded anew each time.
+    # The call to memcpy is opaque to the compiler, so the flag is reloaded each time.
     while at < nbytes and flags[0] == 0:
         size = min(nbytes - at, CHUNK_BYTES)
         _memcpy(dest + at, source + at, size)
@@ -87,7 +87,7 @@ def _memcpy_unless_stopped(source: int, dest: int, nbytes: int, flags: Int64Arra
 
 @_njit
 def _advance(lanes: Int64Array, count: int, past_caches: bool) -> None:
-    """Take the first `count` lanes as many steps further as each of them has left, and no more than a chunk."""
+    """Advance the first `count` lanes by as many steps as all of them have left, up to a chunk."""
     span = CHUNK_BYTES
     for lane in range(count):
         span = min(span, lanes[2, lane])
@@ -110,11 +110,11 @@ def _until_stopped(
 ) -> int:
     total = nbytes.sum()
     past_caches = total >= PAST_CACHES_BYTES
-    # Of what is in the caches fewer at once are faster.
+    # For data in the caches fewer lanes are faster.
     abreast = LANES if past_caches else LANES // 2
     shortest = STEP_BYTES if total >= SHORT_BYTES * nbytes.size else LONG_BYTES
     longest = total if past_caches else LONG_BYTES - 1
-    # Of each lane where it reads, where it writes, and how many bytes it has left.
+    # Per lane: source address, destination address, bytes left.
     lanes = np.empty((3, LANES), dtype=np.int64)
     count = at = ended = 0
     while True:
@@ -155,16 +155,15 @@ def _copy_runs(
 
 _column = types.Array(types.int64, 1, "C", readonly=False)
 _signature = types.int64(types.int64, types.int64, _column, _column, _column, types.Array(types.int64, 1, "C"))
-# Compiled when this module is imported (from the cache after the first time), never during a transfer.
+# Compiled at import (later from the cache), never during a transfer.
 _compiled = cast("Callable[..., int]", numba.njit(_signature, nogil=True, cache=True, boundscheck=False)(_copy_runs))
 
 
 def copy_runs(source: ByteArray, dest: ByteArray, copies: CopyList, flags: Int64Array) -> int:
-    """Copy every run of `copies` from `source` to `dest`, both uint8 `[bytes]`; return how many runs ended.
+    """Copy every run of `copies` from `source` to `dest`, both uint8 `[bytes]`. Returns the number of finished runs.
 
-    Runs without the interpreter lock. `flags` is int64 `[2]`: stops early once `flags[0]` is non-zero, counts
-    ended runs in `flags[1]`. The caller has checked the bounds, and keeps the memory alive; runs must not
-    overlap.
+    Runs without the interpreter lock. `flags`: int64 `[2]`; stops early once `flags[0]` is non-zero, counts finished
+    runs in `flags[1]`. The caller has checked the bounds, and keeps the memory alive; runs must not overlap.
     """
     return _compiled(
         source.ctypes.data,
@@ -177,5 +176,5 @@ def copy_runs(source: ByteArray, dest: ByteArray, copies: CopyList, flags: Int64
 
 
 def _writable(column: Int64Array) -> Int64Array:
-    # The one compiled signature takes writable arrays; a read-only one (a view of a message) is copied.
+    # The one compiled signature takes writable arrays: copy a read-only one (a view of a message).
     return column if column.flags.writeable else column.copy()

@@ -1,7 +1,7 @@
-"""What `cuda_ipc` asks of CUDA: open allocations to other processes, and copy many short runs in one launch.
+"""CUDA calls of `cuda_ipc`: open allocations to other processes, and copy many short runs in one launch.
 
-A copy engine of the GPU takes a microsecond or two per run, which is more than a run of some KiB needs. So one kernel
-copies a whole batch: a row of blocks per run, 16 bytes a thread at a time where addresses allow it.
+A GPU copy engine takes a microsecond or two per run, longer than a run of some KiB needs. So one kernel copies a whole
+batch: a row of blocks per run, 16 bytes per thread at a time if addresses are aligned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.transports.batches import BATCH_RUNS, Runs
 
 HANDLE_BYTES = 64
 _THREADS = 256
-# What one block copies; a longer run has several.
+# Bytes per block; longer runs get several.
 _BLOCK_BYTES = 64 << 10
 _MOST_BLOCKS = 256
 _ROW_BYTES = 3 * 8
@@ -46,31 +46,31 @@ extern "C" __global__ void copy_runs(const long long* rows, int source, int dest
 
 
 class Exported(NamedTuple):
-    """An allocation that other processes can open, and where an address lies in it."""
+    """An allocation that other processes can open, and the offset of an address in it."""
 
     handle: bytes
     offset: int
 
 
 class Launch(NamedTuple):
-    """A batch under way: the event behind it, and the table that the kernel reads."""
+    """A batch in flight: the event recorded after it, and the table that the kernel reads."""
 
     event: Any
     table: int
 
 
 class CudaDriver:
-    """One device, for one thread at a time. Raises `TransportError` for what CUDA refuses."""
+    """One device, for one thread at a time. Raises `TransportError` for CUDA errors."""
 
     def __init__(self, device: int, on_end: Callable[[], None]) -> None:
-        """`on_end` is called, on a thread of CUDA's, when a batch has ended.
+        """`on_end` is called, on a CUDA thread, when a batch has ended.
 
-        Raises `ConfigError` when CUDA's bindings, its driver or the device is missing.
+        Raises `ConfigError` if CUDA's bindings, its driver or the device is missing.
         """
         self._api, nvrtc = _bindings()
         self._call(self._api.cuInit(0))
         handle = self._call(self._api.cuDeviceGet(device))
-        # The primary context is the one that PyTorch computes in.
+        # PyTorch uses the primary context.
         self._context = self._call(self._api.cuDevicePrimaryCtxRetain(handle))
         self._call(self._api.cuCtxSetCurrent(self._context))
         module = self._call(self._api.cuModuleLoadData(_compiled(nvrtc)))
@@ -87,13 +87,12 @@ class CudaDriver:
         return values[0] if len(values) == 1 else values
 
     def export(self, address: int) -> Exported:
-        """Open the allocation around `address` to other processes."""
         base, _ = self._call(self._api.cuMemGetAddressRange(address))
         handle = self._call(self._api.cuIpcGetMemHandle(base))
         return Exported(bytes(handle.reserved), address - int(base))
 
     def open(self, handle: bytes) -> tuple[int, int]:
-        """Map another process's allocation: its address here, and its bytes."""
+        """Map another process's allocation. Returns its local address, and its bytes."""
         named = self._api.CUipcMemHandle()
         named.reserved = handle
         address = int(self._call(self._api.cuIpcOpenMemHandle(named, _PEER_ACCESS)))
@@ -105,10 +104,10 @@ class CudaDriver:
         self._call(self._api.cuIpcCloseMemHandle(address))
 
     def copy(self, rows: Runs, source: int, dest: int) -> Launch:
-        """Launch the copies of int64 `[runs, 3]`, at most `BATCH_RUNS`: `source` and `dest` are columns of addresses,
-        the third column is bytes."""
+        """Launch the copies of int64 `[runs, 3]`, at most `BATCH_RUNS`. `source` and `dest` are the columns of the
+        addresses; the third column is bytes."""
         launch = self._free.pop() if self._free else self._launch()
-        table = np.ascontiguousarray(rows)  # kept while its address is used
+        table = np.ascontiguousarray(rows)  # keeps the array alive while its address is used
         ctypes.memmove(launch.table, table.ctypes.data, table.nbytes)
         blocks = max(1, min(_MOST_BLOCKS, int(rows[:, 2].max()) // _BLOCK_BYTES))
         values = (launch.table, source, dest), (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
@@ -124,7 +123,7 @@ class CudaDriver:
         return Launch(event, int(self._call(self._api.cuMemHostAlloc(BATCH_RUNS * _ROW_BYTES, 0))))
 
     def done(self, launch: Launch) -> bool:
-        """True once every byte of a batch has arrived, in the eyes of every process; the batch is then forgotten."""
+        """True once every process sees all bytes of a batch; the launch is then recycled."""
         (error,) = self._api.cuEventQuery(launch.event)
         if error == self._api.CUresult.CUDA_ERROR_NOT_READY:
             return False
@@ -133,11 +132,10 @@ class CudaDriver:
         return True
 
     def read(self, host: int, address: int, nbytes: int) -> None:
-        """Copy from the device to the host's memory at address `host`, before this returns."""
+        """Copy synchronously from the device to host memory at address `host`."""
         self._call(self._api.cuMemcpyDtoH(host, address, nbytes))
 
     def synchronize(self) -> None:
-        """Wait for every batch."""
         self._call(self._api.cuStreamSynchronize(self._stream))
 
 
@@ -159,7 +157,7 @@ def _bindings() -> tuple[Any, Any]:
 
 
 def _compiled(nvrtc: Any) -> bytes:
-    """The kernel as PTX, which CUDA's driver finishes for the device at hand."""
+    """The kernel as PTX, which CUDA's driver compiles for the device."""
 
     def call(answer: tuple[Any, ...]) -> Any:
         if int(answer[0]) != 0:

@@ -1,15 +1,15 @@
 """`cuda_ipc://`: engines on GPUs of one host. Each maps the other's memory, and a kernel copies between the two.
 
-Regions lie in memory of one CUDA device, inside allocations of `cudaMalloc` (PyTorch's allocator as it is by default;
-its expandable segments cannot be opened to other processes). The handle of an allocation opens the whole of it to the
-peer, so peers are processes of one user, as with `shm`. Peers on two GPUs need access from one to the other.
+Regions are in memory of one CUDA device, inside allocations of `cudaMalloc` (PyTorch's default allocator; its
+expandable segments cannot be opened to other processes). A handle opens the whole allocation to the peer, so peers are
+processes of one user. Peers on two GPUs need peer access.
 
-What is copied must have been written: whoever submits has waited for the stream that wrote it. `done` means that the
-kernel has ended, after which every stream of every process of the host reads the new bytes.
+The caller of `submit` must have waited for the stream that wrote the source. `done` means that the kernel has ended;
+then every stream of every process on the host reads the new bytes.
 
-Fence: the peer's orderly close, which it announces after its last kernel has ended, or its death, seen through a pidfd.
-The kernel of the host closes a dying process's files before it tells of the death, the GPU driver's among them, and the
-driver then takes the process's channels off the device: nothing of it runs any more.
+Fence: the peer's orderly close, announced after its last kernel, or its death, seen through a pidfd. The operating
+system closes a dying process's files, including the GPU driver's, before it reports the death, and the driver then
+takes the process's channels off the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Bytes = Annotated[int, Meta(ge=0, lt=1 << 60)]
 
 
 class _Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A region's address and bytes in its owner, and where in which allocation it lies."""
+    """A region's address and bytes in its owner, and its allocation's handle and the offset in it."""
 
     address: Annotated[int, Meta(gt=0, lt=1 << 62)]
     nbytes: _Bytes
@@ -48,8 +48,8 @@ class _Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 @dataclass(slots=True)
 class _Mapped:
-    """A peer's regions, by rising address: where each starts and ends in its owner, and how far from there it is here.
-    `opened` are this process's addresses of its allocations."""
+    """A peer's regions, by ascending address: start and stop in its owner, and the shift to local addresses. `opened`:
+    local addresses of its allocations."""
 
     start: Runs
     stop: Runs
@@ -57,7 +57,7 @@ class _Mapped:
     opened: list[int]
 
     def here(self, addresses: Runs, nbytes: Runs) -> Runs:
-        """The peer's addresses as this process has them. Raises `TransportError` for one outside its regions."""
+        """The local addresses of the peer's addresses. Raises `TransportError` for one outside its regions."""
         at = np.searchsorted(self.start, addresses, side="right") - 1
         if bool((at < 0).any()) or bool((addresses + nbytes > self.stop[at]).any()):
             raise TransportError("a run lies in no region that the peer opened")
@@ -65,13 +65,13 @@ class _Mapped:
         return moved
 
 
-# A process cannot open handles of its own. By endpoint: addresses and bytes of the regions that are registered here.
+# A process cannot open its own handles. By endpoint: addresses and bytes of the regions registered in this process.
 _here: dict[str, list[tuple[int, int]]] = {}
 _numbers = itertools.count()
 
 
 class CudaIpcLibrary(Library):
-    """The driver's API of CUDA, for one device."""
+    """CUDA's driver API, for one device."""
 
     scheme = "cuda_ipc"
 
@@ -156,7 +156,7 @@ class CudaIpcLibrary(Library):
         return handle is None or self._driver.done(handle)
 
     def take_in(self) -> None:
-        """Nothing waits on this side: a peer's kernel has written where it writes."""
+        """Nothing to receive: a peer's kernel writes directly into this side's memory."""
 
 
 def create(query: dict[str, str]) -> RemoteTransport:

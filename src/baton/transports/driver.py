@@ -1,7 +1,7 @@
 """The thread that owns a transfer library.
 
-It sleeps in the lifeline while nobody copies. A peer announces its copies over the lifeline before it issues them, and
-says when they have ended: so a library that needs the receiver's help gets it then, and costs no core otherwise.
+It sleeps in the lifeline while nobody copies. A peer announces over the lifeline when its copies start and have ended,
+so that a library that needs the receiver's help gets it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
 _POLL_S = (50e-6, 1e-3)  # pauses between polls: they double while nothing happens
-_LINGER_S = 0.05  # how often an operation whose end cannot be proven yet is looked at
+_LINGER_S = 0.05  # how often to check an operation whose end is not proven yet
 _IDLE_S = 1.0
 _BEGIN, _END, _DRAIN, _DRAINED = b"begin", b"end", b"drain", b"drained"
 T = TypeVar("T")
 
 
 class Driver:
-    """A library, its lifeline, its peers, and the thread that serves them. `call` and `post` are for any thread."""
+    """A library, its lifeline, its peers, and the thread that serves them."""
 
     def __init__(self, library: Library, host: str) -> None:
-        """Start the library. Raises `ConfigError` when it does not start."""
+        """Start the library. Raises `ConfigError` if it does not start."""
         self.lifeline = Lifeline(host)
         self.bounce = np.zeros(64, dtype=np.uint8)
         self.peers: list[RemotePeer] = []
         self._added: set[str] = set()  # endpoints that the library knows
         self._library = library
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._announced: dict[Line, int] = {}  # copies that peers have begun and not ended
+        self._announced: dict[Line, int] = {}  # copies that peers have announced and not ended
         self.stopping = False
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name=f"baton-{library.scheme}", daemon=True)
@@ -65,9 +65,8 @@ class Driver:
         self.lifeline.wake()
 
     def call(self, action: Callable[[], T]) -> T:
-        """Run `action` on the driver's thread, and return or raise what it does; other errors than Baton's become
-        `TransportError`, as does an action that takes longer than `CALL_TIMEOUT_S`.
-        """
+        """Run `action` on the driver's thread, and return its result. Errors other than Baton's become
+        `TransportError`, as does an action that takes longer than `CALL_TIMEOUT_S`."""
         if self.stopping:
             raise TransportError(f"the {self._library.scheme} transport is closed")
         future: Future[T] = Future()
@@ -85,11 +84,11 @@ class Driver:
             raise TransportError(f"the thread of the {self._library.scheme} transport does not answer") from error
         except BatonError:
             raise
-        except Exception as error:  # what libraries raise has no common base class
+        except Exception as error:  # libraries' exceptions have no common base class
             raise TransportError(f"{self._library.scheme}: {error}") from error
 
     def prove(self, peer: RemotePeer) -> None:
-        """Receive, soon, what a peer that is gone had sent, then set its `taken_in`. Nothing arrives after `stop`."""
+        """Soon, receive what a peer that is gone had sent, then set its `taken_in`. Nothing arrives after `stop`."""
         if not self._thread.is_alive():
             peer.taken_in = True
         elif not peer.proving:
@@ -97,7 +96,7 @@ class Driver:
             self.post(lambda: self._prove(peer))
 
     def stop(self) -> None:
-        """End the library and the thread. Peers get BYE when no copy of this side is outstanding."""
+        """End the library and the thread. Peers get BYE if no copy of this side is outstanding."""
         self.stopping = True
         self.lifeline.wake()
         self._thread.join()
@@ -105,14 +104,14 @@ class Driver:
     # ------------------------------------------------------------ the thread: peers and their jobs
 
     def add(self, peer: RemotePeer, metadata: bytes) -> None:
-        """Make a peer and its endpoint known, so that `begin` takes its jobs."""
+        """Make a peer and its endpoint known."""
         if peer.endpoint not in self._added:
             self._library.add(peer.endpoint, metadata)
             self._added.add(peer.endpoint)
         self.peers.append(peer)
 
     def remove(self, peer: RemotePeer) -> None:
-        """Give a peer up. It stays, with its line, until all its operations are proven quiet."""
+        """Give up a peer. It stays, with its line, until all its operations are proven quiet."""
         if peer in self.peers and peer.broken is None:
             peer.broken = "disconnected"
             self._settle(peer.endpoint)
@@ -122,7 +121,7 @@ class Driver:
             self.lifeline.hang_up(peer.line)
 
     def begin(self, peer: RemotePeer, job: Job) -> None:
-        """Queue a job behind the peer's others."""
+        """Queue a job after the peer's others."""
         if peer.broken is not None or peer not in self.peers:
             job.operation.end(peer.broken or "the peer is gone")
             return
@@ -131,7 +130,7 @@ class Driver:
         peer.jobs.append(job)
 
     def drop_cancelled(self) -> None:
-        """End the cancelled operations that have no batch under way, wherever they are in a queue."""
+        """End cancelled operations that have no batch in flight, anywhere in a queue."""
         for peer in self.peers:
             for job in [job for job in peer.jobs if job.handle is None and job.operation.flags[0]]:
                 self._end(peer, job, job.left())
@@ -140,15 +139,14 @@ class Driver:
         return [peer for peer in self.peers if peer.endpoint == endpoint and peer.broken is None]
 
     def _break(self, endpoint: str, error: str) -> None:
-        """Give the connection to an endpoint up. Each operation ends when none of its bytes can be outstanding."""
+        """Give up the connection to an endpoint. Each operation ends when none of its bytes can be outstanding."""
         for peer in self._users(endpoint):
             peer.broken = error
         self._settle(endpoint)
 
     def _settle(self, endpoint: str) -> None:
-        """End the proven quiet operations of the peers that were given up, and cut the endpoint's connection when no
-        peer object uses it and no batch is under way over it.
-        """
+        """End the provably quiet operations of given-up peers. Cut the endpoint's connection if no peer object uses it
+        and no batch is in flight over it."""
         peers = [peer for peer in self.peers if peer.endpoint == endpoint and peer.broken is not None]
         for peer in peers:
             for job in [job for job in peer.jobs if self._is_quiet(job)]:
@@ -171,7 +169,7 @@ class Driver:
         for peer in peers:
             peer.cut = True
             if peer.jobs:
-                # What was sent before the error may still be on its way into the peer's memory.
+                # Bytes sent before the error may still be on their way into the peer's memory.
                 peer.line.send(_DRAIN)
 
     def _is_quiet(self, job: Job) -> bool:
@@ -203,12 +201,12 @@ class Driver:
             peer.proving = False
 
     def _drain(self, line: Line) -> None:
-        """Answer a peer whose connection failed, after receiving what it had sent before."""
+        """Receive what a peer whose connection failed had sent, then answer it."""
         self._take_in()
         line.send(_DRAINED)
 
     def _step(self, peer: RemotePeer) -> bool:
-        """Issue, check or end the peer's first operation; True when that changed something."""
+        """Issue, check or end the peer's first operation. True if anything changed."""
         if not peer.jobs:
             return False
         if peer.broken is not None:
@@ -238,7 +236,7 @@ class Driver:
         peer.jobs.remove(job)
         if not peer.jobs:
             peer.line.send(_END)
-        job.handle = None  # released before anybody hears of the end
+        job.handle = None  # released before the end is visible
         job.operation.end(error)
 
     # ------------------------------------------------------------ the thread: its loop
@@ -277,7 +275,8 @@ class Driver:
         self.lifeline.close()
 
     def _turn(self) -> bool:
-        """Sleep while there is nothing to do, else do it. False when a batch is under way that only polling shows."""
+        """Sleep while there is nothing to do, else do it. False if only polling can show the end of a batch in
+        flight."""
         firsts = [(peer, peer.jobs[0]) for peer in self.peers if peer.jobs]
         ready = any(job.handle is None for _, job in firsts)
         busy = self._library.polls and (bool(self._announced) or any(not job.failed for _, job in firsts))

@@ -1,9 +1,9 @@
-"""`faulty+SCHEME://?fault=...`: another transport with one deterministic defect, which shows that a test can fail.
+"""`faulty+SCHEME://?fault=...`: another transport with one deterministic defect, to show that a test can fail.
 
-Options: `fault` (below), `region` (only copies from this region index; default all), `every` (only each n-th
-such submission, counted from the first; default 1), `page_bytes` (default: the greatest common divisor of the
-offsets and lengths of the submission), `delay_s` (default 0.02), `nbytes` (of `corrupt`; default 1). Other
-options go to the wrapped transport.
+Options: `fault` (below), `region` (only copies from this region index; default all), `every` (only each n-th such
+submission, counted from the first; default 1), `page_bytes` (default: the greatest common divisor of the submission's
+offsets and lengths), `delay_s` (default 0.02), `nbytes` (of `corrupt`; default 1). Other options go to the wrapped
+transport.
 
 | fault | effect on a submission |
 |---|---|
@@ -16,7 +16,7 @@ options go to the wrapped transport.
 | `delay` | starts `delay_s` late |
 | `reorder` | runs after the next submission, if that comes within `delay_s` |
 | `duplicate` | is copied twice |
-| `stale-seed` | copies are sound; the seeds handed over are those of the request before (`alter_seeds`) |
+| `stale-seed` | copies are correct; the seeds handed over are those of the previous request (`alter_seeds`) |
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ FaultKind = Literal[
     "stale-seed",
 ]
 DRAFT_REGION = 1
-SeedsT = TypeVar("SeedsT")  # what they are is the handoff's business
+SeedsT = TypeVar("SeedsT")  # a type of the handoff
 
 
 class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of a defect, as the module's table and list name them."""
+    """Options of a defect; see the module's docstring."""
 
     fault: FaultKind
     region: int | None = None
@@ -72,7 +72,7 @@ class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def parse_fault(query: dict[str, str]) -> tuple[FaultSpec, dict[str, str]]:
-    """Split the options of a URI into those of the fault and those of the wrapped transport."""
+    """Split a URI's options into the fault's and the wrapped transport's."""
     own = {key: value for key, value in query.items() if key in FaultSpec.__struct_fields__}
     try:
         spec = msgspec.convert(own, FaultSpec, strict=False)
@@ -100,7 +100,7 @@ class _FaultyOperation(Operation):
 
 
 class FaultyTransport:
-    """A `Transport` that passes every call to another one, and breaks some copies."""
+    """Passes every call to another transport, and breaks some copies."""
 
     def __init__(self, inner: Transport, spec: FaultSpec) -> None:
         self._inner = inner
@@ -118,11 +118,10 @@ class FaultyTransport:
 
     @property
     def scheme(self) -> str:
-        """`faulty+` and the wrapped transport's scheme."""
         return f"faulty+{self._inner.scheme}"
 
     def alter_seeds(self, seeds: SeedsT) -> SeedsT:
-        """The seeds that the engine hands over in place of `seeds`: with `stale-seed`, those of the call before."""
+        """The seeds to hand over in place of `seeds`: with `stale-seed`, those of the previous call."""
         last: SeedsT | None = self._last_seeds
         self._last_seeds = seeds
         return last if last is not None and self._spec.fault == "stale-seed" else seeds
@@ -145,7 +144,7 @@ class FaultyTransport:
             if hit:
                 self._seen += 1
                 hit = (self._seen - 1) % self._spec.every == 0
-            # What the wrapped transport refuses, it refuses in its own words.
+            # Let the wrapped transport refuse with its own error.
             if not hit or self._closed or not peer.alive() or len(copies) == 0:
                 return self._inner.submit(peer, direction, copies, tag)
             own, far = [region.size for region in self._regions], peer.region_sizes
@@ -208,7 +207,7 @@ class FaultyTransport:
                         each.end(str(error))
 
     def _perform(self, operation: _FaultyOperation) -> str | None:
-        """Run one operation with its defect; return why it failed, or None."""
+        """Returns the error, or None."""
         fault, copies = self._spec.fault, operation.copies
         if fault == "delay":
             operation.stop.wait(self._spec.delay_s)
@@ -238,7 +237,7 @@ class FaultyTransport:
             return "corrupt needs mapped memory"
         run = int(np.argmax(copies.nbytes))
         count = min(self._spec.nbytes, int(copies.nbytes[run]))
-        # Ending with the run's last byte, which holds sign and exponent of a little-endian float.
+        # Including the run's last byte, which holds sign and exponent of a little-endian float.
         stop = int(copies.dest_offset[run] + copies.nbytes[run])
         with operation.guard:
             if operation.flags[0]:
@@ -259,7 +258,7 @@ def _part(copies: CopyList, rows: slice | np.ndarray) -> CopyList:
 
 
 def _change(copies: CopyList, spec: FaultSpec) -> CopyList:
-    """The copy list that is submitted in place of `copies`, for the faults that need no more than that."""
+    """The copy list to submit in place of `copies`, for faults that only change the list."""
     if spec.fault in ("drop", "drop-draft"):
         return _part(copies, slice(0, 0))
     page = spec.page_bytes
@@ -267,7 +266,7 @@ def _change(copies: CopyList, spec: FaultSpec) -> CopyList:
         page = int(np.gcd.reduce(np.concatenate((copies.source_offset, copies.dest_offset, copies.nbytes))))
     source, dest, nbytes = copies.source_offset.copy(), copies.dest_offset, copies.nbytes.copy()
     if spec.fault == "shift-page":
-        # Page 0 is never sent, so in whole pages this stays inside; the bound serves lists of another origin.
+        # Page 0 is never sent, so this stays inside for whole pages; the bound is for other lists.
         source = np.maximum(source - page, 0)
     else:
         last = int(np.argmax(dest))

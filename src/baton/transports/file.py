@@ -1,20 +1,18 @@
 """`file://`: engines that share a directory, and neither memory nor a fast network.
 
-Options: `path` (the directory, default ~/.cache/baton/kv), `max_bytes` (of all its entries, default 8 GiB),
-`host` (numeric address of this machine on which peers reach the lifeline; default 127.0.0.1).
+Options: `path` (the directory, default ~/.cache/baton/kv), `max_bytes` (of all its entries, default 8 GiB), `host`
+(numeric address of this machine on which peers reach the lifeline; default 127.0.0.1).
 
-The bytes go through a `FileStore`, the requests for them over the lifeline. Write: this side puts the batch into the
-store under the digest of its bytes, and tells the peer that key and the addresses; the peer gets the entry, which
-checks it, copies it into its regions, and answers; only then is the write done. Read: this side tells the peer the
-addresses; the peer puts their bytes into the store and answers with the key; this side gets the entry. So each process
-alone writes to its memory, within its own regions, and a batch that was sent before is not written again. Entries stay
-until the store needs their room.
+The bytes go through a `FileStore`, the requests over the lifeline. Write: this side stores the batch under the digest
+of its bytes, and sends that key and the addresses; the peer gets and checks the entry, copies it into its regions, and
+answers; only then is the write done. Read: the peer stores the bytes and answers with the key; this side gets the
+entry. So each process writes only to its own memory, and equal batches are stored once.
 
-No thread waits for a peer: workers read and write files, and between these steps a batch is an entry in a table. A read
-that waits for its answer ends when its peer is given up, since the answer alone would make this process copy.
+No thread waits for a peer: workers access files, and between these steps a batch is an entry in a table. A read that
+waits for its answer ends when its peer is given up, since only the answer would make this process copy.
 
-Fence: only this process writes to its memory. So a peer that is gone is fenced once the workers have carried out what
-it asked for. A peer is known to be gone by its orderly close and, on one host, by the death of its process.
+Fence: a peer that is gone (orderly close, or death of its process on this host) is fenced once the workers have served
+its requests.
 """
 
 from __future__ import annotations
@@ -38,18 +36,18 @@ from baton.transports.registry import read_options
 from baton.transports.remote import RemoteTransport
 from baton.transports.store import FileStore, StoreOptions
 
-_WORKERS = 16  # more than cores: a shared file system answers slowly, and several requests at a time
+_WORKERS = 16  # more than cores: a shared file system is slow, but serves several requests at a time
 _TENSOR = "bytes"
 
 
 class FileOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of the URI."""
+    """Options of the URI."""
 
     host: str = "127.0.0.1"
 
 
 class _Ask(msgspec.Struct, frozen=True, tag="ask", array_like=True, forbid_unknown_fields=True):
-    """Fetch entry `key` into these addresses (write), or put the bytes there into the store (read)."""
+    """Fetch entry `key` into these addresses (write), or put their bytes into the store (read)."""
 
     number: int
     direction: Direction
@@ -58,7 +56,7 @@ class _Ask(msgspec.Struct, frozen=True, tag="ask", array_like=True, forbid_unkno
 
 
 class _Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True, forbid_unknown_fields=True):
-    """The peer's part of batch `number` is over: the entry's key, or why it failed."""
+    """The peer has finished batch `number`: the entry's key, or the error."""
 
     number: int
     key: str
@@ -67,8 +65,8 @@ class _Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True, forbid
 
 @dataclass(eq=False)
 class Batch:
-    """A batch that this side asked for. `work` is the file access under way or ended for it in this process, `answer`
-    the peer's. `near` and `far` are int64 `[2, runs]`: addresses here and there, bytes."""
+    """A batch requested by this side. `work`: the file access in this process, running or done. `answer`: the peer's.
+    `near` and `far`: int64 `[2, runs]`, addresses here and there, bytes."""
 
     number: int
     peer: RemotePeer
@@ -88,7 +86,7 @@ class FileLibrary(Library):
         self._store = FileStore(options.path, options.max_bytes)
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="baton-file")
         self._serving: set[Future[None]] = set()
-        self._asked: WeakValueDictionary[int, Batch] = WeakValueDictionary()  # by number; the driver keeps them
+        self._asked: WeakValueDictionary[int, Batch] = WeakValueDictionary()  # by number; the driver keeps them alive
         self._next = 0
         self._regions: list[ByteArray] = []
         self._lifeline: Lifeline
@@ -105,14 +103,14 @@ class FileLibrary(Library):
         return self._lifeline.contact.secret.hex(), b""
 
     def add(self, endpoint: str, metadata: bytes) -> None:
-        """Nothing to do: a batch goes over the peer's line."""
+        """Nothing to do: batches use the peer's line."""
 
     def remove(self, endpoint: str) -> bool:
-        """Nothing can be cut: a worker here may be at a batch, and so may the peer, if it lives."""
+        """Nothing can be cut: a worker here or a living peer may still process a batch."""
         return False
 
     def take_in(self) -> None:
-        # The driver has passed all frames of the peer to `on_frame`; the workers carry out what they ask for.
+        # The driver has passed all frames of the peer to `on_frame`; wait until the workers have served them.
         wait(list(self._serving))
 
     # ------------------------------------------------------------ this side asks
@@ -133,7 +131,7 @@ class FileLibrary(Library):
         return handle.work is None or handle.work.done()
 
     def check(self, handle: Batch) -> bool:
-        """Besides, a read that waits for its answer fails when its peer has been given up."""
+        """A read that waits for its answer also fails once its peer has been given up."""
         if not self.ended(handle):
             return False
         try:
@@ -165,7 +163,7 @@ class FileLibrary(Library):
         if batch is None or batch.peer.line is not line or batch.answer is not None:
             return
         if batch.direction == "read" and batch.peer.broken is not None:
-            return  # `check` has ended it, or will: its memory may be another's
+            return  # `check` has ended it, or will: its memory may be in other use
         batch.answer = answer
         if batch.direction == "read" and not answer.error:
             batch.work = self._work(lambda: self._fetch(self._near(), answer.key, batch.near, line))
@@ -211,18 +209,17 @@ class FileLibrary(Library):
 
 
 def _need_answer(batch: Batch) -> None:
-    """Raise `TransportError` when the answer to a batch will not come, or is not wanted any more."""
+    """Raise `TransportError` if the answer to a batch will not come, or is no longer wanted."""
     if not batch.peer.line.open():
         raise TransportError("the peer is gone")
-    # A write has to wait: the peer may be at it, in memory that it believes to be reserved for it.
+    # A write has to wait: the peer may still copy it into memory that it believes to be reserved for it.
     if batch.direction == "read" and batch.peer.broken is not None:
         raise TransportError(batch.peer.broken)
 
 
 def _gather(spans: list[ByteArray], runs: Runs) -> ByteArray:
-    """The bytes of runs (`[2, runs]`: addresses, bytes), back to back. Raises `ProtocolError` unless all lie in
-    one of `spans`.
-    """
+    """The bytes of runs (`[2, runs]`: addresses, bytes), concatenated. Raises `ProtocolError` unless all are in one of
+    `spans`."""
     span, offset, nbytes = _locate(spans, runs)
     data = np.empty(int(nbytes.sum()), dtype=np.uint8)
     copies = CopyList(0, 0, offset, np.cumsum(nbytes) - nbytes, nbytes)
@@ -249,6 +246,6 @@ def _locate(spans: list[ByteArray], runs: Runs) -> tuple[ByteArray, Runs, Runs]:
 
 
 def create(query: dict[str, str]) -> RemoteTransport:
-    """The factory of `file://`. Raises `ConfigError` as `read_options` does."""
+    """The factory of `file://`. Raises `ConfigError`."""
     options = read_options("file", query, FileOptions)
     return RemoteTransport(FileLibrary(options), options.host)

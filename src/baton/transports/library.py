@@ -20,11 +20,11 @@ class BatchFailedError(TransportError):
 
 @dataclass(slots=True, eq=False)
 class RemotePeer:
-    """A peer of a `RemoteTransport`. Peer objects of one endpoint share the library's connection to it.
+    """A peer of a `RemoteTransport`. Peers with one endpoint share the library's connection to it.
 
-    `regions` are (address, bytes), on CUDA device number `device`, or on the host where that is None. `broken` is why
-    the driver gave the connection up; `cut`: the library has closed it, so no byte goes to or from this process over
-    it. `prove` asks the driver to receive what a peer that is gone had sent, and then to set `taken_in`.
+    `regions`: (address, bytes), on CUDA device number `device`, or on the host if that is None. `broken`: why the
+    driver gave up the connection. `cut`: the library has closed it, so no byte enters or leaves this process over it.
+    `prove` asks the driver to receive what a peer that is gone had sent, and then to set `taken_in`.
     """
 
     endpoint: str
@@ -42,11 +42,10 @@ class RemotePeer:
 
     @property
     def region_sizes(self) -> list[int]:
-        """Bytes of each region."""
         return [nbytes for _, nbytes in self.regions]
 
     def alive(self) -> bool:
-        """False once the peer closed or died, a copy broke the connection, or after `disconnect`."""
+        """False once the peer has closed or died, a copy has broken the connection, or after `disconnect`."""
         return self.connected and self.broken is None and self.line.open()
 
     def gone(self) -> bool:
@@ -60,7 +59,6 @@ class RemotePeer:
         return self.taken_in
 
     def dead(self) -> bool:
-        """True once its process is known to be dead."""
         return self.watch.dead()
 
 
@@ -68,54 +66,52 @@ class Library:
     """Calls into a transfer library, all made on the driver's thread."""
 
     scheme = ""
-    polls = False  # True: bytes move only while somebody calls the library, also at the receiver
+    polls = False  # True: bytes move only during calls into the library, also at the receiver
 
     def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
-        """Load the library, start its engine, and register `bounce`, where bytes read from new peers land.
+        """Load the library, start its engine, and register `bounce`, the destination of test reads from new peers.
 
-        Raises `ConfigError` when the library or a part of it is missing.
+        Raises `ConfigError` if the library or a part of it is missing.
         """
         raise NotImplementedError
 
     def stop(self) -> None:
-        """End the engine, and with it all that it registered."""
         raise NotImplementedError
 
     def register(self, regions: list[ByteArray]) -> tuple[str, bytes]:
-        """Open the host's memory to peers. Returns the name of this endpoint and the metadata that `add` takes."""
+        """Open host memory to peers. Returns the name of this endpoint, and the metadata for `add`."""
         raise NotImplementedError
 
     def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes]:
-        """As `register`, for memory of one device; bytes read from new peers still land on the host.
+        """`register` memory of one device; test reads from new peers still go to host memory.
 
-        Raises `TransportError` when the library cannot.
+        Raises `TransportError` if the library cannot.
         """
         raise TransportError(f"the {self.scheme} transport opens the host's memory, not that of a device")
 
     def add(self, endpoint: str, metadata: bytes) -> None:
-        """Make an endpoint known to the library. Raises `ProtocolError` for a bad name or bad metadata."""
+        """Register an endpoint with the library. Raises `ProtocolError` for a bad name or bad metadata."""
         raise NotImplementedError
 
     def remove(self, endpoint: str) -> bool:
-        """Cut the connection to an endpoint, on which no batch is under way; some may have failed. True when no byte of
-        a failed batch enters or leaves this process's memory after that.
-        """
+        """Cut the connection to an endpoint, on which no batch is in flight; some may have failed. True if after that
+        no byte of a failed batch enters or leaves this process's memory."""
         raise NotImplementedError
 
     def issue(self, peer: RemotePeer, direction: Direction, rows: Runs) -> Any:
-        """Start a batch (int64 `[runs, 3]`, as in `Job`) and return its handle."""
+        """Start a batch (int64 `[runs, 3]`, as in `Job`). Returns its handle."""
         raise NotImplementedError
 
     def check(self, handle: Any) -> bool:
-        """True when a batch is done, which releases its handle.
+        """True if a batch is done, which releases its handle.
 
-        Raises `BatchFailedError` for a batch that failed and has none of its bytes outstanding. Any other exception
-        means that some may be, and makes the driver give the connection up.
+        Raises `BatchFailedError` for a failed batch with no outstanding bytes. Any other exception means that some may
+        be outstanding, and makes the driver give up the connection.
         """
         raise NotImplementedError
 
     def ended(self, handle: Any) -> bool:
-        """True when no call of this process works on a batch any more, whether it is done or failed."""
+        """True if no call of this process works on a batch any more, done or failed."""
         return True
 
     def progress(self) -> None:
@@ -126,5 +122,5 @@ class Library:
         raise NotImplementedError
 
     def on_frame(self, line: Line, frame: bytes) -> None:
-        """Take a frame of the library's own, if it sends any."""
+        """Handle a frame of the library's own protocol."""
         line.abort()

@@ -1,9 +1,8 @@
 """TCP connections beside a transfer library, which reports neither that a peer starts to copy nor that it died.
 
-Each transport listens on one TCP port. Its descriptor carries a `Contact`: the address, a secret that a caller has to
-show, and the process. A `Line` is one such connection: small frames in both directions, and an end that the kernel
-reports at once when a process dies. The driver's thread calls `Lifeline.wait`, which sleeps until a frame, an end of a
-line or `wake` comes, so an idle transport does not poll.
+Each transport listens on one TCP port. Its descriptor has a `Contact`: the address, a secret that callers must present,
+and the process. A `Line` is one connection: small frames in both directions, and an end that the kernel reports at once
+if a process dies. `Lifeline.wait` sleeps until something happens, so an idle transport does not poll.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from baton.transports.process import Contact, own_host_key, start_time_of
 
 DIAL_TIMEOUT_S = 5.0
 MAX_FRAME = 1 << 16
-RECEIVED_BYTES = 1 << 16  # taken in of a line at a time
-MAX_STRANGERS = 64  # lines that have not shown the secret yet; a further one ends the oldest
-BYE = b"bye"  # sent at an orderly close, after the last operation of the sender ended
+RECEIVED_BYTES = 1 << 16  # read from a line at a time
+MAX_STRANGERS = 64  # lines that have not presented the secret yet; a further one ends the oldest
+BYE = b"bye"  # sent at an orderly close, after the sender's last operation has ended
 _WELCOME = b"welcome"
-_ACCEPT_PAUSE_S = 0.5  # without a descriptor left for a caller
+_ACCEPT_PAUSE_S = 0.5  # if no file descriptor is left for a caller
 _LENGTH_BYTES = 4
 
 
@@ -41,7 +40,7 @@ class Event(NamedTuple):
 
 
 class Line:
-    """One connection. `send` and `open` are for any thread; the rest belongs to its lifeline."""
+    """One connection. `send`, `open`, `abort` and `close` are for any thread; `receive` is for its lifeline."""
 
     def __init__(self, sock: socket.socket, admitted: bool) -> None:
         self.socket = sock
@@ -52,7 +51,7 @@ class Line:
         self._closed = False
 
     def open(self) -> bool:
-        """False from the moment in which the other side's close or death has reached this host."""
+        """False as soon as the other side's close or death has reached this host."""
         with self._lock:
             if self._closed:
                 return False
@@ -70,8 +69,8 @@ class Line:
                 sent = self.socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 sent = 0
-            # The socket's buffer is full: the peer has read nothing for a megabyte of frames. Frames must not be lost
-            # one by one, so the line ends.
+            # The socket's buffer is full: the peer has not read a megabyte of frames. Single frames must not be lost,
+            # so end the line.
             if sent < len(data):
                 self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -104,7 +103,7 @@ class Line:
                 self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close this side. Idempotent."""
+        """Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -115,7 +114,7 @@ class Lifeline:
     """All lines of one transport. `dial` and `wake` are for any thread, the rest for the driver's."""
 
     def __init__(self, host: str) -> None:
-        """Listen on `host`, a numeric address of this machine. Raises `ConfigError` when that fails."""
+        """Listen on `host`, a numeric address of this machine. Raises `ConfigError` if that fails."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -129,24 +128,24 @@ class Lifeline:
         pid = os.getpid()
         self.contact = Contact(host, port, secrets.token_bytes(16), pid, start_time_of(pid), own_host_key())
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waking = threading.Lock()  # so that `wake` never writes to the closed descriptor's number
+        self._waking = threading.Lock()  # so that `wake` never writes to a closed descriptor's number
         self._strangers: dict[Line, None] = {}
-        self._accept_at: float | None = None  # when the listener is looked at again, after it had no descriptor
+        self._accept_at: float | None = None  # when to poll the listener again, after descriptors ran out
         self._dialled: queue.SimpleQueue[Line] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._waker, selectors.EVENT_READ)
 
     def wake(self) -> None:
-        """End the `wait` that runs, or the next one."""
+        """End the running `wait`, or the next one."""
         with self._waking, contextlib.suppress(BlockingIOError):
             if self._waker >= 0:
                 os.eventfd_write(self._waker, 1)
 
     def dial(self, contact: Contact) -> Line:
-        """Connect to another lifeline and show its secret. Blocks until it has answered.
+        """Connect to another lifeline and present its secret. Blocks until it has answered.
 
-        Raises `TransportError` when it does not within `DIAL_TIMEOUT_S`.
+        Raises `TransportError` if it does not within `DIAL_TIMEOUT_S`.
         """
         try:
             sock = socket.create_connection((contact.host, contact.port), DIAL_TIMEOUT_S)
@@ -166,7 +165,7 @@ class Lifeline:
         return line
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """Sleep until something happens, `timeout_s` at most. A line whose end is reported is closed."""
+        """Sleep until something happens, at most `timeout_s`. A line whose end is reported is closed."""
         events = []
         if self._accept_at is not None:
             if time.monotonic() >= self._accept_at:
@@ -197,7 +196,7 @@ class Lifeline:
             line = Line(_tuned(self._listener.accept()[0]), admitted=False)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                # It stays ready for as long as its caller waits: looking at it again at once would take a core.
+                # The listener stays ready while the caller waits: polling it again at once would use a core.
                 self._selector.unregister(self._listener)
                 self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
             return
@@ -225,7 +224,7 @@ class Lifeline:
         return events
 
     def hang_up(self, line: Line) -> None:
-        """Close a line. Idempotent."""
+        """Idempotent."""
         self._strangers.pop(line, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(line.socket)
@@ -256,7 +255,7 @@ class Lifeline:
 def _tuned(sock: socket.socket) -> socket.socket:
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # The death of a host sends nothing: after about 15 s without an answer the kernel ends the line.
+    # A dead host sends nothing: after about 15 s without an answer the kernel ends the line.
     for option, value in (
         (socket.TCP_KEEPIDLE, 5),
         (socket.TCP_KEEPINTVL, 2),

@@ -38,7 +38,6 @@ class MemoryPeer:
 
     @property
     def region_sizes(self) -> list[int]:
-        """Bytes of each region."""
         return [region.size for region in self.regions]
 
     def alive(self) -> bool:
@@ -46,11 +45,9 @@ class MemoryPeer:
         return self.connected and self.is_alive()
 
     def fenced(self) -> bool:
-        """True only when the peer can no longer touch this side's memory."""
         return self.is_fenced()
 
     def dead(self) -> bool:
-        """True only when the peer's process is proven dead."""
         return self.is_dead()
 
 
@@ -70,7 +67,7 @@ class MemoryTransport:
         raise NotImplementedError
 
     def _describe(self, regions: list[ByteArray]) -> bytes:
-        """The descriptor of `regions`; raises `TransportError` for memory that cannot be opened to peers."""
+        """The descriptor of `regions`. Raises `TransportError` for memory that cannot be opened to peers."""
         raise NotImplementedError
 
     def _map(self, descriptor: bytes) -> MemoryPeer:
@@ -91,7 +88,7 @@ class MemoryTransport:
         return descriptor
 
     def connect(self, descriptor: bytes) -> Future[Peer]:
-        """The future has ended when it is returned: mapping memory waits for no peer."""
+        """The returned future is done: mapping memory waits for no peer."""
         return future_of(lambda: self._connect(descriptor))
 
     def _connect(self, descriptor: bytes) -> MemoryPeer:
@@ -120,7 +117,7 @@ class MemoryTransport:
         return operation
 
     def cancel(self, operation: Operation) -> None:
-        """An operation that has not begun ends at once, one that has ends with its chunk in flight."""
+        """An operation that has not begun ends at once, another ends with its chunk in flight."""
         operation.flags[0] = 1
         operation.withdraw("cancelled before it began")
 
@@ -134,8 +131,8 @@ class MemoryTransport:
             operations, peer.operations = peer.operations, []
         for operation in operations:
             self.cancel(operation)
-        # The kernel unmaps the memory when the last array over it is gone: a copy's, or a reader's elsewhere. Unmapping
-        # gigabytes takes a while, so the mover's thread does it.
+        # The kernel unmaps the memory when the last array over it is gone, in a copy or elsewhere. Unmapping gigabytes
+        # takes a while, so the mover's thread does it.
         regions, peer.regions = peer.regions, []
         if regions:
             self._mover.post(regions.clear)

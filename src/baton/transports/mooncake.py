@@ -1,19 +1,16 @@
 """`mooncake://`: engines of a cluster, over Mooncake's Transfer Engine (TCP or RDMA).
 
-Options: `host` (numeric address of this machine on which peers reach it; default 127.0.0.1), `protocol` (`tcp`,
-the default, or `rdma`), `device` (RDMA devices, comma-separated; default all that Mooncake finds). `rdma` is this one
-argument more, and no test runs it, for want of a network card. Mooncake's own ports listen on all addresses of the
-machine, whatever `host` is, and accept copies into registered memory from anyone who reaches them: keep them behind a
-firewall.
+Options: `host` (numeric address of this machine on which peers reach it; default 127.0.0.1), `protocol` (`tcp`, the
+default, or `rdma`, which no test runs for lack of a network card), `device` (RDMA devices, comma-separated; default all
+that Mooncake finds). Mooncake's own ports listen on all addresses of the machine, whatever `host` is, and accept copies
+into registered memory from anyone who reaches them: keep them behind a firewall.
 
-Mooncake's call for a batch blocks, and returns -1 for a refusal, a broken connection and a time-out alike, while
-other parts of the batch may still be moving. So a failed batch cuts the peer off, and its operation ends only
-when the peer is gone; until then it keeps its pages.
+Mooncake's call for a batch blocks, and returns -1 for a refusal, a broken connection and a time-out alike, while other
+parts of the batch may still be moving. So a failed batch cuts the peer off, and its operation keeps its pages until the
+peer is gone.
 
-Fence: the peer's orderly close, which it announces after its last operation has ended; or the death of its process,
-seen by pidfd. After a death this side copies one byte to itself, again and again, until Mooncake's one loop for all
-sockets must have read everything that the dead process left in them. The death of a process on another host ends the
-connection but proves nothing about bytes on the wire: such a peer is neither alive nor fenced.
+Fence: as of `nixl`. To receive what a dead process left in sockets, this side copies one byte to itself until
+Mooncake's single loop for all sockets must have read everything.
 """
 
 from __future__ import annotations
@@ -36,12 +33,12 @@ from baton.transports.registry import read_options
 from baton.transports.remote import RemoteTransport
 from baton.transports.sockets import held_bytes
 
-_ROUND_BYTES = 64 << 10  # at most so much is read of a socket in one round of the loop
-_MAX_PEERS = 64  # batches at a time, one for each peer
+_ROUND_BYTES = 64 << 10  # the loop reads at most this much of a socket per round
+_MAX_PEERS = 64  # batches at a time, one per peer
 
 
 class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of the URI."""
+    """Options of the URI."""
 
     host: str = "127.0.0.1"
     protocol: Literal["tcp", "rdma"] = "tcp"
@@ -59,7 +56,7 @@ class MooncakeLibrary(Library):
         self._endpoint = ""
         self._wake: Callable[[], None]
         self._bounce: ByteArray
-        # Kept after `stop` too: Mooncake may still be at a batch in this memory.
+        # Kept after `stop` too: Mooncake may still process a batch in this memory.
         self._registered: list[ByteArray] = []
         self._workers = ThreadPoolExecutor(_MAX_PEERS, thread_name_prefix="baton-mooncake-copy")
 
@@ -125,9 +122,9 @@ class MooncakeLibrary(Library):
 
 
 def load_engine() -> Any:
-    """Mooncake's class TransferEngine.
+    """Import Mooncake's class TransferEngine.
 
-    Raises `ConfigError` when the package, or a library that it needs, is missing.
+    Raises `ConfigError` if the package, or a library that it needs, is missing.
     """
     os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
     try:
@@ -149,6 +146,6 @@ def _hint(library: str) -> str:
 
 
 def create(query: dict[str, str]) -> RemoteTransport:
-    """The factory of `mooncake://`. Raises `ConfigError` as `read_options` does."""
+    """The factory of `mooncake://`. Raises `ConfigError`."""
     options = read_options("mooncake", query, MooncakeOptions)
     return RemoteTransport(MooncakeLibrary(options), options.host)

@@ -1,4 +1,4 @@
-"""The worker thread that copies: the compiled loop over a whole list of runs leaves the interpreter to others."""
+"""The worker thread for copies, which run without the interpreter lock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.transports.copying import copy_runs
 
 
 class Mover:
-    """A worker thread that runs submitted jobs in order. Sleeps when there are none."""
+    """Runs submitted jobs in order on a thread, which sleeps if there are none."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -24,24 +24,24 @@ class Mover:
             job()
 
     def submit(self, source: ByteArray, dest: ByteArray, copies: CopyList, operation: Operation) -> None:
-        """Queue one copy list; `operation` ends when it is copied, or as failed when its flag stopped it."""
+        """Queue one copy list. `operation` ends when it is copied, or as failed if its flag stopped it."""
 
         def job() -> None:
             if not operation.start():
-                return  # withdrawn while it waited here
+                return  # withdrawn while queued
             try:
                 ended = copy_runs(source, dest, copies, operation.flags)
-            except Exception as error:  # an operation that never ended would pin its pages for good
+            except Exception as error:  # an operation that never ends would pin its pages for good
                 operation.end(f"copy failed: {error}")
                 return
-            # Caches are coherent on one host, and ending the operation takes a lock: whoever sees `done`, in
-            # this process or after a message from it, sees the bytes.
+            # Caches are coherent on one host, and ending the operation takes a lock: whoever sees `done`, in this
+            # process or by a message from it, sees the bytes.
             operation.end(None if ended == len(copies) else f"cancelled after {ended} of {len(copies)} runs")
 
         self._jobs.put(job)
 
     def post(self, job: Callable[[], object]) -> None:
-        """Run `job`, which must not raise, after the jobs that are queued."""
+        """Run `job`, which must not raise, after the queued jobs."""
         self._jobs.put(job)
 
     def close(self) -> None:

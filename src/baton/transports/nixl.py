@@ -1,21 +1,20 @@
 """`nixl://`: engines of a cluster, over NIXL and UCX (RDMA, NVLink, TCP; between processes of one host, CMA).
 
-Options: `host` (numeric address of this machine on which peers reach the lifeline; default 127.0.0.1. UCX
-chooses its own devices, see `UCX_NET_DEVICES`), `backend` (default UCX). NIXL's progress thread is off: it burns a
-core, and hides how much it has received.
+Options: `host` (numeric address of this machine on which peers reach the lifeline; default 127.0.0.1. UCX chooses its
+own devices, see `UCX_NET_DEVICES`), `backend` (default UCX). NIXL's progress thread is off: it burns a core, and hides
+how much it has received.
 
-Memory of a CUDA device is opened by address ("VRAM"), which needs a UCX that was built with CUDA. All regions then lie
-on that device, and NIXL starts anew on a thread that has the device's context.
+Memory of a CUDA device is opened by address ("VRAM"), which needs a UCX built with CUDA. All regions are then on that
+device, and NIXL starts anew on a thread that has the device's context.
 
-Over some of UCX's transports the receiving process moves the bytes of a write, so a passive side has to make progress:
-it does so while a peer has announced copies. NIXL cannot stop a batch, and reports nothing about a batch once its peer
-is removed. So a connection that is given up is cut only when its batch has ended. A failed write is reported after
-the peer has received what had arrived, or when the peer cannot be reached any more.
+Over some UCX transports the receiving process moves the bytes of a write, so it must make progress while a peer has
+announced copies. NIXL cannot stop a batch, and reports nothing about a batch once its peer is removed, so a connection
+is cut only when its batch has ended. A failed write ends after the peer has received what had arrived, or can no longer
+be reached.
 
-Fence: the peer's orderly close, which it announces after its last operation has ended; or the death of its process,
-seen by pidfd, after which this side makes enough rounds of progress to receive everything that the dead process had
-in sockets and queues of this host. The death of a process on another host ends the connection but proves nothing about
-bytes on the wire: such a peer is neither alive nor fenced.
+Fence: the peer's orderly close, announced after its last operation; or the death of its process on this host, seen by
+pidfd, after which this side makes enough rounds of progress to receive everything left in sockets and queues. A process
+that dies on another host is neither alive nor fenced: its bytes may still be on the wire.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from baton.transports.registry import read_options
 from baton.transports.remote import RemoteTransport
 from baton.transports.sockets import held_bytes
 
-_SEGMENT_BYTES = 8 << 10  # one round of progress receives a segment from every socket that has data
+_SEGMENT_BYTES = 8 << 10  # a round of progress receives one segment from every socket that has data
 _MARGIN = 2  # segments may be shorter
 _CLOSE_ROUNDS = 64
 _TURN_ROUNDS = 16
 
 
 class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of the URI."""
+    """Options of the URI."""
 
     host: str = "127.0.0.1"
     backend: str = "UCX"
@@ -87,7 +86,7 @@ class NixlLibrary(Library):
     def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes]:
         self._device = memory[0].device
         memory[0].enter()
-        # UCX offers what moves device memory only where it was started by a thread with that device's context.
+        # UCX supports device memory only if a thread with that device's context started it.
         self._start_agent()
         self._agent.register_memory([(part.address, part.nbytes, part.device, "") for part in memory], "VRAM")
         return self._agent.name, bytes(self._agent.get_agent_metadata())
@@ -102,7 +101,7 @@ class NixlLibrary(Library):
 
     def remove(self, endpoint: str) -> bool:
         if endpoint != self._agent.name:
-            # NIXL refuses when it has dropped the endpoint by itself.
+            # NIXL refuses if it has dropped the endpoint itself.
             with contextlib.suppress(Exception):
                 self._agent.remove_remote_agent(endpoint)
         for _ in range(_CLOSE_ROUNDS):
@@ -117,7 +116,7 @@ class NixlLibrary(Library):
             table[:, 0], table[:, 1], table[:, 2] = rows[:, side], rows[:, 2], device or 0
             descs.append(self._agent.get_xfer_descs(table, "DRAM" if device is None else "VRAM"))
         handle = self._agent.initialize_xfer(direction.upper(), *descs, peer.endpoint)
-        # Even if this fails, a part may be under way: `check` finds the error, and the connection is cut for it.
+        # Even if this fails, a part may be in flight: `check` finds the error, and the connection is cut.
         with contextlib.suppress(Exception):
             self._agent.transfer(handle)
         return handle
@@ -140,13 +139,13 @@ class NixlLibrary(Library):
 
 
 def load_api() -> Any:
-    """The Python API of NIXL, from whichever of its packages is installed.
+    """Import NIXL's Python API, from whichever of its packages is installed.
 
-    Raises `ConfigError` when there is none, or a library that it needs is missing.
+    Raises `ConfigError` if there is none, or a library that it needs is missing.
     """
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    # NIXL's wheel brings an ibverbs library of its own, which loads the system's RDMA drivers and through them the
-    # system's libnl beside the wheel's. Unless the system's came first, the process crashes when it ends.
+    # NIXL's wheel has its own ibverbs library, which loads the system's RDMA drivers and so the system's libnl beside
+    # the wheel's. Unless the system's is loaded first, the process crashes at exit.
     with contextlib.suppress(OSError):
         ctypes.CDLL("libibverbs.so.1")
     for name in ("nixl", "nixl_cu12", "nixl_cu13"):
@@ -161,6 +160,6 @@ def load_api() -> Any:
 
 
 def create(query: dict[str, str]) -> RemoteTransport:
-    """The factory of `nixl://`. Raises `ConfigError` as `read_options` does."""
+    """The factory of `nixl://`. Raises `ConfigError`."""
     options = read_options("nixl", query, NixlOptions)
     return RemoteTransport(NixlLibrary(options), options.host)

@@ -1,4 +1,4 @@
-"""The process behind a peer, and whether it is dead, which can be known for processes of this host alone."""
+"""A peer's process, and whether it is dead, which can be known only of processes on this host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from baton.errors import ProtocolError
 
 
 class Contact(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The address and secret of a lifeline, and its process. Processes that share pids have the same `host_key`."""
+    """The address and secret of a lifeline, and its process. Processes with a common pid namespace have equal
+    `host_key`s."""
 
     host: str
     port: int
@@ -32,13 +33,13 @@ def check_contact(contact: Contact) -> None:
     if not (0 < contact.port < 1 << 16 and 0 < contact.pid < 1 << 31 and len(contact.secret) == 16):
         raise ProtocolError("the contact in the descriptor is out of range")
     try:
-        ipaddress.ip_address(contact.host)  # a name would be looked up, for as long as that takes
+        ipaddress.ip_address(contact.host)  # a name would need a lookup of unbounded duration
     except ValueError as error:
         raise ProtocolError(f"the host in the descriptor is no numeric address: {contact.host[:64]!r}") from error
 
 
 class ProcessWatch:
-    """Tells whether a process of this host is dead; never for one of another host or pid namespace."""
+    """Tells whether a process is dead. Always says no for processes of another host or pid namespace."""
 
     def __init__(self, pid: int, start_time: str, host_key: str) -> None:
         self._owner = pid, start_time
@@ -49,7 +50,7 @@ class ProcessWatch:
             with contextlib.suppress(OSError):
                 self._fd = os.pidfd_open(pid)
                 self._release = weakref.finalize(self, os.close, self._fd)
-        # No such process, or its pid is another's by now: either proves that it is dead.
+        # No such process, or its pid belongs to another by now: either proves that it is dead.
         self._gone = self._has_gone()
 
     def _has_gone(self) -> bool:
@@ -57,10 +58,10 @@ class ProcessWatch:
         try:
             return self._same_host and start_time_of(pid) != start_time
         except OSError:
-            return False  # it cannot be known now: no descriptor is left, say
+            return False  # it cannot be known now, for example if no file descriptor is left
 
     def dead(self) -> bool:
-        """True once every thread of the process has ended, and its memory with them."""
+        """True once every thread of the process, and so its memory, is gone."""
         if not self._gone and self._release is not None:
             poller = select.poll()
             poller.register(self._fd, select.POLLIN)
@@ -70,7 +71,7 @@ class ProcessWatch:
         return self._gone
 
     def release(self) -> None:
-        """Close the pidfd. `dead` then still sees a death, but only once the process has been reaped. Idempotent."""
+        """Close the pidfd. After that `dead` sees a death only once the process has been reaped. Idempotent."""
         self.dead()
         release, self._release = self._release, None
         if release is not None:
@@ -82,23 +83,23 @@ def own_host_key() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
-        return secrets.token_hex(16)  # nobody else's: no process is ever taken to share pids with this one
+        return secrets.token_hex(16)  # unique: no process is ever taken to share pids with this one
 
 
 def start_time_of(pid: int) -> str:
-    """Clock ticks from boot to the start of a process; "" when there is none. Raises `OSError` as `stat_of` does."""
+    """Clock ticks from boot to the start of a process; "" if there is none. Raises `OSError` as `stat_of` does."""
     fields = stat_of(pid)
     return fields[19] if fields else ""
 
 
 def stat_of(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on (its third); none when there is no such process.
+    """Fields of /proc/PID/stat from the third (state) on; empty if there is no such process.
 
-    Raises `OSError` when that cannot be known: a process that is not seen for want of a descriptor is not dead.
+    Raises `OSError` if that is unknown: a process that cannot be inspected for lack of a file descriptor is not dead.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
     except (FileNotFoundError, ProcessLookupError):
         return []
-    # The second field is the command in brackets and may hold anything.
+    # The second field is the command in brackets and may contain anything.
     return text.rpartition(")")[2].split()

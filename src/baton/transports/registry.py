@@ -1,8 +1,8 @@
 """Transports by name or URI: `shm`, `nixl://?host=10.0.0.5`, `file:///mnt/kv`, `faulty+shm://?fault=shift-page`.
 
 A transport's module is imported when its name is first used. Another package adds a transport by an entry point in the
-group `baton.transports`, named after the scheme. The entry point loads to a factory that takes the URI's query as a
-dict of strings and raises `ConfigError` for an option that it does not know.
+group `baton.transports`, named after the scheme. It loads to a factory that takes the URI's query as a dict of strings
+and raises `ConfigError` for an unknown option.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GROUP = "baton.transports"
 _NAME = re.compile(r"[a-z][a-z0-9_+.-]*")
 # Modules of this package, each with a factory `create`.
 _BUILT_IN = ("local", "shm", "cuda_ipc", "nixl", "mooncake", "file")
-# Of those, the ones that open memory of a CUDA device, and the ones that open the host's.
+# Those for memory of a CUDA device, and those for host memory.
 _OF_DEVICES = ("cuda_ipc", "nixl")
 _OF_HOSTS = ("local", "shm", "nixl", "mooncake", "file")
 # These move bytes through memory that only processes of one user can open.
@@ -41,14 +41,14 @@ def read_options(scheme: str, query: dict[str, str], kind: type[OptionsT]) -> Op
 
 
 def refuse_options(scheme: str, query: dict[str, str]) -> None:
-    """Raise `ConfigError` for any option of a transport that has none."""
+    """Raise `ConfigError` for any option, as the transport has none."""
     if query:
         raise ConfigError("transport", f"{scheme} has no option {sorted(query)[0]!r}")
 
 
 def parse_uri(text: str) -> tuple[str, dict[str, str]]:
-    """The scheme and the options of a transport's name (`nixl`) or URI (`scheme://?option=value`; a path is the option
-    `path`). The prefix `faulty+` wraps a scheme.
+    """Parse a transport's name (`nixl`) or URI (`scheme://?option=value`; a path is the option `path`) to scheme and
+    options. The prefix `faulty+` wraps a scheme.
 
     Raises `ConfigError` for a malformed URI, and for a name that is not registered.
     """
@@ -78,7 +78,7 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
 
 
 def with_path(text: str, path: str) -> str:
-    """`text` as a URI, with this path added where it names the transport `file` and no path of its own.
+    """`text` as a URI. If it is the transport `file` without a path, `path` is added.
 
     Raises `ConfigError` as `parse_uri` does.
     """
@@ -89,8 +89,8 @@ def with_path(text: str, path: str) -> str:
 
 
 def check_keys(uri: str, has_keys: bool, field: str) -> None:
-    """Refuse a transport by which KV would leave one user's processes on one host, unless there are CURVE keys: among
-    those the kernel keeps strangers out, elsewhere only keys do.
+    """Without CURVE keys, refuse a transport whose KV leaves the processes of one user on one host, among which the
+    kernel keeps strangers out.
 
     Raises `ConfigError` for `field`, and as `parse_uri` does.
     """
@@ -100,7 +100,7 @@ def check_keys(uri: str, has_keys: bool, field: str) -> None:
 
 
 def check_device(uri: str, device: str, field: str) -> None:
-    """Refuse a transport of Baton's that does not open memory of `device`: cpu, cuda or cuda:N.
+    """Refuse a built-in transport that does not open memory of `device`: cpu, cuda or cuda:N.
 
     Raises `ConfigError` for `field`, and as `parse_uri` does.
     """
@@ -111,8 +111,8 @@ def check_device(uri: str, device: str, field: str) -> None:
 
 
 def default_integrity(uri: str) -> Integrity:
-    """The integrity of a deployment that names none: "sampled" for transports over a network or a disk, since other
-    requests may find a damaged page in the prefix cache; "off" for transports that move bytes by `memcpy`.
+    """ "sampled" for transports over a network or a disk, since a damaged page in the prefix cache would affect other
+    requests; "off" for transports that move bytes by `memcpy`.
 
     Raises `ConfigError` as `parse_uri` does.
     """
@@ -120,10 +120,8 @@ def default_integrity(uri: str) -> Integrity:
 
 
 def create_transport(uri: str) -> Transport:
-    """Build the transport of a name or URI, in the form that `parse_uri` takes.
-
-    Raises `ConfigError` for a malformed URI, an unknown name or option, or a value out of range.
-    """
+    """Build the transport of a name or URI, see `parse_uri`. Also raises `ConfigError` for an unknown option or a value
+    out of range."""
     scheme, query = parse_uri(uri)
     _, plus, inner = scheme.rpartition("+")
     factory: NewTransport = _factories()[inner].load()

@@ -1,7 +1,6 @@
-"""The transport over a transfer library (`Library`): the driver's thread owns it, a lifeline watches the peers.
+"""The transport over a transfer library (`Library`), which the driver's thread owns.
 
-A copy list goes out in batches. A cancel lets the batch in flight end and issues no more, so a cancelled operation ends
-with that batch.
+A copy list is sent in batches. A cancelled operation ends with its batch in flight.
 """
 
 from __future__ import annotations
@@ -43,26 +42,25 @@ MAX_REGIONS = 1024
 
 
 class RemoteDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The content of a descriptor. `endpoint` and `metadata` are the library's; regions are (address, bytes), on CUDA
-    device number `device`, or on the host where that is None.
-    """
+    """The content of a descriptor. `endpoint` and `metadata` are the library's. Regions are (address, bytes), on CUDA
+    device number `device`, or on the host if that is None."""
 
     scheme: str
     endpoint: str
     metadata: bytes
     regions: list[tuple[int, int]]
     contact: Contact
-    digest: int  # of the metadata: a library's own parser may crash on some damage
+    digest: int  # of the metadata: damage might crash a library's own parser
     device: int | None = None
 
 
 class RemoteTransport:
-    """A `Transport` over a library. Regions may lie anywhere in the host's memory, with some libraries on a device."""
+    """Regions may be anywhere in host memory, with some libraries on a device."""
 
     def __init__(self, library: Library, host: str) -> None:
-        """`host` is the numeric address of this machine on which peers reach the lifeline.
+        """`host`: the numeric address of this machine on which peers reach the lifeline.
 
-        Raises `ConfigError` when the library or a part of it is missing.
+        Raises `ConfigError` if the library or a part of it is missing.
         """
         try:
             address = ipaddress.ip_address(host)
@@ -110,10 +108,10 @@ class RemoteTransport:
         return msgspec.msgpack.encode(RemoteDescriptor(self.scheme, endpoint, metadata, spans, contact, digest, device))
 
     def connect(self, descriptor: bytes) -> Future[Peer]:
-        """The future ends with a warm connection: one byte of each of the peer's regions has been read over it."""
+        """The future yields a warm connection: one byte of each of the peer's regions has been read over it."""
         future: Future[Peer] = Future()
         name = f"baton-{self.scheme}-connect"
-        # Each attempt has a thread of its own, since a peer that does not answer must delay no other.
+        # One thread per attempt: a peer that does not answer must delay no other.
         threading.Thread(target=settle, args=(future, lambda: self._reach(descriptor)), name=name, daemon=True).start()
         return future
 
@@ -131,7 +129,7 @@ class RemoteTransport:
         rows = np.ones((count, 3), dtype=np.int64)
         rows[:, 0] = driver.bounce.ctypes.data
         rows[:, 1] = [address for address, _ in parsed.regions]
-        # A batch for each region, as a batch may lie in one region only.
+        # One batch per region, because a batch must be in one region.
         warm = Job(Operation("warm"), "read", rows, list(range(count + 1)))
         try:
             driver.call(lambda: driver.add(peer, parsed.metadata))
@@ -162,7 +160,7 @@ class RemoteTransport:
         return job.operation
 
     def cancel(self, operation: Operation) -> None:
-        """The operation ends with its batch in flight, or at once when none of its batches has been issued."""
+        """Ends at once if no batch has been issued, else with the batch in flight."""
         operation.flags[0] = 1
         self._driver.post(self._driver.drop_cancelled)
 
@@ -204,7 +202,7 @@ class RemoteTransport:
 
 
 def _device(regions: Sequence[Region]) -> int | None:
-    """The device whose memory all `regions` are; None for the host's. Raises `TransportError` for a mixture."""
+    """The device of all `regions`; None for the host. Raises `TransportError` for a mixture."""
     devices = {region.device if isinstance(region, DeviceMemory) else None for region in regions}
     if len(devices) > 1:
         raise TransportError("regions are all memory of the host, or all of one device")
@@ -212,7 +210,7 @@ def _device(regions: Sequence[Region]) -> int | None:
 
 
 def parse_descriptor(scheme: str, descriptor: bytes) -> RemoteDescriptor:
-    """Decode and check another transport's descriptor. Raises `ProtocolError`."""
+    """Raises `ProtocolError`."""
     if len(descriptor) > MAX_DESCRIPTOR:
         raise ProtocolError(f"the descriptor of the {scheme} transport is too long")
     try:

@@ -1,4 +1,4 @@
-"""The files of `shm://` in /dev/shm, for those that only clean up: nothing here needs a compiler or maps memory."""
+"""The files of `shm://` in /dev/shm, for code that only cleans up: this module needs no compiler and maps no memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.errors import ConfigError
 from baton.transports.process import stat_of
 
 SHM_DIR = "/dev/shm"
-# Process, start time of the process, and random digits.
+# Pid, start time of the process, and random digits.
 SEGMENT_NAME = re.compile(r"baton-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{16}", re.ASCII)
 
 
@@ -23,16 +23,16 @@ def _runs(pid: int, start_time: str) -> bool:
     try:
         fields = stat_of(pid)
     except OSError:
-        return True  # not proven to be dead
+        return True  # not proven dead
     return bool(fields) and fields[19] == start_time and fields[0] not in ("Z", "X")
 
 
 def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
-    """Unlink this user's segments whose owner is dead, and return their names.
+    """Unlink this user's segments whose owner is dead. Returns their names.
 
-    An owner is dead when no process has its pid and start time, or one that nobody has reaped, and nobody holds
-    the segment's lock; the lock covers owners in other pid namespaces, the pid covers the moment between creating
-    a segment and locking it.
+    An owner is dead if no process with its pid and start time exists, except an unreaped one, and nobody holds the
+    segment's lock. The lock covers owners in other pid namespaces; the pid covers the time between creating a segment
+    and locking it.
     """
     removed = []
     for name in sorted(os.listdir(directory)):
@@ -40,7 +40,7 @@ def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
         if match is None or _runs(int(match[1]), match[2]):
             continue
         path = os.path.join(directory, name)
-        with contextlib.suppress(OSError):  # gone meanwhile, another user's, or locked by a living owner
+        with contextlib.suppress(OSError):  # already removed, another user's, or locked by a living owner
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 if os.fstat(fd).st_uid == os.geteuid():
@@ -53,9 +53,9 @@ def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
 
 
 def file_of(memory: npt.NDArray[np.uint8]) -> tuple[str, int]:
-    """The file of `shm://` in which `memory` lies, and where in it that begins. Processes of this user can map it.
+    """The file of `shm://` that contains `memory`, and the offset in it. Processes of this user can map it.
 
-    Raises `ConfigError` for memory that lies in no such file.
+    Raises `ConfigError` for memory in no such file.
     """
     address = memory.ctypes.data
     for line in Path("/proc/self/maps").read_text().splitlines():

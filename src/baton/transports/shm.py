@@ -1,13 +1,13 @@
 """`shm://`: engines of one host, over POSIX shared memory. Near `memcpy` speed; no daemon, no busy polling.
 
-Each allocation is a file in /dev/shm, created exclusively with mode 0600 and named `baton-<pid>-<start time
-of the process>-<random>`. A descriptor names segments and regions in them; a peer of the same user maps them
-and copies. Names from a peer are matched strictly, so a descriptor can lead nowhere else.
+Each allocation is a file in /dev/shm, created exclusively with mode 0600 and named `baton-<pid>-<start time of the
+process>-<random>`. A descriptor names segments and regions in them. Names from a peer are matched strictly, so a
+descriptor cannot name other files.
 
-Fence: the peer's death, seen through a pidfd, or the release of the lock that the peer holds on its segments. A peer
-releases its lock when it closes, after its last copy has ended. Segments are unlinked at `close` and at interpreter
-exit; those of a killed owner by the peer that disconnects from it, and by the next transport that starts on the host.
-A peer that shrinks its files crashes this process: processes of one user trust each other with their memory.
+Fence: the peer's death, seen through a pidfd, or the release of its lock on its segments at close, after its last copy.
+Segments are unlinked at `close` and at interpreter exit; those of a killed owner by the peer that disconnects from it,
+and by the next transport that starts on the host. A peer that shrinks its files crashes this process: processes of one
+user trust each other with their memory.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ class _Descriptor(msgspec.Struct, frozen=True, tag="baton-shm-2", forbid_unknown
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """A segment of this transport. Its open file holds a lock, by which others see, across pid namespaces, that this
-    transport is open.
-    """
+    """A segment of this transport. Its open file holds a lock, which shows others, across pid namespaces, that this
+    transport is open."""
 
     name: str
     fd: int
@@ -82,7 +81,7 @@ def _map_file(fd: int, nbytes: int) -> ByteArray:
 
 
 class ShmTransport(MemoryTransport):
-    """One endpoint on this host. Regions must lie in memory from `allocate`."""
+    """One endpoint on this host. Regions must be in memory from `allocate`."""
 
     scheme = "shm"
 
@@ -94,8 +93,8 @@ class ShmTransport(MemoryTransport):
         close_at_exit(self)
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
-        """The host commits the memory now, so that too little of it is an error here and not a crash (SIGBUS) at the
-        first write."""
+        """The host commits the memory now, so that a shortage is an error here and not a crash (SIGBUS) at the first
+        write."""
         if nbytes < 1:
             raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}")
         with self._lock:
@@ -168,13 +167,13 @@ class ShmTransport(MemoryTransport):
         )
 
     def disconnect(self, peer: Peer) -> None:
-        """Besides, unlink the segments of a peer that died, which can no longer do so itself."""
+        """Also unlinks the segments of a dead peer, which can no longer do so itself."""
         super().disconnect(peer)
         if peer.fenced():
             self._mover.post(_sweep)
 
     def _release(self) -> None:
-        # A forked child that exits must not take the parent's memory along.
+        # A forked child that exits must not remove the parent's memory.
         for segment in self._segments:
             if self._owner == os.getpid():
                 with contextlib.suppress(FileNotFoundError):
@@ -197,7 +196,7 @@ class _Watch:
         return self._fenced
 
     def _unlocked(self) -> bool:
-        """The owner locked the segment before anybody knew its name, and holds it until its copies have ended."""
+        """The owner locks the segment before anybody knows its name, until its copies have ended."""
         if not self._close.alive:
             return False
         try:
@@ -214,7 +213,7 @@ class _Watch:
         return self._process.dead()
 
     def close(self) -> None:
-        """Close the open files. `fenced` then still sees the owner's death, but later: once the process is reaped."""
+        """Close the open files. After that `fenced` sees the owner's death only once the process is reaped."""
         self.fenced()
         self._process.release()
         self._close()

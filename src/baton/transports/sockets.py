@@ -1,17 +1,17 @@
-"""The most bytes that a TCP connection of this host can hold, sent and not received yet."""
+"""The most bytes that a TCP connection of this host can hold: sent and not yet received."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# The assumed minimum, also where the kernel does not tell its limits.
+# The assumed minimum, also if the kernel hides its limits.
 LEAST_BYTES = 16 << 20
 
 
 def held_bytes(proc: Path = Path("/proc/sys/net")) -> int:
-    """Bytes that the send buffer of one side and the receive buffer of the other hold together at most.
+    """The maximum that one side's send buffer and the other's receive buffer hold together.
 
-    A buffer grows by itself up to the last number of `tcp_wmem` and `tcp_rmem`; one that a library sets is at most
+    A buffer grows automatically up to the last number of `tcp_wmem` and `tcp_rmem`; one that a library sets is at most
     twice `wmem_max` and `rmem_max` (socket(7), tcp(7)).
     """
     total = 0

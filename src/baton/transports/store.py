@@ -1,14 +1,14 @@
-"""A directory of KV bytes that many processes, of many hosts, may share: `put` and `get` by content key.
+"""A directory of KV bytes that processes of many hosts may share: `put` and `get` by content key.
 
-An entry is one safetensors file: named uint8 tensors (usually one per group, the drafter's too), and strings that
-describe them. Its key is 32 hex digits: either the digest of its content, or a name of the content, such as
-`content_key(context, token_ids)`. In both cases equal keys mean equal content, so an entry is never written twice.
+An entry is one safetensors file: named uint8 tensors, usually one per group, and strings that describe them. Its key is
+32 hex digits: the digest of its content, or a name of the content, such as `content_key(context, token_ids)`. Equal
+keys mean equal content, so an entry is never written twice.
 
-An entry appears whole, by a rename, or not at all. Nothing is synchronised to the disk, so a power failure may cut
-entries short. `get` always checks the digest, and removes an entry that is cut short, altered or not a regular file.
-When the entries outgrow `max_bytes`, the least recently used ones are removed, but none of the last `KEEP_S` seconds,
-which somebody may be about to read: a store full of such entries refuses more. The digest finds damage, not intent:
-whoever can write to the directory can forge an entry under a named key, though not under a digest key.
+An entry appears atomically, by a rename. Nothing is synchronised to the disk, so a power failure may truncate entries.
+`get` always checks the digest, and removes an entry that is truncated, altered or not a regular file. Above `max_bytes`
+the least recently used entries are removed, but none used in the last `KEEP_S` seconds, which a reader may be about to
+read: a store full of such entries refuses more. The digest finds damage, not intent: whoever can write to the directory
+can forge an entry under a named key.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from baton.transports.base import ByteArray
 from baton.transports.registry import parse_uri, read_options
 
 KEEP_S = 5.0
-_ABANDONED_S = 3600.0  # a temporary file of this age was left behind: no write takes so long
+_ABANDONED_S = 3600.0  # a temporary file of this age is abandoned: no write takes so long
 _KEY = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp", re.ASCII)
 _DIGEST = "baton-digest"
 
 
 class Entry(NamedTuple):
-    """An entry of the store: tensors by name, each uint8 `[bytes]`, and the strings that were put with them."""
+    """An entry of the store: tensors by name, each uint8 `[bytes]`, and the strings stored with them."""
 
     tensors: dict[str, ByteArray]
     about: dict[str, str]
 
 
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of a URI `file://`: the store's directory, and the bytes that all its entries may have together."""
+    """Options of a `file://` URI: the store's directory, and the maximum bytes of all entries."""
 
     path: Annotated[str, msgspec.Meta(min_length=1)] = os.path.join("~", ".cache", "baton", "kv")
     max_bytes: int = 8 << 30
@@ -62,28 +62,28 @@ class FileStore:
     """A store in one directory, for any thread of any number of processes."""
 
     def __init__(self, directory: str | Path, max_bytes: int = 8 << 30) -> None:
-        """Make the directory, for this user alone, unless it exists; `~` is expanded. `max_bytes` bounds all entries
-        together, and each further process that writes may exceed it by a 32nd.
+        """Create the directory, for this user alone, if missing; `~` is expanded. `max_bytes` bounds all entries
+        together; each further process that writes may exceed it by a 32nd.
 
-        Raises `ConfigError` when it cannot be used, is another user's, or others may write to it.
+        Raises `ConfigError` if it cannot be used, is another user's, or others may write to it.
         """
         self.max_bytes = max_bytes
         if max_bytes < 1:
             raise ConfigError("transport", f"file: max_bytes is at least 1, got {max_bytes}")
         self._margin = max_bytes // 32
-        self._room = 0  # bytes that may be put before the directory is looked through again
+        self._room = 0  # bytes that may be put before the directory is scanned again
         self._lock = threading.Lock()
         try:
             self.directory = own_directory(Path(directory).expanduser(), "transport")
             if not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError("not readable and writable")
-        except (OSError, ValueError, RuntimeError) as error:  # a null byte; `~` of nobody
+        except (OSError, ValueError, RuntimeError) as error:  # a null byte; `~` of an unknown user
             raise ConfigError("transport", f"file: cannot use the directory {directory}: {error}") from error
 
     def put(self, tensors: Mapping[str, ByteArray], about: Mapping[str, str] | None = None, key: str = "") -> str:
-        """Store uint8 arrays `[bytes]` and return the key: `key`, or by default the digest of all that is put.
+        """Store uint8 arrays `[bytes]`. Returns the key: `key`, or by default the digest of the content.
 
-        Raises `TransportError` when the store cannot hold them or cannot be written to.
+        Raises `TransportError` if the store cannot hold them or cannot be written to.
         """
         if key and self.use(key):
             return key
@@ -109,10 +109,10 @@ class FileStore:
         return key or found
 
     def get(self, key: str) -> Entry | None:
-        """The entry of `key`; None when there is none.
+        """The entry of `key`, or None.
 
-        Raises `TransportError` for a damaged entry, which is removed so that it can be put again, and for one that
-        cannot be read, which stays.
+        Raises `TransportError` for a damaged entry, which is removed so that it can be put again, and for an unreadable
+        one, which stays.
         """
         path = self._path(key)
         try:
@@ -130,15 +130,15 @@ class FileStore:
         return entry
 
     def use(self, key: str) -> bool:
-        """Mark an entry as used just now, so that it stays. False when there is none."""
+        """Mark an entry as just used, so that it stays. False if there is none."""
         return self._touch(self._path(key))
 
     def remove(self, key: str) -> None:
-        """Remove an entry, if it is there."""
+        """The entry may be missing."""
         self._path(key).unlink(missing_ok=True)
 
     def keys(self) -> list[str]:
-        """All keys, those used longest ago first."""
+        """All keys, least recently used first."""
         return [path.name for _, _, path in self._entries()]
 
     def _path(self, key: str) -> Path:
@@ -155,7 +155,7 @@ class FileStore:
 
     def _read(self, path: Path) -> bytes | None:
         try:
-            # A pipe in the place of the file would block an open without O_NONBLOCK for good.
+            # A pipe in place of the file would block an open without O_NONBLOCK for good.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
@@ -167,7 +167,7 @@ class FileStore:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size > self.max_bytes:
                 raise ValueError("not a regular file of a size that the store may have")
-            # Read and not mapped: a file that shrinks under a mapping kills the process.
+            # Read, not mapped: a file that shrinks under a mapping kills the process.
             return file.read(status.st_size)
 
     def _entries(self) -> list[tuple[float, int, Path]]:
@@ -175,7 +175,7 @@ class FileStore:
         found = []
         with os.scandir(self.directory) as items:
             for item in items:
-                with contextlib.suppress(FileNotFoundError):  # removed by another process meanwhile
+                with contextlib.suppress(FileNotFoundError):  # removed by another process
                     status = item.stat(follow_symlinks=False)
                     if _KEY.fullmatch(item.name):
                         found.append((status.st_mtime, status.st_size, Path(item.path)))
@@ -197,7 +197,7 @@ class FileStore:
             if room >= nbytes + self._margin or time.time() - used < KEEP_S:
                 break
             try:
-                if path.lstat().st_mtime != used:  # somebody uses it by now
+                if path.lstat().st_mtime != used:  # used meanwhile
                     continue
                 path.unlink()
             except FileNotFoundError:  # another process has made the same room
@@ -218,8 +218,8 @@ def open_store(uri: str) -> FileStore:
 
 
 def content_key(context: str, token_ids: Sequence[int]) -> str:
-    """The key of the KV of `token_ids` after `context`. A context names a model (weights, drafter, geometry), or is the
-    key of the tokens before."""
+    """The key of the KV of `token_ids` after `context`: the name of a model (weights, drafter, geometry), or the key of
+    the tokens before."""
     state = hashlib.blake2b(digest_size=16)
     _feed(state, context.encode())
     _feed(state, np.asarray(token_ids, dtype="<i8").tobytes())
@@ -239,13 +239,13 @@ def digest(tensors: Mapping[str, ByteArray], about: Mapping[str, str]) -> str:
 
 
 def _feed(state: hashlib.blake2b, data: bytes | memoryview) -> None:
-    state.update(len(data).to_bytes(8, "little"))  # so that no two sequences of parts are one sequence of bytes
+    state.update(len(data).to_bytes(8, "little"))  # so that different sequences of parts never hash the same bytes
     state.update(data)
 
 
 def _decode(data: bytes) -> Entry:
     """Raises `ValueError` unless `data` is a whole and unaltered entry."""
-    deserialize: Any = safetensors.deserialize  # without annotations in the library
+    deserialize: Any = safetensors.deserialize  # not annotated in the library
     try:
         parts = deserialize(data)
     except safetensors.SafetensorError as error:
