@@ -1,9 +1,8 @@
-"""Measures the duration of handoffs: `baton bench handoff`. No model: P and D are processes with agents over
-modelled memory.
+"""Measures the duration of handoffs: `baton bench handoff`. P and D are processes with agents, but without a model.
 
 In a handoff *at once* P has computed everything when D registers, so all of its time counts. In a *streamed* handoff D
-registers before the prefill begins, and P declares chunks final at the pace of a prefill: bytes copied before the last
-chunk cost no time.
+registers before the prefill begins, and P declares chunks final at the pace of a prefill: bytes copied before its end
+cost no time.
 """
 
 from __future__ import annotations

@@ -19,9 +19,7 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 @dataclass(slots=True)
 class RequestOutcome:
     """The outcome of one request; times in seconds. `start_time`: when it was sent, by `time.perf_counter`. `ttft`,
-    `itl` and `latency` count events with a choice. `queue_time`: from when it was due to `start_time`. `error`: why it
-    failed, empty if it did not.
-    """
+    `itl` and `latency` count events with a choice. `queue_time`: from due to sent. `error`: empty if it succeeded."""
 
     prompt_len: int
     start_time: float = 0.0

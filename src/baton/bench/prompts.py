@@ -83,8 +83,8 @@ def arrivals(count: int, rate: float, burstiness: float, random: np.random.Gener
     """Arrival times of a load's requests, in seconds from its start, at `rate` per second.
 
     Gaps have a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier, infinity is even. As
-    in vLLM they are scaled so that the last request arrives at exactly count / rate, so the rate does not depend on the
-    seed. With an infinite rate all arrive at once. Raises `ConfigError` if `burstiness` leaves no gaps.
+    in vLLM they are scaled so that the last request arrives at exactly count / rate, whatever the seed. With an
+    infinite rate all arrive at once. Raises `ConfigError` if `burstiness` leaves no gaps.
     """
     if math.isinf(rate):
         return [0.0] * count

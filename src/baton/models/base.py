@@ -1,7 +1,5 @@
-"""The base of every architecture: a decoder of embeddings, pre-norm layers, final norm and LM head.
-
-An architecture is a subclass that reads its `config.json`. Parameter names are those of Hugging Face.
-"""
+"""The base of every architecture: a decoder whose subclasses read their `config.json`. Parameter names are those of
+Hugging Face."""
 
 from __future__ import annotations
 
@@ -130,12 +128,11 @@ class CausalLM(nn.Module, ABC):
         """Read `config.json`. Raises `CheckpointError` naming the field that is missing or not supported."""
 
     def kv_layer(self, config: ModelConfig, layer_id: int) -> LayerSpec:
-        """The cache spec of layer `layer_id`."""
         return KVLayerSpec(config.num_kv_heads, config.head_dim, config.windows[layer_id])
 
     def layer(self, config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
-        """Build layer `layer_id`. Its forward takes the residual stream [T, E], the rotary (cos, sin) of the rows and a
-        `LayerCache`, and returns the next residual stream [T, E]."""
+        """Build a layer. Its forward takes the residual stream [T, E], the rows' rotary (cos, sin) and a `LayerCache`,
+        and returns the next residual stream [T, E]."""
         return DecoderLayer(config, layer_id, build)
 
     def stored_name(self, name: str) -> str | None:
@@ -144,7 +141,7 @@ class CausalLM(nn.Module, ABC):
         return None if is_tied or name.endswith("rotary_emb.inv_freq") else name
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Convert a stored tensor to this model's: one, several, or none until a later stored tensor completes it."""
+        """Convert a stored tensor to this model's: one, several, or none if another stored tensor is needed first."""
         return ((name, tensor),)
 
     def forward(

@@ -1,7 +1,7 @@
 """Read a decoder's `config.json` into typed values.
 
-A value that is missing, of another type or not supported raises a `CheckpointError` that names the field, so a
-checkpoint that cannot be computed faithfully never loads. Defaults are those of the Hugging Face config classes.
+A missing, mistyped or unsupported value raises a `CheckpointError` that names the field, so a checkpoint that cannot be
+computed faithfully never loads. Defaults are those of the Hugging Face config classes.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class ModelConfig:
     """The shape of a pre-norm decoder with grouped-query attention and a SwiGLU MLP.
 
     `windows[l]`: the sliding window of layer l in tokens, None for full attention. `rotary_dim`: how many leading
-    dimensions of a head are rotated, None: all. `layer_ropes`: each layer's rotary embedding, empty if all have `rope`.
-    `attention_multiplier`: the scale of attention scores, None: head_dim^-0.5. `has_sinks`: each head has an extra
+    dimensions of a head are rotated, None for all. `layer_ropes`: by layer, empty if all have `rope`.
+    `attention_multiplier`: the scale of attention scores, None for head_dim^-0.5. `has_sinks`: each head has an extra
     logit in the softmax. `norm_offset` None: norms round to the model's dtype, then multiply by the weight; else they
-    multiply by weight + offset in float32 before rounding. `moe`: experts that replace some layers' MLP. `latent`:
-    latent attention replaces grouped-query attention.
+    multiply by weight + offset in float32, then round. `moe` replaces some layers' MLP, `latent` grouped-query
+    attention.
     """
 
     vocab_size: int

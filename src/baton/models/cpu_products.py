@@ -2,8 +2,8 @@
 
 The kernel reads oneDNN's own blocked copy if its layout is [N / 64][K / 2][64][2]: pairs of one output's weights side
 by side, as AVX-512's instruction for bfloat16 pairs takes them. Each output is summed in order of its pairs, in spans
-whose sums are added in order, so a row's result does not depend on the other rows. With the spans of oneDNN 3 it has
-the bits of oneDNN's result; `linear` relies on that only if a probe confirms it.
+whose sums are added in order, so rows are independent. With the spans of oneDNN 3 the bits are those of oneDNN;
+`linear` relies on that only if a probe confirms it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Run compiled kernels on PyTorch's OpenMP threads.
 
-OpenMP threads spin for some milliseconds before they sleep, so the threads of another pool would compete with them for
-the cores. Kernels therefore run in the same team, through the entry point that compilers call in GNU's runtime
-(libgomp), which PyTorch's Linux wheels contain. Elsewhere they run on Python threads.
+OpenMP threads spin for some milliseconds before they sleep, so another pool would compete with them for the cores.
+Kernels therefore run in the same team, through the compilers' entry point of GNU's runtime (libgomp), which PyTorch's
+Linux wheels contain. Elsewhere they run on Python threads.
 
-A kernel takes a pointer to its arguments as int64: numbers, and addresses of arrays. All threads of a team run it with
-the same arguments and share the work by `take`; results must not depend on which thread takes which piece.
+A kernel takes a pointer to int64 arguments: numbers and addresses of arrays. All threads of a team run it with the same
+arguments and share the work by `take`; results must not depend on which thread takes which piece.
 """
 
 from __future__ import annotations

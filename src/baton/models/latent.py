@@ -60,10 +60,8 @@ class LatentProjection(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """A layer's latent attention: [T, in_features] -> [T, hidden]. `config.latent` must be set.
-
-    `in_features` differs from the hidden size only in a drafter whose input is embedding and features side by side.
-    """
+    """A layer's latent attention: [T, in_features] -> [T, hidden]. `in_features`: as in `layers.Attention`.
+    `config.latent` must be set."""
 
     def __init__(self, config: ModelConfig, layer_id: int, build: Build, in_features: int | None = None) -> None:
         super().__init__()

@@ -5,9 +5,8 @@ few rows of bfloat16, reading it takes half the time. A few rows of bfloat16 can
 
 A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches (oneDNN, 1,536
 columns in float32: a lone row differs from the same row among others). With `batch_invariant` rows go through the GEMM
-in blocks of fixed heights, padded if necessary. The result in blocks of sixteen rows is the reference. Other heights,
-and `cpu_products`, are faster; they are used for a weight's shape only if a probe finds their rows equal to the
-reference bit for bit.
+in padded blocks of fixed heights. Blocks of sixteen rows are the reference. Faster ways, by other heights and by
+`cpu_products`, are used for a weight's shape only if a probe finds their rows equal to the reference bit for bit.
 """
 
 from __future__ import annotations

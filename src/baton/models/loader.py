@@ -102,11 +102,11 @@ def one_tensor(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
 def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = one_tensor) -> None:
     """Copy the checkpoint's tensors into `module`, casting to its dtypes, and pack each linear layer once it is filled.
 
-    `rename` maps a stored name to the module's, or to None to leave the tensor out. `unpack` converts a renamed tensor
-    to the module's: one, several, or none yet. Raises `CheckpointError` naming a tensor without a place, a place
-    without a tensor, or a tensor of another shape. Peak memory: the weights once, one layer, and a piece of a file.
+    `rename` maps a stored name to the module's, or to None to leave the tensor out. `unpack` is `CausalLM.unpack`.
+    Raises `CheckpointError` naming a tensor without a place, a place without a tensor, or a tensor of another shape.
+    Peak memory: the weights once, one layer, and a piece of a file.
     """
-    # Filled places are removed from the table, which would otherwise keep weights that a layer has replaced by packing.
+    # Filled places leave the table, which would otherwise keep weights that a layer has replaced by packing.
     table = weight_table(module)
     places = set(table)
     unfilled = _Unfilled(module, table)
@@ -165,8 +165,8 @@ def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Unfilled:
-    """Counts the unfilled places of each linear layer, and packs the layer when there are none. Places are matched to
-    layers by storage, so a layer with a tied weight is packed too."""
+    """Packs each linear layer when all its places are filled. Places are matched to layers by storage, so a layer with
+    a tied weight is packed too."""
 
     def __init__(self, module: nn.Module, table: Mapping[str, Place]) -> None:
         owners: dict[int, Linear] = {}

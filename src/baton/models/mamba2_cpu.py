@@ -1,8 +1,8 @@
 """CPU kernels of Mamba-2: convolution, selective scan and gated norm, row by row.
 
-A row's arithmetic does not depend on the batch, and states are float32, so results do not depend on other rows or on
-chunks. Row by row is also faster here than the usual chunks of matrix products: a head's state stays in the L1 cache
-while the rows of a request are scanned.
+A row's arithmetic does not depend on the batch, and states are float32, so neither other rows nor chunks change a bit.
+This is also faster here than the usual chunks of matrix products: a head's state stays in the L1 cache while the rows
+of a request are scanned.
 
 Shapes: T rows of R requests, C channels of the convolution, H heads of P channels, N state numbers per channel.
 """

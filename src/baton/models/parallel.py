@@ -3,9 +3,9 @@
 As in Megatron-LM (arXiv:1909.08053) every tensor rank has the whole residual stream. Projections into heads, or into an
 MLP's inner width, are cut by outputs; those back are cut by inputs, so each rank has a partial sum of every row.
 
-Floating-point sums depend on their order. Inputs are therefore cut into `num_slices` slices whatever the number of
-ranks, and the slices' partial sums are added as one binary tree: every number of ranks that divides `num_slices` gives
-the same bits.
+Since floating-point sums depend on their order, inputs are cut into `num_slices` slices whatever the number of ranks,
+and the slices' partial sums are added as one binary tree: all numbers of ranks that divide `num_slices` give the same
+bits.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Conventions are those of Hugging Face: the head is split in two halves and rotated as (x1, x2) -> (x1 cos - x2 sin,
 x2 cos + x1 sin), products in the model's dtype. Tables are computed on the host in float64 from float32 angles, so a
-position's row depends neither on the table's length nor on the machine's vector width: engines that grew their tables
-differently agree bit for bit.
+position's row depends neither on the table's length nor on the machine's vector width: engines agree bit for bit.
 """
 
 from __future__ import annotations

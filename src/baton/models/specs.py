@@ -15,14 +15,12 @@ MAX_EXPERTS = 4096
 class MoESpec:
     """The experts of a decoder. Layer l has them if `layers[l]`, else one MLP.
 
-    A row goes to the `top_k` experts with the best scores. If `top_groups` < `num_groups`, only experts of the best
-    groups are eligible; `group_score`: a group's score is that of its best expert, or the sum of its two best.
-    `has_choice_bias`: scores are biased for the choice, not for the weights. With `renormalise` the weights of the
-    chosen experts are divided by their sum; then they are multiplied by `scale`. `shared_size`: width of the shared
-    expert, an MLP that every row passes, 0: none.
+    A row goes to the `top_k` experts with the best scores, of the `top_groups` best groups. A group's score is that of
+    its best expert, or the sum of its two best (`group_score`). `has_choice_bias`: scores are biased for the choice,
+    not for the weights. With `renormalise` the chosen experts' weights are divided by their sum; then `scale`
+    multiplies them. `shared_size`: width of the shared expert, an MLP that every row passes, 0 if there is none.
 
-    Raises `CheckpointError` for impossible groups, for fewer eligible experts than `top_k`, and for more than
-    `MAX_EXPERTS`.
+    Raises `CheckpointError` for impossible groups, fewer eligible experts than `top_k`, or more than `MAX_EXPERTS`.
     """
 
     layers: tuple[bool, ...]

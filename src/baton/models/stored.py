@@ -1,7 +1,5 @@
-"""The tensors that a checkpoint directory stores, by the model's names, from the headers of its files.
-
-The tensors chosen are those that transformers loads from the same directory; unused ones are logged.
-"""
+"""The tensors that a checkpoint directory stores, by the model's names, from the headers of its files: those that
+transformers would load. Unused ones are logged."""
 
 from __future__ import annotations
 
@@ -113,9 +111,8 @@ class Stored:
         self._names = {stored: rename(stored) for stored in self._files}
 
     def tied(self, config: _Config, dtype: torch.dtype) -> _Config:
-        """`config` with `tie_word_embeddings` corrected by the stored tensors, as in transformers: a stored LM head
-        that differs from the embedding in `dtype` is used, despite `tie_word_embeddings`. A tied matrix that is stored
-        only as the head is loaded as the embedding."""
+        """`config` with `tie_word_embeddings` corrected as in transformers: a stored LM head that differs from the
+        embedding in `dtype` is not tied. A tied matrix that is stored only as the head is loaded as the embedding."""
         if not config.tie_word_embeddings:
             return config
         stored = {name: stored for stored, name in self._names.items()}
@@ -149,8 +146,8 @@ class Stored:
         return self._names[stored]
 
     def unused(self, num_layers: int) -> frozenset[str]:
-        """The stored names of tensors of parts that the model lacks, such as a value head or a later layer. An unknown
-        tensor of a part that it has is not listed: it would change the computation, and `loader.fill` refuses it."""
+        """The stored names of tensors of parts that the model lacks, such as a value head or a later layer. Unknown
+        tensors of other parts are not included: they would change the computation, and `loader.fill` refuses them."""
         return frozenset(stored for stored, name in self._names.items() if not _is_of(name, num_layers))
 
     def tell_unused(self, unused: Collection[str]) -> None:
@@ -180,8 +177,8 @@ def _part(name: str) -> str:
 
 
 def _renaming(names: Collection[str]) -> Callable[[str], str]:
-    """Maps stored names to the causal LM's, whose decoder tensors begin with `model.`. As in transformers, the prefix
-    is added if the decoder was saved alone, and removed if it is doubled."""
+    """Maps stored names to the causal LM's. As in transformers, the decoder's prefix `model.` is added if the decoder
+    was saved alone, and removed if it is doubled."""
     if any(name.startswith("model.model.") for name in names):
         return lambda name: name.removeprefix("model.") if name.startswith("model.model.") else name
     if "embed_tokens.weight" in names:

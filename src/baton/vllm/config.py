@@ -31,9 +31,9 @@ class PluginConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     `granularity`: the unit of copies, pages or tokens (`baton.vllm.geometry`); must be equal on both engines.
     `integrity`: the share of the KV that is digested; needs granularity "token" if K is stored by dimension.
-    `kv_stream`: the unit of streaming, a prompt ("off"), a chunk of it, or layers of a chunk (None: layers if possible,
-    else chunks). `lease`: seconds of silence after which a peer is given up. `handoff_timeout_s`: limit of a handoff,
-    in seconds from when both engines have blocks for it.
+    `kv_stream`: the unit of streaming: a prompt ("off"), a chunk of it, or layers of a chunk (None: layers if possible,
+    else chunks). `lease`: seconds of silence after which a peer is given up. `handoff_timeout_s`: a handoff's limit,
+    from when both engines have blocks for it.
     """
 
     keys: str

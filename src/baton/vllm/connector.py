@@ -33,8 +33,7 @@ from baton.wire import VllmIdentity
 
 @dataclass
 class BatonMetadata(KVConnectorMetadata):
-    """A step's messages from scheduler to worker. `idle`: the step computes nothing, and no other engine waits for
-    its end."""
+    """A step's messages from scheduler to worker. `idle`: it computes nothing, and no other engine waits for it."""
 
     step: StepNews
     idle: bool
@@ -60,8 +59,8 @@ class BatonWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's entry to the plug-in. vLLM creates one in the scheduler's process, and one in each worker, which has the
-    KV and runs an agent."""
+    """vLLM's entry to the plug-in. vLLM creates one in the scheduler's process, and one in each worker, where an agent
+    runs."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         version = compat.check_version()

@@ -1,9 +1,9 @@
 """Describes the KV cache tensors of a vLLM worker as regions and geometries, without a copy.
 
 vLLM has one view `[blocks, heads, tokens, elements]` per layer. On GPUs the attention kernels choose its strides, and a
-(head, token) entry holds K and then V. On CPUs a (block, head) page holds K by dimension and then V by token. With
+(head, token) entry holds K, then V. On CPUs a (block, head) page holds K by dimension, then V by token. With
 granularity "page" such a page is one opaque tile: runs are few, and both engines must have the same block size. With
-"token" every token of K and of V has an address: block sizes may differ, and digests are possible.
+"token" each token of K and of V has an address: block sizes may differ, and digests are possible.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Splits vLLM's cache groups by kind and owner.
 
-vLLM puts as many layers as it can into one group with one block table: drafter and target, MLA and full attention.
-Baton's rules depend on kind and owner (`baton.kv.interval.Rules`), so it splits such a group into several that share a
-block table.
+vLLM puts layers of drafter and target, or of MLA and full attention, into one group if it can. Baton's rules depend on
+kind and owner (`baton.kv.interval.Rules`), so it splits such a group into several that share a block table.
 """
 
 from __future__ import annotations
@@ -70,10 +69,7 @@ class LayerGroup:
 
 
 def layer_index(layer: str) -> int:
-    """The number in a layer's name: `model.layers.7.self_attn.attn` is layer 7.
-
-    Raises `ConfigError` for a name without a number.
-    """
+    """The number in a layer's name: 7 of `model.layers.7.self_attn.attn`. Raises `ConfigError` if there is none."""
     found = _INTEGER.findall(layer)
     if not found:
         raise ConfigError("model", f"layer {layer!r} has no number")

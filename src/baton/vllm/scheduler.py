@@ -1,8 +1,8 @@
 """The scheduler's side of the connector: tracks which requests are legs of a handoff, and their blocks.
 
 Both legs have the whole prompt of n tokens. The handoff moves the first n - 1: vLLM cannot start with a verification,
-so the decode engine computes the last one itself, and thereby samples the first token. An engine with state layers
-(Mamba) cannot roll back by a token, so the router sends its prefill leg without the last one.
+so D computes the last token itself, and samples the first output token. An engine with state layers (Mamba) cannot roll
+back by a token, so the router sends its prefill leg without the last one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The layout of one slot of a state layer (Mamba-2), and each tensor rank's part of it.
 
 vLLM registers a slot as bytes: the last inputs of the convolution, for the channels x, B and C, then the recurrent
-state of each head. Ranks share the heads and their channels of x. Each rank has its groups of B and C, or all of B and
-C if the model has one group.
+state of each head. Ranks share the heads with their channels of x, and the groups of B and C; a single group is
+replicated.
 """
 
 from __future__ import annotations

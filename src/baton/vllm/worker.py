@@ -27,8 +27,8 @@ from baton.wire import KVStream, Mode
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
-# An agent accepts an abort without work and without waiting for a peer. If it has not after this time, it hangs and may
-# still commit the leg; the engine must end, since the blocks are about to hold other KV.
+# An agent accepts an abort without waiting for a peer. If it has not after this time, it hangs and may still commit the
+# leg; the engine must end, since the blocks are about to hold other KV.
 ABORT_TIMEOUT_S = 60.0
 # While legs wait for their peers and there is nothing to compute, vLLM steps about once per millisecond. Waiting for an
 # event of the agent instead frees the cores, at the price of delaying a new request by at most this time.
@@ -71,9 +71,9 @@ class Results:
 class WorkerSide:
     """The attempts of one worker. `counts`: handoffs by outcome, and the `bytes` and `runs` of committed ones.
 
-    `commit_at_end`: finish a prefill leg when vLLM has finished its request, not when its prompt is computed. This is
-    needed for a runner that writes to a preempted leg's blocks before it reports the preemption. `kv_stream`: whether
-    tokens are declared final with their prompt, with their step, or layer by layer.
+    `commit_at_end`: finish a prefill leg when vLLM has finished its request, not when its prompt is computed, because
+    the runner writes to a preempted leg's blocks before it reports the preemption. `kv_stream`: whether tokens are
+    declared final with their prompt, with their step, or layer by layer.
     """
 
     def __init__(
