@@ -102,7 +102,7 @@ def one_tensor(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
 def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = one_tensor) -> None:
     """Copy the checkpoint's tensors into `module`, casting to its dtypes, and pack each linear layer once it is filled.
 
-    `rename` maps a stored name to the module's, or to None to leave the tensor out. `unpack` is `CausalLM.unpack`.
+    `rename` maps a stored name to the module's, or to None to leave the tensor out. `unpack`: as `CausalLM.unpack`.
     Raises `CheckpointError` naming a tensor without a place, a place without a tensor, or a tensor of another shape.
     Peak memory: the weights once, one layer, and a piece of a file.
     """

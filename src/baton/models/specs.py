@@ -15,10 +15,11 @@ MAX_EXPERTS = 4096
 class MoESpec:
     """The experts of a decoder. Layer l has them if `layers[l]`, else one MLP.
 
-    A row goes to the `top_k` experts with the best scores, of the `top_groups` best groups. A group's score is that of
-    its best expert, or the sum of its two best (`group_score`). `has_choice_bias`: scores are biased for the choice,
-    not for the weights. With `renormalise` the chosen experts' weights are divided by their sum; then `scale`
-    multiplies them. `shared_size`: width of the shared expert, an MLP that every row passes, 0 if there is none.
+    A row goes to the `top_k` experts with the best scores, of the `top_groups` best of `num_groups` equal groups. A
+    group's score is that of its best expert, or the sum of its two best (`group_score`). `has_choice_bias`: scores are
+    biased for the choice, not for the weights. With `renormalise` the chosen experts' weights are divided by their sum;
+    then `scale` multiplies them. `shared_size`: width of the shared expert, an MLP that every row passes, 0 if there is
+    none.
 
     Raises `CheckpointError` for impossible groups, fewer eligible experts than `top_k`, or more than `MAX_EXPERTS`.
     """
