@@ -1,4 +1,4 @@
-"""The agents of many ranks as one, with agents that only note their calls."""
+"""The joined agents of many ranks, over agents that only record calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TWO = Shape(tp=2)
 
 
 class Noting:
-    """One rank's agent: notes the pair of each attempt that is opened or placed."""
+    """One rank's agent: records the pair of each attempt that is opened or placed."""
 
     def __init__(self, rank: int, noted: list[tuple[str, bytes, Pair]]) -> None:
         self.rank, self.noted = rank, noted
@@ -39,7 +39,7 @@ class Noting:
 
 
 class OfTwo:
-    """D of two ranks."""
+    """A D of two ranks."""
 
     def __init__(self) -> None:
         self.noted: list[tuple[str, bytes, Pair]] = []
@@ -69,7 +69,7 @@ def ticket_of(number: int, num_sources: int = 2, host: str = "p") -> SignedTicke
 
 
 def test_pages_that_come_after_the_end_begin_nothing_anew() -> None:
-    """The engine may place a request whose end it has not heard of: nobody would end what that begins."""
+    """The engine may place a request whose end it does not know yet: a new attempt would never be ended."""
     d, ticket, other = OfTwo(), ticket_of(1), ticket_of(2)
     d.agent.announce_decode(ticket)
     d.agent.on_event(ev.DecodeFailed(ticket.key, "peer_lost", "", True))
@@ -85,7 +85,7 @@ def test_pages_that_come_after_the_end_begin_nothing_anew() -> None:
 
 
 def test_the_engine_is_told_without_a_lock() -> None:
-    """It may wait for another thread that calls the agents, and hears everything in order."""
+    """The engine may wait for another thread that calls the agents; it still gets all events in order."""
     d, ticket, other = OfTwo(), ticket_of(1), ticket_of(2)
     waited: list[bool] = []
 
@@ -108,7 +108,7 @@ def test_the_engine_is_told_without_a_lock() -> None:
 
 @pytest.mark.parametrize("num_sources", [1, 3])
 def test_no_rank_is_sought_that_a_ticket_does_not_name(num_sources: int) -> None:
-    """P is known, and the ticket names other ranks of it: the pair that leads is refused, and it is the only one."""
+    """P is known, but the ticket names other ranks: the leading pair, the only one, is refused."""
     d, good, bad = OfTwo(), ticket_of(1), ticket_of(2, num_sources)
     d.agent.announce_decode(good)
     d.agent.on_peer(good.key, TWO.instance(0))
@@ -120,7 +120,7 @@ def test_no_rank_is_sought_that_a_ticket_does_not_name(num_sources: int) -> None
 
 
 def test_a_ticket_of_many_ranks_comes_with_a_request() -> None:
-    """Hosts with long names, as many as there may be."""
+    """As many hosts with long names as are allowed."""
     ticket = ticket_of(1, 64, "engine-0.prefill.some-namespace.svc.cluster.example.com")
     ticket = msgspec.structs.replace(ticket, decode_addresses=ticket.prefill_addresses)
     text = mint(KEY, ticket)
@@ -154,8 +154,9 @@ def test_ranks_that_come_after_the_end_are_shown_no_pages() -> None:
 
 
 def test_a_claim_before_the_prefill_leg_tells_which_ranks_there_are() -> None:
-    """All pairs open with P's leg. If they waited for D to ask once more, a request that ends with its first token
-    would end for the leading pair alone, and D's other ranks would hold their pages until the ticket expires."""
+    """All pairs open with P's leg. If they waited for D to ask again, a request that ends with its first token would
+    end only for the leading pair, and D's other ranks would hold their pages until the ticket expires.
+    """
     p, ticket = OfTwo(), ticket_of(1)
     p.agent.on_peer(ticket.key, TWO.instance(0))
     assert not p.noted

@@ -54,7 +54,7 @@ SEEDS = Seeds(7, None, [8])
 TABLES = {"draft": [5, 6], "target": [1, 2]}
 DEST = {"draft": [3, 4], "target": [8, 9]}
 REGISTER = Received(Register(KEY, ticket="t", wanted={"target": Interval(2, 8), "draft": Interval(0, 8)}, pages=DEST))
-# What is final with the seed.
+# Final with the seeds.
 WHOLE = {"target": 8, "draft": 8}
 ALL = Declared(8, TABLES, {"target": 8, "draft": 7})
 
@@ -121,7 +121,7 @@ def test_layers_are_copied_once_each_as_they_are_written() -> None:
     assert p.handle(LayersWritten(8, TABLES, PART, 2)) == []
     assert in_layers(p.handle(LayersWritten(8, TABLES, PART, 5))) == [("target", 2, 6, 2, 5)]
     assert in_layers(p.handle(Declared(8, TABLES, {"target": 6, "draft": 0}))) == [("target", 2, 6, 5, END)]
-    assert p.handle(LayersWritten(8, TABLES, PART, 7)) == []  # said late, and known to be so in all layers
+    assert p.handle(LayersWritten(8, TABLES, PART, 7)) == []  # reported late: already final in all layers
     assert in_layers(p.handle(LayersWritten(8, TABLES, {"target": 8}, 1))) == [("target", 6, 8, 0, 1)]
     p.handle(CopyEnded(0, ok=True, num_bytes=10))
     p.handle(CopyEnded(3, ok=True, num_bytes=10))
@@ -135,12 +135,12 @@ def test_layers_are_copied_once_each_as_they_are_written() -> None:
     (commit,) = p.handle(CopyEnded(last.copy_id, ok=True, num_bytes=10))
     assert isinstance(commit, Send)
     assert isinstance(commit.message, Commit)
-    # Those that ended before the whole prompt was computed.
+    # Copies that ended before the whole prompt was computed.
     assert (p.copies.num_hidden, p.copies.num_bytes) == (20, 70)
 
 
 def test_layers_of_a_forward_that_failed_are_copied_again_behind_the_first_copies() -> None:
-    """What a copy of them brings late would else lie over what a later one has brought."""
+    """Otherwise a late copy of the failed forward would overwrite a later one."""
     p, _ = machine("push", REGISTER)
     p.handle(LayersWritten(8, TABLES, PART, 2))
     assert p.handle(LayersWithdrawn()) == []
@@ -148,13 +148,13 @@ def test_layers_of_a_forward_that_failed_are_copied_again_behind_the_first_copie
     assert p.handle(Declared(8, TABLES, PART)) == []
     assert in_layers(p.handle(CopyEnded(0, ok=True))) == [("target", 2, 6, 0, END)]
     assert p.handle(LayersWithdrawn()) == []
-    # Nothing was copied of layers that D had no pages for yet.
+    # No layers were copied before D had pages for them.
     q, _ = machine("push", LayersWritten(8, TABLES, PART, 2), LayersWithdrawn(), Declared(8, TABLES, PART))
     assert in_layers(q.handle(REGISTER)) == [("target", 2, 6, 0, END)]
 
 
 def test_a_prompt_whose_prefix_is_final_in_other_tokens_is_copied_whole() -> None:
-    """An engine that goes on otherwise than it said, without a word, is taken at its last one."""
+    """If an engine continues differently from what it declared, its last declaration counts."""
     p, _ = machine("push", REGISTER)
     p.handle(LayersWritten(8, TABLES, PART, 2))
     assert p.handle(Declared(8, TABLES, {"target": 5})) == []
@@ -270,7 +270,7 @@ def test_a_failed_copy_is_issued_again_within_bounds() -> None:
         Count("retries"),
         StartCopy(3, "target", Interval(2, 8), [1, 2], [8, 9]),
     ]
-    # COMMIT waits for the copy that took the failed one's place.
+    # COMMIT waits for the copy that replaced the failed one.
     assert p.handle(Sampled(SEEDS, False, WHOLE)) == [StartCopy(4, "draft", Interval(7, 8), [5, 6], [3, 4])]
     assert p.handle(CopyEnded(4, ok=True)) == []
     assert isinstance(p.handle(CopyEnded(3, ok=True))[0], Send)
@@ -313,7 +313,7 @@ def test_a_register_of_other_groups_is_refused_and_changes_nothing() -> None:
 
 
 def committed(max_retries: int = 2) -> PrefillHandoff:
-    """A P whose copies are done and whose COMMIT is out."""
+    """A P whose copies have ended and whose COMMIT was sent."""
     p = PrefillHandoff(KEY, "push", "t", ["target", "draft"], max_retries)
     for event in (Opened(), REGISTER, ALL, Sampled(SEEDS, False, WHOLE)):
         p.handle(event)
@@ -339,7 +339,7 @@ def test_repair_copies_exactly_what_was_bad_and_commits_the_next_round() -> None
     actions = p.handle(repair(1, target=[(2, 3), (5, 8)], draft=[(0, 1)]))
     assert actions[0] == Count("repairs")
     assert intervals(actions) == [("draft", 0, 1), ("target", 2, 3), ("target", 5, 8)]
-    # Neither a copy of the REPAIR nor an ACK of the COMMIT before it says anything now.
+    # A duplicate of the REPAIR and an ACK of the earlier COMMIT have no effect.
     assert p.handle(repair(1, target=[(2, 3)])) == [] == p.handle(Received(Ack(KEY))) == p.handle(Tick())
     assert p.handle(CopyEnded(3, ok=True)) == []
     assert p.handle(CopyEnded(4, ok=False))[0] == Count("retries")

@@ -1,11 +1,11 @@
-"""Bugs that engines elsewhere have had, each put into the plug-in for vLLM and seen; without vLLM.
+"""Bugs that other engines have had, each injected into the vLLM plug-in and detected; without vLLM.
 
-Both halves of the plug-in run, on P and on D, over memory whose entries say which layer and tokens they were made of.
-In the place of vLLM stands what matters of it: chunks, blocks for drafts behind the tokens, windows that leave blocks
-behind, blocks that others overwrite once nobody holds them. In the place of the agents stands the planner: copies run
-at once, or as late as is allowed.
+Both halves of the plug-in run, on P and on D, over memory whose entries depend on their layer and tokens. vLLM is
+modelled by what matters here: chunks, blocks for drafts after the tokens, windows that free blocks, and blocks that
+others overwrite once they are unreferenced. The agents are replaced by the planner: copies run at once, or as late as
+allowed.
 
-A *mutant* takes one cure out of the plug-in's own code. Classes as in `tests/engine/test_bug_classes.py`.
+A *mutant* removes one safeguard from the plug-in's own code. Classes as in `tests/engine/test_bug_classes.py`.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def layer_name(layer: int) -> str:
 
 
 def entry_of(layer: int, tokens: Sequence[int]) -> float:
-    """What a layer keeps of the last of `tokens`, having seen them all."""
+    """A layer's entry for the last of `tokens`, which depends on all of them."""
     return float(zlib.crc32(repr((layer, list(tokens))).encode()) % (1 << 20))
 
 
 class Engine:
-    """An engine's memory, block pool and both halves of the plug-in. `block_size` of vLLM; its kernel's is 4."""
+    """An engine's memory, block pool and both halves of the plug-in. `block_size` is vLLM's; its kernel's is 4."""
 
     def __init__(self, role: str, block_size: int, with_states: bool) -> None:
         full = [0, 1, 2] if with_states else [0, 1, 2, DRAFTER]
@@ -61,7 +61,7 @@ class Engine:
             CacheTable(0, "full", None, block_size, tuple(map(layer_name, full))),
             CacheTable(1, *other, (layer_name(3),)),  # type: ignore[arg-type]
         ]
-        # Layers do not lie at equal distances.
+        # Layers are not equally spaced.
         place = {0: 0, 1: 1, 2: 3, DRAFTER: 2}
         pages = 100 * block_size // KERNEL_TOKENS
         buffer = torch.full((4, pages, 1, KERNEL_TOKENS, 2), GARBAGE)
@@ -77,7 +77,7 @@ class Engine:
         self._free = [list(range(98, 0, -3)), list(range(1, 99, 2))]
 
     def reserve(self, num_tokens: int) -> tuple[list[int], ...]:
-        """Blocks for so many tokens; returns those that are new."""
+        """Allocate blocks for `num_tokens` tokens. Returns the new ones."""
         fresh: tuple[list[int], ...] = ([], [])
         for number, table in enumerate(self.tables):
             wanted = 1 if table.kind == "state" else -(-num_tokens // table.block_size)
@@ -95,7 +95,7 @@ class Engine:
         return self.caches[layer_name(layer)][page][0, at]
 
     def compute(self, tokens: Sequence[int], start: int, stop: int) -> None:
-        """Entries [start, stop) of all layers, and guesses behind them."""
+        """Entries [start, stop) of all layers, and guesses after them."""
         for layer, token in itertools.product((0, 1, 2), range(start, stop)):
             self.slot(0, layer, token)[:] = entry_of(layer, tokens[: token + 1])
         if self.tables[1].kind == "state":
@@ -103,13 +103,13 @@ class Engine:
             return
         for token in range(start, stop):
             self.slot(1, 3, token)[:] = entry_of(3, tokens[: token + 1])
-            # Behind the last known token the drafter takes what was sampled.
+            # After the last known token the drafter uses the sampled one.
             self.slot(0, DRAFTER, token)[:] = entry_of(DRAFTER, [*tokens, -7][: token + 2])
         for layer, token in itertools.product((0, 1, 2, DRAFTER), range(stop, stop + LOOKAHEAD)):
             self.slot(0, layer, token)[:] = GARBAGE
 
     def overwrite(self, table: int, blocks: Sequence[int]) -> None:
-        """Other requests get these blocks, unless somebody holds them."""
+        """Other requests overwrite these blocks unless they are referenced."""
         size = self.tables[table].block_size // KERNEL_TOKENS or 1
         for block in blocks:
             if self.pool.references[block] <= 0:
@@ -118,7 +118,7 @@ class Engine:
 
 
 class Agent(FakeAgent):
-    """Keeps what was said last."""
+    """Finds the last call of a kind."""
 
     def said(self, what: str) -> tuple[Any, ...] | None:
         return next((call for call in reversed(self.calls) if call[0] == what), None)
@@ -126,8 +126,9 @@ class Agent(FakeAgent):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prompt of `length` tokens, of which D holds `hit` already and P computes `chunk` at a time. `late`: nothing is
-    copied before P's request has ended. `other_end`: P was sent another last token."""
+    """A prompt of `length` tokens, of which D already holds `hit` and P computes `chunk` at a time. `late`: nothing is
+    copied before P's request has ended. `other_end`: P was sent another last token.
+    """
 
     length: int
     chunk: int = 100
@@ -147,7 +148,7 @@ CASES += [Case(13, other_end=True)]
 
 
 def faults(case: Case) -> list[str]:
-    """What went wrong in a handoff: wrong entries that D takes for right ones, and blocks that nobody gives back."""
+    """Faults of one handoff: wrong entries that D uses, and blocks that are never freed."""
     prompt = list(range(200, 200 + case.length))
     on_p = [*prompt[:-1], 7] if case.other_end else prompt
     n = case.length - 1
@@ -187,7 +188,7 @@ def faults(case: Case) -> list[str]:
 
 
 def _prefill(p: Engine, request: Request, case: Case, copies: _Copies) -> None:
-    """P's steps, as vLLM makes them."""
+    """P's steps, as vLLM runs them."""
     tokens = list(request.prompt_token_ids or ())
     for start in range(0, len(tokens), case.chunk):
         stop = min(start + case.chunk, len(tokens))
@@ -215,7 +216,7 @@ def _prefill(p: Engine, request: Request, case: Case, copies: _Copies) -> None:
 
 
 class _Copies:
-    """What the agents do: bring D what it wants, as far as P has declared it final."""
+    """The agents' work: copy to D what it wants, as far as P has declared it final."""
 
     def __init__(self, p: Engine, d: Engine, late: bool) -> None:
         self.p, self.d, self.late = p, d, late
@@ -247,7 +248,7 @@ def _bytes(engine: Engine, region: int) -> np.ndarray:
 
 
 def _wrong(d: Engine, prompt: list[int], n: int) -> list[str]:
-    """Entries of the first n tokens that D goes on from, and that are not what it would have computed."""
+    """Entries of the first n tokens that D continues from and that differ from what it would have computed."""
     first = max(0, n - WINDOW + 1)
     places = [(0, layer, token, entry_of(layer, prompt[: token + 1])) for layer in (0, 1, 2) for token in range(n)]
     if d.tables[1].kind == "state":
@@ -283,7 +284,7 @@ def lose_the_end_of_sending(patch: Patch) -> None:
 
 
 def trim_blocks_for_drafts_from_the_front(patch: Patch) -> None:
-    """P sends as many blocks as D has, the last ones of those that it has allocated."""
+    """P sends as many blocks as D has, taking the last of its allocated ones."""
     finalise = WorkerSide.finalise
 
     def cut(self: WorkerSide, computed: Any) -> None:
@@ -331,7 +332,7 @@ def take_blocks_of_vllm_for_those_of_its_kernel(patch: Patch) -> None:
 
 
 def take_a_prompt_with_another_end(patch: Patch) -> None:
-    """The drafter's last entry was computed with a token that D's prompt does not have."""
+    """The drafter's last entry was computed from a token that D's prompt does not have."""
     received = WorkerSide._received
 
     def trust(self: WorkerSide, decode: Any, event: Any) -> None:
@@ -342,7 +343,7 @@ def take_a_prompt_with_another_end(patch: Patch) -> None:
 
 
 def hand_over_a_placeholder(patch: Patch) -> None:
-    """The token behind those that are handed over is not said."""
+    """The token after the handed-over ones is not sent."""
     commit = WorkerSide._commit
     patch.setattr(WorkerSide, "_commit", lambda self, key, token: commit(self, key, None))
 
@@ -358,7 +359,7 @@ def take_layers_for_equally_distant(patch: Patch) -> None:
 
 
 def let_the_window_go_on(patch: Patch) -> None:
-    """Nobody keeps the block that vLLM's window leaves with the token that D computes."""
+    """The block that vLLM's window leaves when D computes the next token is not pinned."""
     patch.setattr(SchedulerSide, "_pin", lambda self, leg: None)
 
 
@@ -417,7 +418,7 @@ def test_a_cure_that_is_taken_out_is_missed(mutant: Callable[[Patch], None], mon
         try:
             return bool(faults(case))
         except Exception:
-            # What is not even a plan was refused by name.
+            # An invalid plan was refused by name.
             return True
 
     assert any(broken(case) for case in CASES)

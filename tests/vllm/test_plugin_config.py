@@ -1,4 +1,4 @@
-"""`kv_connector_extra_config`: what is wrong with it is told at start, by name."""
+"""`kv_connector_extra_config`: errors in it are reported at start, by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_bad_setting_is_named(setting: str, value: Any) -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"kv_transport": "mooncake://"}])
 def test_it_needs_keys(extra: dict[str, str]) -> None:
-    """Whoever may talk to NIXL can read and write the whole KV cache."""
+    """Any process that may use NIXL can read and write the whole KV cache."""
     with pytest.raises(ConfigError, match="missing required field `keys`"):
         read_config(extra)
 

@@ -1,4 +1,4 @@
-"""KV in a GPU's memory: vLLM's layouts there, on tensors of the same shapes and strides in the host's."""
+"""KV in GPU memory: vLLM's layouts there, on host tensors of the same shapes and strides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.vllm.geometry import CacheLayout, describe, region_of
 from baton.vllm.groups import CacheTable, split_tables
 
 LAYERS, BLOCKS, HEADS, DIM = 3, 9, 4, 8
-# How vLLM nests layers, blocks, heads, tokens and an entry's content (K, then V) in memory.
+# vLLM's nesting of layers, blocks, heads, tokens and an entry's content (K, then V) in memory.
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 NAMES = tuple(f"model.layers.{i}.self_attn.attn" for i in range(LAYERS))
 

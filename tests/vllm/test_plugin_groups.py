@@ -114,7 +114,9 @@ def test_pages_hold_the_same_tokens_after_a_copy(
 
 
 def test_a_latent_cache_and_a_drafter_with_heads_share_a_block_table() -> None:
-    """MLA layers, a row of elements per token, and a drafter with K and V: bytes of two kinds, one block table."""
+    """MLA layers, with one row of elements per token, and a drafter with K and V: two kinds of bytes, one
+    block table.
+    """
 
     def caches() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         latent, paged = 2 * 9 * 32 * 24, 9 * HEADS * 32 * 2 * DIM
@@ -148,8 +150,9 @@ KV_HEADS: dict[Owner, int] = {"target": 2, "draft": 4}
 
 
 class Workers:
-    """The KV caches of `size` tensor-parallel workers: a target of two layers with fewer heads than workers may be, and
-    a drafter."""
+    """The KV caches of `size` tensor-parallel workers: a target of two layers, perhaps with fewer heads than workers,
+    and a drafter.
+    """
 
     def __init__(self, size: int, block_size: int, granularity: Granularity) -> None:
         self.block_size = block_size

@@ -1,5 +1,6 @@
-"""Prompts that leave vLLM layer by layer: P's half of the plug-in, its state machine and the planner, over memory whose
-entries say which layer and tokens they were made of. Copies run at once, or when the test says so; without vLLM."""
+"""Layer streaming from vLLM: P's half of the plug-in, its state machine and the planner, over memory whose entries
+depend on their layer and tokens. Copies run at once, or when the test says so; without vLLM.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ TARGET_LAYERS = range(4)
 
 @pytest.fixture(autouse=True)
 def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few bytes it has, a layer is worth a message."""
+    """Report every layer, however few bytes it has."""
     monkeypatch.setattr(layer_stream, "MIN_BYTES", 1)
 
 
 class Agent:
-    """P's agent: the machine, and copies that run when it asks for them, or, with `late`, in `run`."""
+    """P's agent: the state machine, and copies that run when it starts them, or, with `late`, in `run`."""
 
     def __init__(self, p: Engine, d: Engine) -> None:
         self.p, self.d = p, d
@@ -81,7 +82,7 @@ class Agent:
             self.run()
 
     def run(self) -> None:
-        """Copy what waits."""
+        """Run the waiting copies."""
         while self._waiting:
             copy = self._waiting.pop(0)
             source, dest = self.p.layout.geometries[copy.group], self.d.layout.geometries[copy.group]
@@ -96,7 +97,7 @@ class Agent:
 
 
 class Pair:
-    """P, whose worker streams, and D; a prompt of `length` tokens, all but the last of which are handed over."""
+    """P, whose worker streams layers, and D; a prompt of `length` tokens, all but the last of which are handed over."""
 
     def __init__(self, length: int, kv_stream: KVStream = "layer", mode: str = "push", hit: int = 0) -> None:
         self.tokens = list(range(200, 200 + length))
@@ -120,7 +121,7 @@ class Pair:
         return [ComputedTokens(self.ticket.key, stop, tuple(list(table) for table in self.p.blocks))]
 
     def write(self, layer: int, start: int, stop: int) -> None:
-        """A layer of the forward over tokens [start, stop), and rows of guesses behind them."""
+        """A layer of the forward over tokens [start, stop), and rows of guesses after them."""
         table = 1 if layer == 3 else 0
         for token in range(start, stop):
             value = entry_of(layer, [*self.tokens, -7][: token + (2 if layer == DRAFTER else 1)])
@@ -130,7 +131,7 @@ class Pair:
                 self.p.slot(table, layer, token)[:] = GARBAGE
 
     def step(self, start: int, stop: int, hook: Callable[[int], None] | None = None) -> None:
-        """As vLLM makes one: the target's layers, each with its hook, then the drafter, several times over."""
+        """A step as in vLLM: the target's layers, each with its hook, then the drafter, several times."""
         computed = self.computed(stop)
         self.worker.begin(StepNews(computed=computed))
         for layer in TARGET_LAYERS:
@@ -150,7 +151,7 @@ class Pair:
             self.step(start, min(start + chunk, length))
 
     def wrong(self) -> list[str]:
-        """What D would go on from, and is not what it would have computed."""
+        """Entries that D would continue from and that differ from what it would have computed."""
         assert self.agent.commit
         return _wrong(self.d, self.tokens, self.num_tokens)
 
@@ -187,7 +188,7 @@ def test_layers_are_copied_while_later_ones_are_computed_and_once() -> None:
 
 @pytest.mark.parametrize("length", [13, 25])
 def test_a_layer_that_is_told_before_it_is_written_is_caught(length: int) -> None:
-    """Else the tests above say nothing."""
+    """Otherwise the tests above would prove nothing."""
     two = Pair(length)
     computed = two.computed(length)
     two.worker.begin(StepNews(computed=computed))
@@ -201,13 +202,13 @@ def test_a_layer_that_is_told_before_it_is_written_is_caught(length: int) -> Non
 
 @pytest.mark.parametrize("again", ["fails", "repeats"])
 def test_what_is_written_again_is_copied_again(again: str) -> None:
-    """A forward that fails behind some of its layers, or one that comes to a layer twice."""
+    """A forward that fails after some of its layers, or one that computes a layer twice."""
     two = Pair(25)
     two.worker.begin(StepNews(computed=two.computed(25)))
     for layer in (0, 1):
         two.p.slot(0, layer, 3)[:] = GARBAGE
         two.tell(layer)
-    # The copy of what will be written again is under way, and ends late.
+    # The copy of the layers that will be written again is in progress, and ends late.
     two.agent.late = True
     if again == "repeats":
         for layer in (0, 1):
@@ -226,7 +227,7 @@ def test_what_is_written_again_is_copied_again(again: str) -> None:
 
 
 def test_layers_behind_one_that_is_missing_wait_for_the_end_of_the_step() -> None:
-    """Also where a layer's hook never comes."""
+    """Also if a layer's hook never comes."""
     two = Pair(25)
     computed = two.computed(25)
     two.worker.begin(StepNews(computed=computed))
@@ -241,7 +242,7 @@ def test_layers_behind_one_that_is_missing_wait_for_the_end_of_the_step() -> Non
 
 
 def test_a_leg_that_is_given_up_is_told_of_no_more() -> None:
-    """Preempted, cancelled by D, or of a peer that died."""
+    """Preempted, cancelled by D, or released because the peer died."""
     for end in ("preempted", "cancelled", "released"):
         two = Pair(25)
         two.step(0, 16)

@@ -22,7 +22,7 @@ BLOCKS, SIZE, DRAFTER = 9, 32, 4  # the drafter's layer follows the target's fou
 
 
 def stages(*held: Sequence[int]) -> tuple[list[CacheLayout], list[dict[str, torch.Tensor]]]:
-    """Workers that hold these layers each, every layer in a tensor of its own, as on CPUs."""
+    """Workers with these layers each, every layer in its own tensor, as on CPUs."""
     views = [{name: torch.zeros(BLOCKS, HEADS, SIZE, 2 * DIM) for name in names(*layers)} for layers in held]
     layouts = []
     for caches in views:
@@ -58,7 +58,9 @@ def joined(parts: Sequence[WorkerPart], rank: int = 0) -> JoinedWorkers:
     [([(0, 1), (2, 3, 4)], [(0, 1, 2, 3, 4)]), ([(0, 1, 2, 3, 4)], [(0,), (1, 2), (3, 4)]), ([(0, 1, 2), (3, 4)],) * 2],
 )
 def test_stages_with_a_drafter_bring_every_layer(held: list[Sequence[int]], wanted: list[Sequence[int]]) -> None:
-    """A target of four layers and the drafter of the last stage, whose names do not depend on who holds them."""
+    """A target of four layers and the drafter of the last stage; layer names do not depend on which worker
+    holds them.
+    """
     (have, sources), (want, dests), (_, right) = stages(*held), stages(*wanted), stages(*wanted)
     p, d = (joined([part(rank, each) for rank, each in enumerate(every)]) for every in (have, want))
     assert (p.incarnation, p.instance.apart, d.instance.apart) == ("of 0", len(held) > 1, len(wanted) > 1)
@@ -78,14 +80,15 @@ def test_stages_with_a_drafter_bring_every_layer(held: list[Sequence[int]], want
                 memory = have[source].regions[have[source].geometries[name].geometry.region]
                 for start, end, count in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
                     into.regions[dest.geometry.region][end : end + count] = memory[start : start + count]
-    # Whole blocks are moved, of which both ends have written the same tokens alone.
+    # Whole blocks are moved, in which both sides have written only the same tokens.
     for found, expected in zip(dests, right, strict=True):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def latents(rank: int, size: int, heads: int = 2) -> CacheLayout:
-    """A worker of a target with latents, which each worker has whole, and of a drafter with heads, in one block
-    table."""
+    """A worker of a target with latents, which each worker has whole, and of a drafter with heads, in one
+    block table.
+    """
     views = {name: torch.zeros(BLOCKS, 1, SIZE, 24) for name in names(0, 1)}
     views |= {name: torch.zeros(BLOCKS, max(heads // size, 1), SIZE, 2 * DIM) for name in names(2)}
     tables = [CacheTable(0, "mla", None, SIZE, names(0, 1)), CacheTable(0, "full", None, SIZE, names(2))]

@@ -44,7 +44,7 @@ def ticket(prompt: Sequence[int] = PROMPT, incarnation: str = "inc-P") -> Signed
 
 
 class Pool:
-    """Counts references; a block is its number."""
+    """Counts references. A block is its number."""
 
     def __init__(self) -> None:
         self.blocks = list(range(100))
@@ -82,7 +82,7 @@ def leg(role: Literal["prefill", "decode"], t: Ticket, prompt: Sequence[int] | N
 def test_a_decode_leg_waits_for_all_workers() -> None:
     d = side("D", num_workers=2)
     d.on_new_request(leg("decode", ticket()))
-    # One worker may speak twice: its leg was admitted, and then it failed.
+    # One worker may report twice: its leg was admitted, and then it failed.
     for _ in range(2):
         d.on_admitted([(1, "decode-1")])
         assert d.num_matched("decode-1", 0) is None
@@ -152,13 +152,13 @@ def test_a_preempted_prefill_leg_is_lost_but_goes_on() -> None:
     assert p.take_step().preempted == [t.key]
     p.on_scheduled("prefill-1", 10, ([5], [6]), replace=True)
     assert p.take_step() == StepNews()
-    # Its new blocks were never shown to anybody.
+    # Its new blocks were never exposed.
     assert p.on_finished(request) == (False, None)
     assert p.take_step().closed == [ClosePrefill(t.key, held=False, failed=True)]
 
 
 def test_a_leg_that_ends_before_its_preemption_is_told_of_is_lost() -> None:
-    # `reset_prefix_cache` preempts between two steps: until the next one nobody says so.
+    # `reset_prefix_cache` preempts between two steps: it is reported only with the next one.
     pool = Pool()
     p, t = side("P", tables=[FULL, CacheTable(1, "sliding_window", 6, 5, ())], pool=pool), ticket()
     request = leg("prefill", t)
@@ -174,7 +174,7 @@ def test_a_leg_that_ends_before_its_preemption_is_told_of_is_lost() -> None:
 
 
 def test_a_prefill_leg_that_would_decode_is_refused() -> None:
-    # Its states would go on, and its windows leave blocks behind, while they are copied.
+    # Its states would advance, and its windows free blocks, while they are copied.
     p = side("P")
     t = ticket()
     p.on_new_request(leg("prefill", t, max_tokens=2))
@@ -204,7 +204,7 @@ def test_a_decode_leg_waits_for_all_but_the_last_token() -> None:
     request = leg("decode", t)
     d.on_new_request(request)
     assert d.take_step() == StepNews(announced=[AnnounceDecode("decode-1", t, 109)])
-    # Blocks that it took before the other engine has its own could be those that that one waits for.
+    # Blocks taken before the other engine has its own could be those that the other engine waits for.
     assert d.num_matched("decode-1", 4) is None
     d.on_admitted({(0, "decode-1"), (0, "another")})
     assert d.num_matched("decode-1", 4) == 5
@@ -214,7 +214,7 @@ def test_a_decode_leg_waits_for_all_but_the_last_token() -> None:
     assert d.take_step().receives == [OpenDecode("decode-1", t, 9, 4, ([1, 2],), parked=True)]
     assert d.num_matched("decode-1", 0) == 0
     d.on_received("decode-1")
-    # As vLLM asks again after a failed receive: this time it computes.
+    # vLLM asks again after a failed receive: this time it computes.
     assert d.num_matched("decode-1", 0) == 0
     assert d.on_finished(request) == (False, None)
     assert not d.has_news()

@@ -1,4 +1,4 @@
-"""Prefill legs that hand over their whole prompt and the first token, and those that nobody comes for."""
+"""Prefill legs that hand over their whole prompt and the first token, and those that D never fetches."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_only_the_router_cancels(why: str) -> None:
 
 
 class Agent:
-    """Writes down what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

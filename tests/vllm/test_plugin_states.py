@@ -1,4 +1,4 @@
-"""Slots of Mamba-2 states, which tensor ranks of vLLM share by heads, by channels, and whole."""
+"""Slots of Mamba-2 states, which vLLM's tensor ranks share by heads, by channels, or whole."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rank:
             rank, shapes, (torch.bfloat16, torch.float32), groups, self.groups_here, STATE, channels_first
         ).parts()
         self.state_bytes = 2 * channels * INPUTS + 4 * INNER // size * STATE
-        # As vLLM allocates it: a tensor of bytes per layer, slots padded to the pages of attention layers.
+        # As vLLM allocates it: a tensor of bytes per layer, with slots padded to the pages of attention layers.
         self.memory = torch.zeros(len(LAYERS), SLOTS, 1, 1, self.state_bytes + PADDING, dtype=torch.int8)
         self.caches = dict(zip(LAYERS, self.memory, strict=True))
 
@@ -44,7 +44,7 @@ class Rank:
         return describe(self.caches, groups, dict.fromkeys(LAYERS, "tokens"), worker=worker, states=states)
 
     def fill(self, slot: int, states: Sequence[Sequence[torch.Tensor]]) -> None:
-        """This rank's part of x `[channels, inputs]`, B, C, and of the recurrent state `[heads, dim, state]`."""
+        """Write this rank's part of x `[channels, inputs]`, B, C, and of the recurrent state `[heads, dim, state]`."""
         for layer, (x, b, c, recurrent) in zip(LAYERS, states, strict=True):
             both = [each if self.groups == 1 else each.chunk(self.size)[self.rank] for each in (b, c)]
             conv = torch.cat([x.chunk(self.size)[self.rank], *both])

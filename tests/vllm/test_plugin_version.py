@@ -1,4 +1,4 @@
-"""Versions of vLLM: those that are known are let in, others are refused before anything of theirs is imported."""
+"""Versions of vLLM: known ones are accepted, others are refused before any of their modules is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.vllm import compat
 
 
 def install(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """A vLLM of which nothing but its version can be imported."""
+    """A vLLM of which only the version can be imported."""
     module = ModuleType("vllm")
     module.__version__ = version  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", module)

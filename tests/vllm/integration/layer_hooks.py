@@ -1,4 +1,4 @@
-"""Connectors that let copies of layers run in the midst of a forward pass, for `kv_connector_module_path`."""
+"""Connectors that let copies of layers run during a forward, for `kv_connector_module_path`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ layer_stream.MIN_BYTES = 1
 
 
 class Waiting(BatonConnector):
-    """Behind each layer of a prompt that is streamed, copies have time to end before the next layer is written."""
+    """Pauses after each layer of a prompt that is streamed, so that copies can end before the next layer is written."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """As vLLM calls it."""
@@ -23,15 +23,15 @@ class Waiting(BatonConnector):
             time.sleep(PAUSE_S)
 
     def say(self, layer_name: str) -> None:
-        """Tell the worker's half."""
+        """Report the layer to the worker's half."""
         self.worker.layer_written(layer_name)
 
 
 class Early(Waiting):
-    """Behind each layer says that the next one is written too."""
+    """Reports after each layer that the next one is written too."""
 
     def say(self, layer_name: str) -> None:
-        """Tell the worker's half."""
+        """Report the layer and the next to the worker's half."""
         stream = self.worker._layers
         assert stream is not None
         names = [layer.name for layer in stream._layers]

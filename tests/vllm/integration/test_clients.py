@@ -1,4 +1,4 @@
-"""OpenAI's client against the router over two real vLLM servers, which follow the grammars themselves."""
+"""OpenAI's client against the router over two real vLLM servers, which apply the grammars themselves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 def test_conversations(tmp_path: Path) -> None:
-    """All that `tests/clients` asks of stand-ins."""
+    """All conversations of `tests/clients`, which use stand-ins there."""
     try:
         model = smollm2.smollm2()
     except smollm2.NotAvailableError as error:

@@ -1,4 +1,4 @@
-"""Questions to vLLM's own configuration and cache specifications."""
+"""Compatibility checks on vLLM's own configuration and cache specifications."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MOVED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "MLAAttentionSpec": (kv.MLAAttentionSpec(**ATTENTION), ("mla", None, 32)),
     "MambaSpec": (kv.MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,)), ("state", None, 1)),
 }
-BY_GROUP = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}  # abstract ones, and one that holds others
+BY_GROUP = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}  # abstract ones, and one that contains others
 REFUSED: dict[str, Any] = {
     "ChunkedLocalAttentionSpec": kv.ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64),
     "CircularBufferSpec": kv.CircularBufferSpec(**ATTENTION),
@@ -80,7 +80,7 @@ def test_each_kind_of_cache_is_moved_or_refused_by_name() -> None:
 
 
 def test_no_kind_of_cache_is_unheard_of() -> None:
-    """A new vLLM's new kinds are here, and in the documentation, before that vLLM is supported."""
+    """A new vLLM's new kinds must be here and in the documentation before that vLLM is supported."""
     kinds = {name for name, found in vars(kv).items() if isinstance(found, type) and issubclass(found, kv.KVCacheSpec)}
     assert kinds == {name.partition(",")[0] for name in MOVED} | REFUSED.keys() | BY_GROUP
     documented = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
@@ -108,7 +108,7 @@ RANKS: dict[str, Any] = {
 
 
 def config(**more: Any) -> Any:
-    """A configuration of vLLM's that is accepted, but for `more`."""
+    """A vLLM configuration that is accepted, with `more` changed."""
     found = {
         "parallel_config": SimpleNamespace(**RANKS),
         "speculative_config": None,
@@ -132,11 +132,11 @@ def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.Monkey
         with pytest.raises(ConfigError, match=name):
             compat.check_config(config(parallel_config=SimpleNamespace(**RANKS | {name: 2})))
     independent = ParallelConfig(data_parallel_size=2, data_parallel_rank=1)
-    assert not compat.steps_alone(config(parallel_config=independent))  # as of a model with experts
+    assert not compat.steps_alone(config(parallel_config=independent))  # as for a model with experts
     independent.reconfigure_for_independent_dp_rank()
     assert compat.steps_alone(config(parallel_config=independent))
     assert independent.data_parallel_size == 1
-    # As vLLM calls each engine, in its process.
+    # As vLLM configures each engine, in its process.
     ranked = {"parallel_config": independent, "kv_transfer_config": SimpleNamespace(engine_id="P_dp1")}
     compat.check_config(config(**ranked))
     assert compat.data_parallel_rank(config(**ranked)) == 1
@@ -176,7 +176,7 @@ def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.Monkey
 
 
 def test_the_heads_of_a_worker_are_those_of_its_rank() -> None:
-    """Ranks count on through pipeline stages; a drafter may have other heads than the target."""
+    """Rank numbers continue through pipeline stages; a drafter may have other heads than the target."""
 
     def model(num_kv_heads: int) -> Any:
         return SimpleNamespace(get_total_num_kv_heads=lambda: num_kv_heads)
@@ -204,7 +204,7 @@ def test_mla_needs_a_rope_that_is_right(rope: str, kernel: bool, good: bool) -> 
 
 
 def test_the_layout_of_a_convolution_state_is_a_fact() -> None:
-    """vLLM chooses it by environment and CPU, and the bytes of two layouts are as many."""
+    """vLLM chooses it by environment and CPU, and both layouts have equally many bytes."""
     mixer = SimpleNamespace(get_state_shape=lambda: ())
     attention = SimpleNamespace(isa="vec")
     context = {"model.layers.0.mixer": mixer, "model.layers.1.attn": attention}

@@ -1,4 +1,4 @@
-"""Copies and a GPU that vLLM does not wait for: no copy before the kernels that it could meet have ended."""
+"""Copies and a GPU that vLLM does not wait for: no copy starts before conflicting kernels have ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def connector(calls: list[str]) -> BatonConnector:
-    """The worker's half, with a worker that says when it is called."""
+    """The connector's half in the worker, with a worker that records its calls."""
     half = BatonConnector.__new__(BatonConnector)
     half._vllm_config = SimpleNamespace()
     begin, finalise = (lambda step: calls.append("begin")), (lambda computed: calls.append("finalise"))
@@ -42,7 +42,7 @@ def connector(calls: list[str]) -> BatonConnector:
 
 
 def opened(side: Any, rank: int = 0) -> OpenCache:
-    """The cache of one worker, of which nothing but its half of the connector is there."""
+    """The cache of one worker, with only its half of the connector."""
     nothing: Any = None
     return OpenCache(side, rank, nothing, nothing, nothing)
 
@@ -75,7 +75,7 @@ def test_a_step_that_failed_made_nothing_final(calls: list[str], fails: bool, mo
 
 
 def test_a_receive_of_several_workers_ends_with_the_last_and_fails_with_any() -> None:
-    """As vLLM joins what its workers say."""
+    """Results are joined as vLLM joins its workers' outputs."""
 
     def output(rank: int, step: Results, admitted: set[str]) -> Any:
         half = BatonConnector.__new__(BatonConnector)
@@ -145,7 +145,7 @@ def test_workers_tell_ends_once_and_what_each_has_moved() -> None:
 
 
 def test_a_step_that_other_engines_wait_for_is_not_idle() -> None:
-    """Data-parallel ranks of a model with experts: a rank that waited for news would hold them all up."""
+    """Data-parallel ranks of a model with experts: a rank that waited for events would delay all."""
     half, none = (
         BatonConnector.__new__(BatonConnector),
         SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]),
@@ -162,7 +162,7 @@ def test_a_step_that_other_engines_wait_for_is_not_idle() -> None:
 def test_threads_get_the_cores_that_the_operator_gave(
     device: str, given: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those to which vLLM has bound its CPU worker, nor all that the host has."""
+    """Not the cores to which vLLM has bound its CPU worker, nor all of the host's."""
     cores = {0: {1}, os.getppid(): {0, 1}}
     monkeypatch.setattr(os, "sched_getaffinity", cores.__getitem__)
     monkeypatch.setattr(os, "sched_setaffinity", cores.__setitem__)

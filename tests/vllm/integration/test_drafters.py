@@ -1,5 +1,6 @@
-"""Every drafting method that the connector takes and other tests have not: EAGLE, a draft model, n-grams. In caches
-with room for one long request."""
+"""Every drafting method that the connector takes and other tests do not cover: EAGLE, a draft model, n-grams. With
+caches for one long request.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +57,9 @@ def test_greedy_tokens_and_acceptance_are_those_of_one_vllm(pair: Pair, mode: Mo
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_legs_that_arrive_in_another_order_do_not_wait_for_each_other(pair: Pair, mode: Mode) -> None:
-    """The prefill server's blocks are all one request's, which can go only when the decode server has blocks for it;
-    and that one hears of the other request first, which waits for blocks at the prefill server."""
+    """The prefill server's blocks all belong to one request, which frees them only once the decode server has blocks
+    for it. The decode server gets the other request first, which waits for blocks at the prefill server.
+    """
 
     async def run() -> None:
         prompts = demo_prompts([700, 700], seed=53)

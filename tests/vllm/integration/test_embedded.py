@@ -1,4 +1,4 @@
-"""Baton's own engine against vLLM on the same checkpoints, fp32: equal tokens, and the same drafts accepted."""
+"""Baton's own engine against vLLM on the same checkpoints, fp32: equal tokens, and equal accepted drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.vllm.integration.servers import EAGLE3, MODEL, demo_prompts
 
 pytestmark = pytest.mark.timeout(1800)
 
-# Every residue of a block, blocks' ends, several chunks, and with 32 tokens behind it the end of the context.
+# Every residue of a block, block boundaries, several chunks, and with 32 new tokens the end of the context.
 LENGTHS = [1, 2, 3, *range(33, 98), 500, 1000, 2050, 3000, 4064]
 NUM_TOKENS = 32
 
@@ -27,7 +27,7 @@ NUM_TOKENS = 32
 def verify(
     folder: Path, model: Path, server: VllmServer, prompts: Sequence[Sequence[int]], *flags: str
 ) -> dict[str, Any]:
-    """The report of `baton verify` with vLLM as the reference and one engine of Baton's as the candidate."""
+    """The report of `baton verify` with vLLM as the reference and one Baton engine as the candidate."""
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": list(prompt)}) + "\n" for prompt in prompts))
     command = [sys.executable, "-m", "baton.cli", "verify", str(model), "--reference", server.url, "--modes", "single"]
@@ -85,8 +85,8 @@ def test_demo_model(servers: dict[str, VllmServer], tmp_path: Path) -> None:
 
 
 def test_demo_model_with_eagle3(servers: dict[str, VllmServer], tmp_path: Path) -> None:
-    """Two differences are vLLM's ways. Behind the end of a prompt's chunk its drafter's entry comes from the prompt's
-    last token instead of the next one, which may change the drafts behind a chunk: those of 2,050 tokens. And it stops
+    """Two differences come from vLLM. After the end of a prompt's chunk its drafter's entry comes from the prompt's
+    last token instead of the next one, which may change the drafts after a chunk: those of 2,050 tokens. And it stops
     drafting a few tokens before the context ends: 4,064.
     """
     spec = ("--speculative-config", json.dumps(EAGLE3), "--reference-metrics", servers["eagle3"].url)

@@ -1,5 +1,6 @@
-"""Data-parallel ranks of a model with experts, which compute in step: each is an engine of its own. Their drafter is
-tested as if vLLM wrote nothing with it where a rank only runs along (`collectives`), and refused as vLLM is."""
+"""Data-parallel ranks of a model with experts, which compute in step: each is an engine of its own. With a drafter they
+are tested as if vLLM wrote nothing in a rank's dummy steps (`collectives`), and refused with vLLM as it is.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Fleet = dict[str, Server]
 
 @pytest.fixture(scope="module", params=["eagle3", "plain"])
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A server of two data-parallel ranks, which share the experts' work, and one that is alone."""
+    """A server of two data-parallel ranks that share the experts, and one of a single rank."""
     folder = tmp_path_factory.mktemp("experts")
     gpt_oss(folder / "model")
     configs = [("DATA", "kv_both", ["--data-parallel-size", "2"]), ("ONE", "kv_both", [])]

@@ -31,7 +31,7 @@ from tests.vllm.integration.servers import (
 
 pytestmark = pytest.mark.timeout(1800)
 
-# Every residue of a block, blocks' ends, several chunks.
+# Every residue of a block, block boundaries, several chunks.
 PROMPTS = demo_prompts([2, 3, *range(33, 98), 500, 1000, 2050, 3000], seed=7)
 CONFIGS: dict[str, dict[str, Any]] = {
     "no speculation": {"both": ["--block-size", "32", *OWN_PROCESS]},
@@ -45,7 +45,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-# On such a CPU vLLM's pages are known in full, and a token in them has an address.
+# On such a CPU the layout of vLLM's pages is fully known, and each token in them has an address.
 KERNEL = _get_attn_isa(torch.float32, 32)
 BY_TOKEN = pytest.mark.skipif(
     KERNEL not in ("vec", "vec16"), reason=f"of the pages of vLLM's kernel {KERNEL!r} no token's place is known"
@@ -63,7 +63,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def alone(pair: Pair) -> list[Answer]:
-    """What one vLLM says to `PROMPTS`."""
+    """One vLLM's answers to `PROMPTS`."""
     return asyncio.run(alone_in_turn(pair.decode, PROMPTS, 24))
 
 

@@ -1,5 +1,6 @@
-"""Models with other caches than full attention: sliding windows, Mamba-2 states, latent vectors (MLA); with drafters of
-another kind of cache than theirs. One goes through a shared directory, the others over NIXL."""
+"""Models with other caches than full attention: sliding windows, Mamba-2 states, latents (MLA), with drafters of
+another kind of cache. One uses a shared directory, the others NIXL.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One vLLM against two, of which the first sends each layer of a prompt while it computes the next ones."""
+"""One vLLM against two, the first of which sends each layer of a prompt while it computes the next ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
 
 @pytest.fixture(scope="module")
 def alone(servers: list[Server]) -> list[Answer]:
-    """What one vLLM says to `PROMPTS`."""
+    """One vLLM's answers to `PROMPTS`."""
     return asyncio.run(alone_in_turn(servers[-1], PROMPTS, 24))
 
 
@@ -51,7 +51,7 @@ def test_tokens_and_acceptance_are_those_of_one_vllm(servers: list[Server], alon
 
 
 def test_a_layer_that_is_told_before_it_is_written_is_seen(servers: list[Server], alone: list[Answer]) -> None:
-    """Else the test above says nothing."""
+    """Otherwise the test above would prove nothing."""
     _, early, d = servers
 
     async def run() -> list[bool | None]:
@@ -72,7 +72,7 @@ def test_aborts_between_layers_leave_no_block_behind(servers: list[Server]) -> N
 
 
 async def _again(pair: Pair) -> None:
-    """What the aborted copies brought late lies over nobody's tokens."""
+    """Late bytes of aborted copies overwrite no tokens."""
     async with aiohttp.ClientSession() as session:
         for prompt in demo_prompts([150, 400], seed=32):
             want = await reference(session, pair.decode, prompt, 16)

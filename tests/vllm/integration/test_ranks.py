@@ -1,5 +1,6 @@
-"""vLLM servers of several workers: any number of tensor ranks hands off to any other, of heads with EAGLE-3, of states
-(Mamba-2), of latents (MLA) with MTP."""
+"""vLLM servers of several workers: any number of tensor ranks hands off to any other: heads with EAGLE-3, states
+(Mamba-2), latents (MLA) with MTP.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +38,22 @@ from tests.vllm.integration.test_hybrid import MLA, MTP
 pytestmark = pytest.mark.timeout(1800)
 Fleet = dict[str, Server]
 LEASE_S = 15.0
-# Blocks of 32 tokens, chunks of 256: every residue of a block, its ends, several chunks.
+# Blocks of 32 tokens, chunks of 256: every residue of a block, its boundaries, several chunks.
 BOTH = ["--block-size", "32", "--max-num-batched-tokens", "256"]
-NEVER_DONE = 3000  # tokens, before a worker is killed
+NEVER_DONE = 3000  # tokens, which a worker is killed before
 PROMPTS = demo_prompts([2, 3, *range(33, 65), 96, 97, 256, 257, 700, 1000], seed=7)
 
 
 def ranks(kind: str, count: int) -> list[str]:
-    """vLLM's arguments for `count` ranks in processes of their own."""
+    """vLLM's arguments for `count` ranks in separate processes."""
     return [f"--{kind}-parallel-size", str(count), "--distributed-executor-backend", "mp"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model whose tensor ranks hand over to each other. `make`: writes its checkpoint; else it is the demo model."""
+    """A model whose tensor ranks hand over to each other. `make` writes its checkpoint; without it the demo model is
+    used.
+    """
 
     prompts: Sequence[Sequence[int]]
     flags: Sequence[str]
@@ -61,7 +64,7 @@ class Case:
 SHORT = demo_prompts([2, 3, *range(15, 18), 31, 32, 33, *range(62, 67), 95, 97, 300, 700], seed=61)
 CASES = {
     "heads with eagle3": Case(PROMPTS, BOTH, EAGLE3),
-    # Caches that ranks share otherwise than by heads: states, latents.
+    # Caches that ranks do not share by heads: states, latents.
     "mamba-2": Case(SHORT, ["--no-enable-prefix-caching", "--block-size", "128"], None, mamba2),
     "mla with mtp": Case(SHORT, ["--attention-backend", MLA], MTP, deepseek),
 }
@@ -87,7 +90,7 @@ def fleet(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flee
 
 
 async def all_of(pair: Pair, prompts: Sequence[Sequence[int]], modes: Sequence[Mode], salt: str) -> list[Answer]:
-    """Each prompt handed over, many at once, in the modes in turn; a server's own first token is checked here."""
+    """Hand over many prompts at once, alternating between the modes. Checks the first token of the prefill server."""
     found: list[Answer] = []
     async with aiohttp.ClientSession() as session:
         for start in range(0, len(prompts), 16):
@@ -106,8 +109,9 @@ def check(found: Sequence[Answer], expected: Sequence[Answer], num_drafts: int) 
         assert verdict is not False, f"{answer} instead of {want}"
         other_drafts += not same_acceptance(answer, want, num_drafts)
         near_ties += verdict is None
-    # Ranks add up in another order than one worker does, and so do batches of other sizes. vLLM tells no margins of
-    # drafts: about one answer of a hundred has a draft at a near-tie. One that a handoff lost would show in most.
+    # Several ranks sum in another order than one worker, and so do batches of other sizes. vLLM reports no margins of
+    # drafts: about one answer in a hundred has a draft at a near-tie. A draft lost by handoffs would show in most
+    # answers.
     assert other_drafts <= len(found) // 10, f"{other_drafts} of {len(found)} answers have other drafts"
     accepted = sum(sum(want.accepted) for want in expected)
     print(f"{len(found)} prompts, {near_ties} part at near-ties, {other_drafts} draft otherwise, {accepted} accepted")
@@ -120,7 +124,7 @@ def expected(case: Case, fleet: Fleet) -> list[Answer]:
 
 
 def outcomes(server: Server, before: Mapping[str, float] | None = None) -> dict[str, float]:
-    """How many handoffs have ended how, since `before`."""
+    """The number of handoffs by outcome since `before`."""
     found, known = server.metrics("vllm:baton_handoffs_total"), before or {}
     return {end: found[end] - known.get(end, 0) for end in found if found[end] != known.get(end)}
 
@@ -138,13 +142,14 @@ def test_tokens_and_acceptance_are_those_of_one_vllm(
     num_drafts = pair.decode.identity["num_speculative_tokens"]
     check(asyncio.run(all_of(pair, case.prompts, modes, source + dest)), expected, num_drafts)
     wait_idle(pair.prefill, pair.decode)
-    # Each handoff counts once, whatever the number of workers.
+    # Each handoff counts once, with any number of workers.
     assert outcomes(pair.decode, before) == {"committed": len(case.prompts)}
 
 
 def hits_and_orders(pair: Pair, one: Server) -> None:
-    """Prompts of which the decode server has a part or all but the last token already, legs in any order: what `one`
-    server of one rank answers."""
+    """Prompts of which the decode server already has a part or all but the last token, with legs in any order, get the
+    answers of `one` server of one rank.
+    """
 
     async def run() -> None:
         rng = random.Random(11)
@@ -182,7 +187,7 @@ def test_aborts_leave_no_block_behind(fleet: Fleet, source: str, dest: str) -> N
 
 
 def kill_rank(server: Server, rank: int) -> None:
-    """End one worker's process without a word."""
+    """Kill one worker's process."""
     for pid in server._processes():
         title = Path(f"/proc/{pid}/cmdline").read_bytes()
         if re.match(rb"VLLM::Worker_(TP|PP)%d" % rank, title):
@@ -192,7 +197,7 @@ def kill_rank(server: Server, rank: int) -> None:
 
 
 async def under_way(pair: Pair, prompts: Sequence[Sequence[int]], server: Server, num_tokens: int = 12) -> list[Any]:
-    """What both legs of each prompt end in, when one rank of `server` is killed while they are handed over."""
+    """The outcomes of both legs of each prompt if one rank of `server` is killed during their handoffs."""
 
     async def leg(session: aiohttp.ClientSession, end: Server, role: str, prompt: Sequence[int], ticket: str) -> Any:
         num = 1 if role == "prefill" else num_tokens
@@ -201,7 +206,7 @@ async def under_way(pair: Pair, prompts: Sequence[Sequence[int]], server: Server
     async with aiohttp.ClientSession() as session:
         legs = []
         for number, prompt in enumerate(prompts):
-            # What a decode server never announced is held until its ticket's end.
+            # An attempt that a decode server never announced is held until its ticket expires.
             ticket = pair.ticket(prompt, ("push", "pull")[number % 2], life_s=30)  # type: ignore[arg-type]
             legs.append(leg(session, pair.prefill, "prefill", prompt, ticket))
             legs.append(leg(session, pair.decode, "decode", prompt, ticket))
@@ -213,7 +218,7 @@ async def under_way(pair: Pair, prompts: Sequence[Sequence[int]], server: Server
 
 @OF_HEADS
 def test_one_rank_of_the_decode_server_is_killed(fleet: Fleet) -> None:
-    """Its server ends, its clients get errors, and the prefill server's blocks come back on both ranks."""
+    """Its server ends, its clients get errors, and the prefill server's blocks are freed on both ranks."""
     pair = Pair(fleet["TWO"], fleet["OTHER"])
     ends = asyncio.run(under_way(pair, demo_prompts([900] * 4, seed=29), pair.decode, NEVER_DONE))
     for end in ends[1::2]:
@@ -223,7 +228,7 @@ def test_one_rank_of_the_decode_server_is_killed(fleet: Fleet) -> None:
 
 @OF_HEADS
 def test_one_rank_of_the_prefill_server_is_killed(fleet: Fleet) -> None:
-    """The decode server, told to recompute, answers what one vLLM answers."""
+    """The decode server, set to recompute, gives one vLLM's answers."""
     pair = Pair(fleet["TWO"], fleet["ONE"])
     prompts = demo_prompts([900] * 4, seed=23)
     expected = asyncio.run(alone(pair.decode, prompts, 12))

@@ -1,4 +1,4 @@
-"""Preemption, copies that fail, engines that die: the tokens of one vLLM or an error, never others, and no block lost.
+"""Preemption, failed copies, dying engines: the tokens of one vLLM or an error, never other tokens, and no block lost.
 
 All with a drafter, EAGLE-3. One fleet serves all tests, in this order: the last ones kill its servers.
 """
@@ -38,17 +38,17 @@ pytestmark = pytest.mark.timeout(1800)
 
 LEASE_S = 15.0
 CHUNKS = ["--block-size", "32", "--max-num-batched-tokens", "256"]
-# Requests grow side by side, 64 tokens a step, and are admitted without regard to what they will need.
+# Requests grow concurrently, 64 tokens per step, and are admitted regardless of their later demand.
 TIGHT = [*CHUNKS, "--num-gpu-blocks-override", "48", "--max-model-len", "1024"]
 TIGHT += ["--long-prefill-token-threshold", "64", "--no-scheduler-reserve-full-isl"]
 SERVERS: dict[str, tuple[str, Sequence[str], dict[str, Any]]] = {
-    # Every third copy that it pushes fails, and of several requests those of one may.
+    # Every third copy that it pushes fails; with several requests the failures may all hit one.
     "P": ("kv_producer", CHUNKS, {"kv_transport": "faulty+nixl://?fault=fail&every=3", "max_retries": 12}),
-    # Its cache is too small for what it is asked, and what it pushes is slow.
+    # Its cache is too small for the requests, and its pushes are slow.
     "TIGHT": ("kv_producer", TIGHT, {"kv_transport": "faulty+nixl://?fault=delay&delay_s=0.1"}),
-    # Every second copy that it pulls fails, and is not tried again.
+    # Every second copy that it pulls fails, and is not retried.
     "D": ("kv_consumer", CHUNKS[:2], {"kv_transport": "faulty+nixl://?fault=fail&every=2", "max_retries": 0}),
-    # It pulls in vain, and gives up.
+    # All its pulls fail, and so do its requests.
     "STRICT": ("kv_consumer", CHUNKS[:2], {"kv_transport": "faulty+nixl://?fault=fail"}),
 }
 Fleet = dict[str, Server]
@@ -57,7 +57,7 @@ Fleet = dict[str, Server]
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("recovery")
-    # One of those that are killed has its model in a process of its own, and a queue to it in shared memory.
+    # One of the killed servers has its model in a separate process, with a queue to it in shared memory.
     configs = [
         (name, role, [*arguments, *(OWN_PROCESS if name == "P" else ())])
         for name, (role, arguments, _) in SERVERS.items()
@@ -68,17 +68,17 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def outcomes(server: Server) -> dict[str, float]:
-    """A server's handoffs by how they ended."""
+    """A server's handoffs by outcome."""
     return server.metrics("vllm:baton_handoffs_total")
 
 
 def failures(server: Server) -> float:
-    """Handoffs to a decode server that failed."""
+    """Failed handoffs to a decode server."""
     return sum(count for end, count in outcomes(server).items() if end.startswith("failed_"))
 
 
 async def exact(pair: Pair, alone: Server, lengths: Sequence[int], mode: Mode) -> None:
-    """Handoffs side by side give the tokens that the server `alone` gives without one."""
+    """Concurrent handoffs give the tokens that the server `alone` gives without one."""
     prompts, salt = demo_prompts(lengths, seed=41), str(time.monotonic())
     async with aiohttp.ClientSession() as session:
         expected = [await reference(session, alone, prompt, 12) for prompt in prompts]
@@ -89,12 +89,12 @@ async def exact(pair: Pair, alone: Server, lengths: Sequence[int], mode: Mode) -
         assert same(answer, want) is not False
     accepted, alone_accepted = (sum(sum(answer.accepted) for answer in answers) for answers in (last, expected))
     print(f"{accepted} drafts accepted, {alone_accepted} by one server")
-    # Side by side, sums differ in their last bits, and a draft here and there with them.
+    # Concurrent requests change the last bits of sums, and with them a draft here and there.
     assert abs(accepted - alone_accepted) <= alone_accepted // 4
 
 
 async def legs(session: aiohttp.ClientSession, pair: Pair, prompt: Sequence[int], mode: Mode) -> tuple[Any, Any]:
-    """What becomes of a prefill and a decode leg: answers or errors."""
+    """The outcomes of a prefill and a decode leg: answers or errors."""
     ticket = pair.ticket(prompt, mode, 2 * LIMIT_S)  # a wait for blocks ends before it
     prefill = ask(session, pair.prefill, request(prompt, 1, {"role": "prefill", "ticket": ticket}))
     decode = ask(session, pair.decode, request(prompt, 12, {"role": "decode", "ticket": ticket}))
@@ -144,7 +144,7 @@ def test_what_cannot_be_pulled_is_an_error_where_that_is_the_policy(fleet: Fleet
 
 
 def test_another_prefill_server_takes_over(fleet: Fleet) -> None:
-    """The decode server gives up on a request whose prefill server died; the router sends it to the other one."""
+    """The decode server aborts a request whose prefill server died; the router sends it to the other one."""
     dying, other, strict = fleet["P"], fleet["TIGHT"], fleet["STRICT"]
     urls = {"prefill": (dying.url, other.url), "decode": (strict.url,)}
     config = RouterConfig(**urls, ticket_key=dying.key, engine="vllm")

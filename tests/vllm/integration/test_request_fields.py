@@ -55,7 +55,7 @@ def test_no_field_is_ignored_in_silence(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllms_own_defaults_ask_for_nothing_that_is_refused(kind: str) -> None:
-    """A client that writes all of vLLM's fields out is served."""
+    """A client that writes out all of vLLM's fields is served."""
     theirs, _, _, least = KINDS[kind]
     defaults = theirs(model="a", **least, **({"store": False} if kind == "responses" else {}))
     ask(kind, defaults.model_dump_json(exclude={"request_id"}).encode())

@@ -94,13 +94,13 @@ async def streamed(session: aiohttp.ClientSession, url: str, prompt: Sequence[in
 
 
 async def alone(session: aiohttp.ClientSession, server: VllmServer, prompt: Sequence[int], **body: Any) -> Any:
-    """What one server says, without its prefix cache."""
+    """One server's answer without its prefix cache."""
     more = {"cache_salt": "reference", "return_tokens_as_token_ids": True, **body}
     return await complete(session, server.url, prompt, **more)
 
 
 def parts_at(found: Sequence[int], expected: dict[str, Any]) -> int | None:
-    """Where tokens part from one server's, None where they do not, or at a near-tie of its own."""
+    """Where tokens diverge from one server's; None if they do not, or at a near-tie of its own."""
     tops = [sorted(top.values(), reverse=True) for top in expected["logprobs"]["top_logprobs"]]
     for index, (have, want) in enumerate(zip(found, expected["token_ids"], strict=True)):
         if have != want:
@@ -111,7 +111,7 @@ def parts_at(found: Sequence[int], expected: dict[str, Any]) -> int | None:
 async def same_as_one_server(
     session: aiohttp.ClientSession, url: str, server: VllmServer, prompts: Sequence[Sequence[int]], **body: Any
 ) -> None:
-    """Tokens, finish reason, usage and logprobs, of whole and of streamed answers."""
+    """Tokens, finish reason, usage and logprobs, with and without streaming."""
     for prompt in prompts:
         expected = await alone(session, server, prompt, **body)
         found = await complete(session, url, prompt, **body)
@@ -132,7 +132,7 @@ async def usage(session: aiohttp.ClientSession, server: VllmServer) -> float:
 
 
 async def until_free(session: aiohttp.ClientSession, servers: Sequence[VllmServer]) -> None:
-    """Until no server holds a block, which must be long before a ticket expires."""
+    """Wait until no server holds a block, which must be long before a ticket expires."""
     until = time.monotonic() + LIMIT_S
     while any([await usage(session, server) for server in servers]):
         assert time.monotonic() < until, "blocks are held"
@@ -210,14 +210,15 @@ def test_ends_and_limits(pair: tuple[VllmServer, VllmServer], folder: Path) -> N
                         have = (await complete(session, url, prompt, **body))["choices"][0]
                         for name in ("token_ids", "finish_reason", "stop_reason"):
                             assert have[name] == want[name], (seed, body, name)
-                    # Nobody comes for what a prefill server holds of a request that its token ended: it is told.
+                    # If the first token ends a request, D fetches nothing: the prefill server is told to free its
+                    # blocks.
                     await until_free(session, pair)
 
     asyncio.run(run())
 
 
 def test_bad_words_are_barred_on_both_legs(pair: tuple[VllmServer, VllmServer], folder: Path) -> None:
-    """Words that an answer begins with, and some further on: the first token is the prefill server's."""
+    """Words at the beginning of an answer and later ones: the first token is the prefill server's."""
     tokenizer = Tokenizer.load(MODEL)
 
     async def run() -> None:
@@ -244,7 +245,7 @@ def holds(tokens: Sequence[int], word: Sequence[int]) -> bool:
 
 
 def test_a_decode_server_that_never_saw_its_leg(pair: tuple[VllmServer, VllmServer], folder: Path) -> None:
-    """The prefill server has its blocks back at once, and not only when the ticket expires."""
+    """The prefill server frees its blocks at once, not only when the ticket expires."""
 
     async def run() -> None:
         p, d = pair
@@ -262,7 +263,7 @@ def test_a_decode_server_that_never_saw_its_leg(pair: tuple[VllmServer, VllmServ
 
 
 def impostor(session: aiohttp.ClientSession, server: VllmServer) -> web.Application:
-    """Says that it is `server`, and takes no legs."""
+    """Claims to be `server`, and takes no legs."""
 
     async def forward(request: web.Request) -> web.Response:
         body = await request.read()

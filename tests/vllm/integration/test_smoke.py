@@ -1,4 +1,4 @@
-"""The shortest proof that a version of vLLM works; `make test-vllm VLLM_VERSION=0.31.0` runs it alone."""
+"""The shortest check that a version of vLLM works; `make test-vllm VLLM_VERSION=0.31.0` runs only this."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(1800)
 # Less than a block, a block and its neighbours, several blocks, two chunks.
 LENGTHS = [2, 17, 31, 32, 33, 64, 65, 127, 500, 2050]
 # vLLM 0.30 for CPUs dies at the first draft of any request, with or without a connector: "Cannot inspect kernel
-# parameters for function". Its rejection sampler's kernels are replaced by ones for CPUs under names that are not used.
+# parameters for function". The CPU replacements of its rejection sampler's kernels have names that are not used.
 SPECULATION = pytest.param(
     EAGLE3,
     id="EAGLE-3",

@@ -29,7 +29,7 @@ from tests.vllm.integration.test_ranks import (
 )
 
 pytestmark = pytest.mark.timeout(1800)
-# Stages on CPUs need what `--enforce-eager` leaves out; the graph is traced, and computed as it is.
+# Stages on CPUs need something that `--enforce-eager` omits; the graph is traced, but executed eagerly.
 TRACED = ["--no-enforce-eager", "--compilation-config", json.dumps({"mode": 2, "backend": "eager"})]
 Fleet = dict[str, Server]
 
@@ -127,7 +127,7 @@ def test_a_router_gives_both_legs_to_explicit_ranks(fleet: Fleet) -> None:
 
 
 def test_one_stage_of_the_prefill_server_is_killed(fleet: Fleet) -> None:
-    """The decode server, told to recompute, answers what one vLLM answers."""
+    """The decode server, set to recompute, gives one vLLM's answers."""
     pair = Pair(fleet["STAGES"], fleet["ONE"])
     prompts = demo_prompts([900] * 4, seed=23)
     expected = asyncio.run(alone(fleet["OTHER"], prompts, 12))
@@ -140,7 +140,7 @@ def test_one_stage_of_the_prefill_server_is_killed(fleet: Fleet) -> None:
 
 
 def test_one_rank_of_the_decode_server_is_killed(fleet: Fleet) -> None:
-    """Its clients get errors, and the prefill server's blocks come back on both ranks."""
+    """Its clients get errors, and the prefill server's blocks are freed on both ranks."""
     pair = Pair(fleet["TWO"], fleet["TWO MORE"])
     ends = asyncio.run(under_way(pair, demo_prompts([900] * 4, seed=29), pair.decode, NEVER_DONE))
     for end in ends[1::2]:

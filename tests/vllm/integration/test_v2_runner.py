@@ -19,7 +19,7 @@ from tests.vllm.integration.v2_engine import LAYERS, PROMPT, Engine, Model, legs
 
 P_BLOCKS, D_BLOCKS = [5, 2, 7], [1, 6, 3]
 NUM = len(PROMPT) - 1  # tokens that are handed over
-# Tensor ranks of P and of D; the drafter has one head, which each rank of two has.
+# Tensor ranks of P and of D; the drafter has one head, which both of two ranks hold.
 RANKS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 MODELS = {
     "heads": Model(heads=(2, 1)),
@@ -42,7 +42,7 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 def begin(p: Engine, d: Engine, prefill: Any, decode: Any, entries: dict[str, torch.Tensor]) -> None:
-    """P computes the first 40 tokens, drafter and all; D gets blocks and waits for its KV."""
+    """P computes the first 40 tokens, including the drafter; D gets blocks and waits for its KV."""
     p.scheduler.on_new_request(prefill)
     d.scheduler.on_new_request(decode)
     assert d.scheduler.get_num_new_matched_tokens(decode, 0) == (None, False)
@@ -73,22 +73,22 @@ def test_a_handoff_in_chunks_brings_what_forward_and_proposer_wrote(tmp_path: Pa
     d.step_until(lambda: bool(d.ends))
     p.step_until(lambda: bool(p.ends))
     for engine in engines:
-        engine.step()  # each end is told once
+        engine.step()  # each end is reported once
     assert (p.ends, d.ends) == ([("finished_sending", "prefill")], [("finished_recving", "decode")])
     for worker in d.workers:
         for layer in LAYERS:
             cache, rows = worker.caches[layer], worker.rows[layer]
             received = torch.cat([cache[block] for block in D_BLOCKS], dim=1)
             assert torch.equal(received[:, :NUM], entries[layer][rows, :NUM]), layer
-            assert not received[:, NUM:].any()  # nothing behind the interval
-            assert not cache[[0, 2, 4, 5, 7]].any()  # nothing in others' blocks
-    # Each byte is sent once, by one of the ranks that have it.
+            assert not received[:, NUM:].any()  # nothing after the interval
+            assert not cache[[0, 2, 4, 5, 7]].any()  # nothing in other blocks
+    # Each byte is sent once, by one of the ranks that hold it.
     wanted = sum(cache[:, :, 0].numel() for worker in d.workers for cache in worker.caches.values()) // 8 * NUM * 4
     assert sum(worker.half.worker.counts["bytes"] for worker in d.workers) == wanted
 
 
 def test_a_leg_that_is_preempted_before_its_end_fails(tmp_path: Path, engines: Engines) -> None:
-    """The V2 runner has zeroed the blocks when it says so."""
+    """When the V2 runner reports the preemption, it has already zeroed the blocks."""
     p, d = engines
     entries = p.model.entries(len(PROMPT))
     prefill, decode = legs(tmp_path, p, d)
@@ -124,7 +124,7 @@ def calls(tree: ast.AST, method: str) -> list[int]:
 
 
 def test_vllm_still_ends_a_step_behind_the_proposer() -> None:
-    """The connector declares tokens final in `post_forward`, the drafter's too: they must have been written."""
+    """The connector declares tokens final in `post_forward`, including the drafter's: they must have been written."""
     runner = model_runner.GPUModelRunner
     execute, sample = (
         ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
@@ -133,7 +133,7 @@ def test_vllm_still_ends_a_step_behind_the_proposer() -> None:
     end = "self.kv_connector.post_forward"
     assert not calls(execute, end)
     (proposed,) = calls(sample, "self.speculator.propose")
-    # Stages that do not draft end their step in a branch of its own, right after the forward pass.
+    # Stages that do not draft end their step in a separate branch, right after the forward.
     (stage,) = (
         node
         for node in ast.walk(sample)

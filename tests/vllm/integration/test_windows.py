@@ -1,5 +1,6 @@
-"""Preemption and copies that fail where the target has windows, or is gpt-oss's, and the drafter has no window: a
-request loses several block tables at once."""
+"""Preemption and failed copies if the target has windows (or is gpt-oss) and the drafter has none: a request loses
+several block tables at once.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tests.vllm.integration.test_recovery import CHUNKS, LEASE_S, TIGHT, exact, 
 
 pytestmark = pytest.mark.timeout(1800)
 
-# One longest request needs two tables of 32 blocks, and those of its windows.
+# One request of the longest length needs two tables of 32 blocks, and those of its windows.
 ROOM = ["--num-gpu-blocks-override", "112"]
 SLOW = {"kv_transport": "faulty+nixl://?fault=delay&delay_s=0.1"}
 LOSSY = {"kv_transport": "faulty+nixl://?fault=fail&every=2", "max_retries": 0}
@@ -40,7 +41,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_requests_that_are_preempted_while_they_are_copied(pair: Pair, mode: Mode) -> None:
-    """And every second copy that is pulled fails: what is lost so is computed on the decode server."""
+    """In pull mode every second copy fails: the decode server computes what is lost."""
     tight, count = pair.prefill, "vllm:num_preemptions_total"
     before = tight.metrics(count)[count], outcomes(tight).get("prefill_preempted", 0)
     lost = outcomes(pair.decode).get("failed_transfer_failed", 0)

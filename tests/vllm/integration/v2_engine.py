@@ -1,5 +1,6 @@
-"""An engine that computes nothing, of one or several tensor ranks: `BatonConnector` as vLLM's V2 model runner drives
-it, over CPU tensors of vLLM's shapes."""
+"""An engine of one or several tensor ranks that computes nothing: `BatonConnector` as vLLM's V2 model runner drives it,
+over CPU tensors of vLLM's shapes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint
 from baton.vllm import BatonConnector, compat
 from baton.vllm.scheduler import handoff_digest
 
-PROMPT = list(range(100, 171))  # 70 of its 71 tokens are handed over: of blocks of 32, two whole ones and a part
+PROMPT = list(range(100, 171))  # 70 of its 71 tokens are handed over: two whole blocks of 32 and a part
 LAYERS = ["model.layers.0.attn", "model.layers.1.attn", "model.layers.2.attn"]  # the last is the drafter's
 ENDS = ("finished_sending", "finished_recving", "failed_recving")
 NUM_BLOCKS = 8
@@ -35,8 +36,9 @@ NUM_BLOCKS = 8
 
 @dataclass(frozen=True)
 class Model:
-    """What layers keep of a token: K and V of each head, in rows of `width` elements. `heads` are those of target and
-    drafter; 0 is a latent vector, which every rank has."""
+    """A token's entries in the layers: K and V of each head, in rows of `width` elements. `heads` are those of target
+    and drafter; 0 is a latent, which every rank has.
+    """
 
     heads: tuple[int, int]
     width: int = 32
@@ -67,7 +69,7 @@ class Model:
 
 
 def config(folder: Path, name: str, role: str, model: Model, rank: int, size: int) -> Any:
-    """The part of vLLM's configuration that the connector reads, of a GPU's runner with an EAGLE-3 drafter."""
+    """The part of vLLM's configuration that the connector reads, for a GPU runner with an EAGLE-3 drafter."""
     sizes = ("pipeline", "data", "prefill_context", "decode_context")
 
     def checkpoint(path: str, layers: int, heads: int) -> Any:
@@ -132,7 +134,7 @@ class Worker:
         self.runner: Any = None
 
     def compute(self, step: Any, write: Callable[[], None] | None, propose: Callable[[], None] | None) -> Any:
-        """One step in the V2 runner's order: what it says to the scheduler."""
+        """One step in the V2 runner's order. Returns its output for the scheduler."""
         context: Any = SimpleNamespace()
         with override_forward_context(context):
             if write is None:
@@ -145,8 +147,9 @@ class Worker:
 
 
 class Engine:
-    """The connector's halves, and vLLM's class between them. The workers run a step one after the other: each has ended
-    it before the next one begins."""
+    """The connector's halves, and vLLM's class between them. The workers run a step one after the other: each ends it
+    before the next one begins.
+    """
 
     def __init__(
         self, folder: Path, name: str, role: str, model: Model, size: int, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +170,7 @@ class Engine:
         self._joined = KVOutputAggregator.from_connector(self.scheduler, size)
 
     def _start(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Register the caches of all workers at once, each in a thread: they tell each other what they hold."""
+        """Register the caches of all workers at once, each in a thread: they exchange their layouts."""
         here, size = threading.local(), len(self.workers)
         told, all_told = dict[int, bytes](), threading.Barrier(size)
 
@@ -217,7 +220,7 @@ class Engine:
         self.scheduler.update_connector_output(out)
 
     def step_until(self, there: Callable[[], bool]) -> None:
-        """Steps that compute nothing, until `there`."""
+        """Run steps that compute nothing, until `there`."""
         until = time.monotonic() + 120
         while not there():
             assert time.monotonic() < until, self.ends
@@ -226,8 +229,9 @@ class Engine:
     def compute(
         self, request: str, blocks: Sequence[int], entries: Mapping[str, torch.Tensor], new: range, **step: Any
     ) -> None:
-        """A step that writes the `new` ones of a request's `entries` into its blocks: target layers in the forward
-        pass, the drafter's after it."""
+        """A step that writes the `new` ones of a request's `entries` into its blocks: target layers in the forward, the
+        drafter's after it.
+        """
 
         def fill(layers: Sequence[str], worker: Worker) -> None:
             for layer in layers:
