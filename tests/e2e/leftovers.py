@@ -1,4 +1,4 @@
-"""What a test must not leave behind."""
+"""Checks for what a test must not leave behind."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ LIMIT_S = 60.0
 
 
 def orphaned_segments() -> list[Path]:
-    """Shared memory of Baton that stays though its owner is gone.
+    """Baton's shared memory whose owner is gone.
 
-    Deployments of tests that run beside this one do not count: where engines are killed, their segments go with the
-    next start or the end of that deployment.
+    Other tests' deployments do not count: if they kill engines, those segments go with the next start or the end of
+    that deployment.
     """
     first, deadline = _orphans(), time.monotonic() + LIMIT_S
     while (left := first & _orphans()) and time.monotonic() < deadline:

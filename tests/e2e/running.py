@@ -19,7 +19,7 @@ READY = re.compile(r"(?:ready:|is served at) (http://\S+)/v1\s")
 
 
 def environment() -> dict[str, str]:
-    """This process's as it is now, for one thread of computation."""
+    """This process's environment, for one compute thread."""
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -34,7 +34,7 @@ class Running:
 
 @contextmanager
 def running(log: Path, *arguments: str) -> Iterator[Running]:
-    """`baton ARGUMENTS`, ready, at a free port. Whatever happens, no process is left."""
+    """Run `baton ARGUMENTS`, ready, at a free port. The process always ends with the context."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*BATON, *arguments, "--port", "0"],

@@ -1,4 +1,4 @@
-"""Clients that go away at any moment leave no page, no handoff and no memory behind, on either engine."""
+"""Clients that leave at any moment leave no page, no handoff and no memory behind, on either engine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import pytest
 from benchmarks.deployment import BreakableDeployment
 
 MODEL = "models/baton-demo-llama"
-# So few pages that aborted requests fill the pool many times: one lost page in ten would stop the test. They are
-# also soon all touched, so that growth of the processes is not the pool's.
+# So few pages that aborted requests fill the pool many times: one lost page in ten would stop the test. Also, all pages
+# are soon touched, so that growth of the processes does not come from the pool.
 KV_BYTES = 32 * 2**20
 FLAGS = ["--batch-invariant", "--max-num-batched-tokens", "64", "--kv-cache-memory", str(KV_BYTES)]
 NUM_ABORTS = 100
 MAX_CONCURRENT = 8
-PREFILL_TOKENS = 600  # ten steps of 64 tokens: long enough to be left in the middle
+PREFILL_TOKENS = 600  # ten steps of 64 tokens: long enough to abort in the middle
 DRAIN_LIMIT_S = 60.0
 MAX_GROWTH_BYTES = 64 * 2**20
 IDLE = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "num_quarantined_pages")
@@ -31,7 +31,7 @@ IDLE = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "n
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """One request to leave: after `chunks` events, or where that is None, `delay_s` after it was sent."""
+    """One request to abort: after `chunks` events, or if that is None, `delay_s` after it was sent."""
 
     prompt: list[int]
     delay_s: float
@@ -65,7 +65,7 @@ def make_aborts(seed: int) -> list[Abort]:
 async def send_and_leave(
     session: aiohttp.ClientSession, url: str, abort: Abort, mode: str
 ) -> Literal["prefill", "decode"]:
-    """Return what the client last saw of the request: nothing yet, or tokens."""
+    """Returns the phase in which the client left: "prefill" if it had no token yet."""
     num_events = 0
 
     async def read() -> None:
@@ -76,7 +76,7 @@ async def send_and_leave(
                 assert b'"error"' not in line, line
                 num_events += line.startswith(b"data: ")
                 if abort.chunks is not None and num_events >= abort.chunks:
-                    response.close()  # the connection too, without reading on
+                    response.close()  # close the connection without reading on
                     return
             raise AssertionError("the request ended before the client left")
 
@@ -134,7 +134,7 @@ def expected_prompts(seed: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[BreakableDeployment]:
-    """Idle, and every page and buffer has been used before a test looks at memory."""
+    """Warmed up: every page and buffer was used before a test measures memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         with BreakableDeployment(MODEL, engine_flags=FLAGS, router_flags=["--allow-mode-override"]) as deployment:
@@ -173,7 +173,7 @@ async def test_aborted_requests_leave_nothing(mode: str, seed: int, deployment: 
         left_in = Counter(await asyncio.gather(*(one(abort) for abort in make_aborts(seed))))
         await await_idle(session, deployment)
 
-        # The requests were really left, in both phases, and none failed or ran to its end.
+        # The requests were really aborted, in both phases, and none failed or completed.
         assert left_in.total() == NUM_ABORTS
         assert min(left_in["prefill"], left_in["decode"]) >= NUM_ABORTS // 5, left_in
         status = await get(session, f"{url}/status")

@@ -1,4 +1,4 @@
-"""What cannot work ends at once, with one line that names the cause."""
+"""Invalid input ends at once, with one line that names the cause."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ END_LIMIT_S = 60.0
 
 
 def refuse(*arguments: str) -> str:
-    """Run `baton` with what it must refuse; returns its one line."""
+    """Run `baton` with arguments that it must refuse. Returns its one line."""
     result = subprocess.run(
         [*BATON, *arguments],
         stdin=subprocess.DEVNULL,
@@ -107,11 +107,11 @@ def test_bad_speculative_config(text: str, names: str) -> None:
     assert names in refuse("serve", MODEL, "--port", "0", "--speculative-config", text)
 
 
-# ---------------------------------------------------------------- engines that do not fit together
+# ---------------------------------------------------------------- incompatible engines
 
 
 def ask(url: str, body: object = None, token: str = "") -> tuple[int, bytes]:
-    """GET, or POST of JSON; returns (status, body). A hang is an error."""
+    """GET, or POST of JSON. Returns (status, body). Raises if there is no answer in time."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
     request = urllib.request.Request(url, data, headers)
@@ -141,11 +141,11 @@ def engine_flags(models: dict[str, str], target: str, drafter: str | None) -> li
 
 
 def decode_leg(prefill: dict[str, Any], decode: dict[str, Any], key: bytes) -> dict[str, object]:
-    """The body of a decode leg with a good ticket for this pair, as a router would have it without looking."""
+    """The body of a decode leg with a valid ticket for this pair, as from a router that does not compare engines."""
     params = SamplingParams(max_tokens=4, temperature=0.0, seed=0)
     prompt = [5, 6, 7, 8]
     p, d = (msgspec.convert(info, EngineInfo) for info in (prefill, decode))
-    expiry = time.monotonic() + 100  # of every engine on this host
+    expiry = time.monotonic() + 100  # for every engine on this host
     ticket = Ticket.between(p, d, "push", request_digest(prompt, params), (expiry, expiry))
     return {
         "request_id": "leg",
@@ -190,7 +190,7 @@ def test_engines_that_differ(
         flags = ["--ticket-key-file", key_file, "--prefill", urls[0]]
         assert field in refuse("router", *flags, "--decode", urls[1], "--port", "0")
 
-        # One that runs does not let the second join: requests run on the first alone.
+        # A running router does not let the second join: requests run on the first alone.
         token_file = tmp_path / "admin.token"
         router = stack.enter_context(
             running(tmp_path / "router", "router", *flags, "--admin-token-file", str(token_file))
@@ -204,7 +204,7 @@ def test_engines_that_differ(
         status, body = ask(f"{router}/status")
         assert "no decode engine" in json.dumps(json.loads(body)["decisions"]), body
 
-        # Engines do not rely on the router for it: they refuse each other, and the request ends in that error.
+        # Engines do not rely on the router for this: they refuse each other, and the request ends with that error.
         infos = [json.loads(ask(f"{url}/inference/v1/info")[1]) for url in urls]
         status, body = ask(f"{urls[1]}/inference/v1/generate", decode_leg(*infos, key))
         chunk = json.loads(body.splitlines()[-1])

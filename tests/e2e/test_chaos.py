@@ -1,4 +1,4 @@
-"""Real engines are killed and halted under streams: every answer stays exact, and nothing is left behind."""
+"""Real engines are killed and stopped during streams: every answer stays exact, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.chaos import ChaosConfig, run_chaos
 from tests.e2e.leftovers import orphaned_segments
 
 SOON_S = (0.02, 0.2)
-# Bytes of KV per engine: room for two of the longest requests.
+# Bytes of KV per engine: enough for two of the longest requests.
 SMALL = 4 << 20
 
 
@@ -27,7 +27,7 @@ SMALL = 4 << 20
 def test_no_stream_notices_that_engines_die(config: ChaosConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     report = run_chaos(config)
-    # More streams than were asked for, where they would end before both roles had a fault.
+    # More streams than configured, if they would end before both roles had a fault.
     assert report.num_exact == report.num_requests >= config.requests, report.table()
     assert not report.leaks, report.table()
     assert report.num_exact_after == report.num_after > 0, report.table()

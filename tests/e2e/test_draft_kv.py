@@ -1,4 +1,4 @@
-"""Processes that draft unlike each other, behind a router: the answers are those of one engine without a drafter."""
+"""Engine processes with different drafters, behind a router: the answers are those of one engine without a drafter."""
 
 from __future__ import annotations
 

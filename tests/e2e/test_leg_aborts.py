@@ -1,4 +1,4 @@
-"""One of the two legs is left at a random moment, on P's side or on D's: the other ends well, and no page stays."""
+"""One of the two legs is aborted at a random moment, on P or on D: the other ends well, and no page is kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLAGS = ["--batch-invariant", "--max-num-batched-tokens", "64", "--kv-cache-memo
 NUM_PER_SIDE = 50
 MAX_CONCURRENT = 6
 MAX_TOKENS = 24
-# A leg whose other one P never saw waits so long.
+# The longest wait of a leg whose other leg never reached P.
 TICKET_LIFE_S = 6
 MAX_GROWTH_BYTES = 64 * 2**20
 
@@ -34,7 +34,7 @@ async def read(client: BatonClient, request: GenerateRequest) -> list[TokenChunk
 
 
 class Pair:
-    """Plays the router for one P and one D."""
+    """Acts as the router of one P and one D."""
 
     def __init__(self, clients: dict[str, BatonClient], infos: dict[str, EngineInfo], key: bytes, mode: Mode) -> None:
         self.clients, self.infos, self.key, self.mode = clients, infos, key, mode
@@ -43,7 +43,7 @@ class Pair:
         p, d = self.infos["prefill"], self.infos["decode"]
         params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
         request = GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params)
-        expiry = time.monotonic() + TICKET_LIFE_S  # of every engine on this host
+        expiry = time.monotonic() + TICKET_LIFE_S  # for every engine on this host
         signed = mint(self.key, Ticket.between(p, d, self.mode, request_digest(prompt, params), (expiry, expiry)))
         return {
             leg: msgspec.structs.replace(request, handoff=HandoffParams(role=leg, ticket=signed))  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ class Pair:
         }
 
     async def run(self, name: str, prompt: list[int], leave: str | None, delay_s: float) -> dict[str, list[TokenChunk]]:
-        """Both legs; the one in `leave` is left after `delay_s`."""
+        """Run both legs; the one named `leave` is aborted after `delay_s`."""
         requests = self.requests(name, prompt)
         tasks = {leg: asyncio.create_task(read(self.clients[leg], requests[leg])) for leg in requests}
         if leave is not None:
@@ -82,7 +82,7 @@ async def test_a_leg_that_is_left_leaves_nothing(mode: Mode, seed: int, deployme
         infos = {leg: await client.info() for leg, client in clients.items()}
         pair = Pair(clients, infos, load_or_create_key(deployment.ticket_key_file), mode)
         before = [tokens(await pair.run(f"b{i}", prompts[i], None, 0.0)) for i in range(6)]
-        for i in range(12):  # every buffer has its size before memory is looked at
+        for i in range(12):  # every buffer reaches its size before memory is measured
             await pair.run(f"w{i}", [rng.randrange(3, 2048) for _ in range(600)], None, 0.0)
         resident = {name: resident_bytes(pid) for name, pid in deployment.pids.items()}
         slots = asyncio.Semaphore(MAX_CONCURRENT)
@@ -101,10 +101,10 @@ async def test_a_leg_that_is_left_leaves_nothing(mode: Mode, seed: int, deployme
             if side == "decode":
                 assert last is None or last.finish_reason != "stop", last
             elif last is not None and last.error is not None and last.error.startswith("handoff_timeout"):
-                # P never saw its leg, which was left before it was sent: the ticket's end is D's.
+                # P never saw its leg, which was aborted before it was sent: D's leg ends with the ticket.
                 unheard += 1
             else:
-                # D still has its client: it goes on with what it has, or computes it all by itself.
+                # D still has its client: it continues from what it has, or computes everything itself.
                 assert sum(len(chunk.token_ids) for chunk in chunks) == MAX_TOKENS, last
         assert unheard < NUM_PER_SIDE // 4
         after = [tokens(await pair.run(f"c{i}", prompts[i], None, 0.0)) for i in range(6)]

@@ -98,7 +98,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert logprobs.top_logprobs is not None
     assert completion.usage is not None
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == completion.usage.completion_tokens
-    # Greedy: what was chosen is what was most likely, also for the first token, which the prefill engine sampled.
+    # Greedy: the chosen token is the most likely one, also for the first token, which the prefill engine sampled.
     for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert len(top) == 3
         assert chosen == max(top.values()) <= 0.0
@@ -152,7 +152,7 @@ def test_refusals_have_openai_types(client: openai.OpenAI) -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """All living processes below `pid`."""
+    """All living descendants of `pid`."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,4 +1,4 @@
-"""More requests at once than there is room for, and clients that cost too much: every answer is exact or 429."""
+"""More requests at once than fit, and clients that cost too much: every answer is exact or 429."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct: tokens of transformers, its chat template and end token, and P/D as one engine."""
+"""SmolLM2-135M-Instruct: tokens of transformers, its chat template and end token, and P/D equal to one engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_greedy_tokens_are_those_of_transformers(model: Path) -> None:
         chat = [{"role": "user", "content": question}]
         assert ids == theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         tokens = result.outputs[0].token_ids
-        # Tokens that are each the reference's choice after those before them are what it generates.
+        # If each token is the reference's choice after the tokens before it, the sequence is what the reference
+        # generates.
         with torch.inference_mode():
             logits_TV = reference(torch.tensor([ids + tokens[:-1]])).logits[0, len(ids) - 1 :]
         assert tokens == logits_TV.argmax(-1).tolist(), question

@@ -1,4 +1,4 @@
-"""Real engines with digests on: a flipped byte is found, named in D's log, and repaired; the answer is exact."""
+"""Real engines with digests on: a flipped byte is detected, named in D's log, and repaired; the answer is exact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def ask(url: str, cases: list[Case], mode: str) -> list[tuple[int, ...]]:
     async with aiohttp.ClientSession() as session:
         answers = []
         for case in cases:
-            # Each mode hands everything over.
+            # In each mode all prompts are handed over, because the salt differs.
             body = {"prompt": list(case.prompt_token_ids), "max_tokens": PARAMS.max_tokens, "temperature": 0.0}
             body |= {"seed": 0, "kv_mode": mode, "cache_salt": mode}
             answers.append(tuple((await stream_completion(session, url, body)).token_ids))
@@ -45,7 +45,7 @@ def test_a_flipped_byte_is_found_named_and_repaired(region: int, group: str) -> 
     cases = make_cases(Tokenizer.load(TARGET), LENGTHS, PARAMS)
     want = [observed.token_ids for observed in InProcess(engine).answers(cases).observed]
     flags = ["--batch-invariant", "--speculative-config", json.dumps(EAGLE3), "--integrity", "full"]
-    # Every fifth copy of the group, so that a repair is sound, and no three handoffs in a row need one.
+    # Every fifth copy of the group, so that a repair's copy is good, and never three handoffs in a row need one.
     flags += [
         "--kv-transfer-config",
         json.dumps({"kv_transport": f"faulty+shm://?fault=corrupt&region={region}&every=5"}),

@@ -1,4 +1,6 @@
-"""Real engines whose roles are what they are for and not what they can do: one goes on without the other, exactly."""
+"""Real engines whose roles limit what the router uses them for, not what they can do: one continues exactly without the
+other.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ PROMPT = [3 + (7 * i) % 2000 for i in range(300)]
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BreakableDeployment]:
-    """A prefill and a decode engine that share nothing but this file's requests, in order."""
+    """A prefill and a decode engine for this file's requests only, in order."""
     token: Path = tmp_path_factory.mktemp("admin") / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
@@ -63,13 +65,13 @@ async def _a_held_prompt_and_a_lost_role(up: BreakableDeployment) -> None:
         assert len(await scrape(session, p, "baton:handoff_copied_bytes")) == 2
         for name in ("register_to_commit", "commit_to_first_step"):
             assert await scrape(session, d, f"baton:handoff_{name}_seconds_count") == [1.0]
-        # One page has them all.
+        # The router's metrics page has those of all engines.
         assert len(await scrape(session, up.url, "baton:handoff_plan_seconds_count")) == 2
         assert await decisions(session, up.url) == {"handed_off": 1}
         assert await ask(session, up.url, PROMPT) == want
         assert await accepted(session, d) == [2 * count for count in once], "the same drafts are accepted"
         assert await decisions(session, up.url) == {"handed_off": 1, "cached": 1}
-        # The next turn of a conversation: what D has said is there too.
+        # The next turn of a conversation: D also holds its own output.
         turn = [*PROMPT, *want, *range(5, 25)]
         said = await ask(session, up.url, turn)
         assert await decisions(session, up.url) == {"handed_off": 1, "cached": 2}

@@ -1,5 +1,6 @@
 """JSON, regular expressions and choices by the `openai` client against `baton up`: P's first token and D's tokens are
-those of one engine without speculation."""
+those of one engine without speculation.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +57,10 @@ TOOLS: list[Any] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_that_must_be_called_are(client: openai.OpenAI, stream: bool) -> None:
-    """Whatever the model would have said: the grammar of the calls holds, with drafts and across the handoff."""
+    """The grammar of the calls holds whatever the model prefers, with drafts and across the handoff."""
     named = {"type": "function", "function": {"name": "measure"}}
     tokenizer = Tokenizer.load(MODEL)
-    # The grammar allows white space without end, and this model likes it.
+    # The grammar allows unlimited white space, which this model prefers.
     spaces = [i for i in range(2048) if tokenizer.token_text(i)[:1] in ("", " ", "\n", "\t", "\r")]
     for choice in ("required", named):
         asked: Any = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
@@ -81,7 +82,7 @@ def test_tools_that_must_be_called_are(client: openai.OpenAI, stream: bool) -> N
 
 
 def test_prompts_are_scored_on_one_engine(client: openai.OpenAI, up: Running) -> None:
-    """As lm_eval asks for it: the logprobs of the prompt's own tokens, with their text, and no output or one token."""
+    """As lm_eval does: logprobs of the prompt's own tokens, with their text, and no output or one token."""
     tokenizer = Tokenizer.load(MODEL)
     prompt = tokenizer.encode(PROMPT * 3)
     with LLM(MODEL, kv_cache_memory=8 << 20, batch_invariant=True) as llm:

@@ -1,4 +1,4 @@
-"""A slice of `make topologies`: engines of other ranks say what one engine says, and a wrong share is seen."""
+"""A slice of `make topologies`: engines with other ranks give one engine's answers, and a wrong share is detected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = cases(5, 1)
     [
         ("GQA target with 2 KV heads, EAGLE-3", ("TP 2 to TP 1", "2 stages to 2 of TP 2", "attention-DP 2 to TP 1")),
         ("MLA target, MHA EAGLE-3", ("TP 4 to TP 4, drafters on 1 rank",)),
-        ("MLA target, MTP", ("TP 1 to TP 2",)),  # a vocabulary that ranks share, which the drafter reads too
+        ("MLA target, MTP", ("TP 1 to TP 2",)),  # ranks share a vocabulary that the drafter reads too
         ("Mamba-2 hybrid", ("TP 2 to TP 1",)),
     ],
 )

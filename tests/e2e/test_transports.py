@@ -1,4 +1,4 @@
-"""`baton up --kv-transport`: whatever moves the bytes, the answers are one engine's."""
+"""`baton up --kv-transport`: with every transport the answers are one engine's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculat
 LENGTHS = [*range(1, 36), 47, 48, 49, 80, 96, 257]
 FLAGS = [
     *("--speculative-config", json.dumps(EAGLE3), "--batch-invariant", "--no-enable-prefix-caching"),
-    # A handoff that fails must show: recomputed on the decode engine, it would give the same answer.
+    # A failed handoff must show: recomputed on the decode engine, it would give the same answer.
     *("--recovery", "none", "--allow-mode-override"),
 ]
 
@@ -50,7 +50,7 @@ async def ask(url: str, cases: list[Case], mode: str) -> list[Observed]:
 def test_answers_are_one_engines(
     transport: str, cases: list[Case], expected: list[Observed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uri_of(transport, tmp_path)  # skips where it cannot run
+    uri_of(transport, tmp_path)  # skips if it cannot run here
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -64,7 +64,7 @@ def test_answers_are_one_engines(
             handoffs = json.load(response)["handoffs"]
         assert handoffs["completed"] == 2 * len(cases), handoffs
         assert handoffs["failures"] == {}
-        # The directory of `file` is this deployment's own, and ends with it.
+        # The directory of `file` belongs to this deployment, and is removed with it.
         assert len(list(temporary.glob("baton-*/kv/*"))) >= (len(cases) if transport == "file" else 0)
         up.process.terminate()
         assert up.process.wait(END_LIMIT_S) is not None

@@ -1,4 +1,4 @@
-"""`baton verify` over real processes: where nothing is broken, a deployment is identical to one engine."""
+"""`baton verify` over real processes: a working deployment is identical to one engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.e2e.verifying import verify
 PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5
 LENGTHS = "1,2,15-18,31-33,47-49,80,96"
 NUM_CASES = 14
-# Of ranks, which are slow where they share cores; test_topologies.py has more of them.
+# For ranks, which are slow if they share cores; test_topologies.py has more.
 RANK_LENGTHS, NUM_RANK_CASES = "1,16,33,48,80", 5
 
 

@@ -1,4 +1,4 @@
-"""`baton verify` over real processes: every fault put in on purpose is found, in both modes."""
+"""`baton verify` over real processes: every injected fault is found, in both modes."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def test_broken_handoffs_are_found(fault: str) -> None:
         found = [line for line in result.stdout.splitlines() if line.startswith(f"DIFFERENT {mode}: request ")]
         assert found, result.stdout
         if fault == "drop-draft":
-            # Verification guards the tokens; only acceptance can tell.
+            # Verification keeps the tokens right; only acceptance shows the fault.
             assert any("acceptance of round" in line and "expected" in line for line in found), result.stdout

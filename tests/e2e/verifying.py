@@ -1,4 +1,4 @@
-"""A `baton verify` of the demo model, in a process of its own."""
+"""A `baton verify` of the demo model, in a separate process."""
 
 from __future__ import annotations
 

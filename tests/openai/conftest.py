@@ -1,4 +1,4 @@
-"""Makes the fakes of `tests/server` importable; fixtures of all tests here."""
+"""Makes the fakes of `tests/server` importable, and shared fixtures."""
 
 from __future__ import annotations
 

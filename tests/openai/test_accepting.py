@@ -1,4 +1,4 @@
-"""Connections and descriptors: what a server does where there are too many of the one, or none of the other."""
+"""Connections and descriptors: a server with too many connections, or without descriptors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def app_of(directory: Path, engine: FakeEngine | None = None, **limits: Any) -> 
 
 @pytest.fixture
 def connect() -> Iterator[Callable[[str], socket.socket]]:
-    """Makes connections, and closes them."""
+    """Makes connections, and closes them at the end."""
     made: list[socket.socket] = []
 
     def make(url: str) -> socket.socket:
@@ -49,7 +49,7 @@ def connect() -> Iterator[Callable[[str], socket.socket]]:
 
 
 async def status(client: socket.socket) -> bytes:
-    """Of the answer to HEALTH. Empty where the connection has ended."""
+    """The status of the answer to HEALTH. Empty if the connection has ended."""
     loop = asyncio.get_running_loop()
     async with timeout(60):
         try:
@@ -62,7 +62,7 @@ async def status(client: socket.socket) -> bytes:
 async def test_without_a_descriptor_left_the_log_stays_short(
     directory: Path, connect: Callable[[str], socket.socket], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the connection is taken when there is one again."""
+    """The connection is accepted as soon as there is a descriptor again."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with served(app_of(directory)) as url:
         assert await status(connect(url)) == b"200"
@@ -87,7 +87,7 @@ async def test_without_a_descriptor_left_the_log_stays_short(
 
 
 async def test_idle_connections_make_room(directory: Path, connect: Callable[[str], socket.socket]) -> None:
-    """First those that have never asked anything, so that a client keeps its own."""
+    """Connections that have never sent a request go first, so that a client keeps its own."""
     async with served(app_of(directory, connections=4)) as url:
         kept = connect(url)
         assert await status(kept) == b"200"
@@ -140,7 +140,7 @@ async def test_a_handshake_that_fails_is_no_line_in_the_log(
         silent = [connect(url.replace("https", "http")) for _ in range(8)]
         loop = asyncio.get_running_loop()
         assert await status(connect(url.replace("https", "http"))) in (b"", b"\x02F\x00")
-        async with timeout(60):  # the others end with their time, or make room
+        async with timeout(60):  # the others time out or are closed for new ones
             for one in silent:
                 with contextlib.suppress(ConnectionError):
                     assert await loop.sock_recv(one, 10) == b""

@@ -1,4 +1,4 @@
-"""The client of OpenAI servers: streams, their ends, and what a server refuses."""
+"""The client of OpenAI servers: streams, their ends, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections that send half of something, nothing, or no HTTP; clients that read nothing; and how a server ends."""
+"""Connections that send half of something, nothing, or no HTTP; clients that read nothing; and shutdown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def app_with(directory: Path, engine: FakeEngine | None = None, **limits: Any) -
 
 
 class Raw:
-    """A connection of plain bytes."""
+    """A raw connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -49,14 +49,14 @@ class Raw:
         return raw
 
     async def answer(self) -> tuple[int, dict[str, Any]]:
-        """The status and the JSON of what comes until the server closes the connection."""
+        """The status and the JSON of everything until the server closes the connection."""
         answer = bytearray()
 
         async def read() -> None:
             while part := await self.reader.read(2**16):
                 answer.extend(part)
 
-        # What was sent to a server that has closed already resets the connection, behind the answer.
+        # Bytes sent to a server that has already closed reset the connection after the answer.
         with contextlib.suppress(ConnectionError):
             await asyncio.wait_for(read(), LIMIT_S)
         head, _, body = bytes(answer).partition(b"\r\n\r\n")
@@ -67,7 +67,7 @@ class Raw:
 async def test_bodies_that_cannot_be_decoded_are_refused(
     directory: Path, session: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With nothing in the log: whoever sends one wants to fill it. The same for a body that says how long it is."""
+    """Nothing is logged: an attacker could fill the log. With and without a declared length."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     async with served(app_with(directory)) as url:
         for data, expected in (
@@ -85,7 +85,7 @@ async def test_bodies_that_cannot_be_decoded_are_refused(
 async def test_compressed_bodies_are_refused_and_never_decompressed(
     directory: Path, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, coding: str
 ) -> None:
-    """On any route, with and without a key: the bytes that one becomes are bounded by nothing that was sent."""
+    """On any route, with and without a key: nothing in the request bounds the decompressed size."""
     for name in ("decompressobj", "decompress"):
         monkeypatch.setattr(zlib, name, Mock(side_effect=AssertionError("something is decompressed")))
     app = build_app(FakeEngine(directory), Tokenizer.load(directory), access=Access(api_keys=("key",)))
@@ -115,19 +115,19 @@ async def test_half_sent_requests_end(directory: Path, session: aiohttp.ClientSe
         many = [await Raw.open(url, start) for start in starts for _ in range(10)]
 
         async def trickle(raw: Raw) -> None:
-            """A byte now and then does not make the time start anew."""
+            """Single bytes now and then do not restart the timeout."""
             while not raw.reader.at_eof():
                 raw.writer.write(b"a")
                 await asyncio.sleep(0.05)
 
         trickling = [asyncio.create_task(trickle(raw)) for raw in many[-5:]]
-        # Read as it comes: what is left unread goes when a connection is reset.
+        # Read concurrently: unread answers are lost when a connection is reset.
         for status, body in await asyncio.gather(*(raw.answer() for raw in many)):
             assert status == 408
             assert body["error"]["type"] == "invalid_request_error"
         for task in trickling:
             task.cancel()
-        # A connection between two requests is none of them.
+        # An idle connection between two requests is not one of them.
         async with session.get(f"{url}/health") as response:
             assert response.status == 200
         await asyncio.sleep(1.0)
@@ -159,8 +159,9 @@ async def test_malformed_http_is_one_line_and_answered(directory: Path, caplog: 
 async def test_the_rest_of_a_refused_body_is_not_parsed(
     directory: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """Whoever may not ask could keep the event loop busy with it: in chunks of a byte each costs as much as one of
-    kilobytes. And no connection has a long turn."""
+    """Unauthorised clients could keep the event loop busy with it: one-byte chunks cost as much as chunks of kilobytes.
+    No connection has a long turn either.
+    """
     sizes: list[int] = []
     received = ClientConnection.data_received
 
@@ -206,7 +207,7 @@ async def test_slow_bodies_end(directory: Path, session: aiohttp.ClientSession) 
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_who_leaves_as_the_body_comes_has_left(turns: int) -> None:
-    """A cancellation that meets the end of the body is not lost: the request would wait for its turn for ever."""
+    """A cancellation at the end of the body is not lost: otherwise the request would wait for its turn forever."""
     loop = asyncio.get_running_loop()
     protocol = BaseProtocol(loop)
     protocol.connection_made(Mock(spec=asyncio.Transport))

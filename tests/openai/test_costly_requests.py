@@ -1,4 +1,6 @@
-"""What a client can make the front do for little: it is bounded before it is done, and never stops the event loop."""
+"""Requests that cost the server much and the client little: the work is bounded before it begins, and never blocks the
+event loop.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
             assert (status, answer["error"]["param"]) == (400, param)
             assert f"at most {limit}" in answer["error"]["message"]
         assert long not in texts
-        # One that might fit is looked at, and then refused for its tokens.
+        # A text that might fit is tokenised, and then refused for its tokens.
         status, answer = await post(session, url, "completions", {"prompt": "a" * limit})
         assert (status, answer["error"]["param"]) == (400, "prompt")
         assert texts[-1] == "a" * limit
@@ -90,7 +92,7 @@ async def test_the_event_loop_goes_on_while_a_long_text_is_tokenised(
 
 
 async def test_bodies_of_clients_that_left_are_not_kept() -> None:
-    """However busy the workers are with those of others."""
+    """Even while the workers are busy with other clients' bodies."""
     begun, go_on = threading.Semaphore(0), threading.Event()
 
     def make_plan(*arguments: Any) -> str:
@@ -137,7 +139,7 @@ async def test_bounds(directory: Path, session: aiohttp.ClientSession) -> None:
 async def test_a_body_of_values_without_end_is_refused_before_it_is_decoded(
     directory: Path, session: aiohttp.ClientSession, path: str
 ) -> None:
-    """16 MiB of empty lists, where any value may stand, would hold the interpreter for seconds."""
+    """16 MiB of empty lists in a field of any type would block the interpreter for seconds."""
     lists = b"[" + b"[]," * 400_000 + b"1]"
     body = b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": %b}}' % lists
     async with served(build_app(FakeEngine(directory), Tokenizer.load(directory))) as url:
@@ -158,7 +160,7 @@ async def test_legs_are_not_sent_stop_strings(directory: Path, session: aiohttp.
         assert status == 200
         assert {choice["stop_reason"] for choice in answer["choices"]} == {"quick"}
         assert {request.sampling_params.stop for request in engine.requests} == {()}
-        # An engine says so to a router that sends them.
+        # An engine refuses a router that sends them.
         leg = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams(stop=("x",)))
         async with session.post(f"{url}/inference/v1/generate", data=msgspec.json.encode(leg)) as response:
             assert response.status == 400

@@ -1,4 +1,4 @@
-"""HTTPS, clients' certificates, and web pages of other origins."""
+"""HTTPS, client certificates, and web pages of other origins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.text import Tokenizer
 from tests.server.fake_serving import FakeEngine, served
 
 TLS = Path(__file__).parent / "tls"
-CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")  # self-signed, for localhost, for tests alone
+CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")  # self-signed, for localhost, only for tests
 PAGE = "https://page.example"
 
 
@@ -42,7 +42,7 @@ async def test_https(directory: Path, session: aiohttp.ClientSession) -> None:
             await session.get(f"{url}/health")
         with pytest.raises(aiohttp.ClientError):
             await session.get(f"{url.replace('https', 'http')}/health")
-        # What no client could speak with has not hurt.
+        # Failed handshakes have done no harm.
         async with session.get(f"{url}/health", ssl=trusting()) as response:
             assert response.status == 200
 
@@ -78,7 +78,7 @@ async def test_pages_of_other_origins(directory: Path, session: aiohttp.ClientSe
     asks = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     app = app_of(directory, allowed_origins=(PAGE,), api_keys=("secret",))
     async with served(app) as url:
-        # A browser asks first, without the key.
+        # A browser sends a preflight request first, without the key.
         async with session.options(f"{url}/v1/chat/completions", headers=asks) as response:
             assert response.status == 204
             assert response.headers["Access-Control-Allow-Origin"] == PAGE

@@ -1,4 +1,4 @@
-"""Errors as clients see them: in OpenAI's shape, and without where things are."""
+"""Errors as clients see them: in OpenAI's format, and without addresses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_addresses_stay_in_the_log(text: str, shown: str, caplog: pytest.LogCapt
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("unit", ["a", "a.", "[:", ":", "('a', 1", "::", "a-1."])
 def test_long_messages_of_engines_are_looked_through_at_once(unit: str) -> None:
-    """A pattern that began anew at each letter took seconds for what an engine may say; this is sixteen times that."""
+    """A quadratic pattern took seconds for a message that an engine may send; this is sixteen times as long."""
     text = unit * (2**20 // len(unit))
     assert len(to_api_error(EngineUnavailableError(f"http://10.1.2.3:8100 {text}")).message) > 2000
 

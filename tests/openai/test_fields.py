@@ -1,4 +1,4 @@
-"""Every request field that OpenAI, vLLM and SGLang know is honoured, refused by name, or known to be harmless."""
+"""Every request field of OpenAI, vLLM and SGLang is honoured, refused by name, or known to be harmless."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ OPENAI = {
     "stream",
 }
 HONOURED = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
-# Fields of one endpoint alone, which the other does not know either where they come from.
+# Fields of a single endpoint, also in the APIs that they come from.
 ALONE = {"prompt", "messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt"}
 ALONE |= {"chat_template_kwargs", "continue_final_message", "reasoning_effort"}
 ALONE |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"}
@@ -156,8 +156,9 @@ def test_a_template_gets_the_clients_variables(tokenizer: Tokenizer) -> None:
 
 
 def test_an_effort_says_what_the_template_knows(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """As in vLLM: thinking is opened or closed by it where the client does not say which, and templates without are
-    sent nothing."""
+    """As in vLLM: the effort turns thinking on or off unless the client says so itself, and templates without thinking
+    get nothing.
+    """
     model = ServedModel("fake", tokenizer, 256, 258, 0)
 
     def prompt(served: ServedModel, **fields: Any) -> str:

@@ -1,4 +1,4 @@
-"""What clients send to any server, by vLLM's answers: load generators, agents, SDKs with their defaults."""
+"""Requests of generic clients, answered as by vLLM: load generators, agents, SDKs with their defaults."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def engine_alone(directory: Path) -> AsyncIterator[tuple[str, FakeEngine]]
 
 @contextlib.asynccontextmanager
 async def router(directory: Path) -> AsyncIterator[tuple[str, FakeEngine]]:
-    """The router over a prefill and a decode engine; the one whose requests are looked at decodes."""
+    """The router over a prefill and a decode engine; yields the decode engine for inspection."""
     setup = Setup(directory)
     async with setup.run(parsing=PARSING) as (url, _):
         yield url, setup.decode
@@ -86,7 +86,7 @@ async def test_usage_so_far_is_of_a_choice_and_only_beside_the_whole_one(directo
 
 @doors
 async def test_seeds_of_vllm(directory: Path, door: Door) -> None:
-    """-1 is a new one each time; others may be negative."""
+    """-1 is a new seed each time; others may be negative."""
     async with door(directory) as (url, engine), client_of(url) as client:
         for seed in (-1, -1, None, -7, 7):
             await client.completions.create(model="fake", prompt="a", max_tokens=4, seed=seed)
@@ -100,7 +100,7 @@ async def test_seeds_of_vllm(directory: Path, door: Door) -> None:
 
 @doors
 async def test_a_forced_call_goes_before_a_format(directory: Path, door: Door) -> None:
-    """instructor sends both; vLLM lets the call win."""
+    """instructor sends both; as in vLLM the call takes precedence."""
     async with door(directory) as (url, engine), client_of(url) as client:
         for choice in ("required", {"type": "function", "function": {"name": "stop"}}):
             asked: dict[str, Any] = {"model": "fake", "messages": ASK, "tools": TOOLS[1:], "tool_choice": choice}
@@ -182,7 +182,7 @@ async def test_a_refusal_before_a_stream_sets_the_status(directory: Path) -> Non
 @doors
 @pytest.mark.parametrize("arguments", ['{"city": ', '["a"]', "5", "", "null", '{"a": 1} {"b": 2}'])
 async def test_a_history_with_a_malformed_call_goes_on(directory: Path, door: Door, arguments: str) -> None:
-    """A call that was cut off stays in what a client sends with each later turn."""
+    """Clients send a truncated call again with each later turn."""
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "stop", "arguments": arguments}}
     messages: list[Any] = [
         *ASK,
@@ -210,7 +210,7 @@ def test_malformed_arguments_are_an_empty_object_to_the_template() -> None:
 
 @doors
 async def test_numbers_of_other_languages(directory: Path, door: Door) -> None:
-    """As in vLLM, whose fields take what can be read as their type."""
+    """As in vLLM, whose fields accept values that can be converted to their type."""
     async with door(directory) as (url, engine), aiohttp.ClientSession() as session:
         body = {
             "model": "fake",

@@ -1,4 +1,4 @@
-"""Bytes of a stranger at an HTTP port."""
+"""A stranger's bytes at an HTTP port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens that are parts of characters in logprobs: their bytes, where they begin, and none lost among the likeliest."""
+"""Logprobs of tokens that are parts of characters: their bytes, their offsets, and no top token lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_BYTES = len(TEXT.encode())
 
 
 class Scoring(FakeEngine):
-    """Says TEXT, an end token that is ignored, and "z"; the likeliest beside each token are parts of characters."""
+    """Outputs TEXT, an ignored end token, and "z"; the top tokens at each position are parts of characters."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -102,7 +102,7 @@ async def test_offsets_go_on_after_an_echo(app: aiohttp.web.Application) -> None
 
 
 async def test_tokens_that_are_spelt_alike_are_all_told(directory: Path) -> None:
-    """As a letter of a byte-fallback vocabulary and its byte are."""
+    """For example a letter of a byte-fallback vocabulary and its byte token."""
     tokenizer, engine = byte_fallback_tokenizer(), Scoring(directory)
     letter, byte = 5, 7 + ord("b")
     engine.tokens, engine.others = [4], [letter, byte]

@@ -16,7 +16,7 @@ from tests.server.fake_serving import write_tokenizer
 
 JUNK = "<|junk|>"
 HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
-# An answer with reasoning where the parser reads any, a word, and a call; junk between.
+# An answer with reasoning (if the parser reads any), a word, and a call; junk in between.
 ANSWERS = {
     "hermes": f'A{JUNK}B <tool_call>{{"name": {JUNK}"stop", "arguments": {{}}}}</tool_call>{JUNK}',
     "llama3_json": f'{JUNK}<|python_tag|>{{"name": "stop", {JUNK}"parameters": {{}}}}',
@@ -29,7 +29,7 @@ ANSWERS = {
 
 @pytest.fixture(scope="module")
 def special(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer whose markers are all special, as those of most fine-tunes of other families are."""
+    """A tokenizer whose markers are all special tokens, as in most fine-tunes of other families."""
     directory = write_tokenizer(tmp_path_factory.mktemp("special"))
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: what a request becomes, what an answer is, streamed and whole, and errors in its shape."""
+"""Anthropic's Messages API: conversion of requests, answers (streamed or not), and errors in its format."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def post(url: str, path: str = "", **body: Any) -> tuple[int, Any]:
 
 
 async def stream(url: str, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream, each under its own name."""
+    """The events of a stream, each with its own name."""
     asked = {"model": "fake", "max_tokens": 900, "messages": ASK, "stream": True, **body}
     async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/messages", json=asked) as response:
         assert response.status == 200
@@ -81,7 +81,7 @@ async def stream(url: str, **body: Any) -> list[dict[str, Any]]:
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """Server-sent events, each of which is named as its type says."""
+    """Parse server-sent events; each event's name must equal its type."""
     events = []
     for part in text.removesuffix("\n\n").split("\n\n"):
         name, data = part.split("\n")
@@ -91,7 +91,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that events add up to, as Anthropic's clients do it."""
+    """Assemble the message from events, as Anthropic's clients do."""
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
     message = events[0]["message"]
     assert (events[0]["type"], message["content"], message["stop_reason"]) == ("message_start", [], None)
@@ -119,7 +119,7 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Without what differs from answer to answer."""
+    """The message without fields that differ from answer to answer."""
     blocks = [{k: v for k, v in block.items() if k not in ("id", "signature")} for block in message["content"]]
     return {**message, "id": "", "content": blocks}
 

@@ -1,4 +1,4 @@
-"""Endpoints of models that generate no text say in OpenAI's shape what to do instead."""
+"""Endpoints of models that generate no text answer in OpenAI's format with an alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAI API over one engine: the official client, streaming and not, and errors in OpenAI's shape."""
+"""The OpenAI API over one engine: the official client, with and without streaming, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_completion_by_the_official_client(directory: Path) -> None:
         assert usage.prompt_tokens_details.cached_tokens == 1
         details = usage.completion_tokens_details
         assert details is not None
-        # 13 tokens after the first, three per round: five rounds of two drafts, one fewer than there may be.
+        # 13 tokens after the first, three per round: five rounds of two drafts, one fewer than allowed.
         assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (10, 0)
         assert endpoint.engine.requests[0].sampling_params.seed == 9
 

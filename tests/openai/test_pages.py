@@ -77,7 +77,7 @@ async def test_the_description_is_of_all_routes_and_of_their_bodies(
     for path, methods in told["paths"].items():
         assert all(one["summary"] for one in methods.values()), path
         assert path in page
-    # No reader's browser asks another server.
+    # The page loads nothing from other servers.
     assert "src=" not in page
     assert "//" not in page.replace("<!doctype", "")
 

@@ -1,4 +1,4 @@
-"""What an operator sees of requests: a line each, throughput, and metrics in vLLM's names."""
+"""Request records for operators: a line per request, throughput, and metrics with vLLM's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What answers say of their own making, in vLLM's `metrics` object: whole and streamed, and only where it was asked."""
+"""The `metrics` object of answers, as in vLLM: with and without streaming, and only if requested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMES = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_
 
 
 async def ask(directory: Path, wanted: PerRequestMetrics, **body: Any) -> Any:
-    """The `metrics` of an answer, streamed if the body says so; None for an answer without any."""
+    """The `metrics` of an answer, streamed if the body says so; None if it has none."""
     engine = FakeEngine(directory, step_s=0.002, queued_s=0.25)
     app = build_app(engine, Tokenizer.load(directory), per_request=wanted)
     async with served(app) as url, aiohttp.ClientSession() as session:
@@ -42,7 +42,7 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 async def test_all_there_is(directory: Path, more: dict[str, Any]) -> None:
     metrics = await ask(directory, ALL, **more)
     assert set(metrics) == {*TIMES, "speculative_decoding"}
-    # The first token comes alone; then two drafts of each round are accepted, and one token more.
+    # The first token comes alone; then each round accepts two drafts and adds one token.
     assert metrics["speculative_decoding"] == {
         "mean_acceptance_length": pytest.approx(1 + 10 / 5),
         "draft_acceptance_rate": 1.0,
@@ -69,7 +69,7 @@ async def test_only_what_was_asked(directory: Path) -> None:
     assert "per_step_accepted" not in summary
     assert summary["acceptance_histogram"] == [0, 0, 5, 0]
     assert await ask(directory, ALL, n=2) is None
-    # Without the event for usage a stream has no place for them.
+    # Without the usage event a stream has no place for them.
     assert await ask(directory, ALL, stream=True) is None
 
 

@@ -1,4 +1,4 @@
-"""The Responses API by the official client: what is asked, answered whole and streamed, and refused."""
+"""The Responses API by the official client: requests, answers (streamed or not), and refusals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def ask(
     directory: Path, text: str, act: Callable[[openai.AsyncOpenAI], Any], parsing: Parsing = BOTH
 ) -> tuple[FakeEngine, Any]:
-    """`act` with a client of an engine that answers with `text`."""
+    """Run `act` with a client of an engine that answers with `text`."""
     return await with_client(directory, text, parsing, act)
 
 
@@ -68,7 +68,7 @@ def create(client: openai.AsyncOpenAI, **more: Any) -> Any:
 
 
 def prompt(engine: FakeEngine, directory: Path) -> str:
-    """What the last request's prompt says."""
+    """The text of the last request's prompt."""
     return Tokenizer.load(directory).decode(engine.requests[-1].prompt_token_ids)
 
 
@@ -98,7 +98,7 @@ async def test_an_answer_is_a_message(model: Path) -> None:
 
 
 async def test_whole_and_streamed_answers_are_the_same(model: Path) -> None:
-    """What events add up to, each level told again when it is done, is the whole answer: reasoning, words and calls."""
+    """The events, each level repeated when it is done, add up to the whole answer: reasoning, words and calls."""
 
     async def act(client: openai.AsyncOpenAI) -> Any:
         whole = await create(client, tools=TOOLS)
@@ -141,7 +141,7 @@ async def test_whole_and_streamed_answers_are_the_same(model: Path) -> None:
 
 
 async def test_a_loop_of_tools(model: Path) -> None:
-    """Items of an answer go back as they came, with what the function said."""
+    """Items of an answer are sent back unchanged, with the function's result."""
 
     async def act(client: openai.AsyncOpenAI) -> Any:
         first = await create(client, tools=TOOLS)

@@ -1,4 +1,4 @@
-"""Fields of the Responses API: each that is known is honoured or refused by its name. And the official types."""
+"""Fields of the Responses API: each known one is honoured or refused by name. And the official types."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_many_items_cost_little(model: ServedModel) -> None:
     began = time.thread_time()
     with pytest.raises(RequestError, match="at most 4096 items"):
         make_response_plan(body, model)
-    assert time.thread_time() - began < 2.0  # tens of seconds where each copies those before it
+    assert time.thread_time() - began < 2.0  # tens of seconds if each item copied those before it
 
 
 def test_a_result_needs_its_call(model: ServedModel) -> None:

@@ -1,4 +1,4 @@
-"""A front door fills in an engine's sampling defaults where a client says nothing, and never where it does."""
+"""The server fills in an engine's sampling defaults only for fields that the client leaves out."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_what_a_client_leaves_out(directory: Path, session: aiohttp.Client
         assert {name: getattr(found, name) for name in NAMES} == DEFAULTS.given()
         expected = {"/v1/completions": 16, "/v1/messages": 8}.get(path, 30)
         assert found.max_tokens == expected
-        # What is said counts, also where it says what everybody's default is.
+        # An explicit value counts, even if it equals the usual default.
         said = {"temperature": 1.0, "top_p": 1.0}
         found = await params_of(session, url, engine, path, **said)
         assert (found.temperature, found.top_p, found.top_k) == (1.0, 1.0, 20)

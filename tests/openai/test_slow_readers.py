@@ -1,4 +1,6 @@
-"""A client that reads slowly or not at all costs its own connection: no place, no engine, and bounded memory."""
+"""A client that reads slowly or not at all only affects its own connection: no place in the engine, and
+bounded memory.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,13 @@ from baton.timeouts import timeout
 from tests.server.fake_serving import KEY, FakeEngine, complete, served, until
 
 LIMIT_S = 60.0
-# Some 400 KB of one choice: more than the sockets below hold, and a transport of asyncio before it pauses.
+# About 400 KB per choice: more than the sockets below hold, plus asyncio's buffer before it pauses.
 LONG = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "logprobs": 5, "stream": True}
 
 
 @contextlib.asynccontextmanager
 async def narrow(app: web.Application) -> AsyncIterator[str]:
-    """Serve `app` by sockets of which the kernel keeps little."""
+    """Serve `app` over sockets with small kernel buffers."""
     listener = bind("127.0.0.1", 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     async with serving.served(app, listener):
@@ -44,7 +46,7 @@ async def narrow(app: web.Application) -> AsyncIterator[str]:
 
 
 class Reader:
-    """A client that asks, and reads when it is told to."""
+    """A client that reads only when told to."""
 
     def __init__(self, url: str, path: str = "/v1/completions", body: Any = LONG) -> None:
         host, port = url.removeprefix("http://").split(":")
@@ -55,16 +57,15 @@ class Reader:
         self.ask(path, json.dumps(body).encode())
 
     def ask(self, path: str, data: bytes = b"") -> None:
-        """Send a request."""
         head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n"
         self.socket.send(head.encode() + data)
 
     async def read(self, most: int = 2**16) -> bytes:
-        """What comes next; empty at the end. Raises `ConnectionResetError` for one that was cut off."""
+        """The next bytes; empty at the end. Raises `ConnectionResetError` if the connection was cut off."""
         return await asyncio.get_running_loop().sock_recv(self.socket, most)
 
     async def text(self) -> bytes:
-        """All that comes, to the end of a stream. Raises as `read` does."""
+        """All bytes to the end of a stream. Raises as `read` does."""
         whole = b""
         while not whole.endswith(b"0\r\n\r\n"):
             part = await self.read()
@@ -74,7 +75,7 @@ class Reader:
         return whole
 
     async def until_cut(self, most: int = 2**16, pause_s: float = 0.0) -> None:
-        """Read until the connection has been cut off, at most so many bytes in each pause."""
+        """Read until the connection is cut off, at most `most` bytes before each pause."""
         with contextlib.suppress(ConnectionResetError):
             while await self.read(most):
                 await asyncio.sleep(pause_s)
@@ -82,7 +83,7 @@ class Reader:
 
 @pytest.fixture
 def readers() -> Iterator[Callable[..., Reader]]:
-    """Makes them, and closes them."""
+    """Makes readers, and closes them at the end."""
     made: list[Reader] = []
 
     def make(*arguments: Any) -> Reader:
@@ -100,7 +101,7 @@ def app_of(engine: FakeEngine, directory: Path, **limits: Any) -> web.Applicatio
 
 @contextlib.asynccontextmanager
 async def fronts(directory: Path, front: str, **limits: Any) -> AsyncIterator[tuple[str, list[FakeEngine]]]:
-    """A door to clients, and the engines, which decode two of these at once."""
+    """A server for clients, and the engines behind it, which decode two of these requests at once."""
     async with contextlib.AsyncExitStack() as stack:
         handed: dict[bytes, asyncio.Future[str]] = {}
         roles = ["both"] if front != "pair" else ["prefill", "decode"]
@@ -120,8 +121,9 @@ async def fronts(directory: Path, front: str, **limits: Any) -> AsyncIterator[tu
 async def test_streams_that_nobody_reads_hold_no_place(
     directory: Path, session: aiohttp.ClientSession, readers: Callable[..., Reader], front: str
 ) -> None:
-    """There are four times as many as are decoded at once. None is cut off, and an honest request is answered; who
-    reads late reads all of it."""
+    """There are four times as many as are decoded at once. None is cut off, an honest request is answered, and a late
+    reader gets everything.
+    """
     async with fronts(directory, front, write_s=3600.0) as (url, engines):
         many = [readers(url) for _ in range(8)]
         async with timeout(LIMIT_S):
@@ -147,7 +149,7 @@ async def test_a_stream_that_nobody_reads_is_aborted_in_time(
 
 
 async def test_what_waits_for_one_reader_is_bounded(directory: Path, readers: Callable[..., Reader]) -> None:
-    """Also where it would have time enough to read it."""
+    """Even if the reader still had time."""
     async with fronts(directory, "engine", write_s=3600.0, stream_bytes=100_000) as (url, engines):
         reader = readers(url)
         await until(lambda: engines[0].outcomes["aborted"] == 1)
@@ -158,7 +160,7 @@ async def test_what_waits_for_one_reader_is_bounded(directory: Path, readers: Ca
 async def test_what_waits_for_all_readers_is_bounded(
     directory: Path, session: aiohttp.ClientSession, readers: Callable[..., Reader]
 ) -> None:
-    """Those with most of it are cut off, and not the honest one that comes then."""
+    """The connections with most unread bytes are cut off, not an honest one that comes then."""
     async with fronts(directory, "engine", write_s=3600.0, unread_bytes=1_200_000) as (url, engines):
         many = [readers(url) for _ in range(6)]
         await until(lambda: engines[0].outcomes.total() == 6)
@@ -195,7 +197,7 @@ async def test_who_trickles_is_cut_off_and_who_keeps_up_is_not(readers: Callable
 
 
 async def test_a_slow_reader_has_time_for_each_byte_and_no_less() -> None:
-    """One that is behind all the time, but never by `write_s`, is not cut off."""
+    """A reader that is always late, but never by `write_s`, is not cut off."""
     transport = Mock(spec=asyncio.Transport)
     writer = Mock(spec=StreamWriter)
     waiting = 0
@@ -220,7 +222,7 @@ async def test_a_slow_reader_has_time_for_each_byte_and_no_less() -> None:
         assert not transport.abort.called
     await connection.send(writer, b" " * 150)
     assert unread.num_bytes == 250
-    waiting -= 99  # of the 100 that waited when it was looked at
+    waiting -= 99  # of the 100 that waited at the last check
     connection._look()
     assert transport.abort.called
     connection.connection_lost(None)
@@ -229,7 +231,7 @@ async def test_a_slow_reader_has_time_for_each_byte_and_no_less() -> None:
 
 @pytest.mark.parametrize("close", [True, False])
 async def test_whole_answers_that_nobody_reads_are_cut_off_too(close: bool, readers: Callable[..., Reader]) -> None:
-    """However many requests were sent at once, one answer waits, and not for ever: also on a connection that ends."""
+    """However many requests were pipelined, one answer waits, and not forever; also on a closing connection."""
     sockets: list[Any] = []
 
     async def large(request: web.Request) -> web.StreamResponse:

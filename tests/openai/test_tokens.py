@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize`, `/version`, one model by its name, and messages that the model goes on with."""
+"""`/tokenize`, `/detokenize`, `/version`, one model by its name, and messages that the model continues."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ async def test_tokens_of_texts_and_chats(tmp_path: Path, session: aiohttp.Client
         _, plain = await asked(session, f"{url}/tokenize", {"prompt": "hé", "add_special_tokens": False})
         assert plain["tokens"] == tokenizer.encode("hé", add_special_tokens=False) == ids[1:]
         assert plain["token_strs"] is None
-        # What a chat is answered of, to the token.
+        # Exactly the prompt that a chat gets.
         chat = {"messages": [{"role": "user", "content": "a"}]}
         _, shown = await asked(session, f"{url}/tokenize", chat)
         await asked(session, f"{url}/v1/chat/completions", {**chat, "max_tokens": 1})
         assert shown["tokens"] == list(engine.requests[-1].prompt_token_ids)
-        # A body that is read on a worker thread.
+        # A body that is processed on a worker thread.
         long = {"prompt": "x" * 200, "chat_template_kwargs": {"y" * 5000: 1}}
         assert (await asked(session, f"{url}/tokenize", long))[1]["count"] == 201
         _, text = await asked(session, f"{url}/detokenize", {"tokens": [*ids, EOS]})
@@ -57,7 +57,7 @@ async def test_tokens_of_texts_and_chats(tmp_path: Path, session: aiohttp.Client
 
 
 async def test_add_special_tokens_of_completions_and_chats(tmp_path: Path, session: aiohttp.ClientSession) -> None:
-    """As in vLLM: a completion's tokenizer adds BOS unless told otherwise, a chat's does not unless told to."""
+    """As in vLLM: a completion's tokenizer adds BOS by default, a chat's does not."""
     file = write_tokenizer(tmp_path) / "tokenizer.json"
     backend = tokenizers.Tokenizer.from_file(str(file))
     backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
@@ -125,7 +125,7 @@ def chat(**fields: Any) -> ChatRequest:
     ("template", "end"),
     [
         ("{% for m in messages %}<{{ m.role }}>{{ m.content }}<end m>{% endfor %}", "<assistant> b m "),
-        # A template that trims leaves no space behind the message, and its own words are not the message's.
+        # A template that trims leaves no space after the message, and its own text is not part of the message.
         ("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end m>{% endfor %}", "<assistant>b m"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tools by the official client: what a prompt says of them, what an answer's calls are, and what is refused."""
+"""Tools by the official client: tools in the prompt, calls in the answer, and refusals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tools_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def with_client(
     directory: Path, text: str, parsing: Parsing, act: Callable[[openai.AsyncOpenAI], Any]
 ) -> tuple[FakeEngine, Any]:
-    """`act` with a client of an engine that answers with `text`."""
+    """Run `act` with a client of an engine that answers with `text`."""
     engine = FakeEngine(directory)
     engine.info = msgspec.structs.replace(engine.info, max_model_len=4096)
     engine.tokens = list(Tokenizer.load(directory).encode(text, False))
@@ -66,7 +66,7 @@ def chat(client: openai.AsyncOpenAI, **more: Any) -> Any:
 
 
 async def streamed(client: openai.AsyncOpenAI, **more: Any) -> tuple[dict[str, Any], list[Any]]:
-    """What a stream adds up to, and its deltas."""
+    """The message that a stream adds up to, and its deltas."""
     message: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish": None}
     deltas = []
     async for event in await chat(client, stream=True, **more):
@@ -112,7 +112,7 @@ async def test_calls_whole_and_streamed(tools_directory: Path) -> None:
 
 
 async def test_an_agents_loop(tools_directory: Path) -> None:
-    """The calls of an answer, and their results, are the history of the next request."""
+    """An answer's calls and their results are the history of the next request."""
 
     async def act(client: openai.AsyncOpenAI) -> None:
         message = (await chat(client)).choices[0].message

@@ -1,4 +1,4 @@
-"""Traces of clients: what is read of their headers, and that legs and log lines have them."""
+"""Clients' traces: how their headers are read, and that legs and log lines contain them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_trace_goes_on_as_it_came() -> None:
     alone = trace_of(headers(("traceparent", PARENT)))
     assert alone is not None
     assert alone.headers() == {"traceparent": PARENT}
-    # A later version may say more behind.
+    # A later version may append fields.
     assert trace_of(headers(("traceparent", f"cc-{ID}-{SPAN}-01-more"))) is not None
 
 
@@ -72,7 +72,7 @@ async def test_log_lines_name_the_trace_of_their_request(directory: Path, caplog
         aiohttp.ClientSession() as traced,
         aiohttp.ClientSession() as plain,
     ):
-        # One connection after the other, and several at once: no request gets another's.
+        # Sequential and concurrent connections: no request gets another's trace.
         traced.headers["traceparent"] = PARENT
         for _ in range(2):
             await complete(traced, url, max_tokens=3)

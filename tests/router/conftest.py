@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's directory, as far as a router looks at it."""
+    """The parts of a model's directory that a router reads."""
     from tests.server.fake_serving import write_tokenizer
 
     return write_tokenizer(tmp_path_factory.mktemp("model"))

@@ -1,4 +1,4 @@
-"""Servers that speak as vLLM does, alone or in pairs, with a connector that hands over nothing but the permission."""
+"""Fake vLLM servers, alone or in pairs, with a connector that only signals when the decode leg may start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EOS = 257
 
 
 def token_at(position: int) -> int:
-    """The token that every server says at a position of its text, prompt included."""
+    """The token of every server at a position of its text, prompt included."""
     return 97 + position % 26
 
 
@@ -31,7 +31,7 @@ def event(tokens: Sequence[int], finish: str | None = None, **more: Any) -> dict
 
 @dataclass
 class Shared:
-    """What two servers know of each other: finished prefill legs, by ticket or by request id."""
+    """State shared by two servers: finished prefill legs, by ticket or by request id."""
 
     finished: dict[str, asyncio.Event] = field(default_factory=dict)
 
@@ -41,16 +41,16 @@ class Shared:
 
 @dataclass
 class FakeVllm:
-    """`says` replaces tokens by position of its text; `gap`: how far the token it would have said else is behind, in
-    nats. `kind` "alone": a decode leg is not waited for, as it is when its server recomputes.
+    """`says` replaces tokens by position of the text. `gap`: how far the token that it would have chosen otherwise is
+    behind, in nats. `kind` "alone": the decode leg does not wait, as if its server recomputed.
 
-    `fail`: "refuse" 400, "broken" 500, "cut" the connection in mid-stream (after `fail_after` tokens), "stream" an
-    error as an event, "error" or "abort" as a finish reason; legs of `fail_role` alone do, or all. `halted`: legs of
-    this role get no answer, or ("all") nothing does. `raw`: bodies that it answers with, by path. `comments`: it says
-    so while nothing else is said. `asked` are the bodies that came, `left` roles whose client went away. `num_short`:
-    tokens that it leaves out of a NIXL prefill. `has_ranks`: it is several data-parallel engines; `ranks` are those
-    that were asked; `started`: what its metrics say of its process's start; `traces`: role, `traceparent` and
-    `tracestate` of requests.
+    `fail`: "refuse" 400, "broken" 500, "cut" the connection during the stream (after `fail_after` tokens), "stream" an
+    error as an event, "error" or "abort" as a finish reason; for all legs, or only for legs of `fail_role`. `halted`:
+    legs of this role get no answer, or ("all") nothing does. `raw`: bodies of answers, by path. `comments`: it sends
+    comments while there is nothing else to send. `asked`: received bodies. `left`: roles whose client left.
+    `num_short`: tokens missing from a NIXL prefill. `has_ranks`: it is several data-parallel engines; `ranks`: the
+    requested ones. `started`: the process start time in its metrics. `traces`: role, `traceparent` and `tracestate` of
+    requests.
     """
 
     root: Path
@@ -103,7 +103,7 @@ class FakeVllm:
             yield url
 
     def legs(self, role: str) -> list[dict[str, Any]]:
-        """What it was asked in `kv_transfer_params` under `role`; "none": requests without a handoff."""
+        """Requests whose `kv_transfer_params` have this `role`; "none": requests without a handoff."""
         return [body for body in self.asked if self._role(body) == role]
 
     def identity(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class FakeVllm:
             "vocab_size": 258,
             "eos_token_ids": [EOS],
             "num_speculative_tokens": self.num_drafts,
-            # As on two hosts: one of them has been up for longer.
+            # As on two hosts, one of which has been up for longer.
             "clock": float(1000 * ord(self.name[0])),
         }
 
@@ -237,7 +237,7 @@ class FakeVllm:
         return {"logprob": -0.5, "top": {f"token_id:{token}": -0.5, f"token_id:{other}": -0.5 - self.gap}}
 
     def _finish(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A prefill leg is over: the decode leg may go on."""
+        """A prefill leg has finished: the decode leg may continue."""
         params, name = body["kv_transfer_params"], f"cmpl-{body.get('request_id', 'probe')}-0"
         if "baton" in params:
             leg = params["baton"]

@@ -1,4 +1,4 @@
-"""Instances change for whoever holds the admin token, and for no web page in that one's browser."""
+"""Instances can be changed with the admin token, but not by a web page in its holder's browser."""
 
 from __future__ import annotations
 

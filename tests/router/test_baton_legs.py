@@ -1,4 +1,4 @@
-"""When the decode leg of engines of one host begins."""
+"""The start of the decode leg if the engines share a host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK = TokenChunk(request_id="r", token_ids=[1], position=0)
 
 
 async def begun(prefill_s: float, fails: bool = False) -> tuple[list[str], float]:
-    """What happened in order, and seconds until the decode leg began."""
+    """Events in order, and seconds until the decode leg began."""
     happened: list[str] = []
     loop = asyncio.get_running_loop()
     started = at = loop.time()
@@ -51,7 +51,7 @@ async def test_it_does_not_wait_for_a_long_prefill(monkeypatch: pytest.MonkeyPat
 
 
 async def test_it_begins_when_the_prefill_leg_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode engine may recover by itself, or says what it misses."""
+    """A decode engine may recover alone, or report what it lacks."""
     monkeypatch.setattr(baton, "FIRST_TOKEN_WAIT_S", 60.0)
     happened, waited = await begun(0.01, fails=True)
     assert happened == ["decode begins", "decode token"]

@@ -1,4 +1,4 @@
-"""The client of one engine, against servers that say too much, too little, or something else."""
+"""The client of one engine, against servers that send too much, too little, or something else."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_what_follows_the_end_is_bounded() -> None:
 
 
 async def test_compressed_answers_are_asked_for_by_nobody_and_not_decompressed() -> None:
-    """An engine's answer is bounded by the bytes that came, whatever it says that they are."""
+    """The received bytes bound an engine's answer, whatever encoding it claims."""
     asked: list[str | None] = []
     body = gzip.compress(b" " * 2**22 + b"{}")
 

@@ -1,4 +1,4 @@
-"""A stream stays with the model that began it, and a pool with what it served first."""
+"""A stream stays with the model that began it, and a pool with the model that it served first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHER_TEXT = "Quite another model says quite other things, at any length that is
 
 
 def restart(engine: FakeEngine, **info: Any) -> None:
-    """The process at this URL is another one from now on, with other settings."""
+    """From now on another process, with other settings, is at this URL."""
     engine.fail = None
     engine.info = msgspec.structs.replace(engine.info, incarnation=engine.info.incarnation + "'", **info)
 
@@ -53,7 +53,7 @@ async def stream(session: aiohttp.ClientSession, url: str, **body: Any) -> tuple
 
 
 async def test_a_stream_never_goes_on_with_another_model(directory: Path) -> None:
-    """D restarts with other weights, P goes on alone and dies: D is all that is left, and may not be used."""
+    """D restarts with other weights, P continues alone and dies: only D is left, and must not be used."""
     cluster = Cluster(directory, num_prefill=1, num_decode=1)
     p, d = cluster.prefills[0], cluster.decodes[0]
     d.fail, d.when_lost = "lost", lambda: other_weights(d)
@@ -65,7 +65,7 @@ async def test_a_stream_never_goes_on_with_another_model(directory: Path) -> Non
         assert 20 < len(tokens) < 60
         assert "weights: here 'a', peer 'b'" in await problem_of(session, url, 1)
         assert error is not None
-        # Nor does a new request get the other model in the name of the first.
+        # A new request does not get the other model under the first one's name either.
         assert (await complete(session, url))[0] == 503
         assert len(d.requests) == 1
 
@@ -141,7 +141,7 @@ async def test_an_engine_that_would_end_outputs_elsewhere_is_refused_by_name(
     cluster = Cluster(directory, num_prefill=1, num_decode=1)
     async with cluster.run() as (url, session):
         assert (await complete(session, url))[0] == 200
-        for engine in (*cluster.prefills, *cluster.decodes):  # no engine is left that agrees
+        for engine in (*cluster.prefills, *cluster.decodes):  # no agreeing engine is left
             restart(engine, **settings)
         for number in range(2):
             await wait_for_problem(session, url, number, named)
@@ -165,7 +165,7 @@ async def test_a_longer_request_does_not_go_to_an_engine_with_a_shorter_context(
     cluster, both = Cluster(directory, num_prefill=1, num_decode=1), FakeEngine(directory)
     both.info = msgspec.structs.replace(both.info, max_model_len=16)
     async with cluster.run(admin_token="t" * 32) as (url, session), served(cluster.app(both)) as small:
-        # It joins before anything is served, so the whole pool has its context.
+        # It joins before anything is served, so the pool takes over its context length.
         await join(session, url, small, "both")
         status, answer = await complete(session, url)
         assert status == 400
@@ -183,6 +183,6 @@ def test_drafts_decide_tokens_only_where_a_rejection_sampler_takes_them() -> Non
     )
     rejection = {**drafting, "drafter.verifier": "rejection"}
     assert identity(**rejection) != identity(**{**rejection, "drafter.weights": "y"})
-    assert identity(**drafting) != identity(**{**drafting, "drafter.weights": "y"})  # vLLM tells no verifier
+    assert identity(**drafting) != identity(**{**drafting, "drafter.weights": "y"})  # vLLM reports no verifier
     assert identity(**coupled) != identity(**{**coupled, "model.weights": "b"})
     assert token_identity("not JSON") != token_identity("nor this")

@@ -1,4 +1,4 @@
-"""Near-ties: what is asked about them must not outlive who asked."""
+"""Near-ties: their measurement must not outlive its request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from baton.wire import GenerateRequest, SamplingParams
 
 
 async def test_who_leaves_as_a_near_tie_is_measured_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cancellation that meets the answer is not lost: the request would go on for a client that is gone."""
+    """A cancellation that coincides with the answer is not lost: otherwise the request would run for a client that is
+    gone.
+    """
 
     async def measure_gap(*_: Any) -> float:
         asyncio.get_running_loop().call_soon(task.cancel)

@@ -1,4 +1,4 @@
-"""What leaves a socket at once: each packet more is a turn of an event loop before a first token."""
+"""What leaves a socket at once: each additional packet costs an event loop iteration before the first token."""
 
 from __future__ import annotations
 

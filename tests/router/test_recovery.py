@@ -1,4 +1,4 @@
-"""What the router does for a request whose engines fail: one exact stream, or an error with its reason."""
+"""The router and requests whose engines fail: one exact stream, or an error with its reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, 
 from tests.server import fake_serving
 from tests.server.fake_serving import ADMIN, ADMIN_TOKEN, KEY, FakeEngine, served, status_of, until
 
-# Engines and router share one loop, which other tests may hold up for a while.
+# Engines and router share one loop, which other tests may block for a while.
 QUICK = RouterTimers(check=0.05, answer=0.5, lease=1.5, patience=1.0)
 BODY = {"prompt": "a", "max_tokens": 30, "seed": 3, "logprobs": 1, "return_token_ids": True}
 
@@ -68,7 +68,7 @@ class Cluster:
                 response: web.StreamResponse = await handler(request)
             except ConnectionResetError:
                 assert request.transport is not None
-                request.transport.abort()  # as the death of its process would end it
+                request.transport.abort()  # as if its process died
                 raise
             return response
 
@@ -137,7 +137,7 @@ async def test_a_lost_decode_engine_costs_no_token(directory: Path, fail_after: 
 
 @pytest.mark.parametrize("fail", ["lost", "thread died"])
 async def test_a_lost_decode_engine_in_a_stream(directory: Path, fail: str) -> None:
-    """One whose thread died is as lost as one whose process did."""
+    """An engine whose thread died is as lost as one whose process died."""
     cluster = Cluster(directory)
     cluster.decodes[0].fail = fail
     async with cluster.run() as (url, session):
@@ -216,7 +216,7 @@ async def test_the_ladder_is_climbed_as_far_as_allowed(
             return
         assert bare(answer) == await expected_answer(directory, session)
         counted = await recoveries(session, url)
-        # Whether the first token was out by then is a matter of time where the decode engine took nothing.
+        # If the decode engine took no request, timing decides whether the first token was already out.
         assert counted in ([{"source": 1}, {"retry": 1}] if fault == "down" else [{"source": 1}])
         async with session.get(f"{url}/metrics") as response:
             assert "baton:router_recoveries_total{rung=" in await response.text()
@@ -247,7 +247,7 @@ async def test_a_prefill_engine_that_is_lost_is_the_decode_engines_matter(direct
         await until(lambda: cluster.prefills[0].outcomes["aborted"] == 1 and cluster.decodes[0].running == 1)
         await asyncio.sleep(0.1)
         assert cluster.decodes[0].running == 1
-        # It recomputes: here, it goes on as if it had been handed everything.
+        # It recomputes: here, it continues as if everything had been handed over.
         (future,) = cluster.decodes[0].handed.values()
         future.set_result("handed over")
         status, answer = await asked
@@ -263,13 +263,13 @@ async def test_a_silent_decode_engine_loses_its_legs_with_its_lease(directory: P
     for engine in cluster.decodes:
         engine.step_s = 0.05
     if num_tokens == 0:
-        cluster.prefills[0].step_s = 1e3  # it would never be handed anything
+        cluster.prefills[0].step_s = 1e3  # nothing would ever be handed over
     async with cluster.run() as (url, session):
         asked = asyncio.create_task(complete(session, url))
         await until(lambda: cluster.decodes[0].running == 1)
         if num_tokens:
             await asyncio.sleep(0.1)
-        # What it says from now on is not heard: it says nothing.
+        # Its late output would not be read, so it makes none.
         cluster.decodes[0].step_s = 1e3
         cluster.stop(cluster.decodes[0])
         cluster.prefills[0].step_s = 0.0
@@ -277,7 +277,7 @@ async def test_a_silent_decode_engine_loses_its_legs_with_its_lease(directory: P
         assert status == 200, answer
         assert bare(answer) == await expected_answer(directory, session)
         assert len(cluster.decodes[1].requests) == 1
-        # Once it answers again it gets requests again.
+        # Once it answers again, it gets requests again.
         cluster.decodes[0].step_s = 0.0
         cluster.cont(cluster.decodes[0])
 
@@ -315,7 +315,7 @@ async def test_an_engine_that_falls_silent_after_it_was_removed_loses_its_legs(d
 
 
 async def test_a_removed_engine_is_asked_while_it_has_legs(directory: Path) -> None:
-    """Also while it has one of a request that had begun before, which goes on there after it was idle."""
+    """Also if a request that had begun before continues there after the engine was idle."""
     app = build_engine_app(FakeEngine(directory), Tokenizer.load(directory))
     async with served(app) as url, new_session() as session:
         pool = EnginePool(session, lambda *args: BatonClient(*args[:3]), timers=QUICK)
@@ -361,7 +361,7 @@ async def test_a_silent_engine_gets_new_requests_only_for_want_of_another(direct
 
 @pytest.mark.parametrize("recovery", ["full", "none"])
 async def test_a_request_with_nothing_to_lose_leaves_a_silent_engine_at_once(directory: Path, recovery: str) -> None:
-    """Not with the end of its lease, if another engine can take it, and recovery is wanted."""
+    """It does not wait for the lease to end, if another engine can take the request and recovery is enabled."""
 
     class Mute(FakeEngine):
         async def _stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
@@ -392,7 +392,7 @@ async def test_a_request_with_nothing_to_lose_leaves_a_silent_engine_at_once(dir
 
 
 async def test_who_is_silent_after_nobody_was_there_gets_no_requests(directory: Path) -> None:
-    """A killed engine's successor listens while it loads. Requests sent there would wait for the end of its lease."""
+    """A killed engine's successor listens while it loads. Requests sent there would wait until its lease ends."""
 
     class Client:
         has_ranks, url = False, ""
@@ -434,8 +434,8 @@ async def test_a_router_that_was_halted_gives_nobody_up(directory: Path) -> None
         await until(lambda: cluster.decodes[0].running == 1)
         for engine in cluster.prefills + cluster.decodes:
             cluster.stop(engine)
-        await asyncio.sleep(0.07)  # questions to all of them are under way
-        time.sleep(2 * QUICK.lease)  # no loop runs: as if this process had been halted
+        await asyncio.sleep(0.07)  # questions to all of them are in flight
+        time.sleep(2 * QUICK.lease)  # no loop runs: as if this process had been stopped
         for engine in cluster.prefills + cluster.decodes:
             cluster.cont(engine)
         status, answer = await asked
@@ -524,7 +524,7 @@ def test_a_lost_engine_is_an_unavailable_one_to_clients() -> None:
 
 
 async def test_a_decode_engine_that_hangs_is_given_up(directory: Path) -> None:
-    """Its server answers every question, and what it holds never moves again."""
+    """Its server answers every question, but its requests never progress."""
     cluster = Cluster(directory)
     hangs = cluster.decodes[0]
     hangs.step_s, whole = 1000.0, hangs.load

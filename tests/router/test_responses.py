@@ -1,4 +1,4 @@
-"""The Responses API through a router before engines of Baton's own."""
+"""The Responses API through a router in front of Baton's own engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.server.fake_serving import KEY, TEXT, FakeEngine, served
 
 
 async def both(url: str, model: str, **more: Any) -> list[str]:
-    """The text of an answer, whole and streamed."""
+    """The text of an answer, without and with streaming."""
     asked: dict[str, Any] = {"model": model, "input": "abc", "max_output_tokens": 8, **more}
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         whole = await client.responses.create(**asked)
@@ -36,7 +36,7 @@ async def test_before_batons_engines(directory: Path) -> None:
         config = RouterConfig(prefill=(urls[0],), decode=(urls[1],), ticket_key=KEY, timers=QUICK)
         url = await stack.enter_async_context(served(await build_app(config)))
         assert await both(url, "fake") == [TEXT[:8]] * 2
-        # The decode engine fails in mid-stream: what was said ends in a failure, without another's address.
+        # The decode engine fails during the stream: the answer ends in a failure that does not contain its address.
         engines[1].fail, engines[1].fail_after = "mid-stream", 3
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             stream = await client.responses.create(model="fake", input="abc", stream=True, max_output_tokens=90)

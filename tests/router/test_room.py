@@ -1,4 +1,6 @@
-"""No more requests run than the engines decode at once; the others wait in order, and leave no trace when they go."""
+"""At most as many requests run as the engines decode at once; the others wait in order, and leave no trace if they
+leave.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ async def test_room_that_comes_later_is_taken(later: int | None) -> None:
 @pytest.mark.parametrize("turns", range(5))
 @pytest.mark.parametrize("wakes", ["room", "time"])
 async def test_who_leaves_as_its_turn_comes_has_left(turns: int, wakes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cancellation that meets room, or the time at which it is looked for again, is not lost."""
+    """A cancellation that coincides with a free place, or with the next check for one, is not lost."""
     if wakes == "time":
         monkeypatch.setattr(room_module, "_LOOK_AGAIN_S", 0.0)
     room = Room(lambda: 1)
@@ -91,7 +93,7 @@ async def test_who_leaves_as_its_turn_comes_has_left(turns: int, wakes: str, mon
 
 
 async def test_who_waits_has_begun_nowhere(directory: Path) -> None:
-    """Its engine does not know of it, and beyond the queue's limit it is refused."""
+    """The engine does not know of it, and beyond the queue's limit it is refused."""
     engine = FakeEngine(directory, length=40, step_s=0.02)
     engine.info = msgspec.structs.replace(engine.info, max_num_seqs=2)
     app = build_engine_app(engine, Tokenizer.load(directory))

@@ -1,4 +1,4 @@
-"""The router over fake prefill and decode engines: answers of one engine, and every way to go wrong."""
+"""The router over fake prefill and decode engines: answers of one engine, and every kind of failure."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_the_first_token_does_not_wait_for_the_handoff(directory: Path) ->
         async with session.post(f"{url}/v1/completions", json=body) as response:
             line = await asyncio.wait_for(response.content.readline(), 60.0)
             assert json.loads(line.removeprefix(b"data: "))["choices"][0]["text"] == "T"
-            await until(lambda: setup.decode.running == 1)  # its leg begins behind the token
+            await until(lambda: setup.decode.running == 1)  # its leg begins after the token
         await until(lambda: setup.decode.outcomes["aborted"] == 1 and setup.prefill.outcomes["aborted"] == 1)
 
 
@@ -289,7 +289,7 @@ async def test_router_metrics(directory: Path) -> None:
         assert 'baton:router_handoffs_total{outcome="completed"} 1.0' in text
         assert "baton:time_to_first_token_seconds_count 1.0" in text
         assert 'role="decode"' in text
-        # Those of the engines, with their names; what the router measures itself is there once.
+        # The engines' metrics, with engine names; what the router measures itself appears once.
         for role in ("prefill", "decode"):
             assert f'baton:fake_pages{{engine="{role}-engine",role="{role}"}} 7.0' in text
         assert text.count("# TYPE baton:fake_pages ") == 1

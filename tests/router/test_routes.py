@@ -1,4 +1,4 @@
-"""Where requests run: handed off where it pays, whole on one engine elsewhere, and never a wrong token."""
+"""Where requests run: handed off if that pays, otherwise on one engine, and never with a wrong token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = "a long prompt of which all tokens are bytes, and so " * 3
 
 
 def holding(cluster: Cluster) -> Cluster:
-    """Engines that find again what was handed to them."""
+    """Engines that find handed-over prompts in their caches again."""
     for engine in cluster.prefills + cluster.decodes:
         engine.info = msgspec.structs.replace(engine.info, kv_tokens=4096, prefix_step=1)
     return cluster
@@ -66,7 +66,7 @@ async def test_a_prompt_that_the_decode_engine_holds_needs_no_prefill_engine(dir
         cluster.stop(cluster.prefills[0])
         assert bare((await complete(session, url, prompt=LONG))[1]) == expected
         assert len(cluster.prefills[0].requests) == 1
-        # Whichever's turn it is, the engine that holds the prompt is asked.
+        # The engine that holds the prompt is used, whatever the policy.
         assert sorted(len(engine.requests) for engine in cluster.decodes) == [0, 3]
         cluster.cont(cluster.prefills[0])
         assert bare((await complete(session, url))[1]) == await expected_answer(directory, session)
@@ -81,7 +81,7 @@ async def test_a_prompt_that_the_decode_engine_holds_needs_no_prefill_engine(dir
 
 
 async def test_an_engine_that_has_evicted_it_declines(directory: Path) -> None:
-    """And nothing is recomputed behind anybody's back, whatever the ladder."""
+    """Nothing is recomputed silently, whatever the recovery setting."""
     cluster = holding(Cluster(directory, num_prefill=1, num_decode=1))
     async with cluster.run(max_local_prefill_length=40, recovery="none") as (url, session):
         expected = await expected_answer(directory, session, prompt=LONG)
@@ -137,7 +137,7 @@ async def test_one_role_does_all_when_the_other_is_gone(directory: Path, gone: s
 
 
 async def test_attempts_after_a_loss_count_where_they_ran(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An alarm on `no_decode_engine` must see requests that began as handoffs too."""
+    """An alarm on `no_decode_engine` must also see requests that began as handoffs."""
     caplog.set_level(logging.INFO, "baton")
     cluster = Cluster(directory, num_prefill=1, num_decode=1)
     lost = cluster.decodes[0]

@@ -1,4 +1,4 @@
-"""Pages that ask all engines: many clients that want one at once are one for the engines."""
+"""Pages that query all engines: concurrent client requests cause a single query."""
 
 from __future__ import annotations
 

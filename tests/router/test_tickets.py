@@ -1,4 +1,4 @@
-"""How long a router's tickets let legs come."""
+"""The lifetime of a router's tickets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client of one vLLM server, against a server that speaks as vLLM does."""
+"""The client of one vLLM server, against a fake one."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def chunks(of: VllmClient, request: GenerateRequest, **how: Any) -> list[T
 async def test_a_data_parallel_rank_is_an_engine_of_its_own(
     server: FakeVllm, session: aiohttp.ClientSession, url: str
 ) -> None:
-    """Each request names the rank, and no instance is without one where the server has several."""
+    """Each request names the rank, and each instance of a server with several must have one."""
     with pytest.raises(RequestError, match="has no such rank"):
         await client(session, f"{url}#dp_rank=1").info()
     server.has_ranks = True
@@ -131,7 +131,7 @@ async def test_who_an_engine_is_is_asked_once_per_life(
 
 
 def restart(server: FakeVllm) -> None:
-    """Another process with another model is at the same place at once."""
+    """Another process with another model takes the place at once."""
     server.name, server.fingerprint = "Q", '{"model.weights": "b"}'
     server.started = None if server.started is None else server.started + 1.0
 
@@ -145,7 +145,7 @@ async def test_a_server_that_restarts_between_two_looks_is_asked_anew(
     planned = msgspec.structs.replace(ask(), identity=token_identity((await engine.info()).fingerprint))
     assert await chunks(engine, planned)
     assert len(server.legs("identify")) == 1
-    # A leg is not sent to one that was not seen for so long, and may be another.
+    # A leg is not sent to a server that was not checked for so long: it may be another one.
     monkeypatch.setattr(vllm_client, "_UNSEEN_S", 0.0)
     assert await chunks(engine, planned)
     assert await engine.info()
@@ -163,7 +163,7 @@ async def test_a_server_that_restarts_between_two_looks_is_asked_anew(
 async def test_a_leg_is_no_sign_of_life(
     server: FakeVllm, session: aiohttp.ClientSession, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Legs that begin one after the other do not keep an identity that nobody has confirmed."""
+    """Successive legs do not keep an unconfirmed identity."""
     clock = [100.0]
     monkeypatch.setattr(vllm_client, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     server.started = 1.7e9
@@ -192,7 +192,7 @@ async def test_a_server_without_the_connector_or_the_role(
 async def test_its_clock_is_read_again(
     server: FakeVllm, session: aiohttp.ClientSession, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tickets expire by it, and clocks drift. A server that has no time to answer keeps its name."""
+    """Tickets expire by it, and clocks drift. A server that is too busy to answer keeps its identity."""
     asked, identity = client(session, url), server.identity()
     first = (await asked.info()).clock
     monkeypatch.setattr(server, "identity", lambda: identity | {"clock": 5e6})
@@ -267,7 +267,7 @@ async def test_a_resumed_request_goes_on_at_its_position(
 
 
 def test_noise_is_of_the_position_and_the_sample() -> None:
-    """A server draws from the start of its seed's noise: what follows known tokens must not have drawn theirs."""
+    """A server draws from the start of its seed's noise: tokens after known ones must not reuse their noise."""
     legs = [body(ask(known=known, seed=2**63 - 1, sample_index=index)) for known in range(3) for index in range(3)]
     seeds = [leg["seed"] for leg in legs]
     assert len(set(seeds)) == len(seeds)
@@ -292,7 +292,7 @@ def test_grammars_go_to_the_server_and_do_not_survive_a_resumption() -> None:
 
 
 def test_bad_words_go_to_the_server_and_do_not_survive_a_resumption() -> None:
-    """A server looks for the beginning of a word in its own output alone."""
+    """A server looks for the beginning of a word only in its own output."""
     for first_only in (False, True):
         assert body(ask(bad_words=("a", "b c")), first_only=first_only)["bad_words"] == ["a", "b c"]
     assert "bad_words" not in body(ask())

@@ -55,7 +55,7 @@ async def test_a_prefill_server_that_fails_is_avoided(directory: Path, name: str
     second = FakeVllm(directory, name="P2", kind=CONNECTORS[name], shared=pair.p.shared)
     async with pair.run(recovery="source") as (url, session), second.serve() as other:
         if name == "BatonConnector" and not seed and fail != "broken":
-            # The decode server notices by itself that nothing comes, and computes.
+            # The decode server notices by itself that no KV comes, and computes.
             pair.d.kind = "alone"
             status, answer = await complete(session, url)
             assert (status, answer["choices"][0]["token_ids"]) == (200, said(6))
@@ -96,7 +96,7 @@ async def test_a_stream_that_began_ends_in_an_error(directory: Path, name: str, 
 @pytest.mark.parametrize("way", [w for w in WAYS if w != ("BatonConnector", False)])
 @pytest.mark.parametrize("fault", ["silent", "abort"])
 async def test_a_request_of_one_token_goes_on_elsewhere(directory: Path, way: tuple[str, bool], fault: str) -> None:
-    """Only the prefill server serves it, so it is that server whose silence or failure counts."""
+    """Only the prefill server serves it, so only that server's silence or failure counts."""
     pair = Pair(directory, *way)
     second = FakeVllm(directory, name="P2", kind=CONNECTORS[way[0]], shared=pair.p.shared)
     async with pair.run() as (url, session), second.serve() as other:
@@ -113,7 +113,9 @@ async def test_a_request_of_one_token_goes_on_elsewhere(directory: Path, way: tu
 
 
 async def test_an_error_of_a_decode_server_that_is_well_is_its_prefill_servers(directory: Path) -> None:
-    """vLLM says so where KV could not be had: another prefill server is asked, whoever's turn it is."""
+    """vLLM reports such an error if the KV could not be fetched: another prefill server is used, whatever the
+    policy.
+    """
     pair = Pair(directory)
     pair.d.fail, pair.d.fail_role, pair.d.step_s = "stream", "decode", 0.2
     second = FakeVllm(directory, name="P2", kind="baton", shared=pair.p.shared)
@@ -129,7 +131,7 @@ async def test_an_error_of_a_decode_server_that_is_well_is_its_prefill_servers(d
 
 
 async def test_a_busy_prefill_server_is_told_all_the_same(directory: Path) -> None:
-    """What it is told may wait for its turn longer than a leg is drained."""
+    """The message may wait for its turn longer than a leg is drained."""
     pair = Pair(directory)
     pair.d.fail, pair.d.fail_role, pair.p.halted = "broken", "decode", "cancel"
     async with pair.run(recovery="none", timers=replace(QUICK, drain=0.05)) as (url, session):
@@ -194,7 +196,7 @@ async def test_a_client_that_leaves_while_the_decode_server_is_not_asked_yet(dir
 @pytest.mark.parametrize(("name", "seed"), WAYS)
 @pytest.mark.parametrize("penalty", [0.0, 0.5])
 async def test_a_lost_decode_server_costs_no_token(directory: Path, name: str, seed: bool, penalty: float) -> None:
-    """Another goes on, unless that would change what follows."""
+    """Another server continues, unless that would change the following tokens."""
     pair = Pair(directory, name, seed)
     second = FakeVllm(directory, name="D2", kind=CONNECTORS[name], shared=pair.p.shared)
     if seed and penalty:
@@ -202,7 +204,7 @@ async def test_a_lost_decode_server_costs_no_token(directory: Path, name: str, s
     async with pair.run() as (url, session), second.serve() as other:
         await join(session, url, other, "decode")
         pair.d.fail, pair.d.fail_after = "cut", 3
-        for _ in range(2):  # they take turns
+        for _ in range(2):  # they alternate
             status, answer = await complete(session, url, frequency_penalty=penalty)
             if not pair.legs()[1]:
                 continue
@@ -218,7 +220,7 @@ async def test_a_lost_decode_server_costs_no_token(directory: Path, name: str, s
 async def test_a_stream_does_not_go_on_with_a_model_that_nobody_looked_at(
     directory: Path, monkeypatch: pytest.MonkeyPatch, seed: bool
 ) -> None:
-    """The decode server is another process with another model at once, and the router looks only once a minute."""
+    """The decode server is at once another process with another model, and the router checks only once a minute."""
     monkeypatch.setattr(vllm_client, "_UNSEEN_S", 0.0)
     pair = Pair(directory, "BatonConnector", seed)
     d, complete_of = pair.d, pair.d._complete
@@ -243,7 +245,7 @@ async def test_a_stream_does_not_go_on_with_a_model_that_nobody_looked_at(
         problem = (await status_of(session, url))["engines"][1]["problem"]
     events = [json.loads(line) for line in lines]
     tokens = [token for event in events for choice in event.get("choices", ()) for token in choice["token_ids"]]
-    assert tokens == said(12)  # the prefill server went on alone
+    assert tokens == said(12)  # the prefill server continued alone
     assert len(d.legs("decode")) == 1
     assert "model.weights" in problem
 

@@ -44,7 +44,7 @@ async def test_two_servers_answer_as_one_does(directory: Path, name: str, seed: 
 async def test_chat_has_as_many_alternatives_as_were_asked_for(
     directory: Path, name: str, seed: bool, num_top: int | None
 ) -> None:
-    """vLLM's completions have the chosen token besides."""
+    """vLLM's completions contain the chosen token in addition."""
     pair = Pair(directory, name, seed)
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "logprobs": True, "top_logprobs": num_top}
     async with pair.run() as (url, session):
@@ -78,7 +78,7 @@ async def test_an_end_at_the_first_token_streamed(directory: Path, name: str, se
         async with session.post(f"{url}/v1/completions", json={**BODY, "stream": True}) as response:
             events = [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: {")]
         assert [c["finish_reason"] for e in events for c in e["choices"]] == ["stop"]
-        if seed:  # nobody will come for what the prefill server holds
+        if seed:  # D will fetch nothing from the prefill server
             await until(lambda: pair.p.legs("cancel"))
             cancelled = pair.p.legs("cancel")[0]["kv_transfer_params"]["baton"]["ticket"]
             assert cancelled == pair.p.legs("prefill")[0]["kv_transfer_params"]["baton"]["ticket"]
@@ -131,7 +131,7 @@ async def test_without_seeding_they_are_served(directory: Path) -> None:
         assert (await complete(session, url, seed=3, stop=["x"], presence_penalty=0.5))[0] == 200
 
 
-# ---------------------------------------------------------------- first tokens that differ
+# ---------------------------------------------------------------- diverging first tokens
 
 
 @pytest.mark.parametrize("name", CONNECTORS)
@@ -183,7 +183,7 @@ async def test_a_token_that_the_measure_does_not_know(directory: Path) -> None:
 
 @pytest.mark.parametrize("name", ["BatonConnector", "NixlPushConnector"])
 async def test_a_first_token_may_come_late(directory: Path, name: str) -> None:
-    """The decode server said it first and has gone on: the client has its tokens, and keeps them."""
+    """The decode server sent the first token before the prefill server, and the client keeps its tokens."""
     pair = Pair(directory, name)
     async with pair.run() as (url, session):
         pair.d.kind = "alone"
@@ -215,7 +215,9 @@ async def test_a_measure_that_fails_is_no_excuse(directory: Path) -> None:
 @pytest.mark.parametrize("name", CONNECTORS)
 @pytest.mark.parametrize("why", ["drawn", "not computed to the end"])
 async def test_a_token_that_is_not_the_requests_is_not_shown(directory: Path, name: str, why: str) -> None:
-    """The decode server's counts: it draws in a verification step, or the prefill server left out the last token."""
+    """The decode server's token counts: it samples in a verification step, or the prefill server omitted the last
+    token.
+    """
     pair = Pair(directory, name, num_drafts=3 if why == "drawn" else 0)
     pair.p.says = {5: 33, 4: 33}
     if why != "drawn":

@@ -1,4 +1,4 @@
-"""What the router says of drafts that vLLM does not tell it of."""
+"""The router's usage report of drafts, which vLLM does not report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router over a prefill and a decode server that speak as vLLM does."""
+"""A router over a fake vLLM prefill and decode server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.router.fake_vllm import FakeVllm, Kind, Shared, token_at
 from tests.server import fake_serving
 from tests.server.fake_serving import ADMIN_TOKEN, KEY, served
 
-# Servers and router share one loop, which other tests may hold up for a while.
+# Servers and router share one loop, which other tests may block for a while.
 QUICK = RouterTimers(check=0.05, answer=1.5, lease=2.0, patience=1.0)
 CONNECTORS: dict[str, Kind] = {"BatonConnector": "baton", "NixlConnector": "pull", "NixlPushConnector": "push"}
 WAYS = [(name, False) for name in CONNECTORS] + [("BatonConnector", True)]
@@ -50,7 +50,7 @@ class Pair:
             yield url, await stack.enter_async_context(aiohttp.ClientSession())
 
     def legs(self) -> list[list[str]]:
-        """Roles of the requests that each server was sent, questions about itself apart."""
+        """Roles of the requests that each server got, without identity requests."""
         return [[r for r in map(s._role, s.asked) if r != "identify"] for s in (self.p, self.d)]
 
 
