@@ -37,10 +37,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """`nbytes` bytes at `address` on CUDA device number `device`. They must stay allocated while they are registered.
-
-    `enter` makes the device's context current on the calling thread.
-    """
+    """`nbytes` bytes at `address` on CUDA device number `device`, allocated for as long as they are registered. `enter`
+    makes the device's context current on the calling thread."""
 
     address: int
     nbytes: int
@@ -75,7 +73,7 @@ class Operation:
 
     @property
     def error(self) -> str | None:
-        """Why it failed; None while pending and if done."""
+        """None while pending and if done."""
         return self._error
 
     def wait(self, timeout: float | None = None) -> CopyState:
@@ -95,7 +93,7 @@ class Operation:
         callback()
 
     def start(self) -> bool:
-        """For transports: mark that the first byte is about to move. False if the operation has already ended."""
+        """For transports: the first byte is about to move. False if the operation has already ended."""
         with self._lock:
             self._started = True
             return self._state == "pending"
@@ -128,7 +126,7 @@ class Peer(Protocol):
         ...
 
     def alive(self) -> bool:
-        """False once the peer has closed its transport or died."""
+        """False once the peer has closed its transport or died, or after `disconnect`."""
         ...
 
     def fenced(self) -> bool:
@@ -145,9 +143,7 @@ class Transport(Protocol):
     """One side's end of all its connections. Methods may be called from any thread."""
 
     @property
-    def scheme(self) -> str:
-        """The URI scheme that selects it."""
-        ...
+    def scheme(self) -> str: ...
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
         """Zeroed memory `[nbytes]` uint8 that can be registered. `name` is for humans.
@@ -157,7 +153,7 @@ class Transport(Protocol):
         ...
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Open `regions` to peers, once. Returns the descriptor for a peer's `connect`. A region's index is its
+        """Open `regions` to peers, once, and return the descriptor for a peer's `connect`. A region's index is its
         position. All regions are in host memory, or all on one device.
 
         Raises `TransportError` for memory that the transport cannot open, or at a second call.
@@ -198,15 +194,14 @@ class Transport(Protocol):
 
 
 def future_of(make: Callable[[], Peer]) -> Future[Peer]:
-    """For transports that connect without waiting: a finished future with what `make` returned or raised."""
+    """For transports that connect without waiting: a finished future."""
     future: Future[Peer] = Future()
     settle(future, make)
     return future
 
 
 def settle(future: Future[Peer], make: Callable[[], Peer]) -> None:
-    """For transports: run `make` and finish `future` with its result. Errors other than Baton's become
-    `TransportError`."""
+    """For transports: finish `future` with the result of `make`. Errors other than Baton's become `TransportError`."""
     try:
         peer = make()
     except BatonError as error:

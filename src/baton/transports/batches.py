@@ -39,7 +39,6 @@ class Job:
         return None if self.at == self.num_batches else f"cancelled after {self.at} of {self.num_batches} batches"
 
     def batch(self) -> Runs:
-        """Rows of batch `at`."""
         return self.rows[self.bounds[self.at] : self.bounds[self.at + 1]]
 
 

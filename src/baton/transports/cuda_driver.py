@@ -100,7 +100,6 @@ class CudaDriver:
         return address, int(nbytes)
 
     def unmap(self, address: int) -> None:
-        """Undo one `open`."""
         self._call(self._api.cuIpcCloseMemHandle(address))
 
     def copy(self, rows: Runs, source: int, dest: int) -> Launch:

@@ -160,6 +160,5 @@ class CudaIpcLibrary(Library):
 
 
 def create(query: dict[str, str]) -> RemoteTransport:
-    """The factory of `cuda_ipc://`, which has no options. Raises `ConfigError` for any."""
     refuse_options("cuda_ipc", query)
     return RemoteTransport(CudaIpcLibrary(), _LOOPBACK)

@@ -60,7 +60,7 @@ class Driver:
     # ------------------------------------------------------------ any thread
 
     def post(self, action: Callable[[], None]) -> None:
-        """Run `action` on the driver's thread, soon."""
+        """Run `action` on the driver's thread."""
         self._calls.put(action)
         self.lifeline.wake()
 
@@ -104,7 +104,6 @@ class Driver:
     # ------------------------------------------------------------ the thread: peers and their jobs
 
     def add(self, peer: RemotePeer, metadata: bytes) -> None:
-        """Make a peer and its endpoint known."""
         if peer.endpoint not in self._added:
             self._library.add(peer.endpoint, metadata)
             self._added.add(peer.endpoint)
@@ -121,7 +120,6 @@ class Driver:
             self.lifeline.hang_up(peer.line)
 
     def begin(self, peer: RemotePeer, job: Job) -> None:
-        """Queue a job after the peer's others."""
         if peer.broken is not None or peer not in self.peers:
             job.operation.end(peer.broken or "the peer is gone")
             return
@@ -130,7 +128,7 @@ class Driver:
         peer.jobs.append(job)
 
     def drop_cancelled(self) -> None:
-        """End cancelled operations that have no batch in flight, anywhere in a queue."""
+        """End cancelled operations that have no batch in flight."""
         for peer in self.peers:
             for job in [job for job in peer.jobs if job.handle is None and job.operation.flags[0]]:
                 self._end(peer, job, job.left())
@@ -139,7 +137,7 @@ class Driver:
         return [peer for peer in self.peers if peer.endpoint == endpoint and peer.broken is None]
 
     def _break(self, endpoint: str, error: str) -> None:
-        """Give up the connection to an endpoint. Each operation ends when none of its bytes can be outstanding."""
+        """Each operation ends when none of its bytes can be outstanding."""
         for peer in self._users(endpoint):
             peer.broken = error
         self._settle(endpoint)
@@ -206,7 +204,7 @@ class Driver:
         line.send(_DRAINED)
 
     def _step(self, peer: RemotePeer) -> bool:
-        """Issue, check or end the peer's first operation. True if anything changed."""
+        """Returns True if anything changed."""
         if not peer.jobs:
             return False
         if peer.broken is not None:

@@ -61,7 +61,7 @@ SeedsT = TypeVar("SeedsT")  # a type of the handoff
 
 
 class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of a defect; see the module's docstring."""
+    """See the module's docstring for the options."""
 
     fault: FaultKind
     region: int | None = None
@@ -85,7 +85,7 @@ def parse_fault(query: dict[str, str]) -> tuple[FaultSpec, dict[str, str]]:
 
 
 class _FaultyOperation(Operation):
-    """An operation that the wrapper runs. `guard` orders its steps with a cancel."""
+    """`guard` orders its steps with a cancel."""
 
     __slots__ = ("copies", "direction", "guard", "inner", "peer", "stop")
 

@@ -41,8 +41,6 @@ _TENSOR = "bytes"
 
 
 class FileOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the URI."""
-
     host: str = "127.0.0.1"
 
 
@@ -78,8 +76,6 @@ class Batch:
 
 
 class FileLibrary(Library):
-    """Copies through a store."""
-
     scheme = "file"
 
     def __init__(self, options: FileOptions) -> None:
@@ -103,7 +99,7 @@ class FileLibrary(Library):
         return self._lifeline.contact.secret.hex(), b""
 
     def add(self, endpoint: str, metadata: bytes) -> None:
-        """Nothing to do: batches use the peer's line."""
+        """Batches use the peer's line."""
 
     def remove(self, endpoint: str) -> bool:
         """Nothing can be cut: a worker here or a living peer may still process a batch."""
@@ -246,6 +242,5 @@ def _locate(spans: list[ByteArray], runs: Runs) -> tuple[ByteArray, Runs, Runs]:
 
 
 def create(query: dict[str, str]) -> RemoteTransport:
-    """The factory of `file://`. Raises `ConfigError`."""
     options = read_options("file", query, FileOptions)
     return RemoteTransport(FileLibrary(options), options.host)

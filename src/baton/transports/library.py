@@ -1,4 +1,4 @@
-"""The interface between `RemoteTransport` and a transfer library, and the peer that both share."""
+"""The interface between `RemoteTransport` and a transfer library."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Library:
         raise TransportError(f"the {self.scheme} transport opens the host's memory, not that of a device")
 
     def add(self, endpoint: str, metadata: bytes) -> None:
-        """Register an endpoint with the library. Raises `ProtocolError` for a bad name or bad metadata."""
+        """Raises `ProtocolError` for a bad name or bad metadata."""
         raise NotImplementedError
 
     def remove(self, endpoint: str) -> bool:
@@ -118,9 +118,9 @@ class Library:
         """Let a library that `polls` move bytes."""
 
     def take_in(self) -> None:
-        """Receive everything that a peer that is gone had sent to this process, then return."""
+        """Receive everything that a peer that is gone had sent to this process."""
         raise NotImplementedError
 
     def on_frame(self, line: Line, frame: bytes) -> None:
-        """Handle a frame of the library's own protocol."""
+        """A frame of the library's own protocol."""
         line.abort()

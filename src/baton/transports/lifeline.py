@@ -75,7 +75,7 @@ class Line:
                 self.socket.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[bytes | None]:
-        """Frames that have arrived, then None if the line has ended."""
+        """Ends with None if the line has ended."""
         frames: list[bytes | None] = []
         try:
             data = self.socket.recv(RECEIVED_BYTES, socket.MSG_DONTWAIT)
@@ -143,10 +143,8 @@ class Lifeline:
                 os.eventfd_write(self._waker, 1)
 
     def dial(self, contact: Contact) -> Line:
-        """Connect to another lifeline and present its secret. Blocks until it has answered.
-
-        Raises `TransportError` if it does not within `DIAL_TIMEOUT_S`.
-        """
+        """Connect to another lifeline and present its secret. Blocks; raises `TransportError` if there is no answer
+        within `DIAL_TIMEOUT_S`."""
         try:
             sock = socket.create_connection((contact.host, contact.port), DIAL_TIMEOUT_S)
         except (OSError, OverflowError, UnicodeError) as error:
@@ -231,13 +229,13 @@ class Lifeline:
         line.close()
 
     def say_bye(self) -> None:
-        """Tell all peers that no copy of this side is outstanding."""
+        """No copy of this side is outstanding."""
         for key in list((self._selector.get_map() or {}).values()):
             if isinstance(key.data, Line):
                 key.data.send(BYE)
 
     def close(self) -> None:
-        """Close all lines, and the port. Idempotent."""
+        """Idempotent."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._dialled.get_nowait().close()

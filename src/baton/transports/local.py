@@ -1,7 +1,4 @@
-"""`local://`: copies within one process, for tests. Fence: the peer's `close`.
-
-A descriptor names an entry in a table of this process, so no other process can use it.
-"""
+"""`local://`: copies within one process, for tests. Fence: the peer's `close`."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _open: dict[bytes, list[ByteArray]] = {}
 
 
 class LocalTransport(MemoryTransport):
-    """One endpoint in this process. Any flat uint8 array can be a region."""
+    """Any flat uint8 array can be a region."""
 
     scheme = "local"
 
@@ -56,6 +53,5 @@ class LocalTransport(MemoryTransport):
 
 
 def create(query: dict[str, str]) -> LocalTransport:
-    """The factory of `local://`, which has no options. Raises `ConfigError` for any."""
     refuse_options("local", query)
     return LocalTransport()

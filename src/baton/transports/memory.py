@@ -41,7 +41,6 @@ class MemoryPeer:
         return [region.size for region in self.regions]
 
     def alive(self) -> bool:
-        """False once the peer has closed its transport or died, or after `disconnect`."""
         return self.connected and self.is_alive()
 
     def fenced(self) -> bool:
@@ -67,11 +66,11 @@ class MemoryTransport:
         raise NotImplementedError
 
     def _describe(self, regions: list[ByteArray]) -> bytes:
-        """The descriptor of `regions`. Raises `TransportError` for memory that cannot be opened to peers."""
+        """Raises `TransportError` for memory that cannot be opened to peers."""
         raise NotImplementedError
 
     def _map(self, descriptor: bytes) -> MemoryPeer:
-        """Map the memory that `descriptor` names. Raises `ProtocolError` or `TransportError` as `connect` does."""
+        """Raises `ProtocolError` or `TransportError` as `connect` does."""
         raise NotImplementedError
 
     def _release(self) -> None:

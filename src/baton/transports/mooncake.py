@@ -38,16 +38,12 @@ _MAX_PEERS = 64  # batches at a time, one per peer
 
 
 class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the URI."""
-
     host: str = "127.0.0.1"
     protocol: Literal["tcp", "rdma"] = "tcp"
     device: str = ""
 
 
 class MooncakeLibrary(Library):
-    """One Transfer Engine."""
-
     scheme = "mooncake"
 
     def __init__(self, options: MooncakeOptions) -> None:
@@ -122,10 +118,7 @@ class MooncakeLibrary(Library):
 
 
 def load_engine() -> Any:
-    """Import Mooncake's class TransferEngine.
-
-    Raises `ConfigError` if the package, or a library that it needs, is missing.
-    """
+    """Raises `ConfigError` if the package, or a library that it needs, is missing."""
     os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
     try:
         return importlib.import_module("mooncake.engine").TransferEngine
@@ -146,6 +139,5 @@ def _hint(library: str) -> str:
 
 
 def create(query: dict[str, str]) -> RemoteTransport:
-    """The factory of `mooncake://`. Raises `ConfigError`."""
     options = read_options("mooncake", query, MooncakeOptions)
     return RemoteTransport(MooncakeLibrary(options), options.host)

@@ -12,7 +12,7 @@ from baton.transports.copying import copy_runs
 
 
 class Mover:
-    """Runs submitted jobs in order on a thread, which sleeps if there are none."""
+    """Runs jobs in order on a thread."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()

@@ -12,9 +12,9 @@ announced copies. NIXL cannot stop a batch, and reports nothing about a batch on
 is cut only when its batch has ended. A failed write ends after the peer has received what had arrived, or can no longer
 be reached.
 
-Fence: the peer's orderly close, announced after its last operation; or the death of its process on this host, seen by
-pidfd, after which this side makes enough rounds of progress to receive everything left in sockets and queues. A process
-that dies on another host is neither alive nor fenced: its bytes may still be on the wire.
+Fence: the peer's orderly close, after its last operation; or the death of its process on this host (pidfd), after
+enough rounds of progress to receive everything left in sockets and queues. A process that dies on another host is
+neither alive nor fenced: its bytes may still be on the wire.
 """
 
 from __future__ import annotations
@@ -45,15 +45,11 @@ _TURN_ROUNDS = 16
 
 
 class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the URI."""
-
     host: str = "127.0.0.1"
     backend: str = "UCX"
 
 
 class NixlLibrary(Library):
-    """One NIXL agent."""
-
     scheme = "nixl"
     polls = True
 
@@ -139,10 +135,8 @@ class NixlLibrary(Library):
 
 
 def load_api() -> Any:
-    """Import NIXL's Python API, from whichever of its packages is installed.
-
-    Raises `ConfigError` if there is none, or a library that it needs is missing.
-    """
+    """Import NIXL's Python API from any of its packages. Raises `ConfigError` if there is none, or a library that it
+    needs is missing."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     # NIXL's wheel has its own ibverbs library, which loads the system's RDMA drivers and so the system's libnl beside
     # the wheel's. Unless the system's is loaded first, the process crashes at exit.
@@ -160,6 +154,5 @@ def load_api() -> Any:
 
 
 def create(query: dict[str, str]) -> RemoteTransport:
-    """The factory of `nixl://`. Raises `ConfigError`."""
     options = read_options("nixl", query, NixlOptions)
     return RemoteTransport(NixlLibrary(options), options.host)

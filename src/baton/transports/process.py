@@ -17,8 +17,7 @@ from baton.errors import ProtocolError
 
 
 class Contact(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The address and secret of a lifeline, and its process. Processes with a common pid namespace have equal
-    `host_key`s."""
+    """A lifeline's address, secret and process. Processes with a common pid namespace have equal `host_key`s."""
 
     host: str
     port: int

@@ -1,8 +1,8 @@
 """Transports by name or URI: `shm`, `nixl://?host=10.0.0.5`, `file:///mnt/kv`, `faulty+shm://?fault=shift-page`.
 
-A transport's module is imported when its name is first used. Another package adds a transport by an entry point in the
-group `baton.transports`, named after the scheme. It loads to a factory that takes the URI's query as a dict of strings
-and raises `ConfigError` for an unknown option.
+A transport's module is imported at first use. Another package adds a transport by an entry point in the group
+`baton.transports`, named after the scheme. It loads to a factory that takes the URI's query as a dict of strings and
+raises `ConfigError` for an unknown option.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OF_ONE_USER = ("local", "shm", "cuda_ipc")
 
 
 def read_options(scheme: str, query: dict[str, str], kind: type[OptionsT]) -> OptionsT:
-    """The options of a URI. Raises `ConfigError` for one that does not exist or is out of range."""
+    """Raises `ConfigError` for an option that does not exist or is out of range."""
     try:
         return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -111,8 +111,8 @@ def check_device(uri: str, device: str, field: str) -> None:
 
 
 def default_integrity(uri: str) -> Integrity:
-    """ "sampled" for transports over a network or a disk, since a damaged page in the prefix cache would affect other
-    requests; "off" for transports that move bytes by `memcpy`.
+    """The default is "sampled" for transports over a network or a disk, since a damaged page in the prefix cache would
+    affect other requests, and "off" for those that move bytes by `memcpy`.
 
     Raises `ConfigError` as `parse_uri` does.
     """
@@ -120,8 +120,8 @@ def default_integrity(uri: str) -> Integrity:
 
 
 def create_transport(uri: str) -> Transport:
-    """Build the transport of a name or URI, see `parse_uri`. Also raises `ConfigError` for an unknown option or a value
-    out of range."""
+    """Takes a name or URI as `parse_uri` does. Also raises `ConfigError` for an unknown option or a value out of
+    range."""
     scheme, query = parse_uri(uri)
     _, plus, inner = scheme.rpartition("+")
     factory: NewTransport = _factories()[inner].load()

@@ -42,8 +42,8 @@ MAX_REGIONS = 1024
 
 
 class RemoteDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The content of a descriptor. `endpoint` and `metadata` are the library's. Regions are (address, bytes), on CUDA
-    device number `device`, or on the host if that is None."""
+    """`endpoint` and `metadata` are the library's. Regions are (address, bytes), on CUDA device number `device`, or on
+    the host if that is None."""
 
     scheme: str
     endpoint: str

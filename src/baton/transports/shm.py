@@ -63,8 +63,7 @@ class _Descriptor(msgspec.Struct, frozen=True, tag="baton-shm-2", forbid_unknown
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """A segment of this transport. Its open file holds a lock, which shows others, across pid namespaces, that this
-    transport is open."""
+    """Its open file holds a lock, which shows others, across pid namespaces, that this transport is open."""
 
     name: str
     fd: int
@@ -81,7 +80,7 @@ def _map_file(fd: int, nbytes: int) -> ByteArray:
 
 
 class ShmTransport(MemoryTransport):
-    """One endpoint on this host. Regions must be in memory from `allocate`."""
+    """Regions must be in memory from `allocate`."""
 
     scheme = "shm"
 
@@ -240,6 +239,5 @@ def _open_segment(segment: _SegmentName) -> int:
 
 
 def create(query: dict[str, str]) -> ShmTransport:
-    """The factory of `shm://`, which has no options. Raises `ConfigError` for any."""
     refuse_options("shm", query)
     return ShmTransport()

@@ -8,7 +8,7 @@ An entry appears atomically, by a rename. Nothing is synchronised to the disk, s
 `get` always checks the digest, and removes an entry that is truncated, altered or not a regular file. Above `max_bytes`
 the least recently used entries are removed, but none used in the last `KEEP_S` seconds, which a reader may be about to
 read: a store full of such entries refuses more. The digest finds damage, not intent: whoever can write to the directory
-can forge an entry under a named key.
+can forge an entry under a named key, though not under a digest.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _DIGEST = "baton-digest"
 
 
 class Entry(NamedTuple):
-    """An entry of the store: tensors by name, each uint8 `[bytes]`, and the strings stored with them."""
+    """Tensors by name, each uint8 `[bytes]`, and the strings stored with them."""
 
     tensors: dict[str, ByteArray]
     about: dict[str, str]
 
 
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of a `file://` URI: the store's directory, and the maximum bytes of all entries."""
+    """The store's directory, and the maximum bytes of all entries."""
 
     path: Annotated[str, msgspec.Meta(min_length=1)] = os.path.join("~", ".cache", "baton", "kv")
     max_bytes: int = 8 << 30
@@ -211,8 +211,8 @@ class FileStore:
 
 
 def open_store(uri: str) -> FileStore:
-    """The store of `file:///DIRECTORY?max_bytes=N`. Raises `ConfigError` for an option that does not exist or is out of
-    range, and for a directory that cannot be used."""
+    """The store of `file:///DIRECTORY?max_bytes=N`. Raises `ConfigError` for a wrong option, or a directory that cannot
+    be used."""
     options = read_options(*parse_uri(uri), StoreOptions)
     return FileStore(options.path, options.max_bytes)
 

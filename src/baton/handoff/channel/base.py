@@ -20,8 +20,6 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's own clock."""
-
     def monotonic(self) -> float:
         return time.monotonic()
 
@@ -51,9 +49,7 @@ class ControlChannel(Protocol):
     """The methods of `baton.handoff.channel.sockets.Channel` that the agent uses."""
 
     @property
-    def address(self) -> str:
-        """The address that others dial."""
-        ...
+    def address(self) -> str: ...
 
     @property
     def malformed(self) -> int:
@@ -64,9 +60,7 @@ class ControlChannel(Protocol):
         """Open a session. Raises `ProtocolError` for an address that cannot be dialled."""
         ...
 
-    def drop(self, connection: Connection) -> None:
-        """Forget a session."""
-        ...
+    def drop(self, connection: Connection) -> None: ...
 
     def send(self, connection: Connection, message: Message) -> None:
         """Send or drop; never block. Raises `ProtocolError` for a message over its size limit."""
@@ -78,8 +72,6 @@ class ControlChannel(Protocol):
 
 
 class Worker(Protocol):
-    """Runs work outside the agent's thread."""
-
     def start(self, job: Callable[[], None]) -> None:
         """Run `job` soon, after earlier jobs. Never blocks."""
         ...

@@ -21,21 +21,21 @@ class Timers:
     An unanswered message is repeated after `round_trips` measured round trips, within `[retry_min, retry]` (after
     `retry` if nothing is measured), then after twice as long each time, up to `retry`.
 
-    A peer that is silent for its lease is evicted. Leases are relative: each engine announces its own, and the other
-    measures it by its own clock from each message on. `lease` must be at least three times `renew`.
+    RENEW is sent every `renew`. A peer that is silent for its lease is evicted. Each engine announces its own `lease`,
+    at least three times `renew`, and the other measures it by its own clock from each message on.
 
     `handoff` limits a handoff from REGISTER on; earlier waits in queues do not count. An agent whose thread has not
-    completed a loop for `hang` seconds is lost, see `baton.handoff.node.agent.HandoffAgent`.
+    completed a loop for `hang` seconds is lost.
 
     Raises `ConfigError` for durations that contradict each other.
     """
 
-    retry: float = 1.0  # longest time before an unanswered message is repeated
-    retry_min: float = 0.05  # shortest such time
+    retry: float = 1.0
+    retry_min: float = 0.05
     round_trips: float = 8.0
-    check: float = 0.1  # between checks of deadlines, leases and whether peers live
-    renew: float = 1.0  # between RENEWs on each session
-    lease: float = 5.0  # peers evict this engine after so long a silence
+    check: float = 0.1  # between checks of deadlines, leases and lives of peers
+    renew: float = 1.0
+    lease: float = 5.0
     handoff: float = DEFAULT_HANDOFF_TIMEOUT_S
     close: float = 5.0  # closing waits at most this long for copies to end
     hang: float = 30.0
@@ -60,11 +60,10 @@ class Timers:
 class AgentConfig:
     """This engine's identity on the control channel, and its handling of failures.
 
-    `incarnation` differs for each process. `fingerprint`: the fields that must be equal on both engines (model,
-    drafter, tokenizer, ...); geometry and `integrity` are added to it. `ticket_key`: the router's. Without `keys`, all
-    engines share one key pair, derived from the ticket key (`TicketKeys`), and stay on loopback. `integrity`: how much
-    of the KV is digested. `max_retries` bounds, per attempt, the failed copies that are issued again, and the rounds of
-    repair.
+    `incarnation` differs for each process. `fingerprint`: the fields that must be equal on both engines; geometry and
+    `integrity` are added. `ticket_key`: the router's. Without `keys`, all engines share the key pair of the ticket key
+    (`TicketKeys`), and stay on loopback. `integrity`: how much of the KV is digested. `max_retries` bounds, per
+    attempt, the failed copies that are issued again, and the rounds of repair.
 
     Raises `ConfigError` for `max_retries` out of range.
     """

@@ -1,4 +1,4 @@
-"""The transport's connections of one rank, opened and closed in the background: no call waits."""
+"""Opens and closes the transport's connections in the background: no call waits."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class _Refused(NamedTuple):
 
 
 class TransportEnds:
-    """This engine's ends of its transport's connections. For one thread; `wake` is called on any thread when connecting
-    has ended."""
+    """This rank's transport connections. For one thread; `wake` is called on any thread when connecting has ended."""
 
     def __init__(self, transport: Transport, clock: Clock, wake: Callable[[], None]) -> None:
         self._transport = transport
@@ -81,11 +80,10 @@ class TransportEnds:
             del self._refused[next(iter(self._refused))]
 
     def abandon(self, future: Future[Peer]) -> None:
-        """Nobody waits for this connection any more."""
         self._abandoned.append(future)
 
     def poll(self) -> None:
-        """Disconnect abandoned connections that have been established after all."""
+        """Disconnect abandoned connections that were established after all."""
         for future in [future for future in self._abandoned if future.done()]:
             self._abandoned.remove(future)
             if future.exception() is None:

@@ -104,7 +104,7 @@ class Gate:
         log.warning(text)
 
     def close(self) -> None:
-        """Close this gate's own sockets, not the ROUTER."""
+        """The ROUTER stays open."""
         self._router.disable_monitor()
         self._monitor.close(0)
         self._zap.close(0)

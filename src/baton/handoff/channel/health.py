@@ -10,7 +10,7 @@ MAX_SUSPECTS = 1024
 
 
 class Health:
-    """How the handoffs from each rank of an engine process ended. For one thread."""
+    """For one thread."""
 
     def __init__(self) -> None:
         self._repaired: dict[tuple[str, int], int] = {}  # by process and rank: repaired handoffs in a row

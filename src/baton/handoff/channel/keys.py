@@ -111,7 +111,6 @@ class TicketKeys:
         self.public = _public_of(self.secret)
 
     def public_of(self, engine_id: str) -> bytes | None:
-        """The pair's public key."""
         return self.public
 
     def engine_of(self, public: bytes) -> str | None:

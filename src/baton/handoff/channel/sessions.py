@@ -1,9 +1,9 @@
 """Sessions with peer engines: identity, compatibility, liveness, and the transport's connection of each.
 
-HELLO opens a session. In it each side proves that it knows the ticket key. A side that does not is a stranger: it gets
-no transport descriptor, and cannot move or end a session. Then fingerprints are compared field by field and the
-transport starts to connect, so that the first copy finds it warm and an unfit peer is refused before any request.
-Connecting runs in the background; attempts use the session when it has ended.
+In HELLO, which opens a session, each side proves that it knows the ticket key. A side that does not is a stranger: it
+gets no transport descriptor, and cannot move or end a session. Then fingerprints are compared and the transport starts
+to connect in the background, so that an unfit peer is refused before any request and the first copy finds a warm
+connection. Attempts use the session when connecting has ended.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Session:
         return self.hello is not None and self.refusal is None
 
     def is_same(self, other: Session) -> bool:
-        """True if both lead to the same process, by the same key."""
+        """Whether both lead to the same process, by the same key."""
         mine, theirs = self.hello, other.hello
         if mine is None or theirs is None or self.connection.engine != other.connection.engine:
             return False
@@ -84,8 +84,8 @@ class Session:
 
 
 class Sessions:
-    """All sessions of one rank of an engine. For one thread. `gathered`: an `InstanceAgent` joins this rank's pairs;
-    without it, a peer may have only one rank."""
+    """All sessions of one rank. For one thread. `now`: monotonic seconds. `gathered`: an `InstanceAgent` joins this
+    rank's pairs; without it, a peer may have only one rank."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class Sessions:
     def dial(self, address: str, lost: Session | None = None) -> Session:
         """Open a session and send HELLO; `lost` is the session that it replaces.
 
-        If sessions at the address keep ending without a proof (of an engine that is gone), HELLO is sent ever more
-        seldom, and the peer does not count as alive.
+        If sessions at the address keep ending without a proof, HELLO is sent less and less often, and the peer does not
+        count as alive.
         """
         session = self.servers[address] = self._session(self._channel.dial(address))
         if lost is not None:
@@ -170,7 +170,6 @@ class Sessions:
         return is_proven(self._config.ticket_key, side, address, connection.challenge, hello)
 
     def repeat_hello(self, now: float) -> None:
-        """Repeat unanswered HELLOs. `now`: monotonic seconds."""
         for session in self.servers.values():
             if session.hello is None and now >= session.next_hello:
                 self._say_hello(session)
@@ -237,7 +236,7 @@ class Sessions:
             self._connect(session, session.hello)
 
     def poll(self) -> list[Session]:
-        """The sessions whose connecting has ended since the last call, well or not."""
+        """The sessions whose connecting has ended since the last call."""
         self._ends.poll()
         ended = []
         for session in self._all():
@@ -298,7 +297,6 @@ class Sessions:
         return [*self.clients.values(), *self.servers.values()]
 
     def renew(self, now: float) -> None:
-        """Send due RENEWs. `now`: monotonic seconds."""
         timers = self._config.timers
         for session in self._all():
             if session.talking and now >= session.asked + timers.renew:
@@ -317,9 +315,9 @@ class Sessions:
             session.round_trip = sample if session.round_trip is None else (3 * session.round_trip + sample) / 4
 
     def may_return(self, session: Session) -> bool:
-        """True if the session's process may still live and need the outcome of its attempts. A fence does not prove its
-        death, only that one connection is closed on this side; P may still wait for its own end of that connection. No
-        attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused that long.
+        """Whether the session's process may still live and need the outcome of its attempts. A fence does not prove its
+        death, only that one connection is closed on this side; P may still wait for its own end of it. No attempt
+        outlives `MAX_TICKET_LIFE_S`, unless its engine was paused that long.
         """
         if session.peer is not None:
             return not session.peer.dead()
@@ -331,7 +329,6 @@ class Sessions:
             session.heard = now
 
     def expired(self, now: float) -> list[Session]:
-        """Sessions whose peer was silent for its lease."""
         return [session for session in self._all() if now - session.heard > session.lease]
 
     # ------------------------------------------------------------ ends
@@ -349,7 +346,6 @@ class Sessions:
             self._ends.retire(session.peer)
 
     def dead(self) -> list[Session]:
-        """Sessions whose transport peer is dead."""
         return [session for session in self._all() if session.peer is not None and not session.peer.alive()]
 
     def sweep(self, used: list[Peer]) -> None:

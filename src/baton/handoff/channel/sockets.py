@@ -4,10 +4,10 @@ Each rank binds one ROUTER. D dials P's ROUTER with a DEALER, and both direction
 draws a random session number per connection. A frame of another session, or whose sequence number is not above the
 last, is dropped.
 
-Both sides authenticate each other by CURVE before any frame is read: a peer without a key reaches only ZeroMQ's
-handshake. With a key directory the address is `curve://ENGINE@host:port`: the dialling side demands the public key of
-that engine, and HELLO must come from the engine whose key it is. Without one, all engines share the pair derived from
-the ticket key (`TicketKeys`), and stay on loopback.
+Both sides authenticate each other by CURVE: a peer without a key reaches only ZeroMQ's handshake. With a key directory
+the address is `curve://ENGINE@host:port`: the dialling side demands the public key of that engine, and HELLO must come
+from the engine whose key it is. Without one, all engines share the pair of the ticket key (`TicketKeys`), and stay on
+loopback.
 """
 
 from __future__ import annotations
@@ -104,18 +104,15 @@ class Channel:
         return sock
 
     def wake(self) -> None:
-        """Make `receive` return. Any thread; never blocks."""
+        """Make `receive` return."""
         with contextlib.suppress(OSError):  # a full pipe wakes too; a closed one has no reader
             self._wake_in.send(b"\0")
 
     # ------------------------------------------------------------ connections
 
     def dial(self, address: str) -> Connection:
-        """A new session with the engine at `address`. Connects in the background. If this process has no file
-        descriptor left, each `send` tries again, and its message is lost until there is one.
-
-        Raises `ProtocolError` for an address that cannot be dialled, or not with these keys.
-        """
+        """Connects in the background. If this process has no file descriptor left, each `send` tries again, and its
+        message is lost until there is one."""
         engine, endpoint, key = self._whom(address)
         connection = Connection(secrets.randbits(62), None, address=address, engine=engine)
         self._open(connection, endpoint, key)
@@ -168,7 +165,6 @@ class Channel:
         return engine, f"tcp://{host}", key
 
     def drop(self, connection: Connection) -> None:
-        """Forget a session; disconnect if we dialled it."""
         if connection.identity is not None:
             if self._accepted.get(connection.identity) is connection:
                 del self._accepted[connection.identity]
@@ -178,10 +174,7 @@ class Channel:
             connection.socket.close()
 
     def send(self, connection: Connection, message: Message) -> None:
-        """Send without blocking. A full or broken connection drops the message: the waiting side repeats.
-
-        Raises `ProtocolError` for a message over its size limit.
-        """
+        """A full or broken connection drops the message: the waiting side repeats."""
         last = isinstance(message, Bye)
         frame = encode(message, connection.session, _LAST_SEQUENCE if last else connection.sent + 1)
         connection.sent += 1
@@ -204,8 +197,8 @@ class Channel:
     def receive(self, timeout_s: float) -> Iterator[tuple[Connection, Message]]:
         """Wait up to `timeout_s` seconds for messages or for `wake`. Malformed frames are only counted.
 
-        Yields a BYE made here for a session that was evicted, or replaced by its peer. Each frame is read after the
-        previous message has been handled, so a peer that has just proven itself is not evicted as a stranger.
+        A session that was evicted, or replaced by its peer, yields a BYE. Each frame is read after the previous message
+        has been handled, so a peer that has just proven itself is not evicted as a stranger.
         """
         for ready, _ in self._poller.poll(max(0, round(timeout_s * 1000))):
             if ready == self._wake_out.fileno():

@@ -1,7 +1,7 @@
 """The handoff agent of one rank: a thread that runs its state machines, and thread-safe calls for the engine.
 
 The thread sleeps in ZeroMQ's poll. Engine calls, and the ends of connections, copies and digests, wake it through a
-socket pair. It never waits for a peer, because meanwhile all leases would expire.
+socket pair. It never waits for one peer: meanwhile the leases of all others would run out.
 """
 
 from __future__ import annotations
@@ -47,22 +47,21 @@ def _logged() -> Iterator[None]:
 
 
 class HandoffAgent:
-    """Hands requests of one rank over to other engines, and takes theirs over.
+    """Hands requests of one rank over to other engines, and takes over theirs.
 
     `instance` describes this engine's groups; those of this rank are in the regions of `descriptor` (from
-    `transport.register`). Calls concern one rank `peer` of the other engine, which has an attempt of its own. With
-    `on_peer` the agent is one of those that an `InstanceAgent` joins; without it, a peer of several ranks is refused.
-    `on_event` is called on the agent's thread and should return soon. `digester` is required unless `config.integrity`
-    is off. `is_stalled`: whether to tell peers that this agent's engine hangs. The owner closes the transport after the
-    agent.
+    `transport.register`). Calls concern one rank `peer` of the other engine. With `on_peer` the agent is one of those
+    that an `InstanceAgent` joins; without it, a peer of several ranks is refused. `on_event` is called on the agent's
+    thread and should return soon. `digester` is required unless `config.integrity` is off. While `is_stalled()`, peers
+    are told that this agent's engine hangs. Close the transport after the agent.
 
-    `on_lost` is called once, with the cause and on another thread, when the agent's thread has ended or hangs. Open
-    attempts then get no more events: nobody can prove that their pages are quiet, so the engine and its process must
-    end.
+    `on_lost` is called once, with the cause and on another thread, if the agent's thread has ended or hangs. Open
+    attempts then get no more events, and nobody can prove that their pages are quiet, so the engine and its process
+    must end.
 
     Per opened prefill exactly one `PrefillReleased` comes. Per opened or announced decode exactly one of
-    `DecodeCommitted`, `DecodeFinished` and `DecodeReleased` comes, and a `DecodeFailed` before the last one unless the
-    engine itself aborted. Pages belong to the agent from the open call until that event.
+    `DecodeCommitted`, `DecodeFinished` and `DecodeReleased` comes, the last after a `DecodeFailed` unless the engine
+    itself aborted. Pages belong to the agent from the open call until that event.
 
     Raises `ConfigError` if `config.bind` cannot be bound, a digester is missing, or a piece of a group would have more
     digests than a message may carry.
@@ -157,7 +156,7 @@ class HandoffAgent:
         self._call(lambda: self._node.to_prefill(key, event))
 
     def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
-        """Some layers of a running forward are written, or that forward has failed. `declare_final` follows its end."""
+        """Some layers of a running forward are written, or it has failed. `declare_final` follows its end."""
         self._call(lambda: self._node.to_prefill(key, event))
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
@@ -170,9 +169,10 @@ class HandoffAgent:
         self._call(lambda: self._node.to_prefill(key, event))
 
     def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None:
-        """Take D's leg of a verified ticket before it has pages; `DecodeAdmitted` says when to allocate some.
+        """Take D's leg of a verified ticket before it has pages; `DecodeAdmitted` says when to allocate some. The leg
+        does not expire while P lives.
 
-        The leg does not expire while P lives. Raises `ProtocolError` if the ticket names another engine.
+        Raises `ProtocolError` if the ticket names another engine.
         """
         self._need(ticket.decode_engine, ticket.decode_incarnation)
         self._call(lambda: self._node.announce_decode(ticket, peer))
@@ -185,9 +185,9 @@ class HandoffAgent:
         pages: dict[str, list[int]],
         peer: int = 0,
     ) -> None:
-        """Give D's leg of a verified ticket its pages: per group the wanted interval, and the block table for it. Call
-        this after `DecodeAdmitted`, or without `announce_decode` if the engine has enough pages for all requests: P
-        might wait for the pages given to a leg that it has no room for.
+        """Give D's leg its pages: per group the wanted interval and the block table. Call this after `DecodeAdmitted`,
+        or without `announce_decode` if the engine has enough pages for all requests: else a leg that P has no room for
+        could hold the pages that P waits for.
 
         Raises `ProtocolError` if the ticket names another engine or an interval exceeds the prompt.
         """

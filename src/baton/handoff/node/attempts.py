@@ -23,13 +23,12 @@ TOMBSTONE_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """Common part. `expiry`: when the ticket expires, in monotonic seconds. `begun`: when the handoff's own time limit
-    starts.
+    """`expiry`: of the ticket, in monotonic seconds. `begun`: when the handoff's own time limit starts.
 
     `peers`: the transport peers of all sessions in which pages could have been exchanged; all of them must be fenced.
-    Copies use `open`, the peer of the session in which the other side last asked for them: if it gave the attempt up
+    Copies use `open`, the one of the session in which the other side last asked for them: if it gave up the attempt
     since, it has closed only that one and knows no other. `far`: the other side's instance. `next_tick`: when to repeat
-    the last message, `gap`: the interval after that.
+    the last message; `gap`: the interval after that.
     """
 
     expiry: float
@@ -48,7 +47,7 @@ class _Attempt:
             self.far = session.hello.instance
 
     def asked(self, session: Session) -> None:
-        """In this session, the other side has registered its pages or asked for copies."""
+        """In this session the other side has registered its pages or asked for copies."""
         self.meet(session)
         self.open = session.peer
 
@@ -76,16 +75,15 @@ class PrefillAttempt(_Attempt):
         return before is None or (session.hello is not None and session.hello.engine_id == before.engine_id)
 
     def served(self, session: Session) -> bool:
-        """Whether D's claim was checked before, so that this session may repeat it, or register what it announced."""
+        """Whether D's claim is checked already, so that this session may repeat it, or register what it announced."""
         return self.claimed and (self.machine.closed or session.peer is not None)
 
     def waits_for(self, session: Session) -> bool:
-        """Whether D's claim was checked before, and must wait until this session is connected."""
+        """Whether D's claim is checked already, but must wait until this session is connected."""
         return self.claimed and not self.machine.closed and session.connecting is not None
 
     @property
     def claimed(self) -> bool:
-        """Whether a claim of D was accepted."""
         return self.machine.announced or self.machine.registered
 
     def heard(self, now: float) -> None:
@@ -101,7 +99,7 @@ class PrefillAttempt(_Attempt):
 
 @dataclass(slots=True, eq=False)
 class DecodeAttempt(_Attempt):
-    """D's half of one attempt. `address`: of P's rank. `num_sources`: how many ranks of P the ticket names."""
+    """`address`: of P's rank. `num_sources`: how many ranks of P the ticket names."""
 
     machine: DecodeHandoff = field(kw_only=True)
     address: str = field(kw_only=True)
@@ -123,7 +121,7 @@ AttemptT = TypeVar("AttemptT", PrefillAttempt, DecodeAttempt)
 
 
 class Book(Generic[AttemptT]):
-    """Live attempts and tombstones of one side, by key. Expiry visits only the tombstones that it drops."""
+    """Live attempts and tombstones of one side. Expiry visits only the tombstones that it drops."""
 
     def __init__(self) -> None:
         self.live: dict[AttemptKey, AttemptT] = {}
@@ -154,7 +152,7 @@ class Book(Generic[AttemptT]):
                 self._drop_first()
 
     def forget(self, now: float, margin: float) -> None:
-        """Drop tombstones `margin` seconds after nobody can ask for them any more. `now`: monotonic seconds."""
+        """Drop tombstones `margin` seconds after nobody can ask for them any more."""
         while self._ends and now > self._ends[0][0] + margin:
             self._drop_first()
 

@@ -33,7 +33,7 @@ class _Held(NamedTuple):
 
 
 class Claims:
-    """P's halves of attempts, and D's claims on them. For one thread."""
+    """For one thread."""
 
     def __init__(self, execution: Execution) -> None:
         self._groups = list(execution.instance.here)
@@ -46,7 +46,6 @@ class Claims:
 
     @property
     def holding(self) -> bool:
-        """True while a claim waits for an earlier attempt, or for its connection."""
         return bool(self._held)
 
     def prefill(self, key: AttemptKey, ticket: SignedTicket) -> PrefillAttempt:
@@ -114,8 +113,7 @@ class Claims:
             self._execution.channel.send(session.connection, Nack(key, reason, str(error)[:2000]))
 
     def _check(self, session: Session, message: Claim) -> SignedTicket:
-        """The ticket of a claim. Raises `ProtocolError`. A ticket that arrived in time does not expire while the claim
-        waits."""
+        """Raises `ProtocolError`. A ticket that arrived in time does not expire while the claim waits."""
         held, ticket = self._held.get(message.key), None
         if held is not None and held.session is session and session.refusal is None:
             ticket = held.ticket if held.message.ticket == message.ticket else None
@@ -135,7 +133,6 @@ class Claims:
         self._execution.feed(attempt, ev.Received(message), strict=True)
 
     def retry(self) -> None:
-        """Try again the claims that wait for an earlier attempt, or for the connection."""
         for key, held in list(self._held.items()):
             # In another session D repeats its claim.
             if self._sessions.clients.get(held.session.connection) is held.session:

@@ -63,7 +63,7 @@ class Execution:
         return [*self.prefills.live.values(), *self.decodes.live.values()]
 
     def session(self, attempt: Attempt) -> Session | None:
-        """The current session with the attempt's peer, or None."""
+        """The current session with the attempt's peer."""
         if isinstance(attempt, PrefillAttempt):
             return attempt.session
         return self.sessions.servers.get(attempt.address)
@@ -108,7 +108,7 @@ class Execution:
                 self.feed(attempt, ev.Fault("engine_stalled", "the peer's engine thread hangs"))
 
     def tick(self, now: float) -> None:
-        """Repeat due messages. `now`: monotonic seconds."""
+        """Repeat due messages."""
         for attempt in self.live():
             if now >= attempt.next_tick:
                 attempt.gap = min(max(2 * attempt.gap, self._timers.retry_min), self._timers.retry)
@@ -181,7 +181,6 @@ class Execution:
         return share(tuple(source.groups[group]), dest.here[group], source.rank)
 
     def poll(self) -> None:
-        """Feed ends of copies, and digests, to their machines."""
         for owner, end in self.operations.ended():
             self.feed(owner, end)
         for owner, event in self._digesting.ended() if self._digesting is not None else ():

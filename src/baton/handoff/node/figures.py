@@ -31,7 +31,6 @@ class CopyFigures:
     bytes: Counter[str] = field(default_factory=Counter)
 
     def over_ranks(self, others: Sequence[CopyFigures]) -> CopyFigures:
-        """Merge the figures of all ranks of an engine."""
         all_ = (self, *others)
         plan, post, transfer, runs = (
             Distribution.sum_of([getattr(one, name) for one in all_]) for name in ("plan", "post", "transfer", "runs")
@@ -72,13 +71,13 @@ class AgentStats:
     copies: CopyFigures = field(default_factory=CopyFigures)
 
     def over_ranks(self, others: Sequence[AgentStats]) -> AgentStats:
-        """The counts of an engine whose first rank has these: handoffs and attempts are counted once for all ranks."""
+        """Merge the ranks of an engine: handoffs and attempts are those of this first rank."""
         sums = {name: sum(getattr(s, name) for s in (self, *others)) for name in _BY_RANK}
         return replace(self, **sums, copies=self.copies.over_ranks([s.copies for s in others]))
 
 
 class Figures:
-    """Counts events. Any thread may take a snapshot."""
+    """Any thread may take a snapshot."""
 
     def __init__(self) -> None:
         self._stats = AgentStats()

@@ -1,9 +1,9 @@
 """Presents the agents of all ranks of an engine as one agent.
 
-Each rank has an agent with its own control address and memory, and each pair of a source and a destination rank that
-has bytes to move is an attempt of its own. One pair leads: it is opened before the other side's ranks are known, and
-its HELLO lists them. It is the pair of ranks 0 and 0. In an engine whose ranks are apart, each process has only its own
-rank's pairs; the one with rank 0 of the other side leads.
+Each rank has an agent with its own control address and memory, and each pair of ranks that has bytes to move is an
+attempt of its own. One pair leads: it is opened before the other side's ranks are known, and its HELLO lists them. It
+is the pair of ranks 0 and 0. In an engine whose ranks are apart, each process has only its own rank's pairs; the one
+with rank 0 of the other side leads.
 """
 
 from __future__ import annotations
@@ -87,9 +87,8 @@ class _Leg:
 
 
 class InstanceAgent:
-    """The agents of all ranks of `instance` as one `Agent`; `bind` sets them, by rank. If ranks are apart, there is
-    only the agent of `instance.rank`, and a request ends when that rank's pairs have. `on_event` is called as by
-    `HandoffAgent`, but once per request instead of once per pair.
+    """The agents of all ranks of `instance` as one `Agent`; `bind` sets them. If ranks are apart, there is only the
+    agent of `instance.rank`, and a request ends when that rank's pairs have. `on_event` is called once per request.
 
     With one rank on both sides, calls and events pass through.
     """
@@ -218,7 +217,6 @@ class InstanceAgent:
             self._agents[pair[D]].announce_decode(ticket, pair[P])
 
     def _meet(self, leg: _Leg, peer: Instance | None) -> None:
-        """Open the other pairs once the other side's ranks are known."""
         ticket, here = leg.ticket, self._instance
         named = ticket.decode_addresses if leg.side == P else ticket.prefill_addresses
         if peer is None or leg.gather is not None or leg.ended or len(named) != peer.num_ranks:
@@ -263,7 +261,7 @@ class InstanceAgent:
     # ------------------------------------------------------------ what the agents say, each on its thread
 
     def on_peer(self, key: AttemptKey, peer: Instance) -> None:
-        """The HELLO of the other side of pair `key` has named its ranks."""
+        """The HELLO of pair `key` has named the other side's ranks."""
         pair, key = key.pair, key.of_pair(LEAD)
         with self._lock:
             late = key not in self._legs

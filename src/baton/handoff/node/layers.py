@@ -16,9 +16,8 @@ from baton.handoff.protocol.messages import AttemptKey
 
 @dataclass(slots=True)
 class WrittenLayers:
-    """A prompt of `num_tokens` tokens in the forward, its block tables, and per group the tokens `[0, final)` that are
-    final after it. `untold`: bytes written in `groups` since the last report. `told`: whether any layer was reported.
-    """
+    """A prompt of `num_tokens` tokens in the forward, its block tables, and per group the end of the final tokens after
+    it. `untold`: bytes written in `groups` since the last report. `told`: whether any layer was reported."""
 
     agent: Agent
     key: AttemptKey
@@ -30,7 +29,6 @@ class WrittenLayers:
     told: bool = False
 
     def add(self, group: str, num_bytes: int) -> None:
-        """`num_bytes` of a layer of the group are written."""
         self.untold += num_bytes
         self.groups.add(group)
 

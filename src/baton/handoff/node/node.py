@@ -134,7 +134,6 @@ class HandoffNode:
         self.routing.on_message(connection, message)
 
     def poll(self) -> None:
-        """Collect connections, copies and digests that have ended since the last call."""
         for session in self.sessions.poll():
             self.routing.connected(session)
         self.execution.poll()

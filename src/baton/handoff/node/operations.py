@@ -127,7 +127,7 @@ class Operations(Generic[_Owner]):
         return out
 
     def cancel(self, owner: _Owner, copy_ids: tuple[int, ...]) -> list[CopyEnded]:
-        """Cancel operations. Returns the ends of those that ended at once; the others end through `ended`."""
+        """Returns the ends of operations that ended at once; the others end through `ended`."""
         out: list[CopyEnded] = []
         still: list[_Running[_Owner]] = []
         for run in self._running:

@@ -37,8 +37,6 @@ log.addFilter(LogLimit())
 
 
 class Routing:
-    """Routes messages to attempts, and lost sessions to the attempts that used them."""
-
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
         self._self = execution.config.incarnation, execution.instance.rank
@@ -250,7 +248,6 @@ class Routing:
     # ------------------------------------------------------------ silence and death
 
     def drop_dead(self) -> None:
-        """Drop sessions whose transport peer is dead."""
         for session in self._sessions.dead():
             self._sessions.hang_up(session)
             if session.connection.identity is None:
@@ -258,7 +255,7 @@ class Routing:
                 self._dial_again(session)
 
     def evict(self, now: float) -> None:
-        """Give up peers whose lease has expired. `now`: monotonic seconds."""
+        """Give up peers whose lease has expired."""
         for session in self._sessions.expired(now):
             address = session.connection.address
             if session.hello is None:

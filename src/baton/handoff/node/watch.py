@@ -15,7 +15,7 @@ class ThreadWatch:
     """Calls `on_lost` once, with the cause, if `thread` has ended or has not completed a loop for `limit_s` seconds.
 
     `turned` returns the time of its last loop, by `clock`. If the process itself was asleep, the time limit restarts.
-    `start` and `close` are for the owner. `on_lost` is called on a thread of the watch, and must not wait for `thread`.
+    `on_lost` is called on a thread of the watch, and must not wait for `thread`.
     """
 
     def __init__(

@@ -243,7 +243,6 @@ class DecodeHandoff(Half):
         return self._check(self._claim)
 
     def _check(self, claim: msg.Commit | msg.Ready) -> list[ev.Action]:
-        """All copies are done."""
         self.phase, self._pending, self._claim = DecodePhase.CHECKING, None, claim
         actions = self._proofs.check(claim.digests) if self.integrity != "off" else []
         return actions if self._proofs.checking else actions + self._decide(claim)

@@ -1,7 +1,7 @@
 """Digests of KV, with which D checks that its pages hold what P's held.
 
 A digest covers one plane of one layer of at most `PIECE_TOKENS` tokens of one group, cut at absolute multiples of that
-number. It hashes the bytes in a canonical order (token, head, element), so layout and page size do not matter. It is
+number. The bytes are hashed in a canonical order (token, head, element), so layout and page size do not matter, and
 salted by group, plane, layer and absolute tokens, so a shifted page does not match. The hash (xxh3, 64 bits) detects
 accidents; it is no defence against a peer that lies.
 """
@@ -198,7 +198,7 @@ def seeds_digest(key: AttemptKey, seeds: Seeds) -> bytes:
 
 
 def check_shape(digests: Digests, wanted: Mapping[str, Interval]) -> None:
-    """Raise `ProtocolError` unless all digests are of pieces inside the wanted interval of their group, in order."""
+    """Raise `ProtocolError` unless all pieces are valid, in order, and inside the wanted interval of their group."""
     for group, found in digests.items():
         within = wanted.get(group, Interval(0, 0))
         at = within.start
@@ -232,8 +232,8 @@ def mismatches(
     pages: Mapping[str, list[int]],
     shares: Mapping[str, Sequence[Cell]] | None = None,
 ) -> list[BadPiece]:
-    """The pieces of `digests` that differ from this engine's pages, with the layers and planes that differ. `shares`:
-    the cells that the peer's rank sends, per group; None: all.
+    """The pieces of `digests` that differ from this engine's pages, with their layers and planes. `shares`: the cells
+    that the peer's rank sends, per group; None: all.
 
     Raises `ProtocolError` for a group or page that does not exist.
     """
@@ -256,7 +256,7 @@ def _hash(piece: PieceDigest, index: int) -> bytes:
 
 
 def _runs(expected: Sequence[PieceDigest]) -> Iterator[list[PieceDigest]]:
-    """Group adjacent pieces that one call of `Digester.digests` cuts in the same way."""
+    """Group adjacent pieces that one call of `Digester.digests` cuts the same way."""
     run: list[PieceDigest] = []
     for piece in expected:
         if run and (run[-1].tokens.stop != piece.tokens.start or piece.tokens.start % PIECE_TOKENS):

@@ -44,8 +44,8 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class LayersWritten:
-    """P: the first layers of a running forward are written. Per group, tokens `[0, final)` of the layers below `layers`
-    (layer ids of the model) will not change unless `LayersWithdrawn` follows. `Declared` follows the forward."""
+    """P: per group, tokens `[0, final)` of the layers below `layers` (layer ids of the model) are written by a running
+    forward, and will not change unless `LayersWithdrawn` follows. `Declared` follows the forward."""
 
     prompt_len: int
     pages: dict[str, list[int]]
@@ -259,7 +259,7 @@ class PrefillReleased:
 class DecodeAdmitted:
     """P can finish the prefill of an announced attempt, so D should allocate destination pages.
 
-    `groups`: those that P sends, None for all. `wanted` may name no other.
+    `groups`: those that P sends, None for all; D may want no other.
     """
 
     key: AttemptKey

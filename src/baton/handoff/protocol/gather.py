@@ -1,8 +1,8 @@
 """Combines the attempts of one request's rank pairs into one outcome.
 
-Each pair of a source rank and a destination rank that has bytes to move has two state machines, which know nothing of
-other pairs. A gather on each side collects their events. A request is committed only when every pair is. When one pair
-fails, the gather ends the others. Pages are free when every pair has ended, since each may touch its own until then.
+Each pair of ranks that has bytes to move has two state machines, which know nothing of other pairs. A gather on each
+side collects their events. A request is committed only when every pair is. When one pair fails, the gather ends the
+others. Pages are free when every pair has ended, since each may touch its own until then.
 """
 
 from __future__ import annotations

@@ -84,9 +84,9 @@ class Seeds(msgspec.Struct, frozen=True):
     """What D needs to start with a verification instead of recomputing the last prompt token.
 
     `first_token`: the token sampled at position n (n prompt tokens). `first_logprobs`: its logprobs if requested.
-    `draft_token_ids`: drafts for positions n+1 and on. `drafter_states`: for a drafter of K chained modules the rows [K
-    - 1, E], little-endian float32, that later modules take from earlier ones at their first entries after the prompt;
-    else empty.
+    `draft_token_ids`: drafts for positions n+1 and on. `drafter_states`: for a drafter of K chained modules, the
+    little-endian float32 rows [K-1, E] that later modules take from earlier ones at their first entries after the
+    prompt; else empty.
     """
 
     first_token: Token
@@ -100,8 +100,8 @@ NO_SEEDS = Seeds(first_token=(1 << 31) - 1)
 
 
 class PieceDigest(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of at most `PIECE_TOKENS` tokens of one group that do not cross a multiple of it: `DIGEST_BYTES` per
-    layer and plane, layers by id, planes in the geometry's order."""
+    """Digests of at most `PIECE_TOKENS` tokens of one group, not crossing a multiple of it: `DIGEST_BYTES` per layer
+    and plane, layers by id, planes in the geometry's order."""
 
     tokens: Interval
     hashes: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_HASHES)]
@@ -116,8 +116,8 @@ class Message(msgspec.Struct, frozen=True, tag_field="kind"):
 
 
 class Hello(Message, frozen=True, tag="HELLO"):
-    """Opens a session in four messages: D's first carries D's challenge; P's answer proves P; D's second proves D and
-    carries D's transport `descriptor`; P's second answer carries P's.
+    """Opens a session in four messages: D's first has D's challenge; P's answer proves P; D's second proves D and has
+    D's transport `descriptor`; P's second answer has P's.
 
     `challenge`: random, drawn by the sender for this connection. `proof`: empty in D's first (`greeting.py`).
     """
@@ -212,8 +212,8 @@ class Progress(AttemptMessage, frozen=True, tag="PROGRESS"):
 class Commit(AttemptMessage, frozen=True, tag="COMMIT"):
     """P to D, push: every copy is done and visible. `final` as in READY; the counts are for metrics.
 
-    `round`: number of REPAIRs that P has carried out; D accepts only a COMMIT of the round that it waits for. `digests`
-    and `seeds_digest` are empty with integrity off.
+    `round`: number of REPAIRs that P has carried out; D accepts only the round that it waits for. `digests` and
+    `seeds_digest` are empty with integrity off.
     """
 
     final: Annotated[dict[Name, Position], Meta(max_length=MAX_GROUPS)]

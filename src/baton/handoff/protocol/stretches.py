@@ -27,10 +27,9 @@ class _Partial:
 
 class Stretches:
     """Copies (push) and digests each token once, as soon as it is final. If an interval becomes final layer by layer,
-    each layer is copied once; the interval is digested and reported to D when all its layers are final.
+    each layer is copied once; it is digested and reported to D when all its layers are final.
 
-    `final`: per group, the end of the final tokens. `pages`: the block tables so far. `digests`: those so far, in token
-    order.
+    `final`: per group, the end of the final tokens. `digests`: those so far, in token order.
     """
 
     def __init__(self, key: AttemptKey, mode: Mode, integrity: Integrity, copies: CopyLedger) -> None:
@@ -79,7 +78,6 @@ class Stretches:
             known.layers = max(known.layers, event.layers)
 
     def withdraw(self) -> None:
-        """Written layers may be written again."""
         for group in list(self._partial):
             self._drop(group)
 
@@ -134,7 +132,6 @@ class Stretches:
         return actions
 
     def _follow_layers(self, group: str, wanted: Interval, register: msg.Register) -> list[ev.Action]:
-        """Copy the newly final layers of an interval."""
         partial = self._partial.get(group)
         if partial is None or partial.layers <= partial.copied:
             return []

@@ -1,11 +1,11 @@
 """Tickets: the router's signed permission for one attempt of one handoff.
 
 An engine dials, and serves KV to, only the peer that a ticket names. A ticket is `base64url(msgpack(Ticket) +
-HMAC-SHA256)` without padding. It expires, and serves one attempt: `Redeemer` ensures that for requests, the tombstones
-of attempts for REGISTER.
+HMAC-SHA256)` without padding. It expires, and serves one attempt: `Redeemer` ensures that for requests, tombstones for
+REGISTER.
 
-The expiry is given twice, in each engine's monotonic clock, which the router has read. So the time of day does not
-matter: setting it forward or back refuses no ticket and revives none.
+The expiry is given in each engine's monotonic clock, which the router has read, so that changes of the time of day do
+not matter.
 """
 
 from __future__ import annotations
