@@ -1,4 +1,4 @@
-"""Shared by several folders of tests. Imports of torch wait until a test asks."""
+"""Shared by several folders of tests. Torch is imported only by fixtures that need it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-# Those that take longest come first: at the end of a run no worker waits for another.
+# The slowest files come first, so that no worker waits for another at the end of a run.
 LONGEST = (
     "e2e/test_verify_faults.py",
     "e2e/test_verify.py",
@@ -27,7 +27,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole files in the order of `LONGEST`, the others behind them as they were collected."""
+    """Whole files in the order of `LONGEST`, then the others as collected."""
     here = Path(__file__).parent
     rank = {here / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Sums of one order, whatever the machine, in a file's tests and in the fixtures that they share."""
+    """A fixed summation order on any machine, for a file's tests and their shared fixtures."""
     import torch
 
     before = torch.get_num_threads()

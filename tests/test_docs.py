@@ -1,4 +1,4 @@
-"""What the documents name exists: commands, options, make targets, modules, names, files and links."""
+"""Everything that the documents name exists: commands, options, make targets, modules, names, files and links."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_dotted_names_exist(text: str) -> None:
 
 
 def resolves(name: str) -> bool:
-    """True for the name of a module, or of what a module holds. Of the plug-in only modules are looked up."""
+    """True for the name of a module or of its member. Only modules of the plug-in are looked up."""
     module, _, attribute = name.rpartition(".")
     try:
         if importlib.util.find_spec(name) is not None:
@@ -115,7 +115,7 @@ def resolves(name: str) -> bool:
 
 
 def test_files_exist(text: str) -> None:
-    """A path may leave out its beginning."""
+    """A path may omit its beginning."""
     known = [f"/{path.relative_to(ROOT)}" for tree in TREES for path in (ROOT / tree).rglob("*")]
     missing = []
     for span in spans(text):
@@ -133,7 +133,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_names_exist(text: str) -> None:
-    """Classes and names with underscores, those of vLLM too: the code that the documents speak of uses them."""
+    """Classes and names with underscores, including those of vLLM: they must occur in the code."""
     source = "\n".join(path.read_text() for tree in TREES for path in (ROOT / tree).rglob("*.py"))
     words = {*re.findall(r"\w+", source), *MUTATIONS, *check_names()}
     named = {word for span in spans(text) if CLASS.match(span) or SNAKE.match(span) for word in span.split(".")}
@@ -166,7 +166,7 @@ def test_the_functions_on_a_request_s_way_exist() -> None:
 
 @pytest.mark.parametrize("document", ["structure.md", "protocol.md"])
 def test_the_house_holds_what_its_plans_name(document: str) -> None:
-    """Functions, classes, fields and values, by themselves, as `Class.member` or with arguments."""
+    """Functions, classes, fields and values, alone, as `Class.member` or with arguments."""
     names: set[str] = set()
     members: set[str] = set()
     for path in (ROOT / "src/baton").rglob("*.py"):
@@ -230,7 +230,7 @@ def steps_of(text: str) -> list[re.Match[str]]:
 
 
 def test_no_docstring_says_only_where_another_is() -> None:
-    """One that repeats an interface's is left out: it is written at the interface."""
+    """A docstring that repeats an interface's is omitted: it belongs to the interface."""
     for path in [*(ROOT / "src/baton").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.ClassDef, *FUNCTIONS)):

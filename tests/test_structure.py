@@ -1,4 +1,4 @@
-"""Dependencies point one way, and every package exports what it says."""
+"""Dependencies point one way, and every package exports what it declares."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SOURCE = Path(baton.__file__).parent
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 NEEDS_TRITON = "baton.engine.attention_triton_kernels"
 NEED_VLLM = ("baton.vllm",)
-# The rooms, lowest first, and what each may import of Baton besides itself and the modules that all may know. A room
-# sees only rooms above its own line here, so no two import each other.
+# The rooms, lowest first, and what each may import of Baton besides itself and the common modules. A room sees only
+# rooms above its own line here, so no two import each other.
 COMMON = {
     "baton.comparison",
     "baton.directories",
@@ -91,18 +91,18 @@ ROOMS: dict[str, set[str]] = {
         "deployment",
     },
 }
-# A transport is chosen by what it is, and the seam is one module: the handoff sees no transport.
+# The handoff sees transports only through one module, the seam.
 SEAMS = {"handoff.channel": {"baton.transports.base"}, "handoff.node": {"baton.transports.base"}}
 SEAMS["router"] = {"baton.handoff.protocol.ticket"}
 # No clock, no thread, no socket, no file: events in, actions out.
 PURE = ("handoff.plan", "handoff.protocol", "kv")
 IMPURE = {"time", "threading", "socket", "asyncio", "zmq", "queue", "subprocess", "multiprocessing", "logging"}
-# `LLM` is offered at the top, and the tickets' key is read from a file where tickets are.
+# `LLM` is exported at the top, and the ticket module reads the ticket key from a file.
 EXEMPT = {"baton", "baton.handoff.protocol.ticket"}
 
 
 def room_of(module: str) -> str:
-    """The longest room that holds a module, named without `baton.`; empty for modules that all may know."""
+    """The longest room that contains a module, named without `baton.`; empty for common modules."""
     parts = module.split(".")[1:]
     for length in range(len(parts), 0, -1):
         if ".".join(parts[:length]) in ROOMS:
@@ -117,7 +117,7 @@ def module_of(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Names of modules of Baton that a file imports, as far as they are modules."""
+    """Names of Baton's modules that a file imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "baton":
@@ -132,7 +132,7 @@ def imports(path: Path) -> set[str]:
 
 
 def is_module(name: str) -> bool:
-    """True where a dotted name is a source file or a package."""
+    """True if a dotted name is a source file or a package."""
     path = SOURCE.joinpath(*name.split(".")[1:])
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
@@ -197,14 +197,14 @@ def test_planner_and_protocol_need_no_torch() -> None:
 
 
 def test_what_decides_in_an_engine_needs_no_torch() -> None:
-    """Everything but the executor and what is behind it: the simulator runs it over cells."""
+    """Everything but the executor and its dependencies: the simulator runs it over cells."""
     names = ("core", "scheduler", "handoff", "step", "requests")
     command = f"import sys, {', '.join('baton.engine.' + name for name in names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command], timeout=60).returncode == 0
 
 
 def _named_things(path: Path) -> Iterator[tuple[str, str]]:
-    """Public classes of a file with where they are, and its public aliases of types with what they stand for."""
+    """Public classes of a file with their module, and its public type aliases with their definitions."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef):
             yield node.name, module_of(path)
@@ -215,7 +215,7 @@ def _named_things(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_a_name_stands_for_one_thing() -> None:
-    """A reader who meets `Step` knows which. Aliases of one type may stand in several modules."""
+    """A reader of a public name must know which thing it is. Aliases of one type may be in several modules."""
     things: dict[str, set[str]] = {}
     for path in SOURCES:
         for name, thing in _named_things(path):

@@ -1,4 +1,4 @@
-"""An attacker: a raw socket that says whatever it likes, and engines without models to say it to."""
+"""An attacker (a raw socket that sends anything), and engines without models as its targets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kinds = type[Message] | tuple[type[Message], ...]
 
 
 class Attacker:
-    """One connection, with keys of its own or the ticket key's. `session` and `sequence` are its own to choose."""
+    """One connection, with its own keys or those of the ticket key. `session` and `sequence` are free to choose."""
 
     def __init__(self, address: str, pair: tuple[bytes, bytes] | None = None, server: bytes | None = None) -> None:
         self.context = zmq.Context()
@@ -49,7 +49,7 @@ class Attacker:
         self.sock.send_multipart([frame, seal(self.key, "dialled", frame)] if self.key else [frame])
 
     def join(self, hello: Hello, key: bytes = TICKET_KEY) -> Hello:
-        """Open a session as one who knows the ticket key; the last answer."""
+        """Open a session with knowledge of the ticket key. Returns the last answer."""
         self.say(msgspec.structs.replace(hello, proof=b"", descriptor=None))
         answer = self.hear(Hello)
         assert isinstance(answer, Hello)
@@ -60,7 +60,7 @@ class Attacker:
         return answer
 
     def hear(self, kind: Kinds, limit_s: float = 30.0) -> Message:
-        """The next message of a kind, or of several."""
+        """Receive the next message of one or several kinds."""
         deadline = time.monotonic() + limit_s
         while self.sock.poll(max(0.0, deadline - time.monotonic()) * 1000):
             message = decode(self.sock.recv_multipart()[0])[2]
@@ -109,7 +109,7 @@ class Scene:
         return SignedTicket.of(ticket, mint(TICKET_KEY, ticket))
 
     def as_d(self, **changes: object) -> Hello:
-        """What D would say, or almost: it brings its own idea of where its memory is."""
+        """D's HELLO, with changes."""
         return msgspec.structs.replace(self.d.hello, **changes)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Scenes of an attack, without and with keys; and the fakes of `tests/server` made importable."""
+"""Attack scenes without and with keys; makes the fakes of `tests/server` importable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.attacks.attacker import Scene
 
 @contextlib.contextmanager
 def still_served(made: Scene) -> Iterator[Scene]:
-    """A scene in which a client is served behind the attack as before it."""
+    """A scene in which a handoff succeeds after the attack as before it."""
     try:
         yield made
         made.traffic.serve_one()
@@ -38,7 +38,7 @@ def keyed(tmp_path: Path) -> Iterator[Scene]:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], object]], None]:
-    """Wait until something is true; fails after 30 seconds, since other tests may have all cores."""
+    """Waits until a condition holds. Fails after 60 seconds, since other tests may use all cores."""
 
     def wait(condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + 60
@@ -51,7 +51,7 @@ def until() -> Callable[[Callable[[], object]], None]:
 
 @pytest.fixture(autouse=True)
 def fresh_log_limits() -> None:
-    """What an earlier test logged in this second must not silence this one."""
+    """Lines that an earlier test logged in this second must not suppress this test's."""
     for name in list(logging.root.manager.loggerDict):
         for limit in logging.getLogger(name).filters:
             if isinstance(limit, LogLimit):

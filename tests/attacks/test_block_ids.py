@@ -1,4 +1,4 @@
-"""Block tables and intervals that reach outside the sender's own registration."""
+"""Block tables and intervals that exceed the sender's own registration."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_intervals_that_do_not_exist(scene: Scene, wanted: dict[str, Interval]) 
 
 
 def test_a_reversed_interval_is_none(scene: Scene, until: Until) -> None:
-    """The decoder refuses it, as it does a position beyond all prompts."""
+    """The decoder refuses it, like a position beyond all prompts."""
     ticket = scene.ticket()
     attacker = scene.attacker()
     attacker.join(scene.as_d())
@@ -99,7 +99,7 @@ def test_page_ids_that_are_no_page_ids(scene: Scene, until: Until, body: bytes) 
 
 @pytest.mark.parametrize("what", sorted(BAD_TABLES.keys() - {"twice"}))  # a page may be read twice
 def test_source_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureFixture, what: str) -> None:
-    """The prefill engine is the hostile one: it offers pages that it does not have, for D to read."""
+    """The prefill engine is hostile: it offers pages that it does not have, for D to read."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
@@ -139,7 +139,7 @@ def test_source_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureFixtur
 
 
 def test_a_copy_outside_the_registered_memory_is_refused_by_the_transport(scene: Scene) -> None:
-    """The last line: even a plan that is wrong moves no byte outside a region."""
+    """The last line of defence: even a wrong plan moves no byte outside a region."""
     other: Node = scene.d
     assert other.hello.descriptor is not None
     peer = scene.p.transport.connect(other.hello.descriptor).result(30)

@@ -1,4 +1,4 @@
-"""A client that tries to choose where KV comes from or goes to."""
+"""A client that tries to choose the source or destination of KV."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_the_front_door_refuses_the_fields(directory: Path, front: str, ca
 
 HOSTILE = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "baton": {"role": "decode", "ticket": "x"}}
 PARAMS = {"kv_transfer_params": HOSTILE}
-# (fields, status): where no server looks for them, they are as any other field that nobody knows.
+# (fields, status): fields in places that no server reads are like any other unknown fields.
 ELSEWHERE: list[tuple[dict[str, Any], int]] = [
     ({"extra_body": PARAMS}, 200),
     ({"extra_args": PARAMS}, 200),
@@ -143,7 +143,7 @@ MALFORMED = [
 
 
 async def test_hostile_params_disturb_no_other_request(directory: Path) -> None:
-    """Each is one 400; a stream that runs meanwhile is what it would be alone, and the engines hear of nothing."""
+    """Each is answered with 400; a concurrent stream is unaffected, and the engines get nothing."""
     tokenizer = Tokenizer.load(directory)
     handed: dict[bytes, asyncio.Future[str]] = {}
     engines = [FakeEngine(directory, role=role, handed=handed, step_s=0.02) for role in ("prefill", "decode")]
@@ -167,7 +167,7 @@ async def test_hostile_params_disturb_no_other_request(directory: Path) -> None:
     assert [len(engine.requests) for engine in engines] == [2, 2]
 
 
-# ---------------------------------------------------------------- an engine's own door, with a real engine behind it
+# ---------------------------------------------------------------- an engine's HTTP port, with a real engine
 
 
 @contextlib.asynccontextmanager
@@ -188,7 +188,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[tuple[str, AsyncEngine, bytes]
 
 
 async def test_a_ticket_that_the_router_did_not_sign(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """No bytes go to the host it names; nothing is dialled, allocated or kept."""
+    """No bytes go to the host that it names; nothing is dialled, allocated or kept."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(0.3)
     async with engine(tmp_path) as (url, running, key), aiohttp.ClientSession() as session:

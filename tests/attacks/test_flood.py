@@ -1,4 +1,4 @@
-"""Many sessions, many connections, many messages: bounded, and nobody else waits for long."""
+"""Many sessions, connections and messages: resources stay bounded, and others are not delayed for long."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def open_files() -> int:
 
 
 def test_new_identities_push_out_one_another_and_no_peer(scene: Scene, until: Until) -> None:
-    """Sessions of strangers are bounded; the engine that has proven itself keeps its own."""
+    """Strangers' sessions are bounded; a proven engine keeps its own."""
     scene.traffic.serve_one()
     context = zmq.Context()
     stop = threading.Event()
@@ -70,7 +70,7 @@ def test_new_identities_push_out_one_another_and_no_peer(scene: Scene, until: Un
     assert stats.evicted > 0
     assert stats.sessions == 1
     assert served > 5
-    # A peer that comes for the first time finds a place as well.
+    # A new peer can still connect.
     scene.d = scene.traffic.d = scene.node("D2")
     scene.traffic.serve_one()
 
@@ -84,7 +84,7 @@ def test_connections_that_say_nothing_hold_no_session(scene: Scene, until: Until
 
 
 def test_session_after_session_on_one_connection(scene: Scene, until: Until) -> None:
-    """Nobody maps the memory that a stranger's HELLO describes."""
+    """The memory that a stranger's HELLO describes is never mapped."""
     attacker = scene.attacker()
     descriptor = scene.node("X").hello.descriptor
     files = open_files()
@@ -114,7 +114,7 @@ def test_a_frame_over_the_size_limit_ends_only_its_own_connection(scene: Scene) 
 
 @pytest.mark.parametrize("with_keys", [False, True])
 def test_a_slice_of_the_fuzzer(with_keys: bool) -> None:
-    """The whole of it: `python -m simulation.fuzz --messages 1000000`."""
+    """The complete fuzzer: `python -m simulation.fuzz --messages 1000000`."""
     report = fuzz.run(10_000, seed=7, processes=1, with_keys=with_keys)
     assert report.faults == []
     assert report.received >= 10_000
@@ -139,7 +139,7 @@ def test_decode_takes_it_or_says_why_not(seed: int) -> None:
                 session, sequence, message = decode(part)
             except ProtocolError:
                 continue
-            # What is taken is well formed: it survives the way back.
+            # An accepted message is well formed: it survives a round trip.
             assert decode(encode(message, session, sequence)) == (session, sequence, message) or "nan" in repr(message)
 
 
@@ -151,7 +151,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize("kind", sorted(message_classes()))
 def test_the_fuzzer_knows_every_kind(kind: str) -> None:
-    """A body in which nothing is wrong is taken, so that what is refused is refused for the mutation."""
+    """A body without mutations is accepted, so that refusals are due to the mutation."""
     maker = FrameMaker(random.Random(1), HELLO, [KEY], ["ticket"])
     kinds: set[type[Message]] = set()
     for _ in range(50):

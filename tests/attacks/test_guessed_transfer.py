@@ -1,4 +1,4 @@
-"""Messages for transfers that the sender guessed, or heard of, and has no part in."""
+"""Messages about transfers that the sender guessed or overheard, and does not take part in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = 8
 
 
 def begin(scene: Scene, mode: str = "push") -> Ticket:
-    """A handoff of which D waits for the rest."""
+    """A handoff in which D waits for the remaining entries."""
     ticket = scene.ticket(mode=mode)
     pages = {"target": [1, 2], "draft": [3, 4]}
     scene.p.agent.open_prefill(ticket)
@@ -28,7 +28,7 @@ def begin(scene: Scene, mode: str = "push") -> Ticket:
 
 
 def finish(scene: Scene, ticket: Ticket) -> None:
-    """The handoff ends as if nothing had been said."""
+    """The handoff ends as if there had been no attack."""
     scene.p.agent.finish_prefill(ticket.key, Seeds(first_token=1), False, dict.fromkeys(("target", "draft"), TOKENS))
     assert isinstance(scene.d.events.get(timeout=60), DecodeCommitted)
     assert scene.p.events.get(timeout=60) == PrefillReleased(ticket.key, "committed")
@@ -42,7 +42,7 @@ def test_guessed_ids_touch_nobody(scene: Scene, until: Until, caplog: pytest.Log
     for key in guesses:
         attacker.say(Ack(key), ReadDone(key), Repair(key, round=1, bad={}), Confirm(key, Seeds(first_token=1)))
     until(lambda: scene.p.agent.stats().rejected == 2 * len(guesses))
-    attacker.hear(Cancelled)  # of these attempts nothing is outstanding
+    attacker.hear(Cancelled)  # nothing of these attempts is outstanding
     assert "message for an attempt that is not open here" in caplog.text
     finish(scene, ticket)
 
@@ -54,7 +54,7 @@ def test_a_transfer_overheard_cannot_be_ended_by_another(scene: Scene, until: Un
     attacker.join(scene.as_d(engine_id="E", incarnation="E-1"))
     attacker.say(Cancel(ticket.key, "x"), Ack(ticket.key), ReadDone(ticket.key), Cancelled(ticket.key, "x"))
     until(lambda: scene.p.agent.stats().rejected == 4)
-    # Its own incarnation in the key makes it another attempt, of which there is none.
+    # Its own incarnation in the key makes it another attempt, which does not exist.
     mine = msgspec.structs.replace(ticket.key, decode_incarnation="E-1")
     attacker.say(Ack(mine), ReadDone(mine), Cancel(mine, "x"))
     until(lambda: scene.p.agent.stats().rejected == 5)
@@ -63,7 +63,9 @@ def test_a_transfer_overheard_cannot_be_ended_by_another(scene: Scene, until: Un
 
 
 def test_cancelling_guesses_costs_bounded_memory(scene: Scene, until: Until) -> None:
-    """CANCEL of an unknown attempt leaves a tombstone. Strangers' tombstones must not push out those of real ones."""
+    """CANCEL of an unknown attempt leaves a tombstone. Strangers' tombstones must not displace those of real
+    attempts.
+    """
     scene.traffic.serve_one()
     spent, _ = scene.traffic.spent[-1]
     attacker = scene.attacker()

@@ -1,4 +1,4 @@
-"""Checkpoint directories from a stranger: each ends in one error that names the file, and runs no code of theirs."""
+"""A stranger's checkpoint directories: each ends in one error that names the file, and runs none of its code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tmp_path: Path) -> Path:
 
 
 class _Bomb:
-    """Unpickling this makes a file."""
+    """Unpickling this creates a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -80,7 +80,7 @@ def test_safetensors_that_lie(model: Path, content: bytes) -> None:
 
 def test_an_index_leads_nowhere_else(model: Path) -> None:
     index = model / "model.safetensors.index.json"
-    (model / "model.safetensors").unlink()  # which would count more
+    (model / "model.safetensors").unlink()  # which would take precedence
     for name in ("../model/model.safetensors", "/etc/passwd", "a/b", ".."):
         index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
         with pytest.raises(CheckpointError, match="outside the checkpoint directory"):

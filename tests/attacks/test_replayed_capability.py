@@ -1,4 +1,4 @@
-"""A ticket that was used, by whoever sends it again, wherever and whenever."""
+"""A used ticket that is sent again, by anyone, anywhere, at any time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_same_engine_gets_no_second_copy(scene: Scene) -> None:
 
 
 def test_another_engine_gets_nothing(scene: Scene, until: Until, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither for a spent ticket nor for one that is good, but another's."""
+    """Neither for a spent ticket nor for a valid one of another engine."""
     attacker = scene.attacker()
     attacker.join(scene.as_d(engine_id="E"))
     for number, what in enumerate((spent_ticket(scene), register(scene.ticket())), start=1):
@@ -72,7 +72,7 @@ def test_a_restarted_prefill_engine_knows_no_old_ticket(scene: Scene, until: Unt
     attacker.join(scene.as_d())
     attacker.say(replay)
     until(lambda: again.agent.stats().rejected == 1)
-    # Nor when the message claims to be for the new process: the ticket says otherwise.
+    # Not even if the message claims to be for the new process: the ticket says otherwise.
     forged = msgspec.structs.replace(replay.key, prefill_incarnation=again.incarnation)
     attacker.say(msgspec.structs.replace(replay, key=forged))
     nack = attacker.hear(Nack)
@@ -93,7 +93,7 @@ def test_tickets_that_were_never_good(
     scene: Scene, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], key: bytes, why: str
 ) -> None:
     if "prefill_expiry" in changes:
-        # Seconds from now, and not from when pytest has read this file, long ago perhaps.
+        # Relative to now, not to pytest's collection, which may be long ago.
         changes = {"prefill_expiry": time.monotonic() + changes["prefill_expiry"]}
     attacker = scene.attacker()
     attacker.join(scene.as_d())
@@ -111,7 +111,7 @@ def test_tickets_that_were_never_good(
 def test_a_time_of_day_that_is_set_revives_and_refuses_nothing(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
-    """Back: an old ticket stays old. Forward, and back again: a new one is good."""
+    """Set back: an old ticket stays old. Set forward, and back again: a new one is valid."""
     expired = register(scene.ticket(prefill_expiry=time.monotonic() - 1.0))
     true = time.time
     monkeypatch.setattr(time, "time", lambda: true() + step)
@@ -124,7 +124,7 @@ def test_a_time_of_day_that_is_set_revives_and_refuses_nothing(
     scene.traffic.serve_one()
 
 
-# ---------------------------------------------------------------- where requests come in
+# ---------------------------------------------------------------- requests
 
 PROMPT, PARAMS = [1, 2, 3], SamplingParams(seed=1)
 DIGEST = request_digest(PROMPT, PARAMS)
@@ -140,7 +140,7 @@ def test_a_ticket_serves_one_request_per_leg() -> None:
     for now in (1000.5, 1099.9):
         with pytest.raises(ProtocolError, match="used before"):
             p.redeem(text, "prefill", DIGEST, now)
-    # Forgotten when it expires, and then its expiry refuses it.
+    # Forgotten when it expires; from then on its expiry refuses it.
     with pytest.raises(ProtocolError, match="expired"):
         p.redeem(text, "prefill", DIGEST, 1100.0)
     assert p._used == {}

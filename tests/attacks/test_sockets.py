@@ -1,4 +1,4 @@
-"""Strangers at the sockets themselves, below the messages, and whoever listens where an engine was."""
+"""Strangers at the sockets, below the message level, and listeners at a former engine's address."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Until = Callable[[Callable[[], object]], None]
 
 @pytest.mark.parametrize("with_keys", [False, True])
 def test_a_slice_of_the_socket_fuzzer(with_keys: bool) -> None:
-    """The whole of it: `python -m simulation.fuzz_sockets --frames 10000000`."""
+    """The complete fuzzer: `python -m simulation.fuzz_sockets --frames 10000000`."""
     report = fuzz_sockets.run(20_000, seed=1, processes=1, with_keys=with_keys, settle_s=0.0)
     assert report.faults == []
     assert report.frames >= 20_000
@@ -32,7 +32,7 @@ def test_a_slice_of_the_socket_fuzzer(with_keys: bool) -> None:
 
 
 def test_without_the_ticket_key_no_frame_arrives(scene: Scene, until: Until) -> None:
-    """Also where there is no key directory."""
+    """Also without a key directory."""
     scene.traffic.serve_one()
     address, before = scene.p.agent.address, scene.p.agent.stats()
     with zmq.Context() as context:
@@ -57,7 +57,7 @@ def test_the_pair_of_a_ticket_key_is_its_own() -> None:
 
 
 def test_who_ends_every_session_is_asked_seldom_and_ends_the_leg(scene: Scene) -> None:
-    """Someone who knows the ticket key listens at the address of an engine that is gone, and answers BYE to all."""
+    """A process with the ticket key listens at the address of a dead engine, and answers BYE to everything."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
         as_server(router, KEYS)

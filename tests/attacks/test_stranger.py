@@ -1,4 +1,4 @@
-"""Somebody who says again what an engine has said, and proves nothing, although CURVE let him in."""
+"""A process that replays an engine's messages without a proof, although CURVE accepted it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WANTED = {"target": Interval(0, TOKENS), "draft": Interval(0, TOKENS)}
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_a_session_is_not_taken_over_by_repeating_its_hello(scene: Scene, until: Until, mode: str) -> None:
-    """The whole of D's HELLO, its REGISTER with the ticket, and whatever would make P free pages."""
+    """It replays D's complete HELLO, its REGISTER with the ticket, and any message that would make P free pages."""
     p, d = scene.p, scene.d
     ticket = scene.ticket(mode=mode)
     p.agent.open_prefill(ticket)
@@ -70,7 +70,7 @@ def test_a_session_is_not_taken_over_by_repeating_its_hello(scene: Scene, until:
 
 
 def test_a_proof_that_was_overheard_is_of_no_use_again(scene: Scene) -> None:
-    """P draws a challenge per connection, and a proof is for one address and one side."""
+    """P draws a challenge per connection, and a proof is valid for one address and one side."""
     first, second = scene.attacker(), scene.attacker()
     hello = scene.as_d(engine_id="E", incarnation="E-1")
     first.say(msgspec.structs.replace(hello, descriptor=None))
@@ -94,7 +94,7 @@ def test_a_proof_that_was_overheard_is_of_no_use_again(scene: Scene) -> None:
 
 
 def test_who_listens_at_the_address_of_an_engine_that_is_gone_gets_nothing(scene: Scene) -> None:
-    """Neither D's descriptor nor its REGISTER, and no word of it makes D free or commit pages."""
+    """It gets neither D's descriptor nor its REGISTER, and none of its messages makes D free or commit pages."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
@@ -118,7 +118,7 @@ def test_who_listens_at_the_address_of_an_engine_that_is_gone_gets_nothing(scene
         failed = scene.d.events.get(timeout=60)
         assert isinstance(failed, DecodeFailed)
         assert (failed.reason, failed.recoverable) == ("unreachable_peer", True)
-        # It never sent a REGISTER, so that nobody can write its pages.
+        # D never sent a REGISTER, so nothing can write its pages.
         assert isinstance(scene.d.events.get(timeout=60), DecodeReleased)
         while router.poll(300):
             message = decode(router.recv_multipart()[1])[2]
@@ -147,14 +147,14 @@ def test_a_proof_covers_all_of_a_hello(scene: Scene) -> None:
 
 
 def test_who_takes_the_address_of_an_engine_that_died_is_not_heard(scene: Scene, until: Until) -> None:
-    """D's socket connects again by itself, in a session that is open and whose number it tells."""
+    """D's socket reconnects by itself, in an open session, and reveals the session's number."""
     p, d = scene.p, scene.d
     scene.traffic.serve_one()
     ticket = scene.ticket()
     d.agent.open_decode(ticket, TOKENS, WANTED, PAGES)
     before = {name: pool.copy() for name, pool in d.pools.items()}
     until(lambda: p.agent.stats().outstanding == 1)
-    # It is gone without a word.
+    # It dies without sending anything.
     p.agent._node.abort_all = lambda: None  # type: ignore[method-assign]
     p.agent._node.sessions.say_bye = lambda reason, quiet: None  # type: ignore[method-assign]
     close, p.agent._channel.close = p.agent._channel.close, lambda bye=None: close()  # type: ignore[method-assign]

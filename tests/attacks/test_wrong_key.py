@@ -46,14 +46,14 @@ def test_an_authorised_engine_cannot_speak_for_another(
     until(lambda: keyed.p.agent.stats().malformed == 1)
     assert attacker.hears_nothing(Hello)
     assert "HELLO of engine 'D' came with the key of 'E'" in caplog.text
-    # Nor take its session over by naming its process and memory.
+    # Nor can it take over the session by naming the other's process and memory.
     attacker.join(keyed.as_d(engine_id="E"))
     assert keyed.p.agent.stats().sessions == 2
     keyed.traffic.serve_one()
 
 
 def test_an_engine_that_answers_with_another_key_is_not_believed(keyed: Scene, until: Until) -> None:
-    """D is sent to the address of P by its ticket, and somebody else listens there."""
+    """The ticket sends D to the address of P, at which another engine listens."""
     assert keyed.keys is not None
     impostor = keyed.node("Q")
     address = impostor.agent.address.replace("curve://Q@", "curve://P@")

@@ -1,4 +1,4 @@
-"""Runs in a block table."""
+"""Counts runs in a block table."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import numpy as np
 
 
 def num_runs(pages: Sequence[int]) -> int:
-    """Runs of neighbouring pages in a table."""
+    """The number of runs of consecutive pages in a table."""
     table = np.asarray(pages)
     return int(np.count_nonzero(np.diff(table) != 1)) + 1 if table.size else 0

@@ -1,4 +1,4 @@
-"""`baton bench handoff` and `baton bench transport`: what is moved is counted, what cannot be is named."""
+"""`baton bench handoff` and `baton bench transport`: moved bytes are counted, and a missing requirement is named."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_handoffs_between_two_processes_are_counted(tmp_path: Path) -> None:
     assert (result["decode_tensor_parallel_size"], result["kv_layout"]) == (2, "block")
     # 320 entries of 2 target layers and 1 drafter layer, K and V of 2 heads of 8 bfloat16 elements.
     assert fresh["num_bytes"] == churned["num_bytes"] == full["num_bytes"] == 320 * 3 * 2 * 2 * 8 * 2
-    # Each of D's ranks has one of a token's two heads, so every token is a run of its own, whatever the order of pages.
+    # Each of D's ranks has one of a token's two heads, so every token is its own run, in any order of pages.
     assert fresh["runs"] == full["runs"] == 320 * 3 * 2 * 2
     assert fresh["over_fresh"] is None
     assert full["over_fresh"] > 0
-    # The first chunk, with the drafter's part, has the time of the second to be copied in; on a busy machine less is
-    # copied by then, or the prefill's end comes late, behind copies of the second.
+    # The first chunk, with the drafter's part, is copied during the second. On a busy machine less is copied by then,
+    # or the end of the prefill comes late, after copies of the second.
     hidden = [one["hidden_bytes"] for one in (fresh, churned, full)]
     assert 0.45 < max(hidden) < 1
 

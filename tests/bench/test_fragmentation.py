@@ -1,4 +1,4 @@
-"""Runs that prompts lie in, in pools that are fresh, have served for long, or are as fragmented as can be."""
+"""Runs per prompt in page pools that are fresh, have served for long, or are maximally fragmented."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def mean_runs(load: Churn) -> float:
 
 @pytest.mark.parametrize("grows", [False, True])
 def test_prompts_lie_in_few_runs_after_long_service(grows: bool) -> None:
-    # Without a prefix cache the free pages are one place; with it they are what is evicted. A list of free pages that
-    # is used from its end gives 35 and 71, eviction page by page 20 and 61.
+    # Without a prefix cache the free pages are one run; with it they are what is evicted. A free list used from its end
+    # gives 35 and 71, eviction page by page 20 and 61.
     assert mean_runs(Churn(requests=600, grows=grows, caching=False, hits=0.0)) < 1.2
     assert mean_runs(Churn(requests=600, grows=grows)) < 8.0
 

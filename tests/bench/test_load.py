@@ -1,4 +1,4 @@
-"""`baton bench serve`: what is sent when, and what is told of it."""
+"""`baton bench serve`: when requests are sent, and what is reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from baton.text import Tokenizer
 from tests.server.fake_serving import FakeEngine, served, write_tokenizer
 
 VOCABULARY = range(100, 200)
-# What `vllm bench serve --save-result --save-detailed` of vLLM 0.32 writes, but `rtfx`, which is of audio.
+# The keys that `vllm bench serve --save-result --save-detailed` of vLLM 0.32 writes, without `rtfx`, which is for
+# audio.
 VLLM_KEYS = (
     "backend burstiness completed date duration endpoint_type errors failed generated_texts input_lens itls label "
     "latencies max_concurrency max_concurrent_requests max_output_tokens_per_s mean_itl_ms mean_tpot_ms "
@@ -56,7 +57,7 @@ def test_requests_come_at_their_rate(burstiness: float) -> None:
     assert times == sorted(times)
     assert times[-1] == pytest.approx(250.0)
     gaps = np.diff([0.0, *times])
-    # Of a gamma distribution of shape b, deviation over mean is 1 / sqrt(b).
+    # The coefficient of variation of a gamma distribution of shape b is 1 / sqrt(b).
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.1, abs=1e-6)
     assert times == arrivals(2000, 8.0, burstiness, rng())
 
@@ -129,7 +130,7 @@ def test_figures_of_a_load() -> None:
     assert figures["mean_client_queue_time_ms"] == pytest.approx(125.0)
     assert figures["mean_handoff_ms"] == pytest.approx(500.0)
     assert figures["mean_handoff_overhead_ms"] == pytest.approx(400.0)
-    # The first second has four events of the first request; its last and the other's one come in the next.
+    # The first second has four events of the first request; its last one and the other request's come in the next.
     assert (figures["max_output_tokens_per_s"], figures["max_concurrent_requests"]) == (4.0, 2)
     assert figures["errors"] == ["", "", "out of luck"]
 
@@ -178,7 +179,7 @@ async def test_a_load_is_sent_and_counted(directory: Path) -> None:
         run = await run_load(url, Load(requests, [0.0, 0.0, 0.05, 0.1], extra={"ignore_eos": True}), num_warmups=2)
     first, single, long, last = run.outcomes
     assert [(o.prompt_len, o.output_len) for o in (first, single, last)] == [(3, 8), (1, 1), (2, 5)]
-    # The third is longer than the engine takes.
+    # The third is longer than the engine accepts.
     assert "HTTP 400" in long.error
     assert not any(o.error for o in (first, single, last))
     assert 0.0 < first.ttft < first.latency
@@ -211,7 +212,7 @@ async def test_requests_wait_for_their_turn_and_the_wait_is_told() -> None:
         run = await run_load(url, Load([LoadRequest((1,), 2)] * 6, [0.0] * 6, max_concurrency=2), "any")
         assert most == 2
         assert [round(o.queue_time / 0.06) for o in run.outcomes] == [0, 0, 1, 1, 2, 2]
-        # What a client would feel as its own latency does not hold the wait, which has its own figure.
+        # A request's own latency does not include the wait, which is reported separately.
         assert all(o.latency < 0.11 for o in run.outcomes)
         most = 0
         await run_load(url, Load([LoadRequest((1,), 2)] * 130, [0.0] * 130), "any")
@@ -267,7 +268,7 @@ async def test_the_command_writes_vllms_keys(directory: Path, tmp_path: Path) ->
     assert written["request_rate"] == "inf"
     assert set(written) - set(json.loads((tmp_path / "short.json").read_text())) == DETAILS
     assert json.loads(shown.stdout)["total_output_tokens"] == 24
-    # Figures of no answer at all are none.
+    # Without any answer there are no figures.
     assert isinstance(many.exception, EngineUnavailableError)
 
 

@@ -1,4 +1,4 @@
-"""A slice of the matrix of equality, and what it says of engines that are broken."""
+"""A slice of the parity matrix, and its results for broken engines."""
 
 from __future__ import annotations
 

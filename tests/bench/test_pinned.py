@@ -1,4 +1,4 @@
-"""What the benchmarks under load are made of."""
+"""The parts of the benchmarks under load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton bench serve --tool`: the same load in the words of other load generators, and a sweep as a picture."""
+"""`baton bench serve --tool`: the same load as arguments of other load generators, and a sweep as a picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ECHO = '#!/bin/sh\nfor word in "$@"; do echo "$word"; done > {out}\nexit {code}\
 
 
 def handed(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], code: int = 0) -> list[str]:
-    """The arguments that a tool gets which notes them and ends with `code`."""
+    """The arguments that a fake tool receives; it records them and exits with `code`."""
     program, out = tmp_path / tool, tmp_path / "arguments"
     program.write_text(ECHO.format(out=out, code=code))
     program.chmod(0o755)

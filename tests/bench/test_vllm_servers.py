@@ -1,4 +1,4 @@
-"""What a server that is killed leaves behind, without vLLM."""
+"""A killed server leaves no shared memory behind; without vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.vllm_servers import VllmServer
 
-# As an engine does: it makes shared memory, whose name a resource tracker has, and starts a process that has it too.
+# As an engine does: it makes shared memory that a resource tracker knows, and starts a process that uses it too.
 ENGINE = """
 import multiprocessing, time
 from multiprocessing.shared_memory import SharedMemory

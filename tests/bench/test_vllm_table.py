@@ -1,4 +1,4 @@
-"""The table of `python -m benchmarks.vllm`: ratios within rounds, failed rounds left out and counted."""
+"""The table of `python -m benchmarks.vllm`: ratios within rounds, with failed rounds omitted and counted."""
 
 from __future__ import annotations
 

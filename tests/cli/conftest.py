@@ -1,4 +1,4 @@
-"""A log that a command begins ends with the test."""
+"""Logging that a command sets up ends with the test."""
 
 from __future__ import annotations
 

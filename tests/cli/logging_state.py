@@ -1,4 +1,4 @@
-"""Commands that serve begin a log for the whole process: tests of them give the process back as it was."""
+"""Commands that serve set up logging for the whole process: their tests restore the process's state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """No log is begun in the context, whatever other tests began; what `log_to_stderr` sets there ends with it."""
+    """No logging is set up inside the context, whatever other tests did; what `log_to_stderr` sets there ends
+    with it.
+    """
     root, baton = logging.getLogger(), logging.getLogger("baton")
     before, level, own, hook = root.handlers[:], root.level, baton.level, sys.excepthook
     bars = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS")

@@ -1,4 +1,4 @@
-"""`--chat-template`, a file or a text: what `serve`, `up` and `router` make prompts with."""
+"""`--chat-template`, a file or a text: used for prompts by `serve`, `up` and `router`."""
 
 from __future__ import annotations
 

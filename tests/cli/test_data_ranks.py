@@ -1,4 +1,4 @@
-"""The processes of data-parallel ranks: they begin together, and end together with the cause."""
+"""The processes of data-parallel ranks: they start together, and end together with the cause."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from baton.deployment.processes import rank_ids
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.openai.serving import bind
 
-# A rank that says its flags when it serves, and ends with status 3 where it finds a file `end-RANK`.
+# A rank that prints its flags when it serves, and ends with status 3 if it finds a file `end-RANK`.
 RANK = """
 import json, os, signal, sys, time
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -83,7 +83,7 @@ def test_the_one_that_was_killed_is_the_cause(
         started._processes[0].wait()
         started._processes[1].kill()
         started._processes[1].wait()
-        # Both are there when it looks.
+        # Both appear to run at the first check.
         monkeypatch.setattr(started, "_processes", [*started._processes, _Running()])
         with pytest.raises(EngineUnavailableError, match="data-parallel rank 1 ended with status -9"):
             started.wait()
@@ -91,7 +91,7 @@ def test_the_one_that_was_killed_is_the_cause(
 
 
 class _Running:
-    """A process that goes on."""
+    """A process that keeps running."""
 
     returncode = None
 

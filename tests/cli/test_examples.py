@@ -1,4 +1,4 @@
-"""The examples for operators name flags that exist, and grant the time that an end takes."""
+"""The examples for operators use existing flags, and allow the time that a shutdown takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
-    """The parameters of a `baton` command as it would run, its environment's variables of flags included."""
+    """The parameters of a `baton` command as it would run, including flags from the environment."""
     app: Any = typer.main.get_command(baton.cli.app)
     return dict(app.commands[arguments[0]].make_context(arguments[0], arguments[1:]).params)
 

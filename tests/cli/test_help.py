@@ -1,4 +1,4 @@
-"""`--help`: sentences that fit, flags in groups, and an example that the command takes."""
+"""`--help`: sentences that fit, flags in groups, and an example that the command accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be served is refused before anything is loaded, by one line that names it."""
+"""An unsupported model or setting is refused before anything is loaded, by one line that names it."""
 
 from __future__ import annotations
 

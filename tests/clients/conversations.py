@@ -1,4 +1,4 @@
-"""What applications do with the official client, whatever serves them: text, schemas, tools, an agent's loop."""
+"""Conversations of the official client with any deployment: text, schemas, tools, an agent's loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 import openai
 from pydantic import BaseModel, Field
 
-# Answers are one another's equals only where nothing is sampled.
+# Answers can only be compared without sampling.
 EXACT: dict[str, Any] = {"temperature": 0.0, "max_completion_tokens": 64}
 ASK: list[Any] = [{"role": "user", "content": "What is the weather in Bern? Answer in JSON with city and degrees."}]
 
@@ -42,7 +42,7 @@ class Conversations:
         return self.client.chat.completions.create(**{"model": self.model, "messages": ASK, **EXACT, **more})
 
     def text(self) -> None:
-        """A stream's pieces are the whole answer, and its usage is the same."""
+        """A stream's pieces add up to the whole answer, with the same usage."""
         whole = self._ask(max_completion_tokens=16)
         *events, last = list(self._ask(max_completion_tokens=16, stream=True, stream_options={"include_usage": True}))
         assert whole.choices[0].message.content
@@ -58,7 +58,7 @@ class Conversations:
         Weather.model_validate_json(made.choices[0].message.content)
 
     def parse(self) -> None:
-        """`response_format` as a class, whole and by the client's own reader of streams."""
+        """`response_format` as a class, whole and through the client's own stream reader."""
         asked: Any = {"model": self.model, "messages": ASK, **EXACT, "response_format": Weather}
         made = self.client.chat.completions.parse(**asked)
         assert isinstance(made.choices[0].message.parsed, Weather)
@@ -68,7 +68,7 @@ class Conversations:
         assert {"chunk", "content.delta", "content.done"} <= kinds
 
     def tools(self) -> None:
-        """Calls that must be: one of the tools, then a certain one; parsed by the client, and streamed."""
+        """Required calls: any of the tools, then a certain one; parsed by the client, and streamed."""
         for choice, finish in (("required", "tool_calls"), (NAMED, "stop")):
             asked: Any = {"model": self.model, "messages": ASK, **EXACT, "tools": TOOLS, "tool_choice": choice}
             asked["parallel_tool_calls"] = False
@@ -86,7 +86,7 @@ class Conversations:
             assert final.message.tool_calls[0].function.parsed_arguments == call.function.parsed_arguments
 
     def agent(self) -> None:
-        """Ask, run the call, tell its result, hear the answer."""
+        """Ask, run the call, send its result, get the answer."""
         messages: list[Any] = [*ASK]
         looked_up: list[str] = []
         for choice in ("required", "auto"):

@@ -1,4 +1,4 @@
-"""The two deployments that clients talk to: Baton's own engines, and vLLM servers behind the router."""
+"""The two deployments for clients: Baton's own engines, and fake vLLM servers behind the router."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.router.fake_vllm import Shared
 from tests.router.vllm_pair import QUICK
 from tests.server.fake_serving import ADMIN_TOKEN, KEY, served, write_tokenizer
 
-# The name in the requests that were recorded.
+# The name in the recorded requests.
 MODEL = "demo"
 HEAD = "models/baton-smollm2-eagle3"
 FLAGS = ["--batch-invariant", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--served-model-name", MODEL]
@@ -28,7 +28,8 @@ FLAGS = ["--batch-invariant", "--enable-auto-tool-choice", "--tool-call-parser",
 @contextmanager
 def embedded(folder: Path) -> Iterator[str]:
     """`baton up` with one prefill and one decode engine, with drafts; every prompt is handed over. Raises
-    `smollm2.NotAvailableError`."""
+    `smollm2.NotAvailableError`.
+    """
     spec = {"method": "eagle3", "model": HEAD, "num_speculative_tokens": 3}
     more = ["--kv-cache-memory", "64M", "--max-local-prefill-length", "0", "--speculative-config", json.dumps(spec)]
     with running_up(str(smollm2.smollm2()), folder / "log", *FLAGS, *more) as up:
@@ -37,7 +38,7 @@ def embedded(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def before_vllm(folder: Path) -> Iterator[str]:
-    """The router over a prefill and a decode server that speak as vLLM does and say what they are asked for."""
+    """The router over a prefill and a decode `ObedientVllm`."""
     model = write_tokenizer(folder / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE)
 
@@ -66,7 +67,7 @@ def before_vllm(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def in_thread(serve: Callable[[], AbstractAsyncContextManager[str]]) -> Iterator[str]:
-    """What `serve` serves, on a loop of its own, for clients that block."""
+    """Run `serve` on its own event loop, for blocking clients."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

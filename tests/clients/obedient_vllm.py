@@ -1,4 +1,4 @@
-"""Servers that speak as vLLM does and say what is asked for: a value of a schema, a call of a tool, or words."""
+"""Fake vLLM servers that answer as requested: a value of a schema, a call of a tool, or words."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TEMPLATE = (
 
 @dataclass
 class ObedientVllm(FakeVllm):
-    """Its answer follows from the prompt and the grammar of a request alone, as a greedy model's does."""
+    """Its answer depends only on the prompt and the grammar of a request, as a greedy model's does."""
 
     def _output(self, body: dict[str, Any]) -> tuple[list[int], str]:
         tokenizer = Tokenizer.load(self.root)
-        # What is behind the prompt's end was said by another leg.
+        # Text after the prompt's end came from another leg.
         text = tokenizer.decode(body["prompt"], skip_special_tokens=False)
         prompt, _, said = text.rpartition(BEGIN) if BEGIN in text else (text, "", "")
         tokens = [*tokenizer.encode(answer(prompt, body.get("structured_outputs")), False), EOS]
@@ -31,7 +31,7 @@ class ObedientVllm(FakeVllm):
 
 
 def answer(prompt: str, grammar: dict[str, Any] | None) -> str:
-    """What a model would say."""
+    """The answer of a modelled LLM."""
     if grammar is not None and (grammar.get("json_object") or grammar.get("json") is not None):
         schema = grammar.get("json") or {}
         return json.dumps(instance(json.loads(schema) if isinstance(schema, str) else schema, schema))
@@ -44,7 +44,7 @@ def answer(prompt: str, grammar: dict[str, Any] | None) -> str:
 
 
 def instance(schema: dict[str, Any], root: Any) -> Any:
-    """A value of a schema as clients make them; `root` is where its references look."""
+    """A value of a schema as clients make them; references are resolved in `root`."""
     root = json.loads(root) if isinstance(root, str) else root
     if "$ref" in schema:
         return instance(root["$defs"][schema["$ref"].removeprefix("#/$defs/")], root)

@@ -1,6 +1,6 @@
-"""Requests as other clients send them, byte for byte, and what their answers must hold.
+"""Recorded requests of other clients, sent byte for byte, and checks of the answers.
 
-`tools/record_clients` let these clients talk to `deployments`, and kept what they sent.
+`tools/record_clients` ran these clients against `deployments`, and recorded their requests.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def joined(text: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(body: dict[str, Any], choice: dict[str, Any]) -> None:
-    """Of the kind that was asked for: words, JSON, JSON of a schema, or calls of its tools."""
+    """Check that the answer has the requested kind: words, JSON, JSON of a schema, or calls of its tools."""
     if "prompt" in body:
         assert choice["text"]
         return
@@ -78,17 +78,17 @@ def check(body: dict[str, Any], choice: dict[str, Any]) -> None:
         assert choice["finish_reason"] == "stop"
         jsonschema.validate(json.loads(message["content"]), form["json_schema"]["schema"])
     elif form:
-        # It may be cut off: no schema says when it ends.
+        # It may be truncated: no schema says when it ends.
         assert message["content"].lstrip().startswith("{")
     elif wanted in (None, "auto", "none"):
         assert message["content"] or calls
     else:
         assert calls
         assert not message["content"]
-        # A schema that allows more than it names, as LangChain's, lets a small model go on up to its limit.
+        # A schema that allows additional properties, like LangChain's, lets a small model go on up to its limit.
         assert choice["finish_reason"] in ("tool_calls", "stop", "length")
     if choice["finish_reason"] == "length":
-        calls = calls[:-1]  # the last was cut off
+        calls = calls[:-1]  # the last was truncated
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in body.get("tools", [])}
     for call in calls:
         jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[call["function"]["name"]])
@@ -96,7 +96,7 @@ def check(body: dict[str, Any], choice: dict[str, Any]) -> None:
 
 
 def check_message(path: str, body: dict[str, Any], text: str) -> None:
-    """An answer of Anthropic's API, by the tools that it must or may call."""
+    """Check an answer of Anthropic's API against the tools that it must or may call."""
     if path.endswith("/count_tokens"):
         assert json.loads(text)["input_tokens"] > 0
         return
@@ -112,7 +112,7 @@ def check_message(path: str, body: dict[str, Any], text: str) -> None:
 
 
 def check_response(body: dict[str, Any], text: str) -> None:
-    """An answer of OpenAI's Responses API: the text's format, or calls of its tools."""
+    """Check an answer of OpenAI's Responses API: the text's format, or calls of its tools."""
     whole = events_of(text)[-1]["response"] if body.get("stream") else json.loads(text)
     assert whole["status"] in ("completed", "incomplete")
     calls = [item for item in whole["output"] if item["type"] == "function_call"]

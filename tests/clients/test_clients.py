@@ -1,4 +1,4 @@
-"""The official client in conversations with each deployment, and what other clients sent, sent again."""
+"""Conversations of the official client with each deployment, and replayed requests of other clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_conversation(url: str, conversation: Callable[[Conversations], object])
 
 
 def test_the_recordings_have_what_they_are_for() -> None:
-    """Each client streams; frameworks follow a schema, and go on after a call's result; guidellm counts each token."""
+    """Each client streams; frameworks follow a schema, and continue after a call's result; guidellm counts
+    each token.
+    """
     assert set(CLIENTS) == {*FRAMEWORKS, "anthropic", "aider", "guidellm", "aiperf"}
     texts = {client: " ".join(request["body"] for request in requests) for client, requests in CLIENTS.items()}
     for client, requests in CLIENTS.items():
@@ -50,6 +52,6 @@ def test_the_recordings_have_what_they_are_for() -> None:
 @pytest.mark.parametrize("client", CLIENTS)
 def test_answers_to_other_clients_are_what_was_asked_for(url: str, client: str) -> None:
     for request in CLIENTS[client]:
-        # A framework's chats cost a second each, and those of openai-agents are of the same kind as the others'.
+        # A framework's chats cost a second each, and those of openai-agents add nothing to the others'.
         if client != "openai_agents" or request["path"] == "/v1/responses":
             replay(url, **request)

@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3 against a plain restatement of their equations, and every way a head can be refused."""
+"""EAGLE and EAGLE-3 against a plain implementation of their equations, and every reason to refuse a head."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def attention(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Causal attention of a whole sequence with rotary positions 0.., written out."""
+    """Causal attention of a whole sequence with rotary positions from 0, written out."""
     heads = {
         part: F.linear(x, weights[f"self_attn.{part}_proj.weight"]).view(len(x), -1, SIZE).double() for part in "qkv"
     }
@@ -134,7 +134,7 @@ def test_reduced_vocabulary_maps_offsets_to_target_ids(tmp_path: Path, target_pa
     weights = load_file(path / "model.safetensors")
     drafter = load_drafter("eagle3", path, target)
     assert drafter.draft_to_target is not None
-    # t2d marks exactly the target ids that d2t, as offsets, leads to.
+    # t2d marks exactly the target ids that d2t (offsets) maps to.
     assert torch.equal(drafter.draft_to_target, weights["t2d"].nonzero()[:, 0])
     draft_ids = torch.tensor([[0, 99], [5, 5]])
     assert torch.equal(drafter.draft_to_target[draft_ids], (weights["d2t"] + torch.arange(100))[draft_ids])
@@ -219,7 +219,7 @@ def test_head_for_another_vocabulary(tmp_path: Path, target_path: Path, checkpoi
 
 
 def test_narrow_head_with_an_embedding_of_its_own(tmp_path: Path, target_path: Path, target: CausalLM) -> None:
-    """A head may be narrower than its target when it says so and brings embedding and LM head."""
+    """A head may be narrower than its target if its config says so and it has its own embedding and LM head."""
     path = head(tmp_path, target_path, "eagle3", draft_vocab_size=100)
     edit(path, {"target_hidden_size": 64, "hidden_size": 32})
     with pytest.raises(CheckpointError, match="embed_tokens"):

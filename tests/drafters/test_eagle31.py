@@ -1,4 +1,4 @@
-"""EAGLE-3.1's norms and the `speculators` format against a forward written out here, and flags that are refused."""
+"""EAGLE-3.1's norms and the `speculators` format against a forward written out here, and refused flags."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLAGS = ("fc_norm", "norm_before_fc", "norm_output")
 
 
 def speculators(path: Path, **outer: Any) -> None:
-    """Put the head's config into Red Hat's shape."""
+    """Convert the head's config to Red Hat's format."""
     raw = json.loads((path / "config.json").read_text())
     moved = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", *FLAGS)
     own = {name: raw.pop(name) for name in moved if name in raw}
@@ -67,7 +67,7 @@ def test_eagle31_follows_its_equations(
     hidden = F.linear(wide, weights["fc.weight"])
     normed = norm(hidden, layer["hidden_norm.weight"])
     embeds = norm(target.model.embed_tokens(ids), layer["input_layernorm.weight"])
-    # A speculators head norms the residual stream unless it says otherwise.
+    # A speculators head normalizes the residual stream unless its config says otherwise.
     x = (normed if format_ == "speculators" else hidden) + attention(layer, torch.cat((embeds, normed), -1))
     x = x + mlp(layer, norm(x, layer["post_attention_layernorm.weight"]))
     expected = norm(x, weights["norm.weight"])

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head whose layer attends over latents, against a forward in which every head has keys and values."""
+"""An EAGLE-3 head whose layer attends over latents, against a forward in which every head has K and V."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def attention(weights: dict[str, Tensor], x: Tensor) -> Tensor:
     frequency = 10000.0 ** (-torch.arange(0, ROPE, 2).double() / ROPE)
     turn = torch.polar(torch.ones(1).double(), torch.arange(len(x)).double()[:, None] * frequency)[:, None]
 
-    def rotate(z: Tensor) -> Tensor:  # neighbours are pairs
+    def rotate(z: Tensor) -> Tensor:  # neighbouring elements are pairs
         return torch.view_as_real(torch.view_as_complex(z.double().unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(
             -2
         )

@@ -1,4 +1,6 @@
-"""A target's own MTP module: its drafts are those of transformers, and what is no single module is refused."""
+"""A target's own MTP module: its drafts are those of transformers, and several modules where one is expected are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
 
 def drafts_of_transformers(path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Any]:
-    """Tokens, and by the number of known tokens what was drafted behind them."""
+    """Tokens, and the drafts by number of known tokens."""
     found: dict[int, list[int]] = {}
     original = candidates.MTPCandidateGenerator.get_candidates
 
@@ -40,7 +42,7 @@ def drafts_of_transformers(path: Path, prompt: list[int], monkeypatch: pytest.Mo
     model, ids = load_reference(path), torch.tensor([prompt])
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(candidates.MTPCandidateGenerator, "get_candidates", get)
-        # It knows a module by the number of its layer in the published checkpoint.
+        # It identifies a module by the number of its layer in the published checkpoint.
         first = model.config.num_hidden_layers
         behind = rf"model\.layers\.({'|'.join(str(first + i) for i in range(9))})\..*"
         patch.setattr(model, "_keys_to_ignore_on_load_unexpected", {behind})
@@ -85,10 +87,10 @@ def test_drafts_are_those_of_transformers(shape: str, tmp_path: Path, monkeypatc
         for settings in ({}, {"max_num_batched_tokens": 10}):
             got, ours = drafts_of_the_engine(path, prompt, 1, monkeypatch, **settings)
             assert got == tokens
-            # The last tokens of a request need no drafts, which transformers makes nevertheless.
+            # The last tokens of a request need no drafts, but transformers makes them.
             assert ours.items() <= drafts.items()
             assert len(ours) >= len(drafts) - 1
-        # The module used again drafts the same first token.
+        # The module, used repeatedly, drafts the same first token.
         again, more = drafts_of_the_engine(path, prompt, 3, monkeypatch)
         assert again == tokens
         assert {known: three[0] for known, three in more.items() if known in ours}.items() <= {
@@ -100,7 +102,7 @@ def test_drafts_are_those_of_transformers(shape: str, tmp_path: Path, monkeypatc
 def test_several_modules_draft_as_those_of_transformers(
     shape: str, num: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One after the other, whatever the chunks; behind them the last module goes on."""
+    """One after the other, with any chunks; after them the last module is repeated."""
     path = make_mtp_checkpoint(tmp_path, shape, seed=3, num=num)
     runs: dict[int, list[tuple[int, dict[str, int]]]] = {
         5: [(num, {})],

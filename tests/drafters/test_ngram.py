@@ -36,7 +36,7 @@ def test_the_first_occurrence_of_the_longest_ngram_is_continued(vocab: int) -> N
 
 
 def test_lengths_that_are_not_given_are_vllms() -> None:
-    # vllm/config/speculative.py: five of both, or the one that is given.
+    # vllm/config/speculative.py: five for both, or the given one.
     lengths = {
         (None, None): (5, 5),
         (2, None): (2, 2),

@@ -1,4 +1,4 @@
-"""A method of drafting that this file alone knows: no weights, no features and no KV, or KV of several geometries."""
+"""A drafting method that only this file knows: no weights, no features and no KV, or KV of several geometries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = [[5, 6, 7, 8] * 6, [9, 9, 9], [1], list(range(40, 90))]
 
 
 class NGram:
-    """Proposes what followed the last two tokens when they stood together before."""
+    """Proposes what followed the last two tokens at their previous occurrence."""
 
     kv_layers: Sequence[KVLayerSpec] = ()
     kv_modules: Sequence[int | None] = ()
@@ -54,7 +54,7 @@ def _follow(context: list[int], num: int) -> list[int]:
 
 
 class Two(NGram):
-    """The same guesses, and two layers of different geometry that it writes: two groups, of which one has a window."""
+    """The same guesses, plus two layers of different geometry that it writes: two groups, one with a window."""
 
     kv_layers = (KVLayerSpec(2, 16, None), KVLayerSpec(1, 32, 24))
     kv_modules = (1, 1)
@@ -83,9 +83,9 @@ def run(params: SamplingParams, **settings: Any) -> list[tuple[list[int], list[i
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_method_of_ones_own_changes_no_token_and_is_accepted(method: dict[str, Any], temperature: float) -> None:
-    own: Drafter = NGram()  # what a type checker says of it
+    own: Drafter = NGram()  # checked by the type checker
     assert own.needs_contexts
-    # Drawn tokens repeat themselves only where one is likely.
+    # Sampled tokens only repeat if one is likely.
     bias = {50: 12.0} if temperature else None
     params = SamplingParams(max_tokens=32, temperature=temperature, seed=4, ignore_eos=True, logit_bias=bias)
     plain, found = run(params), run(params, speculative_config=method)
@@ -95,7 +95,7 @@ def test_a_method_of_ones_own_changes_no_token_and_is_accepted(method: dict[str,
 
 
 class Faulty(NGram):
-    """Returns what no drafter may."""
+    """Returns invalid results."""
 
     drafts: Any = ()
     features: Tensor | None = None

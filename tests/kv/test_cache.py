@@ -1,4 +1,4 @@
-"""The KV cache: groups with pages of different sizes, hits that agree, pages that nobody else sees written."""
+"""The KV cache: groups with different page sizes, agreeing hits, and exclusive pages for writes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Memory:
         return tuple(tokens[: entry + 1 + self.cache.rules[name].reach])
 
     def compute(self, tables: BlockTables, tokens: list[int], start: int, stop: int) -> None:
-        """Write entries [start, stop); the drafter's, as far as the tokens go, are right."""
+        """Write entries [start, stop); the drafter's are right as far as its tokens are known."""
         for name, pool in self.cache.pools.items():
             for entry in range(start, stop):
                 page = tables.pages[name][entry // pool.page_size]
@@ -65,14 +65,14 @@ class Memory:
                 self.cells[name, page, entry % pool.page_size] = self.truth(name, tokens, entry)
 
     def check(self, tables: BlockTables, tokens: list[int], num: int) -> None:
-        """Every entry below `num` that a later query reads is the right one."""
+        """Every entry below `num` that a later query reads is right."""
         for name, pool in self.cache.pools.items():
             for entry in range(self.cache.rules[name].first_needed(num), num):
                 page = tables.pages[name][entry // pool.page_size]
                 assert self.cells[name, page, entry % pool.page_size] == self.truth(name, tokens, entry), (name, entry)
 
     def run(self, tokens: list[int]) -> BlockTables:
-        """A request that has computed all its tokens but the last, and ended."""
+        """Run a request that computes all its tokens but the last, and ends."""
         tables, num = BlockTables(), len(tokens) - 1
         hit = self.cache.attach(tables, tokens, num, num)
         assert hit is not None
@@ -95,7 +95,7 @@ def test_every_group_is_trimmed_to_the_common_hit() -> None:
         "draft": 12,
     }
     assert memory.cache.attach(tables, other, 22, 22) == 12
-    # The common hit is at the end of every group's page: nothing is shared beyond it, and nothing copied.
+    # The common hit is at a page boundary of every group: nothing is shared beyond it, and nothing copied.
     assert memory.copied == []
     memory.compute(tables, other, 12, 22)
     memory.check(tables, other, 22)
@@ -125,7 +125,7 @@ def test_where_no_page_is_left_for_a_copy_whole_pages_are_hit() -> None:
     tokens = list(range(13))
     memory.run(tokens[:12])
     tables = BlockTables()
-    # Three pages there are, and three are needed: the source of a copy has to go.
+    # There are three pages, and three are needed: the source of a copy must be evicted.
     assert memory.cache.attach(tables, [*tokens[:6], 50, 51, 52, 53, 54, 55], 12, 12) == 4
     assert memory.copied == []
 
@@ -144,7 +144,7 @@ def test_no_room_changes_nothing() -> None:
     assert not tables.pages
     assert before == {n: (p.num_available, p.num_referenced, p.version) for n, p in memory.cache.pools.items()}
     assert memory.copied == []
-    # The window's eight pages of 3 are the least, less the slots for drafts.
+    # The window's eight pages of 3 are the fewest, minus the slots for drafts.
     assert [memory.cache.fits(n) for n in (22, 23)] == [True, False]
 
 
@@ -164,7 +164,7 @@ def test_waiting_looks_nothing_up_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.cache.release(blocker)
     hit = memory.cache.attach(waiting, tokens, 24, 24)
     assert hit is not None
-    # What was hashed to look it up is not hashed again to enter it.
+    # Digests from the lookup are reused when the pages are cached.
     memory.compute(waiting, tokens, hit, 24)
     memory.cache.advance(waiting, tokens, 24, 24)
     assert len(hashed) == sum(24 // size for size in SIZES.values())
@@ -239,7 +239,7 @@ def test_a_state_needs_one_slot_and_is_no_prefix() -> None:
     assert len(tables.pages["state"]) == 1
     cache.advance(tables, tokens, 20, 20)
     cache.release(tables)
-    # The target's prefix is there, but the state is not: nothing can start behind it.
+    # The target's prefix is cached, but the state is not: no request can start after it.
     assert cache.pools["target"].lookup(tokens, 16).num_tokens == 16
     assert cache.attach(tables, tokens, 16, 16) == 0
 
@@ -253,19 +253,19 @@ def test_quarantined_pages_come_back_with_what_is_proven() -> None:
     pages = {name: list(ids) for name, ids in tables.pages.items()}
     held = memory.cache.quarantine(tables, found.wanted)
     assert not tables.pages
-    # Pages before the first wanted entry were never the peer's to write.
+    # The peer never wrote pages before the first wanted entry.
     assert pages["target"][:2] == memory.cache.pools["target"].lookup(tokens, 8).pages
     assert held.pages["target"] == [0, 0, *pages["target"][2:]]
     assert memory.cache.pools["target"].num_quarantined == len(pages["target"]) - 2
     memory.cache.leave_quarantine(held, tokens, {"target": 21, "window": 21, "draft": 13})
     assert all(pool.num_quarantined == pool.num_referenced == 0 for pool in memory.cache.pools.values())
     found_again = {name: pool.lookup(tokens, 25).num_tokens for name, pool in memory.cache.pools.items()}
-    # What is left of the window is no prefix, whatever of it is proven.
+    # The rest of a window is no prefix, however much of it is proven.
     assert found_again == {"target": 20, "window": 6, "draft": 12}
 
 
 def test_a_window_that_begins_within_a_page_is_no_prefix_whatever_is_proven() -> None:
-    """The entries before it in that page never came: another prompt that begins alike must not be given them."""
+    """The earlier entries of that page never arrived: another prompt with the same beginning must not get them."""
     memory, tokens = Memory(), list(range(30))
     size = memory.cache.pools["window"].page_size
     for n in range(1, 30):
@@ -293,7 +293,7 @@ def test_spare_pages_are_all_or_none() -> None:
 
 
 class Requests(RuleBasedStateMachine):
-    """Requests that come, compute, slide, are preempted, received, quarantined and end, over a few pages."""
+    """Requests that arrive, compute, slide, are preempted, received, quarantined and end, over a few pages."""
 
     def __init__(self) -> None:
         super().__init__()

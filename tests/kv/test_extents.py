@@ -1,4 +1,4 @@
-"""Free runs of pages: every page once, merged with its neighbours, and taken in as few pieces as can be."""
+"""Free runs of pages: every page once, merged with its neighbours, and taken in as few pieces as possible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_shortest_run_that_fits_is_taken() -> None:
     free.add([*range(1, 21), *range(30, 35), *range(50, 58)])
     assert free.take(6) == list(range(50, 56))
     assert free.take(2) == [56, 57]
-    # No run holds 22: the longest goes first.
+    # No run holds 22 pages: the longest goes first.
     assert free.take(22) == [*range(1, 21), 30, 31]
     assert free.num_pages == 3
 
@@ -32,7 +32,7 @@ def test_a_table_goes_on_behind_its_last_page() -> None:
     free.add([2, 3])
     assert free.take(2, after=5) == [6, 7]
     assert free.take(1, after=1) == [2]
-    # Nothing behind 2 but 3, nothing behind 3 at all.
+    # After 2 only page 3 is free, after 3 none.
     assert free.take(2, after=2) == [3, 8]
     assert free.take(1, after=3) == [9]
 

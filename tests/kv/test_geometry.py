@@ -1,4 +1,4 @@
-"""Geometry: strides of dense layouts, and refusal of what lies outside its region or overlaps."""
+"""Geometry: strides of dense layouts, and refusal of planes that leave their region or overlap."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_bad_specs_are_refused(changes: dict[str, Any]) -> None:
 
 
 def changed(geometry: Geometry, **changes: Any) -> Geometry:
-    """`geometry` with other fields, which are its own or those of its planes."""
+    """`geometry` with changed fields, which are its own or those of its planes."""
     of_planes = {name: value for name, value in changes.items() if name in Plane.__struct_fields__}
     return msgspec.structs.replace(
         with_planes(geometry, **of_planes), **{name: value for name, value in changes.items() if name not in of_planes}
@@ -173,7 +173,7 @@ def test_strides_of_axes_with_one_entry_do_not_matter() -> None:
 @pytest.mark.parametrize("stride", [-1, (1 << 60) + 1, 1 << 63])
 @pytest.mark.parametrize("axis", ["layer_stride", "token_stride"])
 def test_no_stride_is_beyond_an_offset_even_of_an_axis_with_one_entry(axis: str, stride: int) -> None:
-    """Planning multiplies offsets by it, as int64."""
+    """The planner multiplies offsets by it, as int64."""
     geometry = Geometry.block_major(make_spec(layer_ids=(9,), page_size=1), 7)
     with pytest.raises(ProtocolError, match="strides out of range"):
         with_planes(geometry, **{axis: stride}).check()
@@ -192,7 +192,7 @@ def test_copy_list_counts() -> None:
 
 
 def plane(name: str, base: int, **changes: Any) -> Plane:
-    """Four heads of two 16-bit elements, in pages of 256 bytes of which each plane has a part."""
+    """Four heads of two 16-bit elements, in pages of 256 bytes that the planes share."""
     values: dict[str, Any] = {
         "name": name,
         "dtype": "bfloat16",
@@ -244,7 +244,7 @@ def test_planes_that_share_bytes_are_refused(planes: tuple[Plane, ...]) -> None:
 
 
 def test_planes_that_meet_across_steps_of_two_shared_axes_are_refused() -> None:
-    """Pages are 6 bytes apart, layers 10: page 1 of plane b in layer 0 lies over page 0 of plane a in layer 1."""
+    """Pages are 6 bytes apart, layers 10: page 1 of plane b in layer 0 overlaps page 0 of plane a in layer 1."""
     shape: dict[str, Any] = {
         "dtype": "uint8",
         "num_heads": 1,

@@ -1,4 +1,4 @@
-"""What is final and what is wanted, row by row of the table, and at its corners."""
+"""Final and wanted entries: the rows of the table, and edge cases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_bad_intervals_are_refused_from_the_wire_too(start: int, stop: int) -> N
         ("state", None, 20, 0, {}, (0, 1)),
         ("state", None, 20, 19, {}, (0, 1)),
         ("state", None, 20, 20, {}, (1, 1)),
-        # The drafter's last entry moves with the seed, however long the hit.
+        # The drafter's last entry moves with the seeds, however long the hit.
         ("full", None, 20, 0, {"module": 1}, (0, 20)),
         ("full", None, 20, 19, {"module": 1}, (19, 20)),
         ("full", None, 20, 20, {"module": 1}, (19, 20)),
@@ -54,7 +54,7 @@ def test_bad_intervals_are_refused_from_the_wire_too(start: int, stop: int) -> N
         ("full", None, 20, 0, {"module": 3}, (0, 18)),
         ("full", None, 20, 20, {"module": 3}, (17, 18)),
         ("full", None, 2, 0, {"module": 3}, (0, 0)),
-        # A drafter that sees tokens alone is moved as the target is.
+        # A drafter that reads tokens only moves as the target does.
         ("full", None, 20, 7, {"module": None}, (7, 20)),
         ("full", None, 20, 20, {"module": None}, (20, 20)),
         ("sliding_window", 8, 20, 0, {"module": None}, (13, 20)),
@@ -75,8 +75,7 @@ def test_wanted(
         ("mla", 20, 20, {"seeded": True}, 20),
         ("state", 20, 19, {}, 0),
         ("state", 20, 20, {}, 1),
-        # Within the prompt the next token is known, so every computed entry is final; the last waits for the
-        # seed.
+        # Within the prompt the next token is known, so every computed entry is final; the last waits for the seeds.
         ("full", 20, 12, {"module": 1}, 12),
         ("full", 20, 19, {"module": 1}, 19),
         ("full", 20, 20, {"module": 1}, 19),
@@ -109,8 +108,7 @@ def test_what_is_wanted_is_final_with_the_seed_and_finality_only_grows(module: i
             assert steps[-1].covers(want)
             assert want.stop == steps[-1].stop
             if module and n >= module:
-                # Without the seed something is always missing: the hand-over of the last entry is never
-                # skipped.
+                # Without the seeds something is always missing: the hand-over of the last entry is never skipped.
                 assert not steps[-2].covers(want)
 
 

@@ -31,7 +31,7 @@ def test_allocation_continues_behind_the_last_page_and_prefers_runs() -> None:
     second = pool.allocate(2)
     assert pool.allocate(2, after=second[-1]) == [second[-1] + 1, second[-1] + 2]
     pool.release(first)
-    # Three free pages at the front do not fit five: a whole run further back does.
+    # The three free pages at the front do not fit five: a whole run further on does.
     pages = pool.allocate(5)
     assert pages == list(range(pages[0], pages[0] + 5))
 
@@ -55,7 +55,7 @@ def test_requests_share_pages_with_those_of_their_salt_alone() -> None:
     pages = pool.allocate(4)
     pool.cache(tokens, pages, Chain(salted_root("a")), 14)
     assert pool.lookup(tokens, 14, Chain(salted_root("a"))).num_tokens == 12
-    # The page behind the last whole one may match in part: it has a root too.
+    # The page after the last whole one may match in part: it has a root too.
     for tokens_asked in (tokens, tokens[:3]):
         for salt in (None, "b", ""):
             assert pool.lookup(tokens_asked, len(tokens_asked), Chain(salted_root(salt))).num_tokens == 0
@@ -104,12 +104,12 @@ def test_eviction_goes_ahead_in_the_order_of_use() -> None:
         pool.release(fill(pool, prompt))
     pool.share(pool.lookup(prompts[0], 20).pages)
     pool.allocate(1)
-    # One that is needed and 4 ahead, of the prompt that was used least recently: its last pages.
+    # One that is needed and 4 in advance, from the least recently used prompt: its last pages.
     assert [pool.lookup(prompt, 20).num_tokens for prompt in prompts] == [20, 15] + [20] * 8
     assert (pool.num_cached, pool.num_available) == (175, 179)
     pool.allocate(4)
     assert pool.num_cached == 175
-    # All that is cached can be had.
+    # All cached pages can be allocated.
     assert len(set(pool.allocate(175))) == 175
     with pytest.raises(CapacityError):
         pool.allocate(1)
@@ -144,7 +144,7 @@ def test_a_prompt_is_hashed_once_however_often_it_is_looked_up(monkeypatch: pyte
     hits = [pool.lookup(tokens, limit, digests) for limit in (41, 41, 22, 41)]
     assert [hit.num_tokens for hit in hits] == [38, 38, 22, 38]
     assert len(hashed) == 10
-    # With what is cached meanwhile, a later look finds more.
+    # With more pages cached meanwhile, a later lookup finds more.
     fill(pool, tokens)
     assert pool.lookup(tokens, 41, digests).num_tokens == 40
     assert len(hashed) == 10 + 10  # those of `fill`
@@ -162,7 +162,7 @@ def test_a_lookup_finds_the_longest_prefix_there_is(prompts: list[list[int]], re
         whole = (len(prompt) - reach) // 3
         entered.append(prompt[: 3 * whole + reach] if whole else [])
     asked = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))
-    # An entry depends on the tokens up to `reach` behind it, and whole pages alone are entered.
+    # An entry depends on up to `reach` later tokens, and only whole pages are cached.
     shared = [page_pool._common_prefix(asked, prompt) - reach for prompt in entered]
     limit = max(0, len(asked) - reach)
     assert pool.lookup(asked, limit).num_tokens == max(0, *shared, 0)

@@ -1,6 +1,6 @@
-"""Slots of states: what a step wrote is the request's where the step's outcome says so, and nobody else's, ever.
-
-What is kept for other prompts is the state behind just the tokens that they share."""
+"""State slots: a step's writes count for the request as its outcome says, and never for another one. A checkpoint for
+other prompts has seen exactly the tokens that they share.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class Sequence:
 
 
 class Life(RuleBasedStateMachine):
-    """Requests that start, go on in chunks and verifications, are preempted, handed over and end, over slots that hold
-    the tokens that went into them."""
+    """Requests that start, continue in chunks and verifications, are preempted, handed over and end, over slots that
+    hold the tokens that went into them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Life(RuleBasedStateMachine):
         return True
 
     def step(self, one: Sequence, num_rows: int, num_accepted: int) -> None:
-        """Write the states behind `num_rows` rows; those of rows behind the accepted ones saw rejected drafts."""
+        """Write the states after `num_rows` rows; those after the accepted rows have seen rejected drafts."""
         state, scratch = one.tables.slots("state")
         before = self.slots[state] if one.computed else ()
         for row in range(num_rows):
@@ -89,7 +90,7 @@ class Life(RuleBasedStateMachine):
         left = len(one.tokens) - one.computed
         if left < 1:
             return
-        # A chunk keeps the state behind its last row, and those that are due on the way.
+        # A chunk keeps the state after its last row, and the checkpoints that are due on the way.
         num = data.draw(st.integers(1, left))
         state, scratch = one.tables.slots("state")
         before = self.slots[state] if one.computed else ()
@@ -126,7 +127,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
-        """A handoff failed: only the slot that a peer was shown waits."""
+        """A handoff failed: only the slot that a peer could write goes into quarantine."""
         one = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         before = self.cache.pools["state"].num_quarantined
         held = self.cache.quarantine(one.tables, {"kv": Interval(0, len(one.tokens)), "state": Interval(0, 1)})
@@ -164,7 +165,7 @@ HYBRID_DRAFTER = GroupSpec(
 
 
 def test_the_drafters_states_go_their_own_way() -> None:
-    """Rows of target and drafter differ: each has its state, its scratch and its checkpoints."""
+    """Rows of target and drafter differ: each has its own state, scratch slots and checkpoints."""
     copied: list[tuple[str, int, int]] = []
     cache = KVCache(
         [*GROUPS, HYBRID_DRAFTER],
@@ -180,7 +181,7 @@ def test_the_drafters_states_go_their_own_way() -> None:
     assert cache.offered(tables, 12)["draft"] == [own]
     cache.plan_checkpoints(tables, tokens, 0, 7, "draft")
     assert (list(tables.checkpoints["draft"]), list(tables.checkpoints["state"])) == ([3, 6], [])
-    # Behind seven rows nothing is due; behind two more there is.
+    # After seven rows no checkpoint is due; after two more one is.
     after = ahead[0]
     cache.accept(tables, 0, 7, "draft")
     assert (tables.slots("draft")[0], tables.slots("state")[0], copied) == (after, state, [])
@@ -273,7 +274,7 @@ def test_a_peer_is_shown_no_page_that_slides_out_while_it_might_ask() -> None:
 
 @pytest.mark.parametrize("num_accepted", range(NUM_DRAFTS + 1))
 def test_the_state_before_a_step_is_there_until_its_outcome_is_known(num_accepted: int) -> None:
-    """Rows that fail are run again from where they began."""
+    """Failed rows are run again from where they began."""
     cache, tables = KVCache(GROUPS, {"kv": 40, "state": 9}, NUM_DRAFTS, lambda *_: None), BlockTables()
     assert cache.attach(tables, [1, 2, 3], 3, 3) == 0
     state, scratch = tables.slots("state")
@@ -300,7 +301,7 @@ class Kept:
             self.seen[destination] = self.seen[source]
 
     def prefill(self, tokens: list[int], chunk: int = 1000) -> tuple[BlockTables, int | None]:
-        """All tokens of a prompt but the hit, which is returned."""
+        """Compute all tokens of a prompt but the hit. Returns the hit as well."""
         tables = BlockTables()
         hit = self.cache.attach(tables, tokens, len(tokens), len(tokens))
         for start in range(hit or 0, len(tokens), chunk):
@@ -315,7 +316,7 @@ class Kept:
 
 @pytest.mark.parametrize("chunk", [1, 5, 6, 7, 1000])
 def test_a_prompt_starts_at_the_last_checkpoint_that_it_shares(chunk: int) -> None:
-    """At multiples of whole pages of all groups, whatever the chunks were."""
+    """At multiples of whole pages of all groups, with any chunks."""
     kept, tokens = Kept(), list(range(40))
     assert kept.cache.checkpoint_interval == 6
     tables, hit = kept.prefill(tokens, chunk)
@@ -324,7 +325,7 @@ def test_a_prompt_starts_at_the_last_checkpoint_that_it_shares(chunk: int) -> No
     for length in range(1, 45):
         again = (tokens + [-1] * 9)[:length]
         tables, hit = BlockTables(), kept.cache.attach(other := BlockTables(), again, length, length)
-        # One row at least is computed.
+        # At least one row is computed.
         assert hit == min(length - 1, 40) // 6 * 6
         assert not hit or kept.seen[other.slots("state")[0]] == hit
         kept.cache.release(other)
@@ -347,7 +348,7 @@ def test_a_destination_needs_no_state_where_it_has_the_one_behind_the_prompt() -
 
 
 def test_a_checkpoint_of_generated_tokens_is_that_of_the_row_behind_which_it_is_due() -> None:
-    """Of a verification that accepts rows on both sides of it."""
+    """In a verification that accepts rows on both sides of it."""
     kept, tokens = Kept(), list(range(10))
     tables, _ = kept.prefill(tokens)
     for computed, num_accepted in ((12, 1), (13, 0), (16, 2), (19, 2)):
@@ -379,7 +380,7 @@ def test_checkpoints_make_room_for_requests_and_take_none_from_them() -> None:
 
 @pytest.mark.parametrize("destination", [False, True])
 def test_a_hit_needs_no_more_slots_than_none(destination: bool) -> None:
-    """Where a slot is in quarantine, the checkpoint itself becomes the state of the request that it is for."""
+    """While a slot is in quarantine, the checkpoint itself becomes the state of its request."""
     kept, tokens = Kept(num_slots=1 + 4 + 1), list(range(36))
     kept.cache.release(kept.prefill(tokens)[0])
     pool = kept.cache.pools["state"]

@@ -9,5 +9,5 @@ from baton.models import linear
 
 @pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where PyTorch or the CPU has no packed weights: they stay as they are filled."""
+    """As if PyTorch or the CPU had no packed weights: weights stay as loaded."""
     monkeypatch.setattr(linear, "packed", lambda weight: None)

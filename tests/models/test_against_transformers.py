@@ -82,7 +82,9 @@ def run(model: CausalLM, ids: Tensor, backend: str, chunks: list[int], page_size
 
 
 def assert_logits_match(path: Path) -> Tensor:
-    """The logits [LENGTH, V], returned, are those of `transformers`, by every backend, whole and in chunks."""
+    """Check that the logits are those of `transformers`, with every backend, whole and in chunks. Returns them,
+    [LENGTH, V].
+    """
     model = load_model(path)
     ids = prompt(model)
     expected: Tensor = reference(path, ids).logits[0]
@@ -96,7 +98,7 @@ def assert_logits_match(path: Path) -> Tensor:
 def test_logits_match(model_type: str, overrides: dict[str, Any], checkpoint: Any) -> None:
     path = checkpoint(model_type, **overrides)
     expected = assert_logits_match(path)
-    # The checkpoint tells tokens apart: a wrong implementation cannot hide behind flat logits.
+    # The checkpoint discriminates between tokens: a wrong implementation cannot hide behind flat logits.
     best = expected.topk(2).values
     assert (best[:, 0] - best[:, 1]).median() > 0.05
 
@@ -116,7 +118,7 @@ def test_bfloat16_stays_close(checkpoint: Any) -> None:
     ids = prompt(model)
     expected = reference(path, ids, torch.bfloat16).logits[0].float()
     exact = run(load_model(path, "float32"), ids, "paged_cpu", [LENGTH])
-    # bfloat16 has 8 bits: both implementations stray from float32 by about as much.
+    # bfloat16 has 8 bits: both implementations deviate from float32 by about the same.
     ours = (run(model, ids, "paged_cpu", [LENGTH]) - exact).abs().mean()
     theirs = (expected - exact).abs().mean()
     assert ours < 1.5 * theirs

@@ -1,4 +1,4 @@
-"""With `batch_invariant`, a row's bits depend on its own request alone: not on chunks, batch or page size."""
+"""With `batch_invariant`, a row's bits depend only on its own request: not on chunks, batch or page size."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_block_heights_are_usable() -> None:
 
 @given(total=st.integers(0, 2000), smallest=st.integers(0, 4), tallest=st.integers(4, 9))
 def test_blocks_hold_all_rows_and_few_more(total: int, smallest: int, tallest: int) -> None:
-    """Every block but the last is full, and what the last has to spare is little, or costs nothing."""
+    """Every block but the last is full, and the last one wastes little, or nothing that costs time."""
     heights = tuple(2**power for power in range(tallest, smallest - 1, -1))
     chosen = blocks(total, heights)
     assert set(chosen) <= set(heights)
@@ -73,7 +73,7 @@ def test_blocks_hold_all_rows_and_few_more(total: int, smallest: int, tallest: i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [576, 36])
 def test_rows_between_products_depend_on_nothing_else(dtype: torch.dtype, size: int) -> None:
-    """Not on other rows, not on threads; a residual added with the norm is the same as one added before."""
+    """Not on other rows or threads; a residual added with the norm gives the same as one added before."""
     generator = torch.Generator().manual_seed(0)
     x, delta = (torch.randn(70, size, generator=generator).to(dtype) for _ in range(2))
     norm = RMSNorm(size, 1e-5, Build(dtype, torch.device("cpu")))
@@ -166,7 +166,7 @@ def test_requests_beside_each_other_do_not_change_bits(checkpoint: Any) -> None:
 def test_headwise_rows_do_not_depend_on_the_number_of_rows(
     heads: int, inner: int, columns: int, dtype: torch.dtype
 ) -> None:
-    """With numbers that leave nothing but the rounding errors of a sum: those of any order would show."""
+    """With inputs that leave only the rounding errors of a sum, so that any other order would show."""
     generator = torch.Generator().manual_seed(3)
     x, weight = cancelling(
         torch.randn(333, heads, inner, generator=generator), torch.randn(heads, columns, inner, generator=generator)

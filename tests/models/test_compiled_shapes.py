@@ -1,4 +1,4 @@
-"""What oneDNN keeps of products of many shapes is bounded."""
+"""oneDNN's cache of products of many shapes is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled functions on disk are used again, and only while all their sources are what they were."""
+"""Compiled functions on disk are reused, but only while all their sources are unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_change_in_another_file_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def answer(number: int) -> tuple[int, int]:
-        """What a new process would get, and whether from the disk."""
+        """The result in a new process, and whether it came from disk."""
         (package / "inner.py").write_text(_INNER.format(number=number))
         for name in [name for name in sys.modules if name.startswith("baton_probe")]:
             monkeypatch.delitem(sys.modules, name)

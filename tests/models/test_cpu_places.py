@@ -1,4 +1,4 @@
-"""Two threads that share two cores have one each; who has more cores, or one thread, stays where the system puts it."""
+"""Two threads on two shared cores get one each; with more cores, or one thread, the system places them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def masks_in_team() -> list[set[int]]:
 
 
 def alone(cores: list[int], threads: int, call: Callable[[], list[set[int]]]) -> list[set[int]]:
-    """What `call` returns on a thread of its own, with so many threads for torch and these cores."""
+    """Run `call` on its own thread, with `threads` torch threads and these cores."""
 
     def run() -> list[set[int]]:
         os.sched_setaffinity(0, cores)

@@ -1,4 +1,4 @@
-"""A few rows times a packed weight: the rows are right, and are those of oneDNN to the bit where a probe says so."""
+"""A few rows times a packed weight: the rows are right, and bit-identical to oneDNN's if a probe says so."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _made(outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Rows, a weight, its packed copy and where that lies; skips the test on a CPU that cannot read it."""
+    """Rows, a weight, its packed copy and the copy's address; skips the test on a CPU that cannot read it."""
     generator = torch.Generator().manual_seed(outputs)
     x, weight = cancelling(
         torch.randn(cpu_products.MOST_ROWS, columns, generator=generator),
@@ -31,7 +31,7 @@ def test_rows_depend_on_no_other_row_and_on_no_thread(outputs: int, columns: int
     x, weight, _copy, at = _made(outputs, columns)
     bias = weight[:, 0].contiguous()
     whole = cpu_products.multiply(x, at, outputs, bias)
-    # The products cancel, so that what a sum rounds is all there is; a bias that is lost or shifted shows.
+    # The products cancel, so that only rounding errors remain; a lost or shifted bias shows.
     expected = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(whole.double(), expected, rtol=1e-2, atol=1e-3)
     for height in (1, 2, 3, 5, 8, 13):
@@ -54,12 +54,12 @@ def test_a_layer_uses_it_and_keeps_its_bits_beyond_its_rows() -> None:
     tall = layer(x.repeat(3, 1))
     assert torch.equal(layer(x[5:6]), tall[5:6])
     assert torch.equal(layer(x[:40]), tall[:40])
-    # Rows that do not lie one behind another are multiplied too.
+    # Non-contiguous rows are multiplied too.
     assert torch.equal(layer(x.repeat(1, 2)[:3, :1536]), tall[:3])
 
 
 def test_a_copy_that_lies_otherwise_is_not_read() -> None:
-    """Neither sizes that would be padded, nor numbers that are not this weight's."""
+    """Neither with sizes that would be padded, nor with another weight's numbers."""
     _, weight, _, _ = _made(64, 576)
     other = packed(weight.flip(0))
     assert other is not None

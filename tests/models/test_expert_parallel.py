@@ -1,4 +1,4 @@
-"""Data-parallel ranks that share experts: each has the bits of one rank alone, whatever the others compute."""
+"""Data-parallel ranks that share experts: each has the bits of a single rank, whatever the others compute."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def path_of(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def on_ranks(store: Path, size: int, call: Callable[[ExpertRanks], R]) -> list[R]:
-    """What `call` returns on each rank, a thread each, over gloo."""
+    """The results of `call` on each rank, one thread each, over gloo."""
 
     def run(rank: int) -> R:
         exchange = Exchange(str(store / "store"), rank, size)
@@ -59,7 +59,7 @@ def on_ranks(store: Path, size: int, call: Callable[[ExpertRanks], R]) -> list[R
 
 
 def probe(path: Path, dtype: str, ranks: TensorRank, times: int = 1) -> list[str]:
-    """Of a prompt's logits, so many times."""
+    """The numeric probe of a prompt's logits, `times` times."""
     model = load_model(path, dtype, "cpu", True, ranks)
     groups = model_groups(EngineConfig(str(path)), model, None)
     backend = get_backend(None, "cpu")
@@ -72,7 +72,7 @@ def probe(path: Path, dtype: str, ranks: TensorRank, times: int = 1) -> list[str
 def test_ranks_that_share_experts_have_the_bits_of_one(
     path_of: Callable[[str], Path], tmp_path: Path, kind: str, size: int, slices: int, dtype: str
 ) -> None:
-    """Ranks compute unequally much, and the last nothing: all go on until all are done."""
+    """Ranks compute different amounts, the last one nothing: all continue until all are done."""
     path = path_of(kind)
     (alone,) = probe(path, dtype, TensorRank(num_slices=slices))
 
@@ -103,7 +103,7 @@ def test_ranks_have_each_expert_once_between_them(path_of: Callable[[str], Path]
 
 @pytest.mark.usefixtures("one_thread")
 def test_rows_for_one_rank_alone_and_for_none_are_made(tmp_path: Path) -> None:
-    """Rows whose experts are all on one rank, while that asks for others' and a third for none."""
+    """Rows whose experts are all on one rank, while that rank asks for others' and a third for none."""
     asked = {0: [[2], [2]], 1: [[0], [1]]}
 
     def run(shared: ExpertRanks) -> list[float]:

@@ -1,4 +1,4 @@
-"""Gemma 3: logits of transformers in every shape, rows of its own bits, and configs that are refused."""
+"""Gemma 3: logits of transformers in every shape, batch-invariant rows, and refused configs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_bfloat16_stays_close(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_are_equal_to_the_bit(dtype: str, tmp_path: Path) -> None:
-    """Whatever the chunks and the page size."""
+    """With any chunks and page size."""
     model = load_model(make_gemma3(tmp_path, "gemma3-odd"), dtype, batch_invariant=True)
     ids = prompt(model)
     whole = run(model, ids, "paged_cpu", [LENGTH])

@@ -1,4 +1,4 @@
-"""gpt-oss: logits of transformers in every shape, MXFP4 to the bit, rows of its own bits, what is refused."""
+"""gpt-oss: logits of transformers in every shape, MXFP4 bit for bit, batch-invariant rows, refused configs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def path(packed: Path, tmp_path: Path) -> Path:
 
 
 def unpack(path: Path) -> None:
-    """Make a checkpoint in MXFP4 a plain one, as transformers dequantises it."""
+    """Convert a checkpoint from MXFP4 as transformers dequantises it."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     weights = load_file(path / "model.safetensors")
@@ -99,7 +99,7 @@ def test_halves_in_other_files_and_in_any_order(packed: Path, path: Path) -> Non
 
 
 def test_bfloat16_stays_close(tmp_path: Path) -> None:
-    """Where a rounding sends a row to another expert both implementations stray far, so that medians are compared."""
+    """If rounding sends a row to another expert both implementations deviate much, so medians are compared."""
     path = make_gpt_oss(tmp_path, dtype="bfloat16")
     model = load_model(path)
     assert model.build.dtype is torch.bfloat16
@@ -113,7 +113,7 @@ def test_bfloat16_stays_close(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_are_equal_to_the_bit(dtype: str, packed: Path) -> None:
-    """Whatever the chunks and the page size, and with them the rows that share an expert."""
+    """With any chunks and page size, and so with any rows that share an expert."""
     model = load_model(packed, dtype, batch_invariant=True)
     ids = prompt(model, 100)
     whole = run(model, ids, "paged_cpu", [100])

@@ -1,7 +1,7 @@
-"""No address outlives the array that it was taken of.
+"""No address outlives its array.
 
-The compiler frees an array after its last use as an array; that an address of it is still in use, it does not see. So
-compiled code may take addresses of its arguments only, which the caller holds until the call returns, and Python code
+The compiler frees an array after its last use as an array, and does not see that its address is still in use. So
+compiled code may take addresses only of its arguments, which the caller holds until the call returns, and Python code
 may not take the address of a temporary.
 """
 
@@ -61,7 +61,7 @@ def _of_function(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def _is_made(value: ast.expr) -> bool:
-    """Whether nothing but this expression holds the array. A tensor's storage lives as long as the tensor."""
+    """Whether only this expression holds the array. A tensor's storage lives as long as the tensor."""
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "untyped_storage":
         return _is_made(value.func.value)
     return not isinstance(value, ast.Name | ast.Attribute | ast.Subscript)
@@ -89,6 +89,6 @@ def test_the_check_finds_what_it_is_for(source: str) -> None:
 
 
 def test_compiled_functions_are_not_inlined() -> None:
-    # Inlined by Numba, before LLVM, arguments become local variables, and are freed as such.
+    # If Numba inlines a function (before LLVM), its arguments become local variables, and are freed as such.
     for path in SOURCE.rglob("*.py"):
         assert not re.search(r"\binline=", path.read_text(encoding="utf-8")), path

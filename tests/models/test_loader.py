@@ -225,7 +225,7 @@ def test_dtype_argument(path: Path) -> None:
 
 
 def test_float16_is_computed_in_float32(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Which holds each of its numbers, so that nothing is lost by it."""
+    """float32 represents every float16 value, so nothing is lost."""
     halves = {name: tensor.half() for name, tensor in load_file(path / "model.safetensors").items()}
     save_file(halves, path / "model.safetensors")
     wide = load_model(path, "float32")

@@ -1,4 +1,4 @@
-"""Mamba-2: its three implementations agree, and the one on a CPU gives a row the same bits in every batch."""
+"""Mamba-2: its three implementations agree, and the CPU one gives a row the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH = 150
 
 
 class Slots:
-    """The cache of one layer's forward: states that are passed in, and what was kept behind the rows `kept`."""
+    """The cache of one layer's forward: the given states, and the states after the rows `kept`."""
 
     def __init__(self, states: States, query_start: list[int], kept: list[int]) -> None:
         self.states, self.rows = states, Scanned(np.array(query_start, np.int32), np.array(kept, np.int64))
@@ -82,7 +82,7 @@ def test_neither_chunks_nor_neighbours_change_a_bit(name: str, dtype: torch.dtyp
     whole, states = run(one, x, begin(spec, dtype), [0, LENGTH], every)
     state, other_state = begin(spec, dtype), begin(spec, dtype)
     for start, stop in itertools.pairwise([0, 1, 2, 4, 5, 30, 94, 95, LENGTH]):
-        # Between rows of another request, which is at another place.
+        # Between rows of another request at another position.
         rows = stop - start
         both = torch.cat((other[:3], x[start:stop], other[3:4]))
         before = tuple(torch.cat((b, a, b)) for a, b in zip(state, other_state, strict=True))
@@ -94,7 +94,7 @@ def test_neither_chunks_nor_neighbours_change_a_bit(name: str, dtype: torch.dtyp
 
 
 def test_what_is_kept_is_what_a_later_forward_goes_on_from() -> None:
-    """A state is that of the row's own request, and of none behind it."""
+    """A state depends on the row's own request up to the row."""
     spec, x = SPECS["usual"], inputs()
     one = layer(spec)
     _, states = run(one, x[:20], begin(spec, x.dtype, 2), [0, 12, 20], [2, 11, 19])

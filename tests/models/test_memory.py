@@ -1,4 +1,4 @@
-"""What loading takes at its peak: the weights once, not again as a mapped file or as what is about to be packed."""
+"""Peak memory during loading: the weights once, not again as a mapped file or before packing."""
 
 from __future__ import annotations
 

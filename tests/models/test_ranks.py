@@ -1,4 +1,4 @@
-"""Models cut over tensor ranks: with as many slices, any number of ranks gives the same bits."""
+"""Models cut over tensor ranks: with equally many slices, any number of ranks gives the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.checkpoints_granite import make_granite
 from tests.support.rank_threads import on_ranks
 
 Checkpoint = Callable[..., Path]
-# Heads and widths of which four ranks can have a share; two KV heads are on two ranks each.
+# Heads and widths that four ranks can share; two KV heads are on two ranks each.
 FOUR: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
 EXPERTS |= {"first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.0}
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe": EXPERTS,
     "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **EXPERTS, **LATENTS},
 }
-# Whose checkpoints keep the experts of a layer in one tensor.
+# Models whose checkpoints keep the experts of a layer in one tensor.
 STACKED: dict[str, Callable[[Path], Path]] = {
     "gpt_oss": make_gpt_oss,
     "gpt_oss in MXFP4": functools.partial(make_gpt_oss, packed=True),
@@ -61,7 +61,7 @@ def path_of(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def probe(path: Path, dtype: str, ranks: TensorRank) -> str:
-    """Of a prompt's logits, as each rank has them."""
+    """The numeric probe of a prompt's logits, as each rank computes it."""
     model = load_model(path, dtype, "cpu", True, ranks)
     config = EngineConfig(str(path), tensor_parallel_size=ranks.size)
     parts = parts_of(model_groups(config, model, None), config, model.config.num_layers, ranks.rank)

@@ -1,4 +1,4 @@
-"""Rotary embeddings: frequencies are those of transformers, in both spellings, and what is unknown is refused."""
+"""Rotary embeddings: frequencies are those of transformers, in both config formats, and unknown types are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_frequencies_are_those_of_transformers(section: dict[str, Any], is_new: 
     size = get_rotary_dim(raw, 32, 1.0)
     assert size == 32 * partial
     found = rotary(raw, size).at(positions)
-    # Angles of thousands of radians are rounded in float32 before the cosine is taken.
+    # Angles of thousands of radians are rounded in float32 before the cosine.
     for ours, theirs in zip(found, (cos, sin), strict=True):
         torch.testing.assert_close(ours[:, 0], theirs[0, :, : size // 2], rtol=1e-5, atol=2e-3)
         torch.testing.assert_close(ours[:3, 0], theirs[0, :3, : size // 2], rtol=1e-5, atol=1e-5)
@@ -137,7 +137,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
     ],
 )
 def test_two_spellings_of_one_rope(new: dict[str, Any], old: dict[str, Any]) -> None:
-    """Tools that know the old spelling write it beside the new one; transformers takes the old."""
+    """Tools that know the old format write it beside the new one; transformers uses the old."""
     transformers = pytest.importorskip("transformers")
     raw = {**SHAPE, "max_position_embeddings": LENGTH, "rope_theta": 5e5, "rope_parameters": new, "rope_scaling": old}
     config = transformers.LlamaConfig(**{k: dict(v) if isinstance(v, dict) else v for k, v in raw.items()})

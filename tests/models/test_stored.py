@@ -1,4 +1,4 @@
-"""What is loaded of a checkpoint directory is what transformers loads, and the log names what is not."""
+"""The tensors loaded from a checkpoint directory are those that transformers loads, and the log names the others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write(path: Path, tensors: Tensors, name: str = SINGLE) -> None:
 
 
 def shard(path: Path, tensors: Tensors, count: int = 2) -> None:
-    """Write shards and their index beside whatever is there."""
+    """Write shards and their index beside the existing files."""
     names, weight_map = sorted(tensors), {}
     for part in range(count):
         file = f"model-{part + 1:05}-of-{count:05}.safetensors"
@@ -46,7 +46,7 @@ def shard(path: Path, tensors: Tensors, count: int = 2) -> None:
 
 
 def assert_same(path: Path) -> None:
-    """Every tensor of the model is the one that transformers loads, to the bit."""
+    """Every tensor of the model is the one that transformers loads, bit for bit."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict()
     ours = load_model(path)
     table = {name: place.tensor for name, place in weight_table(ours).items()}
@@ -108,7 +108,7 @@ def test_as_transformers_loads_it(
 
 
 def test_a_head_in_another_dtype_is_compared_as_it_is_computed_with(path: Path) -> None:
-    """Equal after rounding is equal: transformers compares what it has loaded."""
+    """Equal after rounding is equal: transformers compares the loaded tensors."""
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
     tensors = load_file(path / SINGLE)

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in text: what is found does not depend on how the text came, and nothing is lost."""
+"""Tool calls and reasoning in text: results do not depend on how the text is split, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMAS = {
 
 
 def found(parser: Parser, pieces: Sequence[str]) -> Found:
-    """Content, reasoning, and (name, arguments) of each call; the order of events is checked."""
+    """Content, reasoning, and (name, arguments) of each call. Checks the order of events."""
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
     calls: list[tuple[str, str]] = []
     for event in events:
@@ -34,7 +34,7 @@ def found(parser: Parser, pieces: Sequence[str]) -> Found:
     return words, "".join(event.text for event in events if isinstance(event, Reasoning)), calls
 
 
-# What the formats' own templates and model cards show, then what they do not.
+# Examples from the formats' own templates and model cards, then deviations.
 CALL = '{"name": "get_weather", "arguments": {"city": "Br\\"u}ck", "days": [1, {"a": "]"}]}}'
 ARGUMENTS = '{"city": "Br\\"u}ck", "days": [1, {"a": "]"}]}'
 LLAMA = CALL.replace("arguments", "parameters")
@@ -128,14 +128,14 @@ CASES: dict[str, list[tuple[str, Found]]] = {
             ("", "", [("stop", '{"x": "[1, 2]", "y": "a\\nb"}')]),
         ),
         *(
-            (  # Python reads these as numbers, and JSON has none of them.
+            (  # Python reads these as numbers, but they are not JSON.
                 f"<tool_call><function=stop><parameter=x>{text}</parameter></function></tool_call>",
                 ("", "", [("stop", f'{{"x": "{text}"}}')]),
             )
             for text in ("NaN", "-Infinity", "1e999")
         ),
         ("<tool_call>no function", ("<tool_call>no function", "", [])),
-        # Models leave tags out: the opening one, a value's end, and those between two calls.
+        # Models omit tags: the opening one, a value's end, and those between two calls.
         (
             "See.\n<function=stop>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
             ("See.", "", [("stop", '{"a": "1"}')]),
@@ -211,7 +211,7 @@ MAKERS: list[Callable[[], Parser]] = [
 @settings(max_examples=150, deadline=None)
 @given(st.one_of(cut_texts([*WORDS, *HARMONY]), cut_texts([*HARMONY, "x", " ", "{"])))
 def test_what_is_found_does_not_depend_on_how_the_text_came(pieces: list[str]) -> None:
-    """And no text, however malformed, ends a parser."""
+    """No text, however malformed, breaks a parser."""
     text = "".join(pieces)
     for make in MAKERS:
         whole = found(make(), [text])
@@ -232,7 +232,7 @@ def test_answers_that_a_grammar_forces() -> None:
     text = '[{"name": "get_weather", "parameters": {"city": "Bern"}}, {"name": "stop", "parameters": {}}]'
     for pieces in ([text], list(text)):
         assert found(RequiredParser(), pieces) == ("", "", [("get_weather", '{"city": "Bern"}'), ("stop", "{}")])
-    # Cut off by max_tokens.
+    # Truncated by max_tokens.
     assert found(RequiredParser(), [text[:45]]) == ("", "", [("get_weather", '{"city')])
     assert found(NamedParser("stop"), ['{"a"', ": 1}"]) == ("", "", [("stop", '{"a": 1}')])
 
@@ -287,7 +287,7 @@ def test_a_long_value_takes_linear_time() -> None:
 
 
 def test_half_a_surrogate_pair_is_no_name_and_no_value() -> None:
-    """JSON can spell it and an answer, which is UTF-8, cannot hold it: the text stays as the model wrote it."""
+    """JSON can express it, but an answer in UTF-8 cannot: the text stays as the model wrote it."""
     text = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
     assert found(TOOL_PARSERS["hermes"].make(SCHEMAS), [text]) == (text, "", [])
     text = '<tool_call><function=f><parameter=x>["\\ud800"]</parameter></function></tool_call>'

@@ -1,4 +1,4 @@
-"""Arguments that a model wrote as text become what the schema of the function wants."""
+"""Arguments that a model wrote as text are converted to the types of the function's schema."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFS = {
     "tree": TREE,
     "loop": LOOP,
 }
-# Schema, text, JSON. Without a note, vLLM 0.32 gives the same.
+# Schema, text, JSON. Without a comment, vLLM 0.32 gives the same.
 CASES: list[tuple[Any, str, str]] = [
     (STRING, "123", '"123"'),
     (STRING, " a ", '" a "'),
@@ -49,9 +49,9 @@ CASES: list[tuple[Any, str, str]] = [
     ({"type": ["array", "string"]}, "[1]", "[1]"),
     ({"enum": ["1", "2"]}, "1", '"1"'),
     ({"enum": [1, 2]}, "1", "1"),
-    ({"enum": ["1", 2]}, "1", '"1"'),  # vLLM: 1, which is none of the two
+    ({"enum": ["1", 2]}, "1", '"1"'),  # vLLM: 1, which is neither of the two
     ({"enum": [True, None]}, "True", "true"),
-    ({"const": "5"}, "5", '"5"'),  # vLLM knows no const
+    ({"const": "5"}, "5", '"5"'),  # vLLM does not support const
     ({"const": 5}, "5", "5"),
     ({"$ref": "#/$defs/age"}, "5", "5"),  # vLLM follows no reference
     ({"$ref": "#/$defs/name~1~0"}, "5", '"5"'),
@@ -87,7 +87,7 @@ def test_a_value_is_of_its_schema(schema: Any, text: str, expected: str) -> None
 
 
 def test_a_schema_that_branches_without_end_costs_little() -> None:
-    """Each reference leads to two more: 2 ** 16 of them, were all followed."""
+    """Each reference leads to two more: 2 ** 16 of them, if all were followed."""
     schema = {"$defs": {"t": {"anyOf": [{"$ref": "#/$defs/t"}] * 40}}, "properties": {"x": {"$ref": "#/$defs/t"}}}
     call = "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>"
     assert found(TOOL_PARSERS["qwen3_xml"].make({"f": schema}), [call])[2] == [("f", '{"x": "1"}')]

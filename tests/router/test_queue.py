@@ -1,4 +1,4 @@
-"""Queues have limits: what would only wait is refused with 429 and `Retry-After`, and nothing that was taken is."""
+"""Queues have limits: a request beyond them is refused with 429 and `Retry-After`; an accepted one never is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> tup
 
 
 class Slow(FakeEngine):
-    """Says nothing before it is let go."""
+    """Sends nothing until `go` is set."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         super().__init__(directory, **settings)
@@ -40,7 +40,7 @@ async def test_a_router_refuses_what_is_beyond_its_limit(directory: Path, stream
     async with served(build_engine_app(engine, Tokenizer.load(directory))) as e, aiohttp.ClientSession() as session:
         app = await build_app(RouterConfig(both=(e,), max_queued_requests=4))
         async with served(app) as url:
-            # However many choices one request has, it may wait alone.
+            # A request alone in the queue may have any number of choices.
             waiting = [asyncio.create_task(complete(session, url, n=6))]
             await until(lambda: engine.running == 6)
             for n in (1, 2):
@@ -85,7 +85,7 @@ async def test_a_full_engine_is_a_429_unless_another_has_room(directory: Path, r
                 assert (status, answer["choices"][0]["text"]) == (200, TEXT[:6])
             many[role][1].fail = "full"
             for engine in engines:
-                engine.go.clear()  # else the first token may come first, and what has one is taken everywhere
+                engine.go.clear()  # a request that already has tokens would be accepted everywhere
             status, answer, retry_after = await complete(session, url)
             assert (status, answer["error"]["code"]) == (429, "overloaded")
             assert retry_after is not None
@@ -95,7 +95,7 @@ async def test_a_full_engine_is_a_429_unless_another_has_room(directory: Path, r
 
 
 async def test_all_engines_are_asked_before_a_429(directory: Path) -> None:
-    """However many are full: that is no failed attempt."""
+    """A full engine does not count as a failed attempt."""
     engines = [FakeEngine(directory, fail="full") for _ in range(5)]
     tokenizer = Tokenizer.load(directory)
     async with contextlib.AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Commands are run here too: the log that one begins ends with its test."""
+"""Commands also run here: logging that one sets up ends with its test."""
 
 from tests.cli.conftest import _no_log_stays
 

@@ -1,4 +1,4 @@
-"""`baton` with a fake engine instead of the real one: what `Deployment` starts in tests of processes."""
+"""`baton` with a fake engine: `Deployment` starts it in tests of processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.server.fake_serving import FakeEngine
 
 
 def engine_of(config: EngineConfig, progress: Any) -> FakeEngine:
-    """Stands in for `AsyncEngine`. The served model name says how to misbehave."""
+    """Replaces `AsyncEngine`. The served model name selects a misbehaviour."""
     progress("loading nothing")
     if config.served_model_name == "crash":
         raise RuntimeError("boom at start")
@@ -42,16 +42,16 @@ def engine_of(config: EngineConfig, progress: Any) -> FakeEngine:
     if config.served_model_name == "stuck":
         engine.close = lambda: time.sleep(60)  # type: ignore[method-assign]
     if config.served_model_name == "fails":
-        # The thread of a real engine calls it, at any time.
+        # A real engine's thread may call it at any time.
         engine.on_failure = lambda call: threading.Timer(0.1, call, ["the engine failed: out of luck"]).start()  # type: ignore[method-assign]
     return engine
 
 
 class Handed(dict[bytes, "asyncio.Future[str]"]):
-    """The two engines are two processes here: the decode leg believes that every handoff arrives."""
+    """The two engines are separate processes here, so for the decode leg every handoff arrives."""
 
     def setdefault(self, key: bytes, default: Any = None) -> Any:
-        """Return a future that is done already."""
+        """Return a completed future."""
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         future.set_result("handed over")
         return _Settable(future)
@@ -65,7 +65,7 @@ class _Settable:
         return self._future.__await__()
 
     def set_result(self, value: str) -> None:
-        """It has its result."""
+        """The result is set already."""
 
 
 if __name__ == "__main__":

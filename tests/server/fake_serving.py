@@ -1,4 +1,4 @@
-"""A deterministic engine, a tokenizer directory and a way to serve apps, for tests above the engine."""
+"""A deterministic engine, a tokenizer directory and a server for apps, for tests above the engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADMIN_TOKEN = "t" * 32
 ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
 MAX_MODEL_LEN = 256
 K = 3
-# Every byte is a token, so a character beyond ASCII spans tokens; EOS comes last.
+# Every byte is a token, so a non-ASCII character spans tokens; EOS comes last.
 TEXT = "The quick brown fox, l'été dernier, said 你好 to the lazy dog. "
 EOS = 257
 TEMPLATE = (
@@ -55,7 +55,7 @@ def write_tokenizer(directory: Path) -> Path:
 
 
 def load_of(num_running: int) -> EngineLoad:
-    """Of an engine that does nothing else."""
+    """The load of an engine with `num_running` requests."""
     return EngineLoad(
         num_running=num_running,
         num_waiting=0,
@@ -76,12 +76,12 @@ class FakeMetrics:
 
 
 class FakeEngine:
-    """Continues every prompt with TEXT over and over, one sample index further each, `accept` drafts a step.
+    """Continues every prompt with TEXT repeatedly, offset by the sample index, with `accept` accepted drafts per step.
 
-    The first token comes alone, as after a prefill. A prefill leg ends after it and hands the rest to the
-    decode leg of the same transfer, through `handed`, which both engines of a test share; the decode leg says that
-    token too. A resumed request goes on behind its known tokens. `fail` names how it misbehaves, `fail_after` the
-    number of output tokens after which a decode leg does so. `queued_s`: how long it says that prompts waited.
+    The first token comes alone, as after a prefill. A prefill leg ends after it and hands the rest to the decode leg of
+    the same transfer, through `handed`, which both engines of a test share; the decode leg also sends that token. A
+    resumed request continues after its known tokens. `fail` names a misbehaviour, `fail_after` the number of output
+    tokens after which a decode leg shows it. `queued_s`: the queue time that it reports.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class FakeEngine:
             fingerprint=fingerprint,
             num_speculative_tokens=K,
             batch_invariant=True,
-            # As on two hosts: one of them has been up for long.
+            # As on two hosts, one of which has been up for longer.
             clock=1000.0 if role == "prefill" else 9_000_000.0,
         )
         backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -136,11 +136,9 @@ class FakeEngine:
         """It never fails as a whole."""
 
     def metrics(self) -> FakeMetrics:
-        """Return fixed rows."""
         return FakeMetrics()
 
     def load(self) -> EngineLoad:
-        """Return a load with the running requests."""
         return load_of(self.running)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
@@ -178,7 +176,7 @@ class FakeEngine:
         if self.length is not None and self.length <= params.max_tokens and not params.ignore_eos:
             output, reason = [*output[: self.length - 1], EOS], "stop"
         known = len(request.prompt_token_ids) - (request.num_prompt_tokens or len(request.prompt_token_ids))
-        # An engine cannot tell who made the tokens with which a request begins.
+        # An engine cannot tell which engine made the tokens with which a request begins.
         taken = request.prompt_token_ids[len(request.prompt_token_ids) - known :] == output[:known]
         assert taken or self.takes_any
         role, start = "both", known
@@ -258,7 +256,7 @@ def _logprobs(token: int, num: int) -> TokenLogprobs:
 
 @contextlib.asynccontextmanager
 async def served(app: web.Application) -> AsyncIterator[str]:
-    """Serve an app on a free port as Baton does; yields its base URL."""
+    """Serve an app on a free port as Baton does. Yields its base URL."""
     listener: socket.socket = bind("127.0.0.1", 0)
     async with serving.served(app, listener):
         yield url_of(listener, app)
@@ -276,14 +274,14 @@ async def status_of(session: aiohttp.ClientSession, url: str) -> Any:
 
 
 async def join(session: aiohttp.ClientSession, router: str, engine: str, role: str) -> None:
-    """Let an engine join a router."""
+    """Add an engine to a router."""
     body = {"url": engine, "role": role}
     async with session.post(f"{router}/instances/add", json=body, headers=ADMIN) as response:
         assert response.status == 200, await response.text()
 
 
 async def until(condition: object) -> None:
-    """Wait until a callable is true; fails after 30 seconds, since other tests may have all cores."""
+    """Wait until a callable is true. Fails after 120 seconds, since other tests may use all cores."""
     assert callable(condition)
     deadline = time.monotonic() + 120.0
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The command line refuses bad input with one clear line."""
+"""The command line refuses invalid input with one clear line."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_bad_input_is_one_line(
                 cli.main()
             assert ended.value.code in (1, 2), arguments
             stderr = capsys.readouterr().err
-            # A command that serves has begun its log by the time at which it needs the port.
+            # A command that serves has set up logging before it needs the port.
             assert stderr.count("error: ") + stderr.count(" ERROR baton: ") == 1, stderr
             assert message in stderr
             assert len(stderr.splitlines()) == 1, stderr

@@ -39,7 +39,7 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody reaped counts."""
+    """Whether a process has ended; a zombie counts."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -71,7 +71,7 @@ def test_deployment_serves_and_leaves_nothing(directory: str) -> None:
         assert deployment.ended() == {}
         os.kill(pids["decode-1"], signal.SIGKILL)
         wait_gone(pids["decode-1"])
-        for _ in range(500):  # a process whose first thread is gone may have others that are not
+        for _ in range(500):  # a process whose first thread has ended may still have others
             if deployment.ended():
                 break
             time.sleep(0.01)
@@ -90,7 +90,7 @@ def test_children_are_halted_killed_and_started_again(directory: str) -> None:
         deployment.cont("decode-0")
         assert ask(f"{urls[1]}/inference/v1/info")["role"] == "decode"
         deployment.stop("decode-0")
-        deployment.kill("decode-0")  # also while it is halted
+        deployment.kill("decode-0")  # also while it is stopped
         wait_gone(before["decode-0"])
         assert not deployment.told("decode-0")
         deployment.restart("decode-0")
@@ -107,13 +107,13 @@ def test_children_are_halted_killed_and_started_again(directory: str) -> None:
         wait_gone(before["router"])
         assert ask(f"{urls[1]}/inference/v1/info")["role"] == "decode"
         assert ask(f"{deployment.url}/v1/completions", {"prompt": "a", "max_tokens": 12})["choices"][0]["text"]
-        deployment.stop("prefill-0")  # one that is halted ends too
+        deployment.stop("prefill-0")  # a stopped process ends too
     wait_gone(*pids.values())
 
 
 @pytest.mark.parametrize("own", [None, "7"])
 def test_engines_of_one_host_share_its_cores(directory: str, own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each computes with twice its even share, unless the user has set how many threads each gets; none is bound."""
+    """Each uses twice its even share of threads, unless the user sets the number; none is pinned."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("OMP_PROC_BIND", raising=False)
     if own is not None:
@@ -157,7 +157,7 @@ def test_a_child_that_fails_ends_all_and_is_quoted(directory: str) -> None:
 
 
 def test_an_engine_that_fails_ends_its_process_with_the_cause(directory: str) -> None:
-    """One that stayed would answer 503 for ever, and nobody would start it anew."""
+    """Otherwise it would answer 503 forever, and would never be restarted."""
     command = [*FAKE, "serve", directory, "--served-model-name", "fails", "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
@@ -165,7 +165,7 @@ def test_an_engine_that_fails_ends_its_process_with_the_cause(directory: str) ->
 
 
 def test_up_says_what_runs_and_how_to_ask_it(directory: str, tmp_path: Path) -> None:
-    """The command that it prints is run as it is; `ready:` comes last, for scripts that wait for it."""
+    """The printed command is run unchanged; `ready:` comes last, for scripts that wait for it."""
     spec = json.dumps({"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 2})
     flags = ["--speculative-config", spec, "--served-model-name", "it's mine", "--port", "0"]
     up = subprocess.Popen([*FAKE, "up", directory, *flags], stderr=subprocess.PIPE, text=True)
@@ -213,7 +213,7 @@ def test_up_ends_every_process(directory: str, number: signal.Signals) -> None:
     assert len(children) == 2
     up.send_signal(number)
     if number == signal.SIGTERM:
-        up.send_signal(number)  # the echo that `timeout` sends to the group
+        up.send_signal(number)  # the second signal, which `timeout` sends to the group
     up.wait(15)
     up.stderr.close()
     wait_gone(*children)
@@ -252,9 +252,9 @@ def test_a_signal_while_loading_ends_the_process(directory: str) -> None:
 def test_idle_threads_let_go_of_a_core_soon(
     given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command says so to the runtime of its threads, unless the user has."""
+    """The command configures the OpenMP runtime, unless the user has."""
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""What one engine serves to routers and to Prometheus."""
+"""The HTTP interface of one engine for routers and for Prometheus."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_legs_engines_refuse_the_api(directory: Path, role: str) -> None:
 
 
 async def test_an_engine_for_clients_serves_no_legs(directory: Path) -> None:
-    """Unless its owner says that the port is a router's too."""
+    """Unless its owner declares the port a router's too."""
     engine = FakeEngine(directory)
     engine.info = msgspec.structs.replace(engine.info, token_api=False)
     async with served(build_app(engine, Tokenizer.load(directory))) as url, aiohttp.ClientSession() as session:

@@ -1,4 +1,4 @@
-"""Engines that end by themselves are started again, with growing pauses and not for ever."""
+"""Engines that end by themselves are restarted, with growing pauses and not forever."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAKE = (sys.executable, "-m", "tests.server.fake_baton")
 
 
 class Children:
-    """Children on a clock of their own."""
+    """Children on a modelled clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -133,7 +133,7 @@ def test_up_starts_a_killed_engine_again(directory: str) -> None:
 
 
 def answered(url: str) -> str:
-    """What a prompt is answered once engines are back."""
+    """The answer to a prompt once engines are back."""
     for _ in range(300):
         body = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
         try:

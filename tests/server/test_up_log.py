@@ -1,4 +1,4 @@
-"""The log of `baton up`: each line says when and how grave, from the first to the last, also those of engines."""
+"""The log of `baton up`: each line has a time and a level, from the first to the last, also those of engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def lines_of_up(directory: str, form: str, name: str) -> list[str]:
-    """All that `up` writes until it has ended, by itself or by SIGTERM when it is ready."""
+    """All that `up` writes until it ends, by itself or by SIGTERM when it is ready."""
     command = [*FAKE, "up", directory, "--port", "0", "--log-format", form, "--served-model-name", name]
     up = subprocess.Popen([*command, "--max-restarts", "0"], stderr=subprocess.PIPE, text=True)
     assert up.stderr is not None
@@ -89,7 +89,7 @@ def test_lines_of_a_child(tmp_path: Path) -> None:
 
 
 def test_a_child_that_says_one_thing_says_it_once(tmp_path: Path) -> None:
-    """The last word is left to whoever tells of the child's end."""
+    """The last line is left to the code that reports the child's end."""
     now = "2026-11-25T07:05:29.923Z"
     said = [f"{now} ERROR baton: it begins to fail", "then this", f"{now} ERROR baton: out"]
     passed: list[Said] = []

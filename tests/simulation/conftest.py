@@ -12,7 +12,7 @@ from simulation.parallel import quiet_logs
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """The protocol's warnings are what a simulation is made of; other tests want to see theirs."""
+    """A simulation causes the protocol's warnings all the time; other tests need theirs."""
     logger = logging.getLogger("baton")
     level = logger.level
     quiet_logs()

@@ -16,7 +16,7 @@ from baton.kv.tables import BlockTables
 from simulation import run_seed, scenario
 from simulation.settings import FAULTS, GroupModel, Settings, draw
 
-# A drafter without KV: what a seed drafts goes into no group.
+# A drafter without KV: its drafts go into no group.
 TOY = (
     GroupModel("latent", "target", "mla", None, 0, 1),
     GroupModel("window", "target", "sliding_window", 5, 0, 2),
@@ -101,4 +101,4 @@ def test_a_broken_engine_is_found(
 ) -> None:
     breaks(monkeypatch)
     found = next(str(violation) for seed in range(40) if (violation := run_seed(seed).violation))
-    assert "TypeError" not in found  # of what takes other arguments by now
+    assert "TypeError" not in found  # such an error would come from a replacement with outdated arguments

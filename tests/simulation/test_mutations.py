@@ -1,4 +1,4 @@
-"""Every protocol that was broken on purpose is found by the simulator, within 2,000 seeds."""
+"""The simulator detects every mutation of the protocol within 2,000 seeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from simulation.mutations import MUTATIONS, applied
 from simulation.parallel import run_seeds
 from simulation.scenario import run_seed
 
-# Where a search found them last. It begins there, and goes through all seeds when the protocol has changed since.
+# The seed that found it last. A search begins there, and goes through all seeds if the protocol has changed since.
 FOUND_AT = {
     "abort_then_reuse": 83,
     "an_id_is_a_session": 17,
@@ -61,14 +61,14 @@ def test_a_broken_protocol_is_found(name: str) -> None:
     for seeds in (range(first, first + 30), range(2000)):
         failures = run_seeds(seeds, mutation.faults, mutation=name, stop_early=True).failures
         if failures:
-            # What is broken without the mutation too would find them all.
+            # A bug without the mutation would find them all.
             assert run_seed(failures[0][0], mutation.faults).violation is None
             return
     pytest.fail(f"2,000 seeds do not find {name}: {mutation.rule}")
 
 
 def test_layers_that_are_not_written_are_wrong_on_the_far_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nobody looks at what P says of them: they are copied before they are written."""
+    """Even without the check of P's reports: they are copied before they are written."""
     monkeypatch.setattr(SimAgent, "_check_final", lambda *_: None)
     for seeds in (range(48, 60), range(500)):
         failures = run_seeds(seeds, mutation="layer_not_written", stop_early=True).failures

@@ -1,4 +1,4 @@
-"""A slice of what `make simulate` plays, and the simulator's own promises."""
+"""A slice of `make simulate`, and the simulator's own guarantees."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_each_fault_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("seed", [7000557, 202602, 565, 9990004481, 6660003767])
 def test_a_seed_that_failed_once(seed: int) -> None:
-    """D took the end of a connection for the end of P, so that P waited for its word for ever. A request ended before
-    its drafter saw the last tokens, and entries that rested on guesses of them counted as final. After one rank's
-    handoff had failed, what was left of a drafter's window served as a prefix. A REGISTER with somebody else's ticket
-    was taken for an attempt that had been announced with its own. Rest was looked at while one that had been paused had
-    yet to take in its messages.
+    """D took the end of a connection for the end of P, so that P waited for its message forever. A request ended before
+    its drafter saw the last tokens, and entries that depended on guesses of them counted as final. After one rank's
+    handoff had failed, the rest of a drafter's window served as a prefix. A REGISTER with a ticket for another attempt
+    was accepted for an attempt that had been announced with its own ticket. The rest state was checked while a resumed
+    process still had messages to take in.
     """
     assert run_seed(seed).violation is None
 

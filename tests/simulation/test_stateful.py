@@ -1,5 +1,5 @@
-"""Hypothesis drives both machines of one attempt step by step: every message that was ever sent may come again at any
-time or never, copies move token by token, and anyone gives up at any moment.
+"""Hypothesis drives both machines of one attempt step by step: every sent message may arrive again at any time or
+never, copies move token by token, and either engine aborts at any moment.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Handoff(RuleBasedStateMachine):
         self.computed = -1
         self.p_free = self.d_free = self.committed = self.failed = False
 
-    # ------------------------------------------------------------ carrying out
+    # ------------------------------------------------------------ executing actions
 
     def feed_p(self, event: ev.MachineEvent) -> None:
         self.carry_out(self.p.handle(event), self.to_d)
@@ -111,7 +111,7 @@ class Handoff(RuleBasedStateMachine):
         del self.copies[copy_id]
         (self.feed_p if self.mode == "push" else self.feed_d)(ev.CopyEnded(copy_id, ok))
 
-    # ------------------------------------------------------------ what may happen
+    # ------------------------------------------------------------ possible events
 
     @rule(steps=st.integers(1, TOKENS + 2))
     def prefill(self, steps: int) -> None:
@@ -219,8 +219,8 @@ def digest(group: str, tokens: Interval, values: Any) -> PieceDigest:
 
 
 class UnderWay(Handoff):
-    """Begins where every page of both groups is being copied, and cancelled copies go on. What is left to happen is
-    what ends an attempt, so that a machine that ends it wrongly is found soon, in whatever order rules are tried.
+    """Begins with copies of every page of both groups in progress, and cancelled copies go on. Only events that end an
+    attempt remain, so that a machine that ends it wrongly is found soon, in any order of rules.
     """
 
     @initialize(full=st.booleans())
@@ -249,11 +249,11 @@ class UnderWay(Handoff):
     def disturb(self, event: ev.MachineEvent, at_p: bool) -> None:
         (self.feed_p if at_p else self.feed_d)(event)
 
-    # Nothing of this has a part in it.
+    # These have no part in it.
     prefill = fail_copy = None  # type: ignore[assignment]
 
 
-# Of 42 seeds the median finds these within 26 examples, the last within 142. What is drawn also depends on the modules
+# Of 42 seeds the median finds these within 26 examples, the last within 142. The examples also depend on the modules
 # that other tests have loaded before.
 EXAMPLES = 1600
 

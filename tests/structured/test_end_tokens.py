@@ -1,4 +1,4 @@
-"""Grammars do not depend on end tokens that the model cannot make."""
+"""Grammars do not depend on end tokens that the model cannot output."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Iterator[Grammars]:
-    made = Grammars(tokenizer, tokenizer.vocab_size + 5)  # as where a model's table is padded
+    made = Grammars(tokenizer, tokenizer.vocab_size + 5)  # as if the model's table is padded
     yield made
     made.close()
 
@@ -71,7 +71,7 @@ def ids_of(bits: np.ndarray) -> list[int]:
 
 
 def walk(matcher: Matcher, eos: int, seed: int, length: int = 24) -> list[int]:
-    """Tokens drawn from what is allowed, to the end of the grammar or so many."""
+    """Tokens drawn from the allowed ones, to the end of the grammar or at most `length`."""
     draw, tokens = random.Random(seed), list[int]()
     for _ in range(length):
         matcher.move(tokens)
@@ -102,7 +102,7 @@ def test_masks_behind_drafts_are_those_of_a_fresh_matcher(
                 fresh.move([*tokens[:cut], *drafts[:row]])
                 assert np.array_equal(bits, fresh.bits())
                 assert max(ids_of(bits)) < tokenizer.vocab_size
-            # The first draft that is not allowed ends them.
+            # The first draft that is not allowed ends the rows.
             if len(rows) <= len(drafts):
                 assert drafts[len(rows) - 1] not in ids_of(rows[-1]) or drafts[len(rows) - 1] == eos
             assert moved.follows(tokens[:cut], drafts) >= len(rows) - 1
@@ -125,7 +125,7 @@ def test_the_end_is_allowed_where_the_grammar_may_end_alone(grammars: Grammars, 
     ends = {tuple(tokens): eos in ids_of(matcher.allowed(tokens, []).bits[0]) for tokens in ([], [a], [a, b])}
     assert ends == {(): False, (a,): True, (a, b): True}
     assert ids_of(matcher.allowed([a, b], []).bits[0]) == [eos]
-    # No row counts behind an end, and a draft that ends the output is taken.
+    # No row follows an end, and a draft that ends the output is accepted.
     assert len(matcher.allowed([a], [eos, a]).bits) == 1
     assert matcher.follows([a], [b, eos, a]) == 2
     assert matcher.follows([], [b, eos]) == 0
@@ -157,7 +157,7 @@ def test_drafts_are_chosen_under_the_grammar_from_tokens_alone(grammars: Grammar
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-    """As sentencepiece's: spaces are ▁, unknown characters bytes <0x..>."""
+    """As in sentencepiece: spaces are ▁, unknown characters bytes <0x..>."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "▁a", "ab", "é", "▁ab"]
     made = tokenizers.Tokenizer(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, [("▁", "a")], unk_token="<unk>", byte_fallback=True)
@@ -251,7 +251,7 @@ def test_what_no_grammar_can_be_made_of_is_refused(asked: StructuredOutputsParam
 
 
 def test_a_choice_of_very_many_texts(grammars: Grammars) -> None:
-    """Of which some begin with others, and with every character."""
+    """Some are prefixes of others, and all characters occur first."""
     choice = StructuredOutputsParams(choice=('\x00\x7f"', *map(str, range(9000))))
     grammars.check(choice)
     matcher = grammars.matcher(choice)

@@ -1,7 +1,7 @@
-"""Tiny random checkpoints in Hugging Face format, for tests: config, safetensors, tokenizer.
+"""Tiny random checkpoints in Hugging Face format: config, safetensors, tokenizer.
 
-Written without transformers. Weights are wide enough that the logits of a random model are not near ties, so
-greedy tokens of two correct implementations agree.
+Written without transformers. Weights are wide enough that the logits of a random model are not near-ties, so greedy
+tokens of two correct implementations agree.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ _OWN: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}}
 
 
 def make_checkpoint(path: str | Path, model_type: str, seed: int = 0, **overrides: Any) -> Path:
-    """Write a random target of `model_type` (llama, mistral, qwen2, qwen3) to the directory `path`; returns
-    it.
+    """Write a random target of `model_type` (llama, mistral, qwen2, qwen3) to the directory `path`. Returns it.
 
     `overrides` replace fields of config.json. The vocabulary is the 256 bytes, then BOS, EOS and fillers.
     """
@@ -79,7 +78,7 @@ def make_drafter(
     draft_vocab_size: int | None = None,
     **overrides: Any,
 ) -> Path:
-    """Write a random head of `method` (eagle, eagle3) for the target in `target_path`; returns `path`.
+    """Write a random head of `method` (eagle, eagle3) for the target in `target_path`. Returns `path`.
 
     With `draft_vocab_size` an EAGLE-3 head gets a reduced vocabulary: that many target ids, `d2t` and `t2d`.
     """
@@ -89,7 +88,7 @@ def make_drafter(
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     target, target_raw = load_model(target_path), read_config(target_path)
-    # A head is a Llama layer whatever its target is; only the sizes are the target's.
+    # A head is a Llama layer for any target; only the sizes are the target's.
     inherited = {name: target_raw[name] for name in _TINY if name in target_raw}
     raw: dict[str, Any] = {**inherited, "model_type": "llama", "num_hidden_layers": 1, **overrides}
     raw.pop("tie_word_embeddings", None)
@@ -131,7 +130,7 @@ def _reduced_vocabulary(size: int, target_vocab: int, seed: int) -> dict[str, Te
 
 
 def _random_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Random values for every tensor of the module, under checkpoint names, in a fixed order."""
+    """Random values for every tensor of the module, with checkpoint names, in a fixed order."""
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
     table = weight_table(module)

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of Gemma 3, in ordinary shapes and in odd ones."""
+"""Tiny random checkpoints of Gemma 3, in usual and in odd shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TINY: dict[str, Any] = {
     "tie_word_embeddings": True,
     "eos_token_id": [257, 106],
 }
-# By name: what differs from the tiny config.
+# By name: changes to the tiny config.
 GEMMA3_SHAPES: dict[str, dict[str, Any]] = {
     "gemma3": {},
     # The window is smaller than a page, and heads are not a divisor of the hidden size's half.
@@ -55,7 +55,7 @@ GEMMA3_SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_gemma3(path: str | Path, shape: str = "gemma3", seed: int = 0, **overrides: Any) -> Path:
-    """Write a random Gemma 3 of one of the shapes to the directory `path`; returns it."""
+    """Write a random Gemma 3 of one of the shapes to the directory `path`. Returns it."""
     fields = {**_TINY, **GEMMA3_SHAPES[shape], **overrides}
     directory = make_checkpoint(path, "gemma3_text", seed, **{k: v for k, v in fields.items() if v is not None})
     file = directory / "model.safetensors"

@@ -35,7 +35,7 @@ _TINY: dict[str, Any] = {
     "bos_token_id": NUM_BYTES,
     "eos_token_id": NUM_BYTES + 1,
 }
-# By name: what differs from the tiny config.
+# By name: changes to the tiny config.
 GPT_OSS_SHAPES: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     # The window is smaller than a page; one expert; three heads share one.
@@ -65,7 +65,7 @@ def make_gpt_oss(
     dtype: str = "float32",
     **overrides: Any,
 ) -> Path:
-    """Write a random gpt-oss of one of the shapes to the directory `path`; returns it. `packed`: experts in MXFP4."""
+    """Write a random gpt-oss of one of the shapes to the directory `path`. Returns it. `packed`: experts in MXFP4."""
     import transformers
 
     directory = Path(path)

@@ -1,4 +1,4 @@
-"""Tiny random Granite hybrids, as transformers itself writes them."""
+"""Tiny random Granite hybrids, written by transformers."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _TINY: dict[str, Any] = {
 
 
 def make_granite(path: str | Path, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
-    """Write a random hybrid to the directory `path`; returns it. `overrides` replace fields of config.json.
+    """Write a random hybrid to the directory `path`. Returns it. `overrides` replace fields of config.json.
 
-    Its layers decay slowly enough that a state behind a hundred tokens still depends on the first.
+    Its layers decay slowly enough that a state after a hundred tokens still depends on the first.
     """
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     directory = Path(path)
     config = GraniteMoeHybridConfig(**{**_TINY, **overrides})
-    model: Any = GraniteMoeHybridForCausalLM(config)  # its `to` is typed wrongly
+    model: Any = GraniteMoeHybridForCausalLM(config)  # its `to` has wrong types
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):

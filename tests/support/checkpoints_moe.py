@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the models with experts and latents, in ordinary shapes and in odd ones."""
+"""Tiny random checkpoints of the models with experts and latents, in usual and in odd shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LATENT = {
     "q_lora_rank": 24,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
-    # What transformers derives, and would otherwise take from the usual tiny config.
+    # Derived by transformers; otherwise the usual tiny config would set them.
     "head_dim": 8,
     "v_head_dim": 16,
     "first_k_dense_replace": 1,
@@ -36,7 +36,7 @@ _ARCHITECTURES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# By name: model_type, and what differs from the usual tiny config.
+# By name: model_type, and changes to the usual tiny config.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {**_LATENT, "rope_scaling": _YARN, "n_shared_experts": 2}),
     "deepseek_v2-lite": ("deepseek_v2", {**_LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
@@ -98,7 +98,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_moe_checkpoint(path: str | Path, shape: str, seed: int = 0, **overrides: Any) -> Path:
-    """Write a random target of a shape of `SHAPES` to the directory `path`; returns it."""
+    """Write a random target of a shape of `SHAPES` to the directory `path`. Returns it."""
     model_type, fields = SHAPES[shape]
     named = {"architectures": [_ARCHITECTURES[model_type]]}
     return make_checkpoint(path, model_type, seed, **{**named, **fields, **overrides})

@@ -1,4 +1,4 @@
-"""Random drafters with layers of DeepSeek's: a target with an MTP module, and an EAGLE-3 head of latents."""
+"""Random drafters with DeepSeek layers: a target with an MTP module, and an EAGLE-3 head of latents."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ _LATENT_HEAD = {
 
 
 def make_mtp_checkpoint(path: Path, shape: str, seed: int = 0, num: int = 1, **overrides: Any) -> Path:
-    """A random target of a shape of `checkpoints_moe.SHAPES` (deepseek_v3 or glm4_moe) with `num` MTP modules, under
-    the names of the hub; returns `path`."""
+    """A random target of a shape of `checkpoints_moe.SHAPES` (deepseek_v3 or glm4_moe) with `num` MTP modules, with the
+    tensor names of published checkpoints. Returns `path`.
+    """
     make_moe_checkpoint(path, shape, seed, num_nextn_predict_layers=num, **overrides)
     target = load_model(path)
     weights = load_file(path / "model.safetensors")
@@ -47,7 +48,7 @@ def make_mtp_checkpoint(path: Path, shape: str, seed: int = 0, num: int = 1, **o
         for name, tensor in _random_weights(own, seed + 1 + module).items():
             name = name.removeprefix("layer.")
             weights[prefix + ("shared_head." + name if name.startswith("norm.") else name)] = tensor
-        # The hub's checkpoints hold copies of what a module shares with its target.
+        # Published checkpoints contain copies of the tensors that a module shares with its target.
         weights[prefix + "embed_tokens.weight"] = embedding.clone()
         weights[prefix + "shared_head.head.weight"] = weights.get("lm_head.weight", embedding).clone()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Drafters that see tokens alone, as `speculative_config`: prompt lookup, and whole small random models."""
+"""Drafters that read tokens only, as `speculative_config`: prompt lookup, and small random models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ngram(num: int = 3) -> dict[str, Any]:
 
 
 def draft_model(path: Path, model_type: str = "llama", num: int = 3, **overrides: Any) -> dict[str, Any]:
-    """A random model of one layer of its own shape; `overrides` as of `make_checkpoint`."""
+    """A random model of one layer with its own shape; `overrides` as for `make_checkpoint`."""
     small = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     made = make_checkpoint(path, model_type, seed=7, **{**small, **overrides})
     return {"method": "draft_model", "model": str(made), "num_speculative_tokens": num}

@@ -1,6 +1,6 @@
-"""A model with every kind of cache, which nothing but this file knows: latents, a window, a state with two planes.
+"""A model with every kind of cache, which only this file knows: latents, a window, a state with two planes.
 
-`naive` computes it without pages, slots or steps: the whole sequence again for every token.
+`Naive` computes it without pages, slots or steps: the whole sequence again for every token.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHANNELS, TAPS, STATE_HEADS = 24, 3, 4
 
 
 class EveryKind(CausalLM):
-    """Layers of latents, of a window and of a state in turn."""
+    """Alternating layers of latents, of a window and of a state."""
 
     @classmethod
     def parse_config(cls, raw: RawConfig) -> ModelConfig:
@@ -174,19 +174,19 @@ def _softmax(scores_HTS: Tensor, values_SHD: Tensor, window: int | None) -> Tens
 
 
 def checkpoint(path: Path) -> Path:
-    """A random one, with two layers of each kind. The model must be registered."""
+    """A random checkpoint with two layers of each kind. The model must be registered."""
     return make_checkpoint(path, MODEL_TYPE, num_hidden_layers=6, max_position_embeddings=512)
 
 
 class Naive:
-    """Greedy tokens by the model alone."""
+    """Greedy tokens of the model without an engine."""
 
     def __init__(self, path: Path) -> None:
         self._model = load_model(path, "float32")
         self._known: dict[tuple[int, ...], list[int]] = {}
 
     def tokens(self, prompt: Sequence[int], num: int) -> list[int]:
-        """The `num` likeliest tokens behind a prompt."""
+        """The `num` most likely tokens after a prompt."""
         known = self._known.setdefault(tuple(prompt), [])
         cache = WholeSequence(self._model)
         while len(known) < num:
@@ -199,7 +199,7 @@ class Naive:
 
 
 class Guesses:
-    """A drafter without layers that knows the text, and says a third of it wrongly."""
+    """A drafter without layers that knows the text, and gets a third of it wrong."""
 
     kv_layers: Sequence[LayerSpec] = ()
     kv_modules: Sequence[int | None] = ()

@@ -1,4 +1,4 @@
-"""Real nodes over a modelled network, by a clock that the test moves."""
+"""Real nodes over a modelled network, with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Clock:
 
 
 class FakeChannel:
-    """What one engine sends and receives. A frame takes one step of the world, and waits for one that is paused."""
+    """One engine's channel. A frame takes one step of the world, and waits for a paused receiver."""
 
     malformed = 0
 
@@ -89,7 +89,7 @@ class FakeChannel:
 
 
 class StuckTransport(LocalTransport):
-    """Copies begin, and what becomes of them is not known before the connection is closed."""
+    """Copies begin, but never end before the connection is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class StuckTransport(LocalTransport):
 
 
 class Node:
-    """One engine's runner and memory."""
+    """One engine's handoff node and memory."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class World:
         p.node.to_prefill(ticket.key, Sampled(SEEDS, False, {}))
 
     def begin(self, p: Node, d: Node, mode: str) -> SignedTicket:
-        """Both legs opened and registered, P still prefilling."""
+        """Open and register both legs; P still prefills."""
         ticket = self.ticket(p, d, mode)
         p.node.open_prefill(ticket)
         d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
@@ -199,7 +199,7 @@ class World:
         return ticket
 
     def hand_over(self, p: Node, d: Node, mode: str = "push") -> None:
-        """One whole handoff that must succeed."""
+        """One complete handoff that must succeed."""
         before = d.count(DecodeCommitted)
         p.memory[:] = np.random.default_rng(before).integers(0, 255, p.memory.size, dtype=np.uint8)
         ticket = self.begin(p, d, mode)

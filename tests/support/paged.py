@@ -13,7 +13,7 @@ from baton.models.cache import KVLayerSpec
 
 
 class PagedSequence:
-    """KV of one sequence of at most `max_tokens`, for layers of one geometry, in pages of scrambled order.
+    """KV of one sequence of at most `max_tokens`, for layers of one geometry, in pages of random order.
 
     Unwritten slots hold NaN, so that reading one shows.
     """
@@ -36,7 +36,7 @@ class PagedSequence:
         self._batch = AttnBatch(np.zeros(1, np.int32), np.zeros(0, np.int64), self._page_table)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Make rows [start, stop) the next forward's; returns their positions, int64 [T]."""
+        """Make rows [start, stop) the next forward's. Returns their positions, int64 [T]."""
         positions = np.arange(start, stop, dtype=np.int64)
         query_start = np.array([0, stop - start], np.int32)
         self._batch = AttnBatch(query_start, positions, self._page_table)

@@ -1,4 +1,4 @@
-"""Geometries whose planes are changed, and planes and orders of axes that Baton's own pools do not have."""
+"""Geometries with changed planes, and planes and axis orders that Baton's own pools do not have."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def with_planes(geometry: Geometry, **changes: Any) -> Geometry:
 
 
 def split_latent_planes(latent_dim: int, rope_dim: int, dtype: str) -> Planes:
-    """As `latent_planes`, with the rope key in a plane of its own."""
+    """As `latent_planes`, with the rope key in a separate plane."""
     return PlaneSpec("latent", dtype, 1, latent_dim, "whole"), PlaneSpec("rope", dtype, 1, rope_dim, "whole")

@@ -1,4 +1,4 @@
-"""Tensor ranks as threads of one process: what they exchange goes through a barrier."""
+"""Tensor ranks as threads of one process, which exchange data at a barrier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMIT_S = 60.0
 
 
 def on_ranks(size: int, num_slices: int, call: Callable[[TensorRank], R]) -> list[R]:
-    """What `call` returns on each rank. Raises what it raises on the first rank that raises."""
+    """The results of `call` on each rank. Raises the exception of the first rank that raises."""
     barrier = threading.Barrier(size)
     shown: list[Tensor | None] = [None] * size
 

@@ -1,4 +1,4 @@
-"""What tests of transports over libraries share: URIs, and a skip with the line that says what is missing."""
+"""Shared by tests of library transports: URIs, and a skip that says what is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEMES = ["nixl", "mooncake", "file"]
 
 @cache
 def missing(scheme: str) -> str:
-    """Why this machine cannot run a transport; "" when it can."""
+    """Why this machine cannot run a transport; "" if it can."""
     try:
         create_transport(f"{scheme}://").close()
     except ConfigError as error:
@@ -24,7 +24,7 @@ def missing(scheme: str) -> str:
 
 
 def uri_of(scheme: str, directory: Path) -> str:
-    """The URI of a transport; skips the test when this machine cannot run it."""
+    """The URI of a transport. Skips the test if this machine cannot run it."""
     if scheme == "file":
         return f"file://{directory}/store"
     if missing(scheme):

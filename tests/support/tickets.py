@@ -1,4 +1,4 @@
-"""Tickets that no router has made. What a test does not name has some value."""
+"""Tickets made without a router. Unnamed fields have default values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transf
 
 
 def make_ticket(**changes: Any) -> Ticket:
-    """A ticket from engine P to engine D, of an attempt of its own."""
+    """A ticket from engine P to engine D, for a new transfer."""
     fields: dict[str, Any] = {
         "transfer_id": new_transfer_id(),
         "prefill_engine": "P",
@@ -26,7 +26,7 @@ def make_ticket(**changes: Any) -> Ticket:
 
 
 def make_ticket_between(p: Any, d: Any, expiry: float, **changes: Any) -> Ticket:
-    """A ticket between two engines, which tell their names, incarnations and addresses."""
+    """A ticket between two engines, with their names, incarnations and addresses."""
     fields: dict[str, Any] = {
         "prefill_engine": p.name,
         "prefill_incarnation": p.incarnation,

@@ -1,4 +1,4 @@
-"""Tokens, end tokens and chats are those of transformers, whatever file of a checkpoint declares them."""
+"""Tokens, end tokens and chats are those of transformers, whichever file of a checkpoint declares them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.text import Tokenizer
 from tests.server.fake_serving import EOS, write_tokenizer
 
 BOS = 256
-# As fine-tunes have them: plain text to tokenizer.json.
+# As in fine-tunes: plain text for tokenizer.json.
 MARKED = "<|im_start|>user\nhi é<|im_end|><tool_call>{}</tool_call> <eos>"
 
 

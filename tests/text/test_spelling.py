@@ -1,4 +1,4 @@
-"""The bytes of single tokens, and characters that prompt and output share."""
+"""The bytes of single tokens, and characters that span prompt and output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def byte_level(directory: Path) -> Tokenizer:
 
 
 def mixed_tokenizer() -> Tokenizer:
-    """GPT-2's alphabet behind a decoder that does more: no text is its tokens' bytes alone."""
+    """GPT-2's alphabet with a decoder that does more: no text is just its tokens' bytes."""
     vocab = {token: number for number, token in enumerate(["a", "Ġb", "ï", "¿", "½", "Ã", "©", "##"])}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("##", "")])
@@ -62,7 +62,7 @@ def test_a_character_that_the_prompt_begins_and_nothing_completes_is_the_prompts
     assert said(byte_level, a, begun) == "a"
     assert said(byte_level, [EOS], begun) == ""
     assert said(byte_level, [*byte_level.encode("é")[1:], *a], begun) == "éa"
-    # What the output has begun itself, or goes on with, is its own.
+    # A character that the output begins itself, or completes, belongs to the output.
     assert said(byte_level, [*begun, *a], begun) == f"{BROKEN}a"
     assert said(byte_level, byte_level.encode("你")[1:2], byte_level.encode("你")[:1]) == BROKEN
     # The last byte of a whole U+FFFD.
@@ -71,7 +71,7 @@ def test_a_character_that_the_prompt_begins_and_nothing_completes_is_the_prompts
 
 
 def test_any_prompt_and_output_are_what_they_decode_to_together(byte_level: Tokenizer) -> None:
-    """The output is what the whole adds to the prompt, where the prompt ends in no broken character."""
+    """The output is what the whole text adds to the prompt, if the prompt does not end in a partial character."""
     rng = random.Random(5)
     texts = ["a", "é", "你", "😀", BROKEN, " ", "\x00"]
     for tokenizer in (byte_level, byte_fallback_tokenizer()):

@@ -110,17 +110,17 @@ def test_stop_strings_do_not_depend_on_where_the_text_is_cut(text: str, stops: l
     if not ends:
         assert shown + checker.flush() == text
     else:
-        end, minus = min(ends)  # the one that is complete first, of two the longer
+        end, minus = min(ends)  # the one that is complete first; of two the longer
         assert shown == text[: end + minus]
         assert checker.matched == text[end + minus : end]
 
 
 def test_stop_strings_look_at_each_character_once() -> None:
-    """Text that is the start of a stop string again and again, as costly as it can be."""
+    """Text that begins a stop string again and again: the worst case."""
     looks = 0
 
     class Counted(str):
-        """A character that counts how often it is compared."""
+        """A character that counts its comparisons."""
 
         __slots__ = ()
 
@@ -146,7 +146,7 @@ def test_stop_strings_look_at_each_character_once() -> None:
 
 
 def test_stop_strings_of_other_requests_cost_nothing() -> None:
-    """Each request's are looked through once, however many requests run side by side."""
+    """Each request's stop strings are analysed once, however many requests run concurrently."""
     checkers = [StopChecker([f"a{request}b{number}" for number in range(16)]) for request in range(20)]
     before = _borders.cache_info().misses
     for _ in range(3):
@@ -156,7 +156,7 @@ def test_stop_strings_of_other_requests_cost_nothing() -> None:
 
 
 def test_bytes_that_are_no_text_are_held_in_a_window(byte_level: Tokenizer) -> None:
-    """Each token decodes a window: one that only grows makes the whole quadratic."""
+    """Each token decodes the window: one that only grows makes the total cost quadratic."""
     detokenizer = IncrementalDetokenizer(byte_level)
     invalid = next(i for i in range(256) if byte_level.decode([i, i, i]) == "\N{REPLACEMENT CHARACTER}" * 3)
     text = "".join(detokenizer.push(invalid) for _ in range(5_000))

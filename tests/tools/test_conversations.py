@@ -1,4 +1,4 @@
-"""Conversations in lockstep, and the training on them, with a model too small to say anything."""
+"""Conversations in lockstep, and training on them, with a model too small to say anything."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_turns_alternate_and_their_fixed_parts_are_whole(model):
 
 def test_the_last_rows_begin_with_the_questions_given(model):
     turns = Turns((1, 5), (7,), (9,), END, 4, 12)
-    given = [[20, 21, END], [22, 23, 24, 25, 26, 27, END]]  # the second is longer than a question of its own may be
+    given = [[20, 21, END], [22, 23, 24, 25, 26, 27, END]]  # the second is longer than a sampled question may be
     ids, answered = converse(model, turns, rows=5, length=40, temperature=0.9, seed=3, questions=given)
     assert ids[3, :6].tolist() == [1, 5, 20, 21, END, 7]
     assert ids[4, :10].tolist() == [1, 5, 22, 23, 24, 25, 26, 27, END, 7]

@@ -1,4 +1,4 @@
-"""The committed checkpoints: files, names, shapes, and what their cards promise."""
+"""The committed checkpoints: files, names, shapes, and the claims of their cards."""
 
 import json
 
@@ -21,7 +21,7 @@ E, FFN, Q, KV, V, DRAFT_V = 256, 704, 256, 128, 2048, 1024
 
 @pytest.fixture(scope="module")
 def prompts(models):
-    """Held-out prompts; all demo targets have one tokenizer."""
+    """Held-out prompts; all demo targets have the same tokenizer."""
     tokenizer = Tokenizer.from_file(str(models / "baton-demo-llama" / "tokenizer.json"))
     return held_out_prompts(load_corpus().held_out, tokenizer, 60)
 

@@ -1,4 +1,4 @@
-"""The training code of the DeepSeek-type demo: its files are those `transformers` reads, its module drafts as there."""
+"""The training code of the DeepSeek-type demo: `transformers` reads its files, and its module drafts as there."""
 
 import json
 
@@ -79,7 +79,7 @@ def test_the_file_is_what_transformers_reads(models, saved, ids):
 
 
 def test_the_module_drafts_as_that_of_transformers(models, saved, ids, monkeypatch):
-    # It knows the number of layers of the one published model only.
+    # transformers knows only the layer number of the one published model.
     monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"])
     target = load_deepseek(saved)
     theirs, ours = MtpModel.from_pretrained(target).eval(), load_mtp(saved)

@@ -1,4 +1,6 @@
-"""vLLM's environment: made once, made again when it is stale or half made, and by one at a time. pip is not run."""
+"""vLLM's environment: made once, made again if it is stale or incomplete, and by one process at a time. pip
+is not run.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tools.install_vllm import environment, requirements, why_not
 
 
 class Installer:
-    """Stands for `install`: says when it began and ended, and can be made to fail half way."""
+    """Replaces `install`: records when it began and ended, and can be made to fail half way."""
 
     def __init__(self) -> None:
         self.versions: list[str] = []
@@ -63,7 +65,7 @@ def test_an_interrupted_installation_is_repaired(installer: Installer, tmp_path:
     with pytest.raises(KeyboardInterrupt), environment(tmp_path / "vllm", "0.31.0"):
         pass
     installer.fail = False
-    # Of the first one only the half is left.
+    # The first one is incomplete.
     with environment(tmp_path / "vllm", "0.32.0"):
         pass
     assert installer.versions == ["0.32.0", "0.31.0", "0.32.0"]

@@ -1,4 +1,4 @@
-"""What vLLM's dashboards ask for is exposed: by a front door, or by an engine."""
+"""The metrics of vLLM's dashboards are exposed, by a router or by an engine."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def test_small_rounds() -> None:
     assert all(0 < f.gb_per_s_low <= f.gb_per_s <= f.gb_per_s_high and f.rounds == 3 for f in copies)
     assert [f.over_memcpy for f in copies if f.transport == "memcpy"] == [1.0, 1.0]
     planning = measure_planning(runs=640, rounds=1)
-    # Shuffled pages are neighbours on both sides now and then, and then they are one run.
+    # Shuffled pages are sometimes neighbours on both sides, and then they are one run.
     assert 600 < min(planning["plan_pages_runs"], planning["plan_layers_runs"]) <= 640
 
 

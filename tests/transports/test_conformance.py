@@ -1,4 +1,4 @@
-"""Every transport passes the whole public suite, and the suite finds transports that are broken."""
+"""Every transport passes the whole public suite, and the suite detects broken transports."""
 
 from __future__ import annotations
 

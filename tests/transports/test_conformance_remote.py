@@ -1,4 +1,4 @@
-"""The suite over transports that drive a library or a store, each far side in a process of its own."""
+"""The suite over transports that use a library or a store, with each peer in another process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_across_processes(scheme: str, check: str, tmp_path: Path) -> None:
 
 
 def test_nixl_over_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over UCX's TCP the receiving process moves the bytes: it has to be woken, and drained once a peer died."""
+    """Over UCX's TCP the receiving process moves the bytes: it must be woken, and drained after a peer died."""
     uri = uri_of("nixl", tmp_path)
     monkeypatch.setenv("UCX_TLS", "tcp")
     names = ["copies_exactly", "survives_a_peer_killed_while_copying", "done_means_visible"]
@@ -98,7 +98,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_table_keeps_every_column(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also of one transport with other options, and of one that raises what no transport should."""
+    """Also for one transport with other options, and for one that raises an unexpected exception."""
     assert main(["faulty+local://?fault=drop", "faulty+local://?fault=delay&delay_s=0"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["check", "faulty+local", "faulty+local"]

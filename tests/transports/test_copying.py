@@ -1,4 +1,4 @@
-"""The compiled loop over runs: every byte in its place and none beside it, whichever way runs are copied."""
+"""The compiled loop over runs: every byte in its place and no other changed, for all ways to copy a run."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def column(*values: int) -> np.ndarray:
 
 
 def lines(nbytes: int) -> np.ndarray:
-    """Zeroed memory that begins with a line, as that of pools does."""
+    """Zeroed memory that begins at a cache line, as that of pools does."""
     memory = np.zeros(nbytes + LINE, dtype=np.uint8)
     begin = -memory.ctypes.data % LINE
     return memory[begin : begin + nbytes]
 
 
 def check(lengths: list[int], shift: int = 0, seed: int = 0) -> None:
-    """Runs of these lengths in any order at the source, at any address there; at the destination each begins with a
-    line, but for `shift`."""
+    """Copy runs of these lengths, in any order and at any address at the source; at the destination each begins at a
+    cache line plus `shift`.
+    """
     rng = np.random.default_rng(seed)
     nbytes = column(*lengths)
     room = (nbytes + 2 * LINE - 1) // LINE * LINE

@@ -1,4 +1,4 @@
-"""`cuda_ipc`: over a device where there is one; elsewhere over memory of the host that stands in for a device's."""
+"""`cuda_ipc`: over a device if there is one; otherwise over host memory that stands in for a device's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ allocations: list[Allocation] = []
 
 
 class FakeDriver:
-    """CUDA's part, with memory of the host. `mapped` counts what is open."""
+    """CUDA's part, with host memory. `mapped` counts open mappings."""
 
     mapped = 0
 
@@ -111,7 +111,7 @@ def _fake_cuda(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
 
 
 def two_ends() -> tuple[RemoteTransport, RemoteTransport, bytes]:
-    """Both register two regions in one allocation each; the second's descriptor."""
+    """Both ends register two regions in one allocation each. Returns the ends and the second's descriptor."""
     ends = []
     for _ in range(2):
         allocations.append(Allocation(1 << 16))
@@ -144,7 +144,7 @@ def test_copies_just_its_bytes(direction: Direction, one_process: bool, monkeypa
         assert np.array_equal(source, kept)
         with pytest.raises(ProtocolError, match="lies outside"):
             near.submit(peer, direction, copies(4000, 0, 100))
-        assert FakeDriver.mapped == (0 if one_process else 1)  # both regions lie in one allocation
+        assert FakeDriver.mapped == (0 if one_process else 1)  # both regions are in one allocation
     finally:
         near.close()
         far.close()
@@ -178,7 +178,7 @@ def test_metadata_that_lies_is_refused(
 
 
 def test_regions_that_were_not_opened_are_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The addresses that a descriptor claims, and those for which its metadata has handles, need not be the same."""
+    """A descriptor's addresses may differ from those for which its metadata has handles."""
     monkeypatch.setattr(cuda_ipc, "_here", Elsewhere())
     near, far, descriptor = two_ends()
     try:
@@ -213,7 +213,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _changed(descriptor: bytes, change: Callable[[list[object]], object]) -> bytes:
-    """The descriptor with its first region's metadata changed, and its digest made right again."""
+    """The descriptor with its first region's metadata changed, and a matching digest."""
     import xxhash
 
     parsed = msgspec.msgpack.decode(descriptor, type=RemoteDescriptor)

@@ -1,4 +1,4 @@
-"""Memory of a GPU as regions: what NIXL is told, with an agent that only writes it down."""
+"""GPU memory as regions: the calls of NIXL, with an agent that only records them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 
 class FakeAgent:
-    """NIXL's, as far as it is used. Copies end at once and move nothing."""
+    """NIXL's agent, as far as it is used. Copies end at once and move nothing."""
 
     def __init__(self, name: str, config: object) -> None:
         self.name = f"{name}-{next(_numbers)}"
@@ -72,7 +72,7 @@ def _fake_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def memory_of(device: int, address: int, nbytes: int) -> DeviceMemory:
-    """Memory of a device whose context the threads in `entered` have."""
+    """Memory of a device whose context is current in the threads in `entered`."""
     return DeviceMemory(address, nbytes, device, lambda: entered.add((threading.get_ident(), device)))
 
 
@@ -126,7 +126,7 @@ def test_descriptors_name_device_and_kind_of_memory() -> None:
 
 
 def test_a_write_that_is_posted_in_part_has_failed() -> None:
-    """And not: was never begun. The peer takes in what it was sent."""
+    """It is not treated as never begun: the peer waits for what it was sent."""
     near, far = nixl_transport(), nixl_transport()
     try:
         near.register([memory_of(3, 1 << 42, 64)])

@@ -1,4 +1,4 @@
-"""Connections that break while copies are under way, over a library whose batches end when the test says so."""
+"""Connections that break during copies, over a library whose batches end when the test says so."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Side:
         return self.transport.submit(peer, direction, CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3))
 
     def batch(self) -> Batch:
-        """The one under way."""
+        """The batch in progress."""
         eventually(lambda: len(self.library.batches) == 1)
         return self.library.batches[0]
 
@@ -138,7 +138,7 @@ def test_what_has_not_begun_ends_with_the_connection(sides: tuple[Side, Side]) -
 
 @pytest.mark.parametrize("sides", [True], indirect=True)
 def test_a_write_that_failed_ends_once_the_peer_has_taken_in_what_was_sent(sides: tuple[Side, Side]) -> None:
-    """It may still come in at the peer, whose pages must not be another's by then."""
+    """Its bytes may still arrive at the peer, whose pages must not belong to another request by then."""
     near, far = sides
     peer = near.transport.connect(far.descriptor).result(30)
     operation = near.submit(peer)
@@ -201,7 +201,7 @@ def test_a_connection_is_cut_when_its_batch_has_ended(
 
 
 def test_a_connection_with_a_batch_under_way_is_used_again(sides: tuple[Side, Side]) -> None:
-    """To make the endpoint known anew would take away what tells of the old batch."""
+    """A new endpoint would lose the handle of the old batch."""
     near, far = sides
     old = near.transport.connect(far.descriptor).result(30)
     first = near.submit(old)
@@ -322,12 +322,12 @@ def test_descriptors_that_are_no_text_are_refused(sides: tuple[Side, Side]) -> N
         near.transport.connect(far.descriptor.replace(b"127.0.0.1", b"localhos1")).result(30)
 
 
-# ---------------------------------------------------------------- lines
+# ---------------------------------------------------------------- lifelines
 
 
 @contextlib.contextmanager
 def dialled() -> Iterator[tuple[Lifeline, Line]]:
-    """A lifeline, and its line to another, which reads nothing any more."""
+    """A lifeline, and its line to another one that no longer reads."""
     one, two = Lifeline("127.0.0.1"), Lifeline("127.0.0.1")
     try:
         thread = threading.Thread(target=lambda: [two.wait(0.1) for _ in range(20)])
@@ -341,7 +341,7 @@ def dialled() -> Iterator[tuple[Lifeline, Line]]:
 
 
 def test_a_line_that_takes_no_more_frames_ends() -> None:
-    """A frame that was left out would be waited for by both sides."""
+    """Both sides would wait for an omitted frame."""
     with dialled() as (_, line):
         frame = bytes(4096 - 4)
         for _ in range(1 << 14):
@@ -396,7 +396,7 @@ def test_a_line_that_is_hung_up_at_once_disturbs_nobody() -> None:
 
 
 def test_what_sockets_hold_is_what_the_kernel_lets_them(tmp_path: Path) -> None:
-    """Who takes in what a dead peer had sent counts bytes, and must not stop before the last."""
+    """A process that drains what a dead peer had sent counts bytes, and must not stop before the last."""
     assert held_bytes(tmp_path / "hidden") == LEAST_BYTES
     (tmp_path / "ipv4").mkdir()
     (tmp_path / "core").mkdir()

@@ -1,4 +1,4 @@
-"""Each fault does what its table says, and nothing where it is not aimed."""
+"""Each fault does what its table says, and affects only its targets."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_reorder_lets_the_next_one_pass() -> None:
 def test_cancel_of_a_delayed_operation_is_quiet_and_writes_nothing() -> None:
     with pair("fault=delay&delay_s=60") as (near, peer, _, theirs):
         operations = [near.submit(peer, "write", pages([p], [p]), "late") for p in (1, 2)]
-        # The first waits inside its delay, the second in the queue behind it.
+        # The first waits inside its delay, the second in the queue after it.
         for operation in operations:
             near.cancel(operation)
         assert [operation.wait(30) for operation in operations] == ["failed", "failed"]

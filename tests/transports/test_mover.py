@@ -1,4 +1,4 @@
-"""The thread that copies, and cancellation while it does."""
+"""The copying thread, and cancellation during a copy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from baton.transports.mover import Mover
 @pytest.mark.parametrize("offset", [0, 1])
 def test_cancel_stops_a_copy_in_flight(offset: int) -> None:
     source, memory = np.ones(1 << 20, dtype=np.uint8), np.zeros((1 << 20) + 128, dtype=np.uint8)
-    # Whole lines are copied in another way than what begins within one.
+    # Whole cache lines are copied in another way than a start inside one.
     begin = -memory.ctypes.data % 64 + offset
     dest = memory[begin : begin + source.size]
-    # Minutes of work, were it not stopped: the same mebibyte over and over.
+    # Minutes of work if it were not stopped: the same mebibyte over and over.
     runs = 2_000_000
     same = np.zeros(runs, dtype=np.int64)
     copies = CopyList(0, 0, same, same, np.full(runs, 1 << 20, dtype=np.int64))
@@ -50,7 +50,7 @@ def test_an_operation_ends_once() -> None:
 
 
 class _Handing:
-    """A lock at whose first release the thread that copies gets its turn."""
+    """A lock at whose first release the copying thread gets its turn."""
 
     def __init__(self, operation: Operation) -> None:
         self.operation, self.lock, self.started = operation, threading.Lock(), None

@@ -1,4 +1,4 @@
-"""Transports by URI: what is known, what is refused, and that another package can add one."""
+"""Transports by URI: known ones, refused ones, and that another package can add one."""
 
 from __future__ import annotations
 

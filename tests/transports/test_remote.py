@@ -1,4 +1,4 @@
-"""Stuck, dead and strange peers of transports over libraries, and what is said when a part is missing."""
+"""Stuck, dead and strange peers of library transports, and the messages if a part is missing."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def run_of(nbytes: int, source: int = 0, dest: int = 0) -> CopyList:
     return CopyList(0, 0, *(np.array([value], dtype=np.int64) for value in (source, dest, nbytes)))
 
 
-# ---------------------------------------------------------------- peers that stop
+# ---------------------------------------------------------------- stopped peers
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_stopped_peer_proves_nothing_until_it_is_dead(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over sockets a stopped process leaves the copy half-way: neither quiet nor fenced, however long one waits."""
+    """Over sockets a stopped process leaves the copy unfinished: neither quiet nor fenced, for any time."""
     monkeypatch.setattr(remote_module, "CLOSE_TIMEOUT_S", 0.5)
     monkeypatch.setenv("UCX_TLS", "tcp")
     uri = uri_of(scheme, tmp_path)
@@ -95,7 +95,7 @@ def test_a_cancel_issues_no_further_batch(scheme: str, tmp_path: Path) -> None:
             near.cancel(operation)
             assert operation.wait(30) != "pending"
             if operation.error is not None:
-                break  # else all of it was copied before this thread went on, as may be where all cores are busy
+                break  # otherwise everything was copied before this thread continued, as may happen on busy cores
         theirs[:] = 0
         assert operation.error is not None
         assert operation.error.startswith("cancelled after ")
@@ -112,7 +112,7 @@ def test_a_cancel_issues_no_further_batch(scheme: str, tmp_path: Path) -> None:
 def test_nothing_moves_after_the_end_of_an_operation_that_was_disconnected(
     scheme: str, direction: Direction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over sockets, with a batch under way that no library can stop."""
+    """Over sockets, with a batch in progress that no library can stop."""
     monkeypatch.setattr(remote_module, "CLOSE_TIMEOUT_S", 0.0)
     monkeypatch.setenv("UCX_TLS", "tcp")
     uri, size = uri_of(scheme, tmp_path), 16 << 20
@@ -145,7 +145,7 @@ def test_nothing_moves_after_the_end_of_an_operation_that_was_disconnected(
 def test_copies_end_with_a_peer_of_another_host(
     scheme: str, tls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or of another container of this one. The source's pages come back; what the peer could write to does not."""
+    """Or in another container of this host. The source's pages are freed; those that the peer could write are not."""
     monkeypatch.setenv("UCX_TLS", tls)
     uri, size = uri_of(scheme, tmp_path), 32 << 20
     near, far = create_transport(uri), SpawnedPeer(uri, [size])
@@ -181,7 +181,7 @@ def test_idle_transports_do_not_burn_cpu(scheme: str, tmp_path: Path) -> None:
 
 
 def test_peer_objects_share_an_endpoint(tmp_path: Path) -> None:
-    """An engine that both prefills for and decodes from another holds two peer objects of it."""
+    """An engine that both prefills for and decodes from another one holds two peer objects of it."""
     near, far = create_transport(f"file://?path={tmp_path}"), create_transport(f"file://?path={tmp_path}")
     try:
         near.register([near.allocate("near", 64)])
@@ -203,7 +203,7 @@ def num_sockets() -> int:
 def test_peers_that_never_answer_hold_no_thread_and_no_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their lines live, and nothing comes back over them: connecting fails, and another peer is served all the same."""
+    """Their lines live, but nothing comes back over them: connecting fails, and other peers are served all the same."""
     uri = f"file://?path={tmp_path}"
     near, mute, good = create_transport(uri), create_transport(uri), create_transport(uri)
     assert isinstance(near, RemoteTransport)
@@ -222,14 +222,14 @@ def test_peers_that_never_answer_hold_no_thread_and_no_connection(
         assert near.submit(peer, "write", run_of(64)).wait(30) == "done"
         eventually(lambda: near._driver.peers == [peer])
         eventually(lambda: num_sockets() <= sockets)
-        eventually(lambda: threading.active_count() <= threads + 16)  # the workers, which have nothing to do
+        eventually(lambda: threading.active_count() <= threads + 16)  # the workers, which are idle
     finally:
         for transport in (near, mute, good):
             transport.close()
 
 
 def test_a_write_is_pending_until_the_peer_has_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer may be at it. A read ends when its peer is given up, and an answer that comes later moves nothing."""
+    """The peer may be working on it. A read ends when its peer is given up, and a later answer moves nothing."""
     uri = f"file://?path={tmp_path}"
     near, far = create_transport(uri), create_transport(uri)
     assert isinstance(far, RemoteTransport)
@@ -349,7 +349,7 @@ def test_frames_that_break_the_rules_end_the_line(far: RemoteTransport, frame: b
 
 
 def answer_of(far: RemoteTransport, frame: bytes) -> bytes | None:
-    """What `far` answers on a line of its own; None when it ends the line."""
+    """The answer of `far` on a new line; None if it ends the line."""
     lifeline = Lifeline("127.0.0.1")
     try:
         line: Line = lifeline.dial(far._driver.lifeline.contact)
@@ -484,7 +484,7 @@ def test_a_missing_shared_object_is_named(
 
 
 def test_a_process_with_nixl_ends_well(tmp_path: Path) -> None:
-    """Where RDMA drivers are installed, it crashes at exit unless the system's ibverbs library was loaded first."""
+    """With RDMA drivers installed, it crashes at exit unless the system's ibverbs library was loaded first."""
     uri = uri_of("nixl", tmp_path)
     code = (
         "import ctypes, importlib\n"

@@ -1,4 +1,4 @@
-"""What only shared memory has: files with names and modes, owners that die, descriptors from strangers."""
+"""Specific to shared memory: files with names and modes, dying owners, strangers' descriptors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_memory_needs_no_faults_when_it_is_used(transport: ShmTransport) -> None
     with contextlib.closing(ShmTransport()) as other:
         peer = other.connect(transport.register([memory])).result()
         for end, bytes_ in ((transport, memory), (other, peer.regions[0])):
-            for _ in range(4):  # a piece asks for the next one
+            for _ in range(4):  # a piece requests the next one
                 done = threading.Event()
                 end._mover.post(done.set)
                 assert done.wait(10)
@@ -141,7 +141,7 @@ def test_segments_of_a_killed_owner_are_removed_at_start_up() -> None:
         assert owner.stdout.readline() == "ready\n"
         left = segments(owner.pid)
         assert len(left) == 1
-        # What engines of tests beside this one left may go here.
+        # Segments left by other tests' engines may be removed here.
         assert not {*remove_stale_segments()} & {*left}
         assert segments(owner.pid) == left
         owner.kill()
@@ -261,7 +261,7 @@ def test_a_process_that_may_open_no_more_files_says_so(transport: ShmTransport) 
         with contextlib.suppress(OSError):
             while True:
                 held.append(os.dup(0))
-        os.close(spare)  # room for the segment's file, and not for its mapping
+        os.close(spare)  # enough for the segment's file, but not for its mapping
         with pytest.raises(TransportError, match=r"cannot (map|open) shared memory"):
             transport.connect(forge(name, 4096, [[0, 0, 16]])).result(30)
     finally:
@@ -304,7 +304,7 @@ def test_segments_of_a_killed_owner_are_removed_by_its_peer() -> None:
             owner.kill()
             assert peer.stdout.readline() == "disconnected\n"
             eventually(lambda: segments(pid) == [])
-            # Of the survivor, which lives, nothing was touched.
+            # Nothing of the living survivor was touched.
             assert len(segments(peer.pid)) == 1
         finally:
             owner.kill()
@@ -334,7 +334,7 @@ def test_a_disconnected_peer_holds_no_file_and_its_death_is_still_seen(transport
         eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
         assert not any(peer.alive() or peer.fenced() for peer in peers)
         last = transport.connect(owner.descriptor).result(30)
-        # Killed, and not reaped yet: its memory is gone, which is what counts.
+        # Killed, but not reaped yet: its memory is gone, which is what counts.
         owner._process.kill()
         while not last.fenced():
             time.sleep(0.01)
@@ -348,12 +348,12 @@ def test_a_disconnected_peer_holds_no_file_and_its_death_is_still_seen(transport
 
 
 def test_an_owner_that_died_before_it_was_connected_is_fenced(transport: ShmTransport) -> None:
-    """Its pages wait for that: a peer may die between its HELLO and our connecting."""
+    """Its pages wait for the fence: a peer may die between its HELLO and our connecting."""
     transport.register([transport.allocate("pool", 4096)])
     for _ in range(5):
         owner = SpawnedPeer("shm://", [4096])
         owner.kill()
-        with contextlib.suppress(TransportError):  # an engine of a test beside this one has started and swept
+        with contextlib.suppress(TransportError):  # another test's engine has started and swept the segments
             peer = transport.connect(owner.descriptor).result(30)
             break
     assert peer.fenced()

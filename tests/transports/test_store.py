@@ -1,4 +1,4 @@
-"""The store of `file` where the disk, the directory or another process does something else than it should."""
+"""The store of `file` if the disk, the directory or another process misbehaves."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_entry_that_cannot_be_read_is_not_damaged(
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FileStore(tmp_path)
-    # What write() says of a full disk comes from a real one.
+    # The error of write() on a full disk comes from a real one.
     monkeypatch.setattr("baton.transports.store.open", lambda fd, mode: _full(fd), raising=False)
     with pytest.raises(TransportError, match=r"cannot write to the store .*: No space left on device"):
         store.put({"x": pattern(64, 1)})
@@ -69,7 +69,7 @@ def test_a_directory_that_is_gone_is_an_error_of_the_transport(tmp_path: Path) -
 
 
 def test_old_entries_go_and_those_of_the_last_seconds_stay(tmp_path: Path) -> None:
-    """Young entries may be on their way to a reader; they are few enough for a store to take in all that comes."""
+    """Young entries may be on their way to a reader; they are few enough for a store to accept all new entries."""
     store = FileStore(tmp_path, 4096)
     keys = [store.put({"x": pattern(800, i)}) for i in range(4)]
     with pytest.raises(TransportError, match=f"full of entries of the last {KEEP_S:g} seconds"):
@@ -128,7 +128,7 @@ def test_paths_that_are_none_are_refused(uri: str, message: str) -> None:
         create_transport(uri)
 
 
-# ---------------------------------------------------------------- the transport over it
+# ---------------------------------------------------------------- the transport over the store
 
 
 def pair(directory: Path) -> tuple[RemoteTransport, RemoteTransport]:
@@ -138,7 +138,7 @@ def pair(directory: Path) -> tuple[RemoteTransport, RemoteTransport]:
 
 
 def test_whoever_asks_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever goes wrong at the peer: without an answer, a copy and its pages would wait for the peer's death."""
+    """Whatever fails at the peer: without an answer, a copy and its pages would wait for the peer's death."""
     near, far = pair(tmp_path)
     try:
         near.register([near.allocate("near", 64)])
@@ -154,7 +154,7 @@ def test_whoever_asks_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert operation.error == "MemoryError"
         assert peer.alive()
         assert isinstance(near._library, FileLibrary)
-        while near._library._asked:  # until the driver's thread has let go of the batch
+        while near._library._asked:  # until the driver's thread has released the batch
             time.sleep(0.005)
     finally:
         far.close()
@@ -162,7 +162,7 @@ def test_whoever_asks_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_is_written_for_one_who_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who lost the line may have told this engine, by another way, that its pages are free."""
+    """A peer that lost the line may have told this engine, by another way, that its pages are free."""
     near, far = pair(tmp_path)
     reading, go_on, get = threading.Event(), threading.Event(), FileStore.get
     memory = far.allocate("far", 64)

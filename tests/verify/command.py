@@ -1,4 +1,4 @@
-"""What a test gets of `baton verify` between two servers."""
+"""The result of `baton verify` between two servers, for tests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 @dataclass
 class Result:
-    """How the command ended."""
-
     code: int
     out: str
     err: str

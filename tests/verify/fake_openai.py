@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server on a thread of its own: a vLLM in what it says, and bad where it is told to be."""
+"""A small OpenAI-compatible server on its own thread: it answers like vLLM, and misbehaves as configured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiohttp import web
 from baton.openai.serving import bind, url_of
 
 Json = dict[str, Any]
-TIE = 3  # the output position at which token and runner-up may be close
+TIE = 3  # the output position at which the two best tokens may be close
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{{engine="0",model_name="fake"}} {drafts}
@@ -28,16 +28,15 @@ vllm:num_requests_running{{engine="0",model_name="fake"}} 0.0
 
 
 def token(prompt: list[int], position: int) -> int:
-    """What a right server says."""
+    """The correct token."""
     return (sum(prompt) * 31 + position * 17) % 1000
 
 
 @dataclass
 class FakeOpenAI:
-    """`change(body, index)` edits a right answer. `raw`: sent as it is instead of the answer, with `status`.
-
-    `gap`: logprob of the runner-up below the best at position TIE. Counters grow by `rounds`, `first` and `second` a
-    request, from where they stand.
+    """`change(body, index)` edits a correct answer. `raw`: sent unchanged instead of the answer, with `status`. `gap`:
+    the distance of the runner-up's logprob at position TIE. Counters grow by `rounds`, `first` and `second` per
+    request, from their current values.
     """
 
     change: Callable[[Json, int], None] | None = None
@@ -62,7 +61,6 @@ class FakeOpenAI:
     visited: list[str] = field(default_factory=list)
 
     def answer(self, body: Json) -> Json:
-        """A right answer."""
         prompt, num = body["prompt"], body["max_tokens"]
         ids = [token(prompt, position) for position in range(num)]
         gaps = [self.gap if position == TIE else 1.0 for position in range(num)]
@@ -75,7 +73,7 @@ class FakeOpenAI:
         return {"choices": [choice], "usage": usage}
 
     def chat(self, body: Json) -> Json:
-        """A right answer to a chat: what a completion says, in the shape of a chat's."""
+        """A correct answer to a chat: a completion's answer in the format of chats."""
         text = "".join(self.template.format(**message) for message in body["messages"])
         completion = self.answer(body | {"prompt": list(text.encode())})
         (choice,), logprobs = completion["choices"], completion["choices"][0].pop("logprobs")
@@ -118,7 +116,7 @@ class FakeOpenAI:
 
 @contextlib.contextmanager
 def running(fake: FakeOpenAI) -> Iterator[str]:
-    """Serve it; gives its base URL."""
+    """Serve it. Yields its base URL."""
     loop = asyncio.new_event_loop()
     listener = bind("127.0.0.1", 0)
     app = web.Application()

@@ -1,4 +1,4 @@
-"""`baton verify --chat`: conversations through `/v1/chat/completions`, and prompts that begin with BOS twice."""
+"""`baton verify --chat`: conversations through `/v1/chat/completions`, and prompts with two BOS tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_chats_go_to_the_servers_as_they_are(chats: str, verify: Verify) -> None
 
 def test_token_ids_and_near_ties_are_read_from_a_chats_logprobs(chats: str, verify: Verify) -> None:
     def turned(answer: dict, index: int) -> None:
-        """Without `token_ids`; the runner-up wins where it is near."""
+        """Without `token_ids`; the runner-up wins at a near-tie."""
         choice = answer["choices"][0]
         del choice["token_ids"]
         if index == 0:

@@ -1,4 +1,4 @@
-"""Comparison says what differs first, and where; equal answers are equal."""
+"""The comparison reports the first difference and its position; equal answers are equal."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_options_are_checked() -> None:
 
 
 def test_the_reference_has_one_figure_in_all_rows() -> None:
-    """Its counters, which know of drafts beyond an answer's end, also where the candidate does not draft."""
+    """Its counters, which include drafts beyond an answer's end, also if the candidate does not draft."""
     counters = Acceptance(3, (2, 1))
     want, plain = Answers([ANSWER], counters), Answers([replace(ANSWER, accepted=())], "no drafts")
     bounds = Bounds.parse(None, None, 0.01, acceptance_required=False, servers=False, temperature=0.0)

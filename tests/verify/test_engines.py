@@ -1,4 +1,4 @@
-"""`baton verify` between real engines that run already: one engine, and a prefill/decode deployment behind a router."""
+"""`baton verify` between running real engines: one engine, and a prefill/decode deployment behind a router."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_an_engine_in_this_process_writes_chats_as_a_server_does(reference: str,
     ids=["draft", "target"],
 )
 def test_a_broken_deployment_is_found(fault: str, what: str, reference: str) -> None:
-    """Of short prompts' drafts little depends on the KV that was handed over."""
+    """Short prompts' drafts depend little on the handed-over KV."""
     flags = (*FLAGS, "--recovery", "none")
     with Deployment(TARGET, engine_flags=flags, kv_transport=f"faulty+shm://?fault={fault}") as candidate:
         metrics = ("--candidate-metrics", candidate.decode_urls[0])

@@ -1,4 +1,4 @@
-"""`baton verify --reference URL --candidate URL`: servers that differ, misbehave, or say too little."""
+"""`baton verify --reference URL --candidate URL`: servers that differ, misbehave, or report too little."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of_choice(edit: Callable[[Json], object], only: int | None = None) -> Callab
 
 
 def put(position: int, by: int) -> Callable[[Json], object]:
-    """The token at `position` is another one."""
+    """Replaces the token at `position`."""
 
     def edit(choice: Json) -> None:
         choice["token_ids"][position] = (choice["token_ids"][position] + by) % 1000
@@ -64,7 +64,7 @@ def test_token_ids_may_come_as_names(verify: Verify) -> None:
     assert verify(FakeOpenAI(), named).code == 0
 
 
-# What one side says (settings of the fake), and what is said of it.
+# One side's settings of the fake, and the expected report.
 DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     "wrong token": ({"change": of_choice(put(5, 1))}, "token 5: expected"),
     "fewer tokens": ({"change": of_choice(lambda c: _cut(c, 7))}, "8 tokens expected, got 7"),
