@@ -1,15 +1,14 @@
 """The interface of a transport: registered regions, peers, and one-sided copies between them.
 
-A transport knows nothing of requests, groups or tokens. Its user addresses memory by (region index, offset) and gets
-one `Operation` per copy list. Every transport keeps these rules, which the conformance suite
-(`baton.testing.check_transport`) tests:
+A transport knows nothing of requests, groups or tokens. Memory is addressed by (region index, offset); each copy list
+is one `Operation`. Every transport keeps these rules, which `baton.testing.check_transport` tests:
 
 - `done` means that every reader at the destination sees the bytes, not merely that the copy was posted. A message
   sent after `done`, on any channel, cannot overtake the data.
 - An operation that has ended, done or failed, reads and writes nothing more. The pages of a pending operation may be
   reused only once the peer is fenced.
 - Every run is checked against both regions before the first byte moves.
-- No call waits for a peer. `connect`, `cancel` and `disconnect` return at once, and report their end by a future or a
+- No call waits for a peer: `connect`, `cancel` and `disconnect` return at once, and report their end by a future or a
   callback; `alive` and `fenced` are flags. So one thread can serve many peers, even if one of them hangs.
 """
 
@@ -164,8 +163,8 @@ class Transport(Protocol):
         """Start to connect to the peer that registered `descriptor`.
 
         Within seconds the future yields the peer, or raises `ProtocolError` for a malformed descriptor, or
-        `TransportError` if the peer cannot be reached. It cannot be cancelled: a caller that no longer wants the peer
-        disconnects it when the future is done.
+        `TransportError` if the peer cannot be reached. It cannot be cancelled: disconnect an unwanted peer when the
+        future is done.
         """
         ...
 

@@ -1,7 +1,7 @@
 """CUDA calls of `cuda_ipc`: open allocations to other processes, and copy many short runs in one launch.
 
 A GPU copy engine takes a microsecond or two per run, longer than a run of some KiB needs. So one kernel copies a whole
-batch: a row of blocks per run, 16 bytes per thread at a time if addresses are aligned.
+batch: a row of blocks per run, 16 bytes per thread at a time if aligned.
 """
 
 from __future__ import annotations

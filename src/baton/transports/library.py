@@ -20,7 +20,7 @@ class BatchFailedError(TransportError):
 
 @dataclass(slots=True, eq=False)
 class RemotePeer:
-    """A peer of a `RemoteTransport`. Peers with one endpoint share the library's connection to it.
+    """Peers with one endpoint share the library's connection to it.
 
     `regions`: (address, bytes), on CUDA device number `device`, or on the host if that is None. `broken`: why the
     driver gave up the connection. `cut`: the library has closed it, so no byte enters or leaves this process over it.

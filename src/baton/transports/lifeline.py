@@ -1,8 +1,8 @@
 """TCP connections beside a transfer library, which reports neither that a peer starts to copy nor that it died.
 
-Each transport listens on one TCP port. Its descriptor has a `Contact`: the address, a secret that callers must present,
-and the process. A `Line` is one connection: small frames in both directions, and an end that the kernel reports at once
-if a process dies. `Lifeline.wait` sleeps until something happens, so an idle transport does not poll.
+Each transport listens on one TCP port; the `Contact` in its descriptor has the address, a secret that callers must
+present, and the process. A `Line` is one connection: small frames in both directions, and an end that the kernel
+reports at once if a process dies. `Lifeline.wait` sleeps until something happens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`mooncake://`: engines of a cluster, over Mooncake's Transfer Engine (TCP or RDMA).
+"""`mooncake://`: engines of a cluster, over Mooncake's Transfer Engine.
 
-Options: `host` (numeric address of this machine on which peers reach it; default 127.0.0.1), `protocol` (`tcp`, the
-default, or `rdma`, which no test runs for lack of a network card), `device` (RDMA devices, comma-separated; default all
-that Mooncake finds). Mooncake's own ports listen on all addresses of the machine, whatever `host` is, and accept copies
-into registered memory from anyone who reaches them: keep them behind a firewall.
+Options: `host` (numeric address on which peers reach this machine; default 127.0.0.1), `protocol` (`tcp`, the default,
+or `rdma`, which no test runs for lack of a network card), `device` (RDMA devices, comma-separated; default all).
+Mooncake's own ports listen on all addresses, whatever `host` is, and accept copies into registered memory from anyone:
+keep them behind a firewall.
 
 Mooncake's call for a batch blocks, and returns -1 for a refusal, a broken connection and a time-out alike, while other
 parts of the batch may still be moving. So a failed batch cuts the peer off, and its operation keeps its pages until the

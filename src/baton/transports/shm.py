@@ -1,8 +1,8 @@
-"""`shm://`: engines of one host, over POSIX shared memory. Near `memcpy` speed; no daemon, no busy polling.
+"""`shm://`: engines of one host, over POSIX shared memory. No daemon, no busy polling.
 
 Each allocation is a file in /dev/shm, created exclusively with mode 0600 and named `baton-<pid>-<start time of the
-process>-<random>`. A descriptor names segments and regions in them. Names from a peer are matched strictly, so a
-descriptor cannot name other files.
+process>-<random>`. A descriptor names segments and regions in them; names are matched strictly, so that it cannot name
+other files.
 
 Fence: the peer's death, seen through a pidfd, or the release of its lock on its segments at close, after its last copy.
 Segments are unlinked at `close` and at interpreter exit; those of a killed owner by the peer that disconnects from it,

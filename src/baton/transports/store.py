@@ -4,11 +4,11 @@ An entry is one safetensors file: named uint8 tensors, usually one per group, an
 32 hex digits: the digest of its content, or a name of the content, such as `content_key(context, token_ids)`. Equal
 keys mean equal content, so an entry is never written twice.
 
-An entry appears atomically, by a rename. Nothing is synchronised to the disk, so a power failure may truncate entries.
-`get` always checks the digest, and removes an entry that is truncated, altered or not a regular file. Above `max_bytes`
-the least recently used entries are removed, but none used in the last `KEEP_S` seconds, which a reader may be about to
-read: a store full of such entries refuses more. The digest finds damage, not intent: whoever can write to the directory
-can forge an entry under a named key, though not under a digest.
+An entry appears atomically, by a rename, but is not synchronised to the disk: a power failure may truncate it. `get`
+always checks the digest, and removes a damaged entry. Above `max_bytes` the least recently used entries are removed,
+but none used in the last `KEEP_S` seconds, which a reader may be about to read: a store full of such entries refuses
+more. The digest finds damage, not intent: whoever can write to the directory can forge an entry under a named key,
+though not under a digest.
 """
 
 from __future__ import annotations

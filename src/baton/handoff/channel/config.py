@@ -21,11 +21,11 @@ class Timers:
     An unanswered message is repeated after `round_trips` measured round trips, within `[retry_min, retry]` (after
     `retry` if nothing is measured), then after twice as long each time, up to `retry`.
 
-    RENEW is sent every `renew`. A peer that is silent for its lease is evicted. Each engine announces its own `lease`,
-    at least three times `renew`, and the other measures it by its own clock from each message on.
+    RENEW is sent every `renew`. A peer that is silent for its `lease` is evicted. Each engine announces its own, at
+    least three times `renew`; the other measures it by its own clock from each message on.
 
-    `handoff` limits a handoff from REGISTER on; earlier waits in queues do not count. An agent whose thread has not
-    completed a loop for `hang` seconds is lost.
+    `handoff` limits a handoff from REGISTER on, without earlier waits in queues. An agent whose thread has not
+    completed a loop for `hang` is lost.
 
     Raises `ConfigError` for durations that contradict each other.
     """

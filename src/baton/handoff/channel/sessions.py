@@ -1,9 +1,9 @@
 """Sessions with peer engines: identity, compatibility, liveness, and the transport's connection of each.
 
-In HELLO, which opens a session, each side proves that it knows the ticket key. A side that does not is a stranger: it
-gets no transport descriptor, and cannot move or end a session. Then fingerprints are compared and the transport starts
-to connect in the background, so that an unfit peer is refused before any request and the first copy finds a warm
-connection. Attempts use the session when connecting has ended.
+In HELLO each side proves that it knows the ticket key. A side that does not is a stranger: it gets no transport
+descriptor, and cannot move or end a session. Then fingerprints are compared and the transport starts to connect in the
+background, so that an unfit peer is refused before any request and the first copy finds a warm connection. Attempts use
+the session when connecting has ended.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Control connections of one rank over ZeroMQ: sockets, keys, sessions, sequence numbers.
 
 Each rank binds one ROUTER. D dials P's ROUTER with a DEALER, and both directions use this connection. The dialling side
-draws a random session number per connection. A frame of another session, or whose sequence number is not above the
-last, is dropped.
+draws a random session number. A frame of another session, or whose sequence number is not above the last, is dropped.
 
 Both sides authenticate each other by CURVE: a peer without a key reaches only ZeroMQ's handshake. With a key directory
-the address is `curve://ENGINE@host:port`: the dialling side demands the public key of that engine, and HELLO must come
-from the engine whose key it is. Without one, all engines share the pair of the ticket key (`TicketKeys`), and stay on
+the address is `curve://ENGINE@host:port`: the dialling side demands that engine's public key, and HELLO must come from
+the engine whose key it is. Without one, all engines share the pair of the ticket key (`TicketKeys`), and stay on
 loopback.
 """
 

@@ -205,8 +205,7 @@ class HandoffAgent:
         taken: Callable[[], None] | None = None,
         message: str = "given up by the engine",
     ) -> None:
-        """Give up an attempt of either side at any moment; the peer is sent `message`. The pages stay the agent's until
-        released.
+        """Give up an attempt of either side; the peer is sent `message`. The pages stay the agent's until released.
 
         `taken` is called on the agent's thread, after the attempt's final events if there are any. From then on this
         side says COMMIT or CONFIRM only of what was in place before. No peer delays the call.

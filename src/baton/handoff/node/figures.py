@@ -40,11 +40,11 @@ class CopyFigures:
 
 @dataclass(slots=True)
 class AgentStats:
-    """Counters since the start. Handoffs: committed, or `finished` by the first token; `bytes` and `runs` of the
-    committed ones (in pull counted by D), and bytes copied before the prefill's end (`hidden_bytes`, counted by P).
-    `retries`: copies issued again. `repairs`: rounds of repair. `bad_pieces`: pieces that did not match their digests.
-    `lost_leases`: peers whose lease expired. `failures`: by reason. Of all `frames` received, `rejected` and
-    `malformed` ones; connections `refused`; sessions `evicted` by newer ones.
+    """Counters since the start. `handoffs`: committed. `finished`: ended by the first token. `bytes` and `runs`: of
+    committed handoffs (in pull counted by D). `hidden_bytes`: copied before the prefill's end (counted by P).
+    `retries`: copies issued again. `repairs`: rounds. `bad_pieces`: did not match their digests. `lost_leases`: peers
+    whose lease expired. `failures`: by reason. `rejected` and `malformed`: of all `frames` received. `refused`:
+    connections. `evicted`: sessions.
 
     Gauges: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, not proven quiet), ready `sessions`.
     """

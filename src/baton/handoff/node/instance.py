@@ -1,9 +1,8 @@
 """Presents the agents of all ranks of an engine as one agent.
 
-Each rank has an agent with its own control address and memory, and each pair of ranks that has bytes to move is an
-attempt of its own. One pair leads: it is opened before the other side's ranks are known, and its HELLO lists them. It
-is the pair of ranks 0 and 0. In an engine whose ranks are apart, each process has only its own rank's pairs; the one
-with rank 0 of the other side leads.
+Each rank has an agent, and each pair of ranks that has bytes to move is an attempt of its own. One pair leads: it is
+opened before the other side's ranks are known, and its HELLO lists them. It is the pair of ranks 0 and 0. In an engine
+whose ranks are apart, each process has only its own rank's pairs; the one with rank 0 of the other side leads.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The peer cannot be reached. `fenced`: it is proven to touch our memory no more, by its death or its own word."""
+    """The peer cannot be reached. `fenced`: its death or its own word proves that it no longer touches our memory."""
 
     reason: str
     message: str

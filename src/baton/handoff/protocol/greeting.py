@@ -1,9 +1,9 @@
 """How engines prove in HELLO that they know the deployment's ticket key.
 
-A proof is an HMAC-SHA256 under that key over the HELLO itself, the challenge that the other side drew for this
-connection, the dialled address, and which side speaks. So a proof is useless in another connection, for another engine,
-or reflected to its sender. After that each frame is sealed with a key of the session, because a socket that loses its
-connection dials again by itself, and by then another process may listen at the address.
+A proof is an HMAC-SHA256 under that key over the HELLO, the challenge that the other side drew for this connection, the
+dialled address, and which side speaks: it is useless in another connection, for another engine, or reflected to its
+sender. After that each frame is sealed with a key of the session, because a socket that loses its connection dials
+again by itself, and by then another process may listen at the address.
 """
 
 from __future__ import annotations

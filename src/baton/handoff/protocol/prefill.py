@@ -1,7 +1,5 @@
 """P's state machine for one attempt. Pure: events in, actions out.
 
-D announces itself, and gets ADMITTED once P's engine has pages for the whole prompt.
-
 Push: once D has registered, P copies each newly final interval, sends COMMIT when all copies are done, copies bad
 pieces again (REPAIR), and frees on ACK. Pull: P sends READY after its prefill, D reads and sends READ_DONE, P sends
 CONFIRM and frees on ACK. With integrity on, each final interval is digested as it is copied.
