@@ -15,4 +15,4 @@ def models() -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread(one_thread: None) -> None:
-    """For all of these tests."""
+    """One thread for all of these tests."""
