@@ -133,7 +133,6 @@ def verify_s(tree: Path, target: str, speculative: dict[str, Any] | None) -> flo
 
 
 def tell(name: str, before: Sequence[float], after: Sequence[float], unit: str) -> None:
-    """Print medians and the ratio of pairs."""
     ratio, low, high = interval([b / a for a, b in zip(before, after, strict=True)])
     medians = f"{statistics.median(before):8.2f} -> {statistics.median(after):8.2f} {unit}"
     print(f"{name:8} {medians}  ratio {ratio:.3f} ({low:.3f} to {high:.3f}), {len(before)} pairs", flush=True)

@@ -30,7 +30,6 @@ from benchmarks.pinned import EXTRA, hurry, make_requests, parse_cores, pin_all
 
 
 def body_of(model: str, request: LoadRequest) -> dict[str, Any]:
-    """The body of a streamed request."""
     return {"model": model, "prompt": list(request.prompt), "max_tokens": request.max_tokens, **EXTRA}
 
 

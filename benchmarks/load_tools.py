@@ -37,7 +37,6 @@ serve.main(parser.parse_args())
 
 
 def ask(command: list[str], url: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Run one load with one tool."""
     flags = {
         "base-url": url,
         "model": Path(options.model).name,

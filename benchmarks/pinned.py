@@ -58,7 +58,6 @@ def parse_cores(text: str) -> list[int]:
 
 
 def make_requests(model: str, prompt: int, output: int, count: int, seed: int) -> list[LoadRequest]:
-    """Random prompts of equal length."""
     tokenizer = Tokenizer.load(model)
     vocabulary = [token for token in range(tokenizer.vocab_size) if token not in tokenizer.special_ids]
     return RandomPrompts(prompt, output).make(count, vocabulary, np.random.default_rng(seed))
@@ -91,7 +90,6 @@ class Scattered:
 
     @property
     def num_pages(self) -> int:
-        """The number of free pages."""
         return len(self._pages)
 
     def add(self, pages: Iterable[int]) -> None:

@@ -55,7 +55,7 @@ def loads(scale: float) -> list[Load]:
 
 
 async def play(load: Load) -> str:
-    """Run one load. Returns one line of the report."""
+    """Returns one line of the report."""
     tokenizer = Tokenizer.load(TARGET)
     lengths = [length for length, _ in load.requests]
     prompts = [list(c.prompt_token_ids) for c in make_cases(tokenizer, lengths, SamplingParams())]

@@ -64,7 +64,6 @@ class Supervised:
         return pid
 
     def close(self) -> None:
-        """End it and its engines, if they still run."""
         end_processes([self._process], _END_LIMIT_S)
         self._log.unlink(missing_ok=True)
 

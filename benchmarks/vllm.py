@@ -50,8 +50,6 @@ TIMEOUT = aiohttp.ClientTimeout(total=120)
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """One row of the table."""
-
     name: str
     legs: Legs
     servers: tuple[VllmServer, ...]

@@ -44,7 +44,6 @@ class Legs(Protocol):
 
 
 def completion(prompt: Sequence[int], num: int, **more: Any) -> dict[str, Any]:
-    """The body of a greedy completion."""
     return {"model": "demo", "prompt": list(prompt), "max_tokens": num, "temperature": 0, "ignore_eos": True, **more}
 
 

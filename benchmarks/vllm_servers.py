@@ -59,7 +59,6 @@ class VllmServer:
     log: Path
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all its processes."""
         os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
@@ -104,7 +103,6 @@ def _is_tracker(pid: int) -> bool:
 
 
 def free_port() -> int:
-    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -57,7 +57,6 @@ class Cluster:
         self.routers += [Router(self) for _ in range(world.settings.num_routers)]
 
     def close(self) -> None:
-        """End the seed: nothing keeps running."""
         for router in self.routers:
             router.loop.end()
 

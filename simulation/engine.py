@@ -66,8 +66,6 @@ class Receipt:
 
 
 class Engine:
-    """One engine's thread, with checks."""
-
     def __init__(self, process: Process, instance: Instance) -> None:
         self.process, self.world, self.name = process, process.world, process.name
         settings, random = self.world.settings, self.world.random
@@ -147,7 +145,6 @@ class Engine:
     # ------------------------------------------------------------ requests
 
     def serve(self, stream: Stream) -> None:
-        """A leg from a router arrives."""
         wire = stream.request
         name = f"{self.name} {len(self.stories)} {wire.request_id}"
         self._names[stream] = name
@@ -256,7 +253,6 @@ class Engine:
         return self._memories[group].wrong(story, receipt.num_tokens, pages, tokens.start, tokens.stop)
 
     def on_handoff(self, event: HandoffEvent) -> None:
-        """The event reaches the engine's thread."""
         leg, before = self.legs.open.get(event.key), self.metrics.recoveries["recompute"]
         if leg is None:
             self.world.fail("unknown_event", f"{self.name} has no leg {event.key}: {event}")
@@ -268,7 +264,6 @@ class Engine:
                 stream.router.clients[stream.request.request_id.partition(".")[0]].rungs.add("recompute")
 
     def opens(self, key: AttemptKey, num_tokens: int, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
-        """D opens pages to an attempt."""
         label, story = str(key), self.stories[self.legs.open[key].request.request_id]
         tables = {group: list(table) for group, table in pages.items()}
         limit = self.world.settings.timers.handoff

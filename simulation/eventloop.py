@@ -149,7 +149,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:
-        """The unfinished tasks, in the order of their creation."""
+        """In the order of their creation."""
         return list(self._tasks)
 
     def end(self) -> None:

@@ -58,7 +58,6 @@ class FrameMaker:
     # ------------------------------------------------------------ frames
 
     def open(self) -> list[bytes]:
-        """The HELLO of a new session."""
         self.session, self._sequence = self.rng.getrandbits(62), 0
         return self.say(self._hello)
 
@@ -170,7 +169,6 @@ class FrameMaker:
     # ------------------------------------------------------------ mutation
 
     def mutated(self, tree: Tree) -> Tree:
-        """A copy of `tree` with one node replaced."""
         rng = self.rng
         if isinstance(tree, dict) and tree and rng.random() < 0.85:
             name = rng.choice(list(tree))

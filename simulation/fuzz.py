@@ -46,8 +46,6 @@ _ANSWER_MS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """The parameters of one attacking process."""
-
     seed: int
     messages: int
     addresses: tuple[str, ...]
@@ -234,7 +232,6 @@ def _settle(traffic: Traffic) -> list[str]:
 
 
 def growth(before: Usage, after: Usage) -> list[str]:
-    """Resources that grew between the two measurements."""
     faults = []
     if after.rss - before.rss > 32 << 20:
         faults.append(f"memory grew by {(after.rss - before.rss) >> 20} MiB")
@@ -246,7 +243,7 @@ def growth(before: Usage, after: Usage) -> list[str]:
 
 
 def main() -> int:
-    """The command line. Returns 0 if all checks passed."""
+    """Returns 0 if all checks passed."""
     parser = argparse.ArgumentParser(prog="python -m simulation.fuzz", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)

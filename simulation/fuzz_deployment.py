@@ -236,7 +236,7 @@ def tell(report: Report) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0 if all checks passed."""
+    """Returns 0 if all checks passed."""
     parser = argparse.ArgumentParser(
         prog="python -m simulation.fuzz_deployment", description=(__doc__ or "").splitlines()[0]
     )

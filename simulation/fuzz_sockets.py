@@ -194,7 +194,7 @@ def _target(address: str, keys: str | None) -> Target:
 
 
 def main() -> int:
-    """The command line. Returns 0 if all checks passed."""
+    """Returns 0 if all checks passed."""
     parser = argparse.ArgumentParser(
         prog="python -m simulation.fuzz_sockets", description=(__doc__ or "").splitlines()[0]
     )

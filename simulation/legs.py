@@ -87,7 +87,6 @@ class Stream:
             self.items.put_nowait(error)
 
     def noticed(self) -> None:
-        """The engine notices that the client is gone."""
         self.gone = True
         process = self.process
         if process is not None and not process.dead:

@@ -100,7 +100,6 @@ class Network:
         self._cut.add(pair)
 
     def heal(self, pairs: Iterable[frozenset[str]] | None = None) -> None:
-        """These pairs, or all, can reach each other again."""
         for pair in list(self._cut) if pairs is None else pairs:
             self._cut.discard(pair)
             self._healed[pair] = self.world.now

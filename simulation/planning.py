@@ -75,7 +75,6 @@ def _cells(geometry: Geometry, table: Sequence[int], tokens: Interval) -> tuple[
 
 
 def _indices(offset: Int64Array, nbytes: Int64Array) -> Int64Array:
-    """All byte offsets of the runs."""
     ends = np.cumsum(nbytes)
     return np.repeat(offset - (ends - nbytes), nbytes) + np.arange(int(ends[-1]), dtype=np.int64)
 
@@ -145,7 +144,7 @@ def _refusal(source: Instance, dest: Instance) -> str:
 
 
 def check(seed: int, tally: Tally) -> None:
-    """Check one case. Raises `AssertionError` if a check fails."""
+    """Raises `AssertionError` if a check fails."""
     random = Random(seed)
     case = draw(random)
     tally.cases += 1
@@ -220,7 +219,7 @@ def _evenly(sources: Sequence[RankGeometry], dests: Sequence[RankGeometry]) -> N
 
 
 def play(seeds: Sequence[int]) -> Tally:
-    """Check many cases. Raises `AssertionError` that names the seed."""
+    """Raises `AssertionError` that names the seed."""
     tally = Tally()
     for seed in seeds:
         try:
@@ -231,7 +230,7 @@ def play(seeds: Sequence[int]) -> Tally:
 
 
 def main() -> int:
-    """The command line. Returns 0 if every case passed."""
+    """Returns 0 if every case passed."""
     parser = argparse.ArgumentParser(prog="python -m simulation.planning", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--first-seed", type=int, default=0)

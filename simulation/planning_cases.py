@@ -50,7 +50,6 @@ def _draw_hybrid(random: Random) -> Case:
 
 
 def _case(random: Random, groups: Sequence[Layers], sides: Sequence[Instance], tile: int, regular: bool) -> Case:
-    """Draw what is wanted of two engines."""
     wanted = {}
     for group in groups:
         sizes = [side.groups[group.name][0].geometry.page_size for side in sides]

@@ -140,7 +140,6 @@ class Process:
         return memories
 
     def info(self) -> EngineInfo:
-        """The engine's answer to routers."""
         return EngineInfo(
             engine_id=self.name,
             incarnation=self.uid,
@@ -231,7 +230,6 @@ class Process:
         self.wake()
 
     def crash(self) -> None:
-        """Die: everything in the process is lost at once."""
         self.dead, self.died_at = True, self.world.now
         self.world.note(self.name, f"{self.uid} is dead")
         for rank in self.ranks:

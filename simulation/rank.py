@@ -94,7 +94,6 @@ class Rank:
 
     @property
     def gone(self) -> bool:
-        """The rank is dead, or its engine has closed."""
         return self._dead or self.process.gone
 
     # ------------------------------------------------------------ faults of one rank

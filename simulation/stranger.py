@@ -42,7 +42,6 @@ class Stranger(SimChannel):
         self._heard: dict[SimSocket, list[Parts]] = {}
 
     def overhear(self, dealer: SimSocket, parts: Parts) -> None:
-        """A message is on its way to an address."""
         said = self._heard.setdefault(dealer, [])
         if len(said) < _MAX_FRAMES:
             said.append(parts)

@@ -45,7 +45,6 @@ class Connection:
 
     @property
     def usable(self) -> bool:
-        """Both ends have joined and none has closed."""
         return len(self.joined) == 2 and not self.closed
 
 
@@ -90,8 +89,6 @@ class Fabric:
 
 
 class SimPeer:
-    """The other side, as one process sees it."""
-
     def __init__(self, own: Rank, far: Rank, connection: Connection) -> None:
         self.own, self.far, self.connection = own, far, connection
         self.connected = True
@@ -139,8 +136,6 @@ class SimOperation(Operation):
 
 
 class SimTransport:
-    """One process's end of the fabric."""
-
     scheme = "sim"
 
     def __init__(self, process: Rank, fabric: Fabric) -> None:

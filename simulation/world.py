@@ -46,7 +46,7 @@ class World:
     # ------------------------------------------------------------ time
 
     def after(self, delay: float, call: Callable[..., None], *args: Any) -> None:
-        """Call `call(*args)` in `delay` virtual seconds."""
+        """`delay` is in virtual seconds."""
         self._count += 1
         heappush(self._queue, (self.now + delay, self._count, call, args))
 
@@ -95,7 +95,7 @@ class World:
     # ------------------------------------------------------------ violations
 
     def fail(self, rule: str, message: str) -> None:
-        """An invariant is broken. Raises `Violation`."""
+        """Raises `Violation`."""
         if self.violation is None:
             self.violation = Violation(rule, message)
         self.note("!", f"VIOLATION {self.violation}")

@@ -111,7 +111,6 @@ def room_of(module: str) -> str:
 
 
 def module_of(path: Path) -> str:
-    """The dotted name of a source file."""
     parts = ("baton", *path.relative_to(SOURCE).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -94,7 +94,6 @@ def queries(model: str) -> dict[str, str]:
 
 
 def metric_names() -> set[str]:
-    """All metrics that the queries use."""
     names = {*_RATES.values(), *_GAUGES.values(), *_SUMS.values()}
     names |= {f"{name}_{part}" for name in _HISTOGRAMS.values() for part in ("bucket", "sum", "count")}
     return {f"vllm:{name}" for name in names}
@@ -145,7 +144,6 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def ask(url: str, query: str) -> list[Mapping[str, Any]]:
-    """The current series of a query."""
     with urllib.request.urlopen(f"{url}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=10) as answer:
         found: list[Mapping[str, Any]] = json.load(answer)["data"]["result"]
     return found

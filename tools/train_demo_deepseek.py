@@ -53,7 +53,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, save, measure, and write the model cards."""
     args = arguments()
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)

@@ -45,12 +45,10 @@ def arguments() -> argparse.Namespace:
 
 
 def parameters(module: nn.Module) -> int:
-    """Number of distinct trainable values."""
     return sum(p.numel() for p in module.parameters())
 
 
 def main() -> None:
-    """Train, save, measure, and write the model cards."""
     args = arguments()
     torch.set_num_threads(args.threads)
     corpus = load_corpus()

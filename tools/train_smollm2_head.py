@@ -125,13 +125,12 @@ def frequent_ids(ids: Tensor, answered: Tensor, vocab_size: int) -> tuple[Tensor
 
 
 def chat_prompt(tokenizer: AutoTokenizer, text: str) -> list[int]:
-    """Token ids of a chat that asks `text`."""
     chat = [{"role": "user", "content": text}]
     return tokenizer(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))["input_ids"]
 
 
 def train(head: Eagle3Head, target: LlamaForCausalLM, ids: Tensor, args: argparse.Namespace) -> tuple[int, float]:
-    """Train in place. Returns steps and seconds."""
+    """Returns steps and seconds."""
     rng, device = np.random.default_rng(args.seed), torch.device(args.device)
     steps = max(1, int(args.epochs * len(ids) / args.train_rows))
     optimizers = make_optimizers(head)

@@ -50,12 +50,10 @@ class Case:
 
     @property
     def chunked(self) -> bool:
-        """Whether P computes its prompt in chunks."""
         return self.condition == "chunked"
 
     @property
     def name(self) -> str:
-        """Name for failure messages."""
         return f"{self.condition}, {self.mode}, {self.length} tokens (case {self.number})"
 
     @property

@@ -62,7 +62,6 @@ def louder(checkpoint: Path) -> Path:
 
 
 def tiny(model_type: str, **overrides: Any) -> MakeTarget:
-    """A random target of a type."""
     return lambda path, seed: louder(make_checkpoint(path, model_type, seed, **{**TINY, **overrides}))
 
 
@@ -77,8 +76,6 @@ def with_modules(shape: str, num: int = 1) -> MakeTarget:
 
 
 def head(method: str, **overrides: Any) -> DrafterEntry:
-    """A random head of a method."""
-
     def make(path: Path, target: Path, seed: int) -> dict[str, Any]:
         return {"method": method, "model": str(louder(make_drafter(path, method, target, seed, **overrides)))}
 
@@ -86,7 +83,6 @@ def head(method: str, **overrides: Any) -> DrafterEntry:
 
 
 def whole(make: MakeTarget, **settings: Any) -> DrafterEntry:
-    """A random model as the drafter of another."""
     return DrafterEntry(
         lambda path, target, seed: {"method": "draft_model", "model": str(make(path, seed))}, settings=settings
     )

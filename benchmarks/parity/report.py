@@ -20,7 +20,6 @@ class Report:
         self._identical = self._cases = 0
 
     def add(self, target: str, drafter: str, outcome: Outcome) -> None:
-        """Add a tested pair."""
         cells = []
         for mode in MODES:
             for sizes in ALL_SIZES:
@@ -36,14 +35,12 @@ class Report:
         self._row(target, drafter, *cells, " ".join(rates), f"{moved:,}")
 
     def leave_out(self, target: str, drafter: str, reason: str) -> None:
-        """Add a pair that does not fit."""
         self._row(target, drafter, *["-"] * (len(MODES) * len(ALL_SIZES)), reason, "-")
 
     def _row(self, *columns: str) -> None:
         self.rows.append(f"| {' | '.join(columns)} |")
 
     def text(self) -> str:
-        """Both tables, and the failures."""
         names = [f"{mode} {sizes}" for mode in MODES for sizes in ALL_SIZES]
         lines = [
             _line("target", "drafter", *names, "accepted at 1, 2, 3", "bytes sent, all of them wanted"),

@@ -37,7 +37,6 @@ class Cell:
     different: set[Case] = field(default_factory=set)
 
     def add(self, other: Cell) -> None:
-        """Add another batch of the same cell."""
         self.num_identical += other.num_identical
         self.num_cases += other.num_cases
         self.num_bytes += other.num_bytes

@@ -81,7 +81,6 @@ def trial_of(name: str, folder: Path, seed: int = 0) -> Trial:
 
 @contextlib.contextmanager
 def two(model: Trial, shape: str, sizes: str) -> Iterator[Pair]:
-    """Start P and D."""
     shapes = SHAPES[shape]
     if not as_processes(shape):
         with shaped(*shapes), model.pair(sizes) as made:
@@ -110,7 +109,6 @@ def run(name: str, model: Trial, shape: str, sizes: str, alone: dict[Case, Strea
 
 
 def rows(name: str, model: Trial, batch: Sequence[Case], only: str, failures: list[str]) -> list[str]:
-    """One line for each topology."""
     alone, out = model.alone(batch), []
     for shape in SHAPES:
         if only not in shape or (name in MORE and shape not in DATA_RANKS):

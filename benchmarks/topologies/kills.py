@@ -123,12 +123,11 @@ def hand_over(two: Deployment, mode: str, salt: int, kill: tuple[str, int, float
 
 
 def segments() -> set[str]:
-    """Names of existing shared memory segments."""
     return {path.name for path in SHM.glob("*baton*")} if SHM.is_dir() else set()
 
 
 def run(kills: int, seed: int) -> list[str]:
-    """Kill ranks and check. Returns the faults found."""
+    """Returns the faults found."""
     rng, faults, outcomes, slowest = random.Random(seed), list[str](), Counter[str](), 0.0
     before = segments()
     two = Deployment()

@@ -59,7 +59,6 @@ class Cost:
 
 
 def measure(name: str, groups: Sequence[Layers], page_sizes: tuple[int, int], layout: Layout, p: int, d: int) -> Cost:
-    """Measure one topology."""
     rng = np.random.default_rng(1)
     pages = [-(-TOKENS // size) for size in page_sizes]
     shapes = [Shape(tp, page_size=size, layout=layout) for tp, size in zip((p, d), page_sizes, strict=True)]
@@ -119,7 +118,6 @@ def _milliseconds(what: object) -> float:
 
 
 def text() -> str:
-    """The table."""
     lines = [
         "| model | TP of P to D | pairs | plans of one rank | runs | planning | posting | ns a run | at HELLO |",
         "|---|---|---|---|---|---|---|---|---|",

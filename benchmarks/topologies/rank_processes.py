@@ -156,7 +156,6 @@ class RemoteEngine:
             self.events.put(event)
 
     def pages(self, first: int, tokens: int) -> dict[str, list[int]]:
-        """Block tables for `tokens` tokens."""
         count = -(-tokens // self.shape.page_size)
         return {
             group: [first + count - 1 - i + shift for i in range(count)]

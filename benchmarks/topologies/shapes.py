@@ -46,7 +46,6 @@ HYBRID = (heads("target", 4, 8, 128), states("state", 36))
 
 
 def two(groups: Sequence[Layers], p: Shape, d: Shape, num_pages: int = 1100) -> tuple[Instance, Instance]:
-    """P and D of one model."""
     return instance(groups, p, num_pages), instance(groups, d, num_pages)
 
 

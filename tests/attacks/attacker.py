@@ -60,7 +60,6 @@ class Attacker:
         return answer
 
     def hear(self, kind: Kinds, limit_s: float = 30.0) -> Message:
-        """Receive the next message of one or several kinds."""
         deadline = time.monotonic() + limit_s
         while self.sock.poll(max(0.0, deadline - time.monotonic()) * 1000):
             message = decode(self.sock.recv_multipart()[0])[2]
@@ -109,7 +108,6 @@ class Scene:
         return SignedTicket.of(ticket, mint(TICKET_KEY, ticket))
 
     def as_d(self, **changes: object) -> Hello:
-        """D's HELLO, with changes."""
         return msgspec.structs.replace(self.d.hello, **changes)
 
     def close(self) -> None:

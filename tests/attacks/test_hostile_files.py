@@ -25,8 +25,6 @@ def model(tmp_path: Path) -> Path:
 
 
 class _Bomb:
-    """Unpickling this creates a file."""
-
     def __init__(self, path: str) -> None:
         self.path = path
 

@@ -91,8 +91,6 @@ def test_the_one_that_was_killed_is_the_cause(
 
 
 class _Running:
-    """A process that keeps running."""
-
     returncode = None
 
     def poll(self) -> None:

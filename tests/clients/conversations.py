@@ -51,7 +51,6 @@ class Conversations:
         assert (last.choices, last.usage.completion_tokens) == ([], whole.usage.completion_tokens)
 
     def schema(self) -> None:
-        """`response_format` as a dictionary."""
         form = {"name": "weather", "schema": Weather.model_json_schema(), "strict": True}
         made = self._ask(response_format={"type": "json_schema", "json_schema": form})
         assert made.choices[0].finish_reason == "stop"

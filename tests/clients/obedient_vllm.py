@@ -31,7 +31,6 @@ class ObedientVllm(FakeVllm):
 
 
 def answer(prompt: str, grammar: dict[str, Any] | None) -> str:
-    """The answer of a modelled LLM."""
     if grammar is not None and (grammar.get("json_object") or grammar.get("json") is not None):
         schema = grammar.get("json") or {}
         return json.dumps(instance(json.loads(schema) if isinstance(schema, str) else schema, schema))

@@ -22,7 +22,6 @@ CLIENTS = {path.stem: json.loads(path.read_text())["requests"] for path in sorte
 
 
 def replay(url: str, path: str, body: str) -> None:
-    """Send a recorded request again, and check the answer."""
     asked = json.loads(body)
     sent = urllib.request.Request(url + path, body.encode(), {"Content-Type": "application/json"})
     if asked["model"] != "demo":

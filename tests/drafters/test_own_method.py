@@ -95,8 +95,6 @@ def test_a_method_of_ones_own_changes_no_token_and_is_accepted(method: dict[str,
 
 
 class Faulty(NGram):
-    """Returns invalid results."""
-
     drafts: Any = ()
     features: Tensor | None = None
 

@@ -25,8 +25,6 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A process that serves at `url`."""
-
     process: subprocess.Popen[bytes]
     url: str
     log: Path
@@ -56,5 +54,4 @@ def running(log: Path, *arguments: str) -> Iterator[Running]:
 
 
 def running_up(model: str, log: Path, *flags: str) -> AbstractContextManager[Running]:
-    """`baton up` with one prefill and one decode engine."""
     return running(log, "up", model, "--prefill", "1", "--decode", "1", *flags)

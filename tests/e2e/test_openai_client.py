@@ -152,7 +152,6 @@ def test_refusals_have_openai_types(client: openai.OpenAI) -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """All living descendants of `pid`."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

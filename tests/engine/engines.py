@@ -59,8 +59,6 @@ class Stream:
 
 
 class Stepped:
-    """One engine whose steps the test runs."""
-
     def __init__(self, **settings: Any) -> None:
         self.streams: dict[str, Stream] = defaultdict(Stream)
         head = SpeculativeConfig.parse(json.dumps(EAGLE3))
@@ -161,7 +159,6 @@ class Pair:
                 time.sleep(0.001)
 
     def decode_until(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
-        """Run steps of D only."""
         deadline = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < deadline, self.decode.streams

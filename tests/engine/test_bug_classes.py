@@ -167,12 +167,10 @@ def want_otherwise(patch: Patch, change: Callable[[Destination, KVCache, str], I
 
 
 def begin_without_the_drafts(patch: Patch, two: Pair) -> None:
-    """D's first step is a plain decode."""
     change_seeds(patch, two, [])
 
 
 def begin_with_placeholders(patch: Patch, two: Pair) -> None:
-    """The drafts are placeholders."""
     change_seeds(patch, two, [0, 0, 0])
 
 
@@ -272,7 +270,6 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """The test id."""
         return f"{self.letter}-{self.breaks.__name__}"
 
 

@@ -68,7 +68,6 @@ async def answer(engine: AsyncEngine, name: str, prompt: list[int], params: Samp
 
 
 async def answers(engines: Sequence[AsyncEngine]) -> list[list[Answer]]:
-    """Each engine's answers to all prompts, all at once."""
     asked = [asyncio.gather(*(answer(e, f"{i}", p) for i, p in enumerate(PROMPTS))) for e in engines]
     return [list(each) for each in await asyncio.gather(*asked)]
 

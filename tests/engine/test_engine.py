@@ -108,7 +108,6 @@ def test_a_prefix_is_shared_with_those_of_its_salt_alone(prompts: list[list[int]
 
 
 def shortened(source: str, folder: Path, max_position: int) -> str:
-    """The checkpoint with a shorter context."""
     folder.mkdir()
     for file in Path(source).iterdir():
         (folder / file.name).symlink_to(file.resolve())

@@ -67,7 +67,6 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Directories of the targets, by type."""
     made = {name: tmp_path_factory.mktemp(name) for name in ("llama", "deepseek_v3", "glm4_moe", "three modules")}
     make_checkpoint(made["llama"] / "target", "llama", num_hidden_layers=2, vocab_size=260)
     for shape in ("deepseek_v3", "glm4_moe"):

@@ -212,7 +212,6 @@ def test_a_conversation_goes_on_from_a_state_behind_generated_tokens(find: Find)
 
 
 def test_preempted_requests_go_on_from_their_states(find: Find) -> None:
-    """Pages run out during decode."""
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     prompts = [prompt_of(40 + i, 3) for i in range(4)]
     with stepped(**hybrid(find, enable_prefix_caching=False)) as one:

@@ -45,7 +45,6 @@ async def answer(engine: AsyncEngine, name: str, prompt: list[int], asked: Sampl
 
 
 async def answers(engine: AsyncEngine) -> list[list[TokenChunk]]:
-    """Answers to all prompts at once, in order."""
     names = [f"r{index}" for index in range(len(PROMPTS))]
     asked = [answer(engine, name, prompt, params()) for name, prompt in zip(names, PROMPTS, strict=True)]
     return await asyncio.wait_for(asyncio.gather(*asked), 60)

@@ -163,7 +163,6 @@ LONGEST = max(len(prompt) for prompt in PROMPTS)
 
 
 def memory_of(settings: Settings, block_size: int, num_pages: int) -> int:
-    """Bytes of `num_pages` pages of every group."""
     with stepped(**{**settings, "block_size": str(block_size), "kv_cache_memory": 8 << 20}) as one:
         assert isinstance(one.core.executor, LocalExecutor)
         return num_pages * sum(memory.spec.page_bytes for memory in one.core.executor.runner.kv.values())

@@ -315,7 +315,6 @@ async def test_what_clients_are_told() -> None:
 @pytest.mark.parametrize("recovery", ["recompute", "none"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_a_routers_clients_are_told(stream: bool, recovery: Any, tmp_path: Path) -> None:
-    """Either leg's failure reaches the client as an error."""
     key_file = str(tmp_path / "ticket.key")
     key = load_or_create_key(key_file)
     asked: dict[str, Any] = {"prompt": [7, 8, BAD, 4], "max_tokens": 4, "temperature": 0.0, "stream": stream}

@@ -103,7 +103,6 @@ def test_chunks_and_concurrency_change_nothing(prompts: list[list[int]], expecte
 
 
 def alter(directory: Path, change: Callable[[Mapping[str, ByteArray]], dict[str, ByteArray]]) -> None:
-    """Replace every entry by another complete one."""
     store = FileStore(directory)
     for key in list(store.keys()):
         entry = store.get(key)

@@ -64,5 +64,4 @@ def test_engines_of_a_handoff(no_garbage_collector: None, tmp_path: Path) -> Non
 
 
 def mapped() -> str:
-    """The files mapped into this process."""
     return Path("/proc/self/maps").read_text()

@@ -68,8 +68,6 @@ Compare = Callable[[str], Comparison]
 
 @pytest.fixture(scope="module")
 def find(tmp_path_factory: pytest.TempPathFactory) -> Find:
-    """Models by name, each made once."""
-
     @functools.cache
     def make(name: str) -> Models:
         if name == "demo":

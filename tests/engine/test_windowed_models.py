@@ -72,8 +72,6 @@ class Trial:
 
 @pytest.fixture(scope="module")
 def find(tmp_path_factory: pytest.TempPathFactory) -> Find:
-    """Models by name and seed, each made once."""
-
     @functools.cache
     def make(name: str, seed: int = 0) -> Trial:
         maker, shape, overrides = MODELS[name]

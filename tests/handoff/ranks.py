@@ -92,8 +92,6 @@ class Shape:
 
 
 class Rank:
-    """One rank: its memory and its agent."""
-
     def __init__(
         self,
         name: str,
@@ -208,7 +206,6 @@ class Engine:
         return {group: [first + count - 1 - i + shift for i in range(count)] for shift, group in enumerate(GROUPS)}
 
     def stats(self, name: str) -> list[int]:
-        """One statistic of each rank."""
         return [getattr(rank.agent.stats(), name) for rank in self.ranks]
 
     def close(self) -> None:

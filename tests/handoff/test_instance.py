@@ -39,8 +39,6 @@ class Noting:
 
 
 class OfTwo:
-    """A D of two ranks."""
-
     def __init__(self) -> None:
         self.noted: list[tuple[str, bytes, Pair]] = []
         self.events: list[ev.HandoffEvent] = []

@@ -208,7 +208,6 @@ class World:
     # ------------------------------------------------------------ copies
 
     def move(self, copy_id: int) -> None:
-        """Copy one token."""
         copy, left = self.copies[copy_id]
         if not left:
             self.end_copy(copy_id, ok=True)

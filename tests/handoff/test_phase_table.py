@@ -147,7 +147,6 @@ def arrived(make: Callable[[Mode], Machine], mode: Mode, path: tuple[ev.MachineE
 
 
 def said(action: ev.Action) -> str:
-    """A short name of an action."""
     match action:
         case ev.Send(message):
             return str(message.__struct_config__.tag)

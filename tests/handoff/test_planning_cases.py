@@ -48,8 +48,6 @@ def test_random_geometries_by_their_factors_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def shares(change: Callable[..., Any]) -> Break:
-    """Replace the boxes of `_share`."""
-
     def broken(patch: pytest.MonkeyPatch) -> None:
         original = topology._share
         patch.setattr(topology, "_share", lambda *given: change(original, *given))

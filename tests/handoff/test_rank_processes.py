@@ -38,8 +38,6 @@ def serve(pipe: Connection, rank: int) -> None:
 
 
 class Remote:
-    """The agent of a rank in another process."""
-
     def __init__(self, together: Any, rank: int) -> None:
         self.pipe, there = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")

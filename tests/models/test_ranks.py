@@ -49,8 +49,6 @@ STACKED: dict[str, Callable[[Path], Path]] = {
 
 @pytest.fixture(scope="module")
 def path_of(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The checkpoint of a case, written once."""
-
     @functools.cache
     def path_of(case: str) -> Path:
         if case in STACKED:

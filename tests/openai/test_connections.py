@@ -36,8 +36,6 @@ def app_with(directory: Path, engine: FakeEngine | None = None, **limits: Any) -
 
 
 class Raw:
-    """A raw connection."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
@@ -247,8 +245,6 @@ async def test_bodies_share_a_bound(directory: Path, session: aiohttp.ClientSess
 
 
 class Ending:
-    """A server that is told to end."""
-
     def __init__(self, directory: Path, step_s: float, shutdown_timeout_s: float) -> None:
         self.engine = FakeEngine(directory, step_s=step_s)
         self.app = build_app(self.engine, Tokenizer.load(directory))

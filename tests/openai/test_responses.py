@@ -68,7 +68,6 @@ def create(client: openai.AsyncOpenAI, **more: Any) -> Any:
 
 
 def prompt(engine: FakeEngine, directory: Path) -> str:
-    """The text of the last request's prompt."""
     return Tokenizer.load(directory).decode(engine.requests[-1].prompt_token_ids)
 
 

@@ -40,8 +40,6 @@ async def engines(directory: Path, *many: FakeEngine) -> AsyncIterator[list[str]
 
 
 class Setup:
-    """One prefill and one decode engine behind a router."""
-
     def __init__(self, directory: Path, **settings: Any) -> None:
         handed: dict[bytes, asyncio.Future[str]] = {}
         self.directory = directory

@@ -25,8 +25,6 @@ BODY = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 1, "ret
 
 
 class Pair:
-    """A prefill and a decode server behind a router."""
-
     def __init__(self, directory: Path, name: str = "BatonConnector", seed: bool = False, **both: Any) -> None:
         shared = Shared()
         self.name, self.seed = name, seed

@@ -51,7 +51,6 @@ class Handed(dict[bytes, "asyncio.Future[str]"]):
     """The two engines are separate processes here, so for the decode leg every handoff arrives."""
 
     def setdefault(self, key: bytes, default: Any = None) -> Any:
-        """Return a completed future."""
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         future.set_result("handed over")
         return _Settable(future)

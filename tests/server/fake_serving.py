@@ -55,7 +55,6 @@ def write_tokenizer(directory: Path) -> Path:
 
 
 def load_of(num_running: int) -> EngineLoad:
-    """The load of an engine with `num_running` requests."""
     return EngineLoad(
         num_running=num_running,
         num_waiting=0,
@@ -263,7 +262,6 @@ async def served(app: web.Application) -> AsyncIterator[str]:
 
 
 async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> tuple[int, Any]:
-    """Status and body of a completion."""
     async with session.post(f"{url}/v1/completions", json={"prompt": "a", **body}) as response:
         return response.status, await response.json()
 
@@ -274,7 +272,6 @@ async def status_of(session: aiohttp.ClientSession, url: str) -> Any:
 
 
 async def join(session: aiohttp.ClientSession, router: str, engine: str, role: str) -> None:
-    """Add an engine to a router."""
     body = {"url": engine, "role": role}
     async with session.post(f"{router}/instances/add", json=body, headers=ADMIN) as response:
         assert response.status == 200, await response.text()

@@ -23,8 +23,6 @@ FAKE = (sys.executable, "-m", "tests.server.fake_baton")
 
 
 class Children:
-    """Children on a modelled clock."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self.dead: dict[str, str] = {}

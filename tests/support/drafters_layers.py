@@ -56,7 +56,6 @@ def make_mtp_checkpoint(path: Path, shape: str, seed: int = 0, num: int = 1, **o
 
 
 def mtp(num: int = 3) -> dict[str, Any]:
-    """The target's own module, as `speculative_config`."""
     return {"method": "mtp", "num_speculative_tokens": num}
 
 

@@ -109,8 +109,6 @@ class StuckTransport(LocalTransport):
 
 
 class Node:
-    """One engine's handoff node and memory."""
-
     def __init__(
         self,
         world: World,

@@ -41,5 +41,4 @@ def make_ticket_between(p: Any, d: Any, expiry: float, **changes: Any) -> Ticket
 
 
 def signed(ticket: Ticket, key: bytes) -> SignedTicket:
-    """A ticket as it comes from the router."""
     return SignedTicket.of(ticket, mint(key, ticket))

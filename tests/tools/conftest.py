@@ -9,7 +9,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def models() -> Path:
-    """Directory of the committed checkpoints."""
     return ROOT / "models"
 
 

@@ -96,7 +96,6 @@ class Side:
         return self.transport.submit(peer, direction, CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3))
 
     def batch(self) -> Batch:
-        """The batch in progress."""
         eventually(lambda: len(self.library.batches) == 1)
         return self.library.batches[0]
 

@@ -28,7 +28,6 @@ vllm:num_requests_running{{engine="0",model_name="fake"}} 0.0
 
 
 def token(prompt: list[int], position: int) -> int:
-    """The correct token."""
     return (sum(prompt) * 31 + position * 17) % 1000
 
 
@@ -142,5 +141,4 @@ def running(fake: FakeOpenAI) -> Iterator[str]:
 
 
 def zipped(value: Json) -> bytes:
-    """JSON, compressed."""
     return gzip.compress(json.dumps(value).encode())

@@ -29,8 +29,6 @@ def of_choice(edit: Callable[[Json], object], only: int | None = None) -> Callab
 
 
 def put(position: int, by: int) -> Callable[[Json], object]:
-    """Replaces the token at `position`."""
-
     def edit(choice: Json) -> None:
         choice["token_ids"][position] = (choice["token_ids"][position] + by) % 1000
 

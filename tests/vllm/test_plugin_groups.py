@@ -174,7 +174,6 @@ class Workers:
             self.heads.append(heads)
 
     def fill(self, table: list[int], tokens: int) -> None:
-        """Write tokens to all workers."""
         for views, heads in zip(self.views, self.heads, strict=True):
             for layer, name in enumerate(views):
                 fill(views[name], self.block_size, table, tokens, layer, heads[name])

@@ -82,7 +82,6 @@ class Agent:
             self.run()
 
     def run(self) -> None:
-        """Run the waiting copies."""
         while self._waiting:
             copy = self._waiting.pop(0)
             source, dest = self.p.layout.geometries[copy.group], self.d.layout.geometries[copy.group]

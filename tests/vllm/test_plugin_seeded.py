@@ -76,7 +76,6 @@ def cancel(t: Ticket, key: bytes = KEY) -> Request:
 
 
 def seeded_leg(p: SchedulerSide, t: Ticket) -> Request:
-    """A prefill leg that has computed its prompt."""
     request = leg(t, "prefill", PROMPT, seed_first_token=True)
     p.on_new_request(request)
     assert p.take_step().opened == [OpenPrefill("prefill-1", t, 10, None, seeded=True)]

@@ -32,7 +32,6 @@ class Run:
     seed: int
 
     def lines(self) -> str:
-        """Table rows about the run."""
         return (
             f"| parameters | {self.parameters:,} |\n"
             f"| training | {self.steps:,} steps, {self.seconds:.0f} s, "

@@ -53,7 +53,6 @@ class Balance:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """Update the biases and reset the counts."""
         for gate, counts in zip(self._gates, self._counts, strict=True):
             gate.e_score_correction_bias += rate * torch.sign(counts.mean() - counts)
             counts.zero_()

@@ -13,7 +13,6 @@ from tests.vllm.integration.servers import Mode, Pair, Server, ask, compare, ref
 
 
 async def alone(server: Server, prompts: Sequence[Sequence[int]], num: int = 20) -> list[Answer]:
-    """One vLLM's answers to concurrent prompts."""
     async with aiohttp.ClientSession() as session:
         return list(await asyncio.gather(*(reference(session, server, prompt, num) for prompt in prompts)))
 

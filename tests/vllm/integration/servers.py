@@ -72,13 +72,10 @@ class Server(VllmServer):
 
 @dataclass
 class Pair:
-    """A prefill and a decode server."""
-
     prefill: Server
     decode: Server
 
     def ticket(self, prompt: Sequence[int], mode: Mode, life_s: float = LIMIT_S) -> str:
-        """A signed ticket for one handoff of `prompt`."""
         p, d = (msgspec.convert(server.identity, EngineIdentity) for server in (self.prefill, self.decode))
         expiry = time.monotonic() + life_s  # for every engine on this host
         return mint(self.prefill.key, Ticket.between(p, d, mode, handoff_digest(prompt[:-1]), (expiry, expiry)))

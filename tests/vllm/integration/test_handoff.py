@@ -63,7 +63,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def alone(pair: Pair) -> list[Answer]:
-    """One vLLM's answers to `PROMPTS`."""
     return asyncio.run(alone_in_turn(pair.decode, PROMPTS, 24))
 
 

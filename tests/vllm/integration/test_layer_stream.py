@@ -38,7 +38,6 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
 
 @pytest.fixture(scope="module")
 def alone(servers: list[Server]) -> list[Answer]:
-    """One vLLM's answers to `PROMPTS`."""
     return asyncio.run(alone_in_turn(servers[-1], PROMPTS, 24))
 
 

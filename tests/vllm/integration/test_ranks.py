@@ -187,7 +187,6 @@ def test_aborts_leave_no_block_behind(fleet: Fleet, source: str, dest: str) -> N
 
 
 def kill_rank(server: Server, rank: int) -> None:
-    """Kill one worker's process."""
     for pid in server._processes():
         title = Path(f"/proc/{pid}/cmdline").read_bytes()
         if re.match(rb"VLLM::Worker_(TP|PP)%d" % rank, title):

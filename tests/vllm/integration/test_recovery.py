@@ -68,12 +68,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def outcomes(server: Server) -> dict[str, float]:
-    """A server's handoffs by outcome."""
     return server.metrics("vllm:baton_handoffs_total")
 
 
 def failures(server: Server) -> float:
-    """Failed handoffs to a decode server."""
     return sum(count for end, count in outcomes(server).items() if end.startswith("failed_"))
 
 

@@ -67,7 +67,6 @@ def serve_pair(folder: Path, kind: str, spec: Any) -> Iterator[tuple[VllmServer,
 
 @contextlib.asynccontextmanager
 async def routed(p: str, d: str, folder: Path, **config: Any) -> AsyncIterator[str]:
-    """The URL of a router over two servers."""
     make_keys(folder / "keys", [])
     key = load_or_create_key(ticket_key_file(folder / "keys"))
     ends = {"prefill": (p,), "decode": (d,), "ticket_life": MAX_TICKET_LIFE_S}

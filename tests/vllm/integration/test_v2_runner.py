@@ -118,7 +118,6 @@ def test_a_client_that_leaves_gives_both_sides_blocks_back_once(tmp_path: Path, 
 
 
 def calls(tree: ast.AST, method: str) -> list[int]:
-    """Lines of the calls of `method`."""
     found = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     return sorted(node.lineno for node in found if ast.unparse(node.func) == method)
 
