@@ -123,7 +123,6 @@ def test_engines_with_pages_of_other_sizes(kind: str, p_size: int, d_size: int, 
 
 
 def test_a_window_gives_its_pages_back_while_it_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other requests get them, and no token changes."""
     settings = KINDS["mixed"](tmp_path)
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     prompts = [prompt_of(70, salt) for salt in range(3)]

@@ -131,7 +131,7 @@ def test_states_get_slots_for_the_requests_that_the_pages_are_for(
 
 @pytest.mark.parametrize("num_bytes", [10_000, 123_456, 1_000_000])
 def test_a_long_context_that_nobody_asked_for_leaves_slots_for_many_requests(num_bytes: int) -> None:
-    """With prefix caching, also a slot of each for a checkpoint."""
+    """With prefix caching, also a checkpoint slot per request."""
     plane = PlaneSpec("ssm", "float32", 2, 25)
     state = GroupSpec(name="s", owner="target", kind="state", planes=(plane,), page_size=1, layer_ids=(1,))
     demand = Demand([group("kv", 64, 16), state], 3, 1_000_000, 64, needs_context=False, checkpoints=1)

@@ -139,7 +139,6 @@ def test_model_rows_are_equal_to_the_bit(
 
 @torch.inference_mode()
 def test_requests_beside_each_other_do_not_change_bits(checkpoint: Any) -> None:
-    """Rows of several requests in one forward equal each request's own forward."""
     model = load_model(checkpoint("llama"), batch_invariant=True)
     backend = get_backend("paged_cpu", "cpu")
     generator = torch.Generator().manual_seed(2)

@@ -251,7 +251,7 @@ def test_what_no_grammar_can_be_made_of_is_refused(asked: StructuredOutputsParam
 
 
 def test_a_choice_of_very_many_texts(grammars: Grammars) -> None:
-    """Some are prefixes of others, and all characters occur first."""
+    """Some are prefixes of others, and one has control characters."""
     choice = StructuredOutputsParams(choice=('\x00\x7f"', *map(str, range(9000))))
     grammars.check(choice)
     matcher = grammars.matcher(choice)

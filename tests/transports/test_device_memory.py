@@ -126,7 +126,7 @@ def test_descriptors_name_device_and_kind_of_memory() -> None:
 
 
 def test_a_write_that_is_posted_in_part_has_failed() -> None:
-    """It is not treated as never begun: the peer waits for what it was sent."""
+    """It is not treated as never begun: the peer drains what it was sent."""
     near, far = nixl_transport(), nixl_transport()
     try:
         near.register([memory_of(3, 1 << 42, 64)])
