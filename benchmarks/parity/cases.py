@@ -92,8 +92,7 @@ class Case:
 
 
 def cases(seed: int, most: int | None) -> list[Case]:
-    """All cases of a pair. `most`: the number per mode and condition, with random lengths, of which the shortest is
-    always one.
+    """All cases of a pair. `most`: the number per mode and condition, with random lengths.
 
     With all lengths, the first two conditions get each of them, and the others every third.
     """

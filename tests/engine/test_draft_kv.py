@@ -198,7 +198,7 @@ def test_a_draft_model_that_starts_cold_computes_the_prompt_itself(
                 assert all(set(stream.accepted[:-1]) <= {3} for stream in streams)
                 # When each catches up depends on when the others' handoffs end.
                 assert sum(len(stream.accepted) for stream in streams) >= len(streams)
-            # Now both kinds are cached prefixes: D's own, and those of handoffs without a drafter.
+            # Now D's own entries and those of handoffs without drafter KV are cached prefixes.
             again = hand_over(two, "push", GREEDY, "again")
             assert [stream.token_ids for stream in again] == [stream.token_ids for stream in alone]
             assert two.decode.core.cache.pools["draft"].num_cached > 0

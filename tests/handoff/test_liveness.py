@@ -142,7 +142,7 @@ def test_an_engine_that_never_answers_is_given_up_within_the_lease(world: World)
     assert d.events == []
     world.run(2)
     assert d.failures() == ["unreachable_peer"]
-    # It never got a REGISTER, so nothing can write the pages.
+    # No REGISTER was ever sent, so nothing can write the pages.
     assert d.count(DecodeReleased) == 1
     # P may hold pages for it, and is told as soon as possible; after the ticket has expired D stops dialling.
     assert len(d.node.sessions.servers) == 1

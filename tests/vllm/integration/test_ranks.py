@@ -40,7 +40,7 @@ Fleet = dict[str, Server]
 LEASE_S = 15.0
 # Blocks of 32 tokens, chunks of 256: every residue of a block, its boundaries, several chunks.
 BOTH = ["--block-size", "32", "--max-num-batched-tokens", "256"]
-NEVER_DONE = 3000  # tokens, which a worker is killed before
+NEVER_DONE = 3000  # tokens: a worker is killed before they are all generated
 PROMPTS = demo_prompts([2, 3, *range(33, 65), 96, 97, 256, 257, 700, 1000], seed=7)
 
 
