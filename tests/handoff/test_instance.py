@@ -82,6 +82,19 @@ def test_pages_that_come_after_the_end_begin_nothing_anew() -> None:
     assert [type(event) for event in d.events] == [ev.DecodeFailed, ev.DecodeReleased]
 
 
+def test_a_rank_that_is_apart_asks_only_the_leading_rank_after_the_end() -> None:
+    """P may have fewer ranks than D: there is no rank of P with this one's number."""
+    noted: list[tuple[str, bytes, Pair]] = []
+    here = msgspec.structs.replace(TWO.instance(1), apart=True)
+    agent, ticket = InstanceAgent(here, lambda event: None), ticket_of(1, num_sources=1)
+    agent.bind([Noting(1, noted)])  # type: ignore[list-item]
+    agent.announce_decode(ticket)
+    agent.on_event(ev.DecodeFailed(ticket.key.of_pair((0, 1)), "peer_lost", "", True))
+    agent.on_event(ev.DecodeReleased(ticket.key.of_pair((0, 1))))
+    agent.open_decode(ticket, 5, wanted_of(5, 0), {})
+    assert [pair for _, _, pair in noted] == [(0, 1), (0, 1)]
+
+
 def test_the_engine_is_told_without_a_lock() -> None:
     """The engine may wait for another thread that calls the agents; it still gets all events in order."""
     d, ticket, other = OfTwo(), ticket_of(1), ticket_of(2)

@@ -168,7 +168,7 @@ class InstanceAgent:
 
         if not self._passes(ticket.prefill_addresses):
             self._begin(ticket, D, ticket.prefill_addresses)
-        self._say(ticket.key, "placed", place)
+        self._say(ticket.key, "placed", place, D)
 
     def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
         """Give up a request. `taken` is called when all ranks have done so."""
@@ -244,7 +244,7 @@ class InstanceAgent:
                 self._open(leg.ticket, D, pair)
                 self._agents[0].abort(leg.ticket.key.of_pair(pair), leg.ended or "aborted")
 
-    def _say(self, key: AttemptKey, what: str, saying: Saying) -> None:
+    def _say(self, key: AttemptKey, what: str, saying: Saying, side: int = P) -> None:
         with self._lock:
             leg = self._legs.get(key)
             if leg is not None:
@@ -255,7 +255,7 @@ class InstanceAgent:
                     for pair, groups in leg.pairs.items():
                         saying(self._agents[pair[leg.side]], pair, groups)
                 return
-        saying(self._agents[self._first], self._lead(P), None)
+        saying(self._agents[self._first], self._lead(side), None)
 
     # ------------------------------------------------------------ what the agents say, each on its thread
 
