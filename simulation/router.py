@@ -124,7 +124,7 @@ class Router:
             lambda _session, url, _timers, _role: SimClient(self, url, self.cluster.name_of(url)),
             random.choice(("round_robin", "least_loaded")),
             timers=self.timers,
-            load_tokenizer=lambda directory, template: stub,
+            load_tokenizer=lambda directory: stub,
         )
         modes: tuple[Mode, ...] = ("push", "pull")
         self.backend = RouterBackend(

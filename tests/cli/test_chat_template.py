@@ -47,10 +47,11 @@ def test_serve(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise _Stop
 
     monkeypatch.setattr(baton.server.run, "run_engine", run_engine)
-    for given in ([], ["--chat-template", TEXT], ["--chat-template", str(tmp_path / "own.jinja")]):
+    as_lists = ["--chat-template", "{{ messages[0].content }}", "--chat-template-content-format", "openai"]
+    for given in ([], ["--chat-template", TEXT], ["--chat-template", str(tmp_path / "own.jinja")], as_lists):
         told(monkeypatch, "serve", str(directory), *given)
     prompts = [tokenizer.apply_chat_template([{"role": "user", "content": "a"}]) for tokenizer in found]
-    assert prompts == ["<bos><user>a\n<assistant>", "<bos>[a]>", "<bos>[a]>"]
+    assert prompts == ["<bos><user>a\n<assistant>", "<bos>[a]>", "<bos>[a]>", "[{'type': 'text', 'text': 'a'}]"]
 
 
 def test_up_and_router(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +77,11 @@ def test_up_and_router(directory: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(baton.cli.serve, "Deployment", Deployment)
     for module in (baton.cli.serve, baton.cli.router):
         monkeypatch.setattr(module, "serve_router", serve_router)
-    told(monkeypatch, "up", str(directory), "--chat-template", TEXT)
-    told(monkeypatch, "router", "--both", "http://127.0.0.1:1", "--chat-template", TEXT)
+    given = ["--chat-template", TEXT, "--chat-template-content-format", "openai"]
+    told(monkeypatch, "up", str(directory), *given)
+    told(monkeypatch, "router", "--both", "http://127.0.0.1:1", *given)
     assert [config.chat_template for config in found] == [TEXT, TEXT]
+    assert [config.chat_template_content_format for config in found] == ["openai", "openai"]
 
 
 async def test_a_router_makes_prompts_with_it(directory: Path) -> None:
@@ -86,14 +89,17 @@ async def test_a_router_makes_prompts_with_it(directory: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         app = build_engine_app(engine, Tokenizer.load(directory))  # type: ignore[arg-type]
         url = await stack.enter_async_context(served(app))
-        router = await build_app(RouterConfig(both=(url,), chat_template=TEXT))
+        config = RouterConfig(both=(url,), chat_template=TEXT, chat_template_content_format="openai")
+        router = await build_app(config)
         front = await stack.enter_async_context(served(router))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         async with session.post(f"{front}/v1/chat/completions", json=body) as response:
             assert response.status == 200
     (request,) = engine.requests
-    assert Tokenizer.load(directory).decode(request.prompt_token_ids, False) == "<bos>[a]>"
+    assert (
+        Tokenizer.load(directory).decode(request.prompt_token_ids, False) == "<bos>[[{'type': 'text', 'text': 'a'}]]>"
+    )
 
 
 def test_what_is_given(tmp_path: Path) -> None:

@@ -145,12 +145,13 @@ async def test_a_loop_of_tools(model: Path) -> None:
     async def act(client: openai.AsyncOpenAI) -> Any:
         first = await create(client, tools=TOOLS)
         calls = [item for item in first.output if item.type == "function_call"]
-        said: list[Any] = ["7 degrees", [{"type": "input_text", "text": "ok"}]]
+        said: list[Any] = ["7 degrees", [{"type": "input_text", "text": text} for text in ("ok", "now")]]
         outputs = [
             {"type": "function_call_output", "call_id": call.call_id, "output": output}
             for call, output in zip(calls, said, strict=True)
         ]
-        asked = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Weather?"}]
+        question = [{"type": "input_text", "text": text} for text in ("Weather", "today?")]
+        asked = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": question}]
         await create(client, tools=TOOLS, input=[*asked, *first.output, *outputs])
         return calls
 
@@ -158,9 +159,9 @@ async def test_a_loop_of_tools(model: Path) -> None:
     text = prompt(engine, model)
     shown = text.partition("\n")[2]
     assert shown == (
-        "<system>Be kind.<user>Weather?"
+        "<system>Be kind.<user>Weather\ntoday?"
         f"<assistant>I look.{{Bern, é?}}[{weather.call_id} get_weather Bern][{stop.call_id} stop ]"
-        f"<tool>7 degrees({weather.call_id})<tool>ok({stop.call_id})<assistant>"
+        f"<tool>7 degrees({weather.call_id})<tool>ok\nnow({stop.call_id})<assistant>"
     )
     tools = json.loads(text.partition("\n")[0])
     assert tools[0]["function"]["name"] == "get_weather"

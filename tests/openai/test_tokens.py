@@ -144,6 +144,66 @@ def test_a_message_is_gone_on_with(tmp_path: Path, template: str, end: str) -> N
         text(continue_final_message=True, add_generation_prompt=True)
 
 
+PARTS = [
+    {"type": "text", "text": "a"},
+    {"type": "refusal", "refusal": "b"},
+    {"type": "output_text", "text": "c"},
+    {"type": "thinking", "thinking": "d"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "shown", "end"),
+    [
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", "a\nb\nc\nd;", ""),
+        (
+            "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %};{% endfor %}",
+            "<a><b><c><d>;",
+            "<",
+        ),
+    ],
+)
+def test_parts_of_messages(tmp_path: Path, template: str, shown: str, end: str) -> None:
+    (write_tokenizer(tmp_path) / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.load(tmp_path)
+    model = ServedModel("fake", tokenizer, 256, 258, 0)
+
+    def text(messages: list[Any], **fields: Any) -> str:
+        return tokenizer.decode(plan_chat(chat(messages=messages, **fields), model).prompts[0])
+
+    asked = {"role": "user", "content": PARTS}
+    assert text([asked]) == shown
+    assert text([asked], continue_final_message=True) == shown.rstrip(";>")
+    for content in (None, "", []):
+        said: dict[str, Any] = {"role": "assistant", "content": content}
+        assert text([asked, said], continue_final_message=True) == shown + end
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([{"type": "text"}], "content parts of type 'text' are not supported"),
+        ([{"type": "refusal", "text": "a"}], "content parts of type 'refusal' are not supported"),
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "content parts of type 'image_url' are not supported"),
+    ],
+)
+def test_other_parts_are_refused(directory: Path, content: Any, message: str) -> None:
+    model = ServedModel("fake", Tokenizer.load(directory), 256, 258, 0)
+    with pytest.raises(RequestError, match=message) as refused:
+        plan_chat(chat(messages=[*LAST, {"role": "user", "content": content}]), model)
+    assert refused.value.param == f"messages[{len(LAST)}].content"
+
+
+def test_parts_are_bounded(directory: Path) -> None:
+    """A template may loop over them, at the pace of the interpreter."""
+    model = ServedModel("fake", Tokenizer.load(directory), 100_000, 258, 0)
+    message = {"role": "user", "content": [{"type": "text", "text": ""}] * 4097}
+    assert plan_chat(chat(messages=[message] * 3), model)
+    with pytest.raises(RequestError, match="at most 16384 content parts") as refused:
+        plan_chat(chat(messages=[message] * 4), model)
+    assert refused.value.param == "messages"
+
+
 def test_a_template_that_hides_messages_cannot_go_on(tmp_path: Path) -> None:
     (write_tokenizer(tmp_path) / "chat_template.jinja").write_text("{{ messages | length }}")
     model = ServedModel("fake", Tokenizer.load(tmp_path), 256, 258, 0)

@@ -100,6 +100,10 @@ def test_bad_input_is_one_line(
                 ["serve", directory, "--port", "0", "--role", "decode", "--chat-template", "{{ messages }}"],
                 "chat_template: is not for role decode",
             ),
+            (
+                ["serve", directory, "--port", "0", "--role", "prefill", "--chat-template-content-format", "openai"],
+                "chat_template_content_format: is not for role prefill",
+            ),
         ]
         for arguments, message in cases:
             monkeypatch.setattr(sys, "argv", ["baton", *arguments])

@@ -23,8 +23,8 @@ _PANELS: tuple[tuple[str, str], ...] = (
     ("Routing", "kv_mode policy max_local_prefill_length allow_mode_override admin_token_file token_api engine"),
     (
         "Answers",
-        "chat_template enable_auto_tool_choice tool_call_parser reasoning_parser enable_per_request_metrics "
-        "per_request_spec_decode_metrics",
+        "chat_template chat_template_content_format enable_auto_tool_choice tool_call_parser reasoning_parser "
+        "enable_per_request_metrics per_request_spec_decode_metrics",
     ),
     (
         "Server",

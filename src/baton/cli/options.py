@@ -32,7 +32,7 @@ from baton.openai.request_metrics import PerRequestMetrics, SpecDecodeLevel
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind
 from baton.openai.tools import Parsing
 from baton.parsing import REASONING_PARSERS, TOOL_PARSERS
-from baton.text import chosen_template
+from baton.text import ContentFormatOption, chosen_template
 from baton.wire import KVStream, Mode, Recovery, Role
 
 # That many rows delay concurrent decodes less than a handoff would (docs/performance.md).
@@ -195,6 +195,9 @@ class ListenOptions:
     chat_template: Annotated[
         str | None, typer.Option(metavar="FILE|TEXT", help="Jinja template of chats; default: the checkpoint's.")
     ] = None
+    chat_template_content_format: Annotated[
+        ContentFormatOption, typer.Option(help="What it loops over: string, or openai for lists of parts.")
+    ] = "auto"
     enable_auto_tool_choice: Annotated[
         bool, typer.Option("--enable-auto-tool-choice", help="Let models choose tools, by --tool-call-parser.")
     ] = False
@@ -225,9 +228,11 @@ class ListenOptions:
         log_to_stderr(self.log_level, self.log_format)
         return bind(self.host, self.port)
 
-    def template(self) -> str | None:
-        """The chat template's text. Raises the errors of `chosen_template`."""
-        return None if self.chat_template is None else chosen_template(self.chat_template)
+    def template(self) -> dict[str, Any]:
+        """The chat template's text and content format, as fields of `RouterConfig`. Raises the errors of
+        `chosen_template`."""
+        text = None if self.chat_template is None else chosen_template(self.chat_template)
+        return {"chat_template": text, "chat_template_content_format": self.chat_template_content_format}
 
     def parsing(self) -> Parsing:
         """Raises `ConfigError` for an unknown parser."""

@@ -80,7 +80,7 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
         key_file = str(ticket_key_file(process.keys))
     urls = {role: _split(getattr(options, role)) for role in ("prefill", "decode", "both")}
     key = load_or_create_key(key_file) if key_file else None
-    answers = {"parsing": listen.parsing(), "per_request": listen.per_request(), "chat_template": listen.template()}
+    answers = {"parsing": listen.parsing(), "per_request": listen.per_request(), **listen.template()}
     door = {"access": listen.access(), "limits": listen.limits()}
     config = options.to_config(listen.host, ticket_key=key, **door, **answers, **urls)
     listener = listen.bind()

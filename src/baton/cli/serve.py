@@ -56,8 +56,9 @@ def serve_command(
 ) -> None:
     """Serve one engine with the OpenAI API."""
     began = time.monotonic()
-    if listen.chat_template is not None and role != "both":
-        raise ConfigError("chat_template", f"is not for role {role}: the router makes prompts of chats")
+    for name, default in (("chat_template", None), ("chat_template_content_format", "auto")):
+        if getattr(listen, name) != default and role != "both":
+            raise ConfigError(name, f"is not for role {role}: the router makes prompts of chats")
     reporter = Reporter(process.ready_fd, tell)
     access, parsing, template = listen.access(), listen.parsing(), listen.template()
     if options.data_parallel_size > 1 and process.data_parallel_rank is None:
@@ -70,7 +71,7 @@ def serve_command(
         check_sizes(config)
         from baton.text import Tokenizer
 
-        tokenizer = Tokenizer.load(config.model, chat_template=template)
+        tokenizer = Tokenizer.load(config.model, **template)
         reporter.progress("loading libraries")
         from baton.engine.async_engine import AsyncEngine
         from baton.server.run import run_engine
@@ -148,7 +149,7 @@ def up_command(
     began = time.monotonic()
     # Checked here too, so that a bad flag gives one error line, not one per engine.
     answers = {
-        "chat_template": listen.template(),
+        **listen.template(),
         "limits": listen.limits(),
         "access": listen.access(),
         "parsing": listen.parsing(),

@@ -15,6 +15,12 @@ MAX_MESSAGES = 4096
 # Marks the end of the message that the model continues. The space shows whether the template trims messages.
 _END = "<|baton-end-of-message|> "
 
+# Templates may loop over parts, at the pace of the interpreter.
+_MAX_PARTS = 4 * MAX_MESSAGES
+# The types of a message's parts that are text, as in vLLM, and the fields that hold it.
+_TEXT_PARTS = {name: "text" for name in ("text", "input_text", "output_text")}
+_TEXT_PARTS |= {"refusal": "refusal", "thinking": "thinking"}
+
 
 def chat_text(
     request: ChatRequest | TokenizeRequest,
@@ -31,9 +37,11 @@ def chat_text(
         raise RequestError("messages must not be empty", "messages")
     if len(messages) > MAX_MESSAGES:
         raise RequestError(f"messages must be at most {MAX_MESSAGES} messages", "messages")
+    if sum(len(message.content) for message in messages if isinstance(message.content, list)) > _MAX_PARTS:
+        raise RequestError(f"messages must have at most {_MAX_PARTS} content parts", "messages")
     shown = [_message(index, message) for index, message in enumerate(messages)]
     # Check sizes before the template runs: its time grows with the messages.
-    check_num_chars(sum(_num_chars(text) for message in shown for text in message.values()), "messages", model)
+    check_num_chars(sum(map(_message_chars, shown)), "messages", model)
     check_num_chars(_num_chars(tools or ""), "tools", model)
     goes_on = bool(request.continue_final_message)
     if goes_on and request.add_generation_prompt:
@@ -41,7 +49,7 @@ def chat_text(
             "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
         )
     if goes_on:
-        shown[-1]["content"] += _END
+        _add_end(shown[-1])
     begins = not goes_on and request.add_generation_prompt is not False
     text = model.tokenizer.apply_chat_template(shown, begins, variables, tools)
     return _until_end(text) if goes_on else text
@@ -70,8 +78,21 @@ def check_num_chars(num_chars: int, param: str, model: ServedModel) -> None:
         )
 
 
+def _message_chars(message: dict[str, Any]) -> int:
+    parts = message["content"] if isinstance(message["content"], list) else []
+    rest = (value for name, value in message.items() if name != "content" or not parts)
+    return sum(len(part["text"]) for part in parts) + sum(map(_num_chars, rest))
+
+
 def _num_chars(value: Any) -> int:
     return len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
+
+
+def _add_end(message: dict[str, Any]) -> None:
+    if message["content"] and isinstance(message["content"], list):
+        message["content"][-1]["text"] += _END
+    else:
+        message["content"] = (message["content"] or "") + _END
 
 
 def _until_end(text: str) -> str:
@@ -88,13 +109,14 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
     for name in ("function_call", "audio", "refusal", "tools"):
         if getattr(message, name):
             raise RequestError(f"{name} is not supported in a message", f"messages[{index}].{name}")
-    content = message.content
+    content: Any = message.content
     if isinstance(content, list):
-        for part in content:
-            if part.type != "text" or part.text is None:
-                raise RequestError(f"content parts of type {part.type!r} are not supported, only text", param)
-        content = "\n".join(part.text or "" for part in content)  # as in vLLM
-    out: dict[str, Any] = {"role": message.role, "content": content or ""}
+        texts = [getattr(part, _TEXT_PARTS.get(part.type, ""), None) for part in content]
+        if None in texts:
+            kind = content[texts.index(None)].type
+            raise RequestError(f"content parts of type {kind!r} are not supported, only text", param)
+        content = [{"type": "text", "text": text} for text in texts]
+    out: dict[str, Any] = {"role": message.role, "content": content}
     for name in ("name", "reasoning_content", "reasoning", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             out[name] = value

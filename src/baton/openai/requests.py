@@ -89,6 +89,8 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+    thinking: str | None = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):

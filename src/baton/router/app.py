@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Literal, TypeVar
 
@@ -31,6 +32,7 @@ from baton.router.pool import EnginePool, Policy, PooledEngine
 from baton.router.routes import WHYS
 from baton.router.scrape import Shared, families
 from baton.router.timers import RouterTimers
+from baton.text import ContentFormatOption, Tokenizer
 from baton.waiting import MAX_QUEUED_REQUESTS, Queue
 from baton.wire import EngineLoad, Mode, Recovery, Role
 
@@ -46,6 +48,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     - `kv_connector`, `seed_first_token` (send the first token to the decode server) and `near_tie` (tolerance for two
       different first tokens, in nats): only for `engine` vllm.
     - `tokenizer` None: the engines' checkpoint. `chat_template` (a text) None: the checkpoint's.
+      `chat_template_content_format`: how it reads the content of messages.
     - `kv_mode` None: push, or the connector's only mode.
     - `ticket_life`: seconds in which both legs must reach their engines.
     - `max_local_prefill_length`: a prompt of which the decode engine lacks at most this many tokens is computed there.
@@ -63,6 +66,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: Policy = "round_robin"
     tokenizer: str | None = None
     chat_template: str | None = None
+    chat_template_content_format: ContentFormatOption = "auto"
     max_local_prefill_length: int = 0
     recovery: Recovery = "full"
     timers: RouterTimers = RouterTimers()
@@ -114,7 +118,12 @@ async def build_app(config: RouterConfig) -> web.Application:
         why = "without engines, and without an admin token by which one could join, a router serves nobody"
         raise ConfigError("admin_token_file", f"is needed, or --prefill and --decode, or --both: {why}")
     session = new_session()
-    pool = EnginePool(session, connector.client, config.policy, config.tokenizer, config.timers, config.chat_template)
+    load = functools.partial(
+        Tokenizer.load,
+        chat_template=config.chat_template,
+        chat_template_content_format=config.chat_template_content_format,
+    )
+    pool = EnginePool(session, connector.client, config.policy, config.tokenizer, config.timers, load)
     backend = RouterBackend(
         pool,
         connector,

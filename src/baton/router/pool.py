@@ -148,18 +148,14 @@ class EnginePool:
         policy: Policy = "round_robin",
         tokenizer_dir: str | None = None,
         timers: RouterTimers | None = None,
-        chat_template: str | None = None,
-        load_tokenizer: Callable[[str, str | None], Tokenizer] | None = None,
+        load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
     ) -> None:
-        """`tokenizer_dir` None: the engines' checkpoint. `chat_template` replaces the one there. `load_tokenizer` gets
-        both. Times are those of the event loop.
-        """
+        """`tokenizer_dir` None: the engines' checkpoint. Times are those of the event loop."""
         self.timers = timers or RouterTimers()
         self._new_client = new_client
         self._session = session
         self._policy = policy
-        self._tokenizer_dir, self._chat_template = tokenizer_dir, chat_template
-        self._load = load_tokenizer or _load_tokenizer
+        self._tokenizer_dir, self._load = tokenizer_dir, load_tokenizer
         self._engines: dict[str, PooledEngine] = {}
         self._removed: set[PooledEngine] = set()  # removed engines that still have legs
         self._turn = 0
@@ -368,7 +364,7 @@ class EnginePool:
             directory = self._tokenizer_dir or info.model_path
             try:
                 loop = asyncio.get_running_loop()
-                tokenizer = await loop.run_in_executor(None, self._load, directory, self._chat_template)
+                tokenizer = await loop.run_in_executor(None, self._load, directory)
             except BatonError as error:
                 raise ConfigError("tokenizer", f"{error}; name its directory with --tokenizer") from None
             if self._model is None:
@@ -406,7 +402,3 @@ def _differing(served: EngineInfo, info: EngineInfo) -> dict[str, tuple[object, 
             different.pop("num_speculative_tokens", None)
         different |= facts | unequal_facts(token_facts(served.fingerprint), token_facts(info.fingerprint))
     return different
-
-
-def _load_tokenizer(directory: str, chat_template: str | None) -> Tokenizer:
-    return Tokenizer.load(directory, chat_template=chat_template)

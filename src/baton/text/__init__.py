@@ -1,8 +1,9 @@
 """Text processing: tokenizer, chat templates, incremental detokenisation and stop strings. No I/O after loading."""
 
+from baton.text.content_format import ContentFormatOption
 from baton.text.detokenizer import IncrementalDetokenizer
 from baton.text.stop import StopChecker
 from baton.text.template import chosen_template
 from baton.text.tokenizer import Tokenizer
 
-__all__ = ["IncrementalDetokenizer", "StopChecker", "Tokenizer", "chosen_template"]
+__all__ = ["ContentFormatOption", "IncrementalDetokenizer", "StopChecker", "Tokenizer", "chosen_template"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from baton.errors import CheckpointError, ConfigError, RequestError
+from baton.text.content_format import ContentFormatOption, content_text, detect_content_format, with_content
+
+log = logging.getLogger(__name__)
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 TEMPLATE_DIRECTORY = "additional_chat_templates"
@@ -71,9 +75,11 @@ def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 class ChatTemplate:
     """One compiled template. Raises `CheckpointError` if `source` is not valid Jinja."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` by name, such as `bos_token`. The attribute `variables` has all names that the template
-        uses."""
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], content_format: ContentFormatOption = "auto"
+    ) -> None:
+        """`special_tokens` by name, such as `bos_token`. `content_format`: how the template reads the content of
+        messages. The attribute `variables` has all names that the template uses."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
@@ -89,6 +95,11 @@ class ChatTemplate:
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from None
+        detected = detect_content_format(parsed)
+        self.content_format = detected if content_format == "auto" else content_format
+        if self.content_format != detected:
+            what = "chat_template_content_format is %s, but the chat template seems to read %s"
+            log.warning(what, content_format, detected)
         self._special_tokens = dict(special_tokens)
         texts = [*parsed.find_all(nodes.Const), *parsed.find_all(nodes.TemplateData)]
         self._knows_developer = any(
@@ -135,11 +146,12 @@ class ChatTemplate:
     def _shown(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages as the template takes them. As in vLLM, if the template does not know the role `developer`, all
         developer and system messages become one system message at the beginning, as strict templates require."""
-        shown = [_with_reasoning(message) for message in messages]
+        shown = [with_content(_with_reasoning(message), self.content_format) for message in messages]
         if self._knows_developer or all(message.get("role") != "developer" for message in shown):
             return shown
         system = [message for message in shown if message.get("role") in ("system", "developer")]
-        first = {**system[0], "role": "system", "content": "\n\n".join(str(message["content"]) for message in system)}
+        text = "\n\n".join(content_text(message) for message in system)
+        first = with_content({**system[0], "role": "system", "content": text}, self.content_format)
         return [first, *(message for message in shown if message.get("role") not in ("system", "developer"))]
 
 

@@ -13,6 +13,7 @@ import tokenizers
 
 from baton.errors import CheckpointError, RequestError
 from baton.text.added_tokens import DeclaredTokens
+from baton.text.content_format import ContentFormatOption
 from baton.text.files import read_object
 from baton.text.spelling import Spelling, escaped
 from baton.text.template import DEFAULT, TOOL_USE, ChatTemplate, read_templates
@@ -35,10 +36,12 @@ class Tokenizer:
         eos_token_ids: Sequence[int] = (),
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] = NO_TEMPLATES,
+        content_format: ContentFormatOption = "auto",
     ) -> None:
         """`chat_templates` by name: `tool_use` for chats with tools, `default` for all others."""
         self._backend = backend
-        self._templates = {name: ChatTemplate(text, special_tokens or {}) for name, text in chat_templates.items()}
+        special = special_tokens or {}
+        self._templates = {name: ChatTemplate(text, special, content_format) for name, text in chat_templates.items()}
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         # The longest token in characters: a text longer than n times this has more than n tokens.
@@ -48,7 +51,13 @@ class Tokenizer:
         self.spelling = Spelling(backend)
 
     @classmethod
-    def load(cls, directory: str | Path, skip_vocabulary: bool = False, chat_template: str | None = None) -> Tokenizer:
+    def load(
+        cls,
+        directory: str | Path,
+        skip_vocabulary: bool = False,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormatOption = "auto",
+    ) -> Tokenizer:
         """Load from a checkpoint directory. `skip_vocabulary`: load the end tokens only; all text is empty.
         `chat_template` replaces the directory's templates.
 
@@ -77,6 +86,7 @@ class Tokenizer:
             eos_token_ids=_eos_token_ids(root, declared.special, backend),
             special_tokens=declared.special,
             chat_templates=own if chat_template is None else {DEFAULT: chat_template},
+            content_format=chat_template_content_format,
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -32,8 +32,7 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[ChatMessage]:
-    """The chat messages. Successive reasoning, text and calls of the assistant become one. "developer" becomes
-    "system", because templates do not know that role.
+    """The chat messages. Successive reasoning, text and calls of the assistant become one.
 
     Raises `RequestError` with the item's name.
     """
@@ -57,12 +56,11 @@ def _add(messages: list[ChatMessage], item: InputItem, field: str) -> None:
             raise RequestError(f"{field}.role is needed", f"{field}.role")
         if item.content is None:
             raise RequestError(f"{field}.content is needed", f"{field}.content")
-        content = _text(item.content, f"{field}.content")
         if item.role != "assistant":
-            messages.append(ChatMessage(role="system" if item.role == "developer" else item.role, content=content))
+            messages.append(ChatMessage(role=item.role, content=_parts(item.content, f"{field}.content")))
             return
         message = _assistant(messages, begins=lambda last: last.content is not None or bool(last.tool_calls))
-        message.content = content
+        message.content = _text(item.content, f"{field}.content")
     elif item.type == "function_call":
         if item.name is None or item.call_id is None:
             raise RequestError(f"{field}: a function_call needs name and call_id", field)
@@ -73,7 +71,7 @@ def _add(messages: list[ChatMessage], item: InputItem, field: str) -> None:
     elif item.type == "function_call_output":
         if item.call_id is None:
             raise RequestError(f"{field}.call_id is needed", f"{field}.call_id")
-        output = _text(item.output, f"{field}.output")
+        output = _parts(item.output, f"{field}.output")
         messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=output))
     elif item.type == "reasoning":
         if item.encrypted_content is not None:
@@ -93,9 +91,16 @@ def _assistant(messages: list[ChatMessage], begins: Callable[[ChatMessage], bool
 
 
 def _text(content: str | list[ContentPart] | None, field: str) -> str:
+    """The text of an answer of the model's, whose parts are pieces of one text."""
+    parts = _parts(content, field)
+    return parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
+
+
+def _parts(content: str | list[ContentPart] | None, field: str) -> str | list[ContentPart]:
+    """What others say: the chat template's format decides how its parts are shown, as in chats."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if part.type not in _TEXTS or part.text is None:
             raise RequestError(f"{field}: parts of type {part.type!r} are not supported, only text", field)
-    return "".join(part.text or "" for part in content)
+    return [ContentPart(type="text", text=part.text) for part in content]
