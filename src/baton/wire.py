@@ -195,6 +195,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     max_tokens: int | None = None
     limit: int | None = None
@@ -306,6 +308,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     - `fingerprint`: JSON of the facts that must be equal on P and D.
     - `clock`: its monotonic clock in seconds when it answered. Tickets expire by this clock.
     - `data_parallel_rank`: its rank among the engines started together, or in a vLLM server.
+    - `sampling_defaults`: for parameters that the client leaves out, applied by the front door.
     """
 
     engine_id: str
@@ -317,6 +320,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     num_speculative_tokens: int
     clock: float = 0.0
     data_parallel_rank: int | None = None
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS
 
 
 class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
@@ -326,7 +330,6 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     - `prefix_step`: prefix hits on prompts that were handed to it come in multiples of this many tokens; 0: none.
     - `max_num_seqs`: the number of requests computed at once; 0: unknown.
     - `default_seed`: for requests without a seed. None: each gets a random one.
-    - `sampling_defaults`: for parameters that the client leaves out, applied by the front door.
     - `token_api`: whether it serves `POST /inference/v1/generate`.
     """
 
@@ -339,7 +342,6 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     max_num_seqs: int = 0
     batch_invariant: bool
     default_seed: int | None = None
-    sampling_defaults: SamplingDefaults = NO_DEFAULTS
     token_api: bool = True
 
 

@@ -45,13 +45,17 @@ def write(directory: Path, **fields: Any) -> Path:
         {},
         {"temperature": None, "top_p": 0.5},
         {"temperature": 0.0, "do_sample": False},
+        {"presence_penalty": 1.5, "frequency_penalty": -0.5},
         {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0},
     ],
 )
 def test_they_are_those_that_transformers_reads(tmp_path: Path, fields: dict[str, Any]) -> None:
     """As `ModelConfig.get_diff_sampling_param` of vLLM takes them from there."""
     theirs = transformers.GenerationConfig.from_pretrained(write(tmp_path, **fields)).to_diff_dict()
-    names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+    names = (
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("temperature", "top_k", "top_p", "min_p", "max_new_tokens"),
+    )
     expected = {name: theirs[name] for name in names if theirs.get(name) is not None}
     found = sampling_defaults(str(tmp_path), "auto", None)
     told = found.given() | ({} if found.max_tokens is None else {"max_new_tokens": found.max_tokens})
@@ -79,6 +83,7 @@ def test_where_they_come_from(tmp_path: Path) -> None:
         ({"temperature": "hot"}, "generation_config: Expected `float | null`, got `str` - at `$.temperature`"),
         ({"temperature": True}, "generation_config: Expected `float | null`, got `bool` - at `$.temperature`"),
         ({"max_new_tokens": 0}, "generation_config: max_tokens must be between 1"),
+        ({"presence_penalty": 3}, "generation_config: presence_penalty must be between"),
         ({"repetition_penalty": -1}, "generation_config: repetition_penalty must be between"),
     ],
 )

@@ -15,8 +15,17 @@ from baton.wire import MAX_TOKEN_ID, SamplingDefaults, SamplingParams
 from tests.router.test_recovery import Cluster
 from tests.server.fake_serving import MAX_MODEL_LEN, FakeEngine, served
 
-DEFAULTS = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, repetition_penalty=1.05, max_tokens=30)
-NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+DEFAULTS = SamplingDefaults(
+    temperature=0.6,
+    top_p=0.95,
+    top_k=20,
+    min_p=0.05,
+    presence_penalty=1.5,
+    frequency_penalty=0.5,
+    repetition_penalty=1.05,
+    max_tokens=30,
+)
+NAMES = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 PLAIN = {name: getattr(SamplingParams(), name) for name in NAMES}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},

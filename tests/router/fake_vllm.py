@@ -16,6 +16,10 @@ from baton.handoff.protocol import ticket as tickets
 from baton.wire import LegRole, SamplingParams
 from tests.server.fake_serving import KEY, served
 
+# vLLM's `SamplingParams`.
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+
 Kind = Literal["baton", "pull", "push", "alone"]
 EOS = 257
 
@@ -50,7 +54,8 @@ class FakeVllm:
     comments while there is nothing else to send. `asked`: received bodies. `left`: roles whose client left.
     `num_short`: tokens missing from a NIXL prefill. `has_ranks`: it is several data-parallel engines; `ranks`: the
     requested ones. `started`: the process start time in its metrics. `traces`: role, `traceparent` and `tracestate` of
-    requests.
+    requests. `defaults`: its sampling defaults, and `limit`, the most tokens of any request; None: it does not tell
+    them, like vLLM without --enable-scale-out.
     """
 
     root: Path
@@ -79,6 +84,7 @@ class FakeVllm:
     has_ranks: bool = False
     ranks: list[str | None] = field(default_factory=list)
     traces: list[tuple[str, str | None, str | None]] = field(default_factory=list)
+    defaults: dict[str, Any] | None = field(default_factory=dict)
 
     def app(self) -> web.Application:
         @web.middleware
@@ -95,6 +101,7 @@ class FakeVllm:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/completions/render", self._render)
         return app
 
     @contextlib.asynccontextmanager
@@ -107,16 +114,18 @@ class FakeVllm:
         return [body for body in self.asked if self._role(body) == role]
 
     def identity(self) -> dict[str, Any]:
+        facts = {**json.loads(self.fingerprint), "output.sampling_defaults": repr(self.defaults)}
         return {
             "engine_id": self.name,
             "incarnation": f"{self.name}-1",
             "control_addresses": ["tcp://127.0.0.1:1"],
-            "fingerprint": self.fingerprint,
+            "fingerprint": json.dumps(facts),
             "truncate_prefill": self.truncate,
             "roles": ["prefill", "decode"],
             "vocab_size": 258,
             "eos_token_ids": [EOS],
             "num_speculative_tokens": self.num_drafts,
+            "sampling_defaults": dict(self.defaults or {}),
             # As on two hosts, one of which has been up for longer.
             "clock": float(1000 * ord(self.name[0])),
         }
@@ -153,6 +162,20 @@ class FakeVllm:
             await response.write(line.encode() + b"\n")
             await asyncio.sleep(0.001)
         return response
+
+    async def _render(self, request: web.Request) -> web.Response:
+        """The request as the engine would get it, without what has its neutral value."""
+        if self.defaults is None:
+            return web.json_response({"error": {"message": "disabled"}}, status=403)
+        body, defaults = await request.json(), dict(self.defaults)
+        limit = defaults.pop("limit", self.max_model_len)
+        given = {**defaults, **{name: value for name, value in body.items() if value is not None}}
+        params = {name: given[name] for name, neutral in NEUTRAL.items() if given.get(name, neutral) != neutral}
+        if given.get("temperature") == 0:
+            params = {name: value for name, value in params.items() if name not in ("top_p", "top_k", "min_p")}
+        room = self.max_model_len - len(body["prompt"])
+        params["max_tokens"] = min(room, limit, given.get("max_tokens", room))
+        return web.json_response([{"request_id": "x", "token_ids": body["prompt"], "sampling_params": params}])
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from baton.comparison import token_identity
+from baton.comparison import facts_of, token_identity
 from baton.errors import (
     EngineLostError,
     EngineUnavailableError,
@@ -30,7 +30,16 @@ from baton.router.connectors.base import Connector, ConnectorConfig
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import completion_body, to_chunk
 from baton.router.vllm_client import VllmClient
-from baton.wire import GenerateRequest, Role, SamplingParams, StructuredOutputsParams, TokenChunk, TokenLogprobs
+from baton.wire import (
+    NO_DEFAULTS,
+    GenerateRequest,
+    Role,
+    SamplingDefaults,
+    SamplingParams,
+    StructuredOutputsParams,
+    TokenChunk,
+    TokenLogprobs,
+)
 from tests.router.fake_vllm import FakeVllm, token_at
 
 PROMPT = [10, 11, 12, 13]
@@ -158,6 +167,51 @@ async def test_a_server_that_restarts_between_two_looks_is_asked_anew(
         await engine.first_token(planned, {})
     assert len(server.legs("none")) == num_legs
     assert (await engine.info()).incarnation == "Q-1"
+
+
+@pytest.mark.parametrize(
+    ("defaults", "expected", "fact"),
+    [
+        ({}, NO_DEFAULTS, ""),
+        ({"temperature": 0.6, "top_k": 20}, SamplingDefaults(temperature=0.6, top_k=20), "temperature 0.6, top_k 20"),
+        # vLLM resets the others where a request is greedy.
+        (
+            {"temperature": 0.0, "top_p": 0.9, "min_p": 0.1, "top_k": 5},
+            SamplingDefaults(temperature=0.0, top_p=0.9, min_p=0.1, top_k=5),
+            "temperature 0, top_p 0.9, top_k 5, min_p 0.1",
+        ),
+        (
+            {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "max_tokens": 30},
+            SamplingDefaults(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=-0.5, max_tokens=30),
+            "presence_penalty 0.5, frequency_penalty -0.5, repetition_penalty 1.1, max_tokens 30",
+        ),
+        ({"max_tokens": 9, "limit": 9}, SamplingDefaults(max_tokens=9, limit=9), "max_tokens 9, limit 9"),
+        ({"max_tokens": 4096}, NO_DEFAULTS, ""),  # more than the context
+        (None, NO_DEFAULTS, "unknown"),
+    ],
+)
+async def test_a_server_tells_its_sampling_defaults(
+    server: FakeVllm,
+    session: aiohttp.ClientSession,
+    defaults: dict[str, Any] | None,
+    expected: SamplingDefaults,
+    fact: str,
+) -> None:
+    server.kind, server.defaults = "pull", defaults
+    async with server.serve() as url:
+        info = await client(session, url, kind="NixlConnector").info()
+    assert info.sampling_defaults == expected
+    assert facts_of(info.fingerprint)["output.sampling_defaults"] == fact
+
+
+@pytest.mark.parametrize("body", [b"{}", b"[]", b"no", b'[{"prompt_token_ids": [0]}]', b'[{"sampling_params": 1}]'])
+async def test_a_server_that_renders_otherwise_tells_no_defaults(
+    server: FakeVllm, session: aiohttp.ClientSession, url: str, body: bytes
+) -> None:
+    server.kind, server.raw["/v1/completions/render"] = "pull", body
+    info = await client(session, url, kind="NixlConnector").info()
+    assert info.sampling_defaults == NO_DEFAULTS
+    assert facts_of(info.fingerprint)["output.sampling_defaults"] == "unknown"
 
 
 async def test_a_leg_is_no_sign_of_life(

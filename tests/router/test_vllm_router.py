@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, IncompatiblePeerError
 from baton.router import RouterConfig, build_app
 from tests.router.fake_vllm import FakeVllm, token_at
 from tests.router.vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said
@@ -83,6 +83,31 @@ async def test_an_end_at_the_first_token_streamed(directory: Path, name: str, se
             cancelled = pair.p.legs("cancel")[0]["kv_transfer_params"]["baton"]["ticket"]
             assert cancelled == pair.p.legs("prefill")[0]["kv_transfer_params"]["baton"]["ticket"]
             assert pair.legs()[1] == []
+
+
+@pytest.mark.parametrize(("name", "seed"), WAYS)
+async def test_the_servers_sampling_defaults_are_the_routers(directory: Path, name: str, seed: bool) -> None:
+    pair = Pair(directory, name, seed, defaults={"temperature": 0.5, "top_k": 20, "max_tokens": 4})
+    async with pair.run() as (url, session):
+        chat = {"messages": [{"role": "user", "content": "a"}], "return_token_ids": True}
+        async with session.post(f"{url}/v1/chat/completions", json=chat) as response:
+            assert response.status == 200, await response.text()
+            assert (await response.json())["usage"]["completion_tokens"] == 4
+        legs = [*pair.p.legs("prefill"), *pair.d.legs("decode")]
+        assert {(body["temperature"], body["top_k"], body["top_p"]) for body in legs} == {(0.5, 20, 1.0)}
+        assert len(legs) == 2
+
+
+@pytest.mark.parametrize("name", CONNECTORS)
+@pytest.mark.parametrize("other", [{"temperature": 0.7}, {"temperature": 0.5, "limit": 9, "max_tokens": 9}, None])
+async def test_servers_with_other_sampling_defaults_are_not_equal(
+    directory: Path, name: str, other: dict[str, Any] | None
+) -> None:
+    pair = Pair(directory, name, defaults={"temperature": 0.5})
+    pair.d.defaults = other
+    with pytest.raises(IncompatiblePeerError, match=r"output\.sampling_defaults"):
+        async with pair.run():
+            """It does not start."""
 
 
 # ---------------------------------------------------------------- seeded

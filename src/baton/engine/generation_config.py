@@ -18,6 +18,8 @@ GENERATION_FIELDS = {
     "top_p": "top_p",
     "top_k": "top_k",
     "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }

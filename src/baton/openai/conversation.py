@@ -18,7 +18,7 @@ _END = "<|baton-end-of-message|> "
 # Templates may loop over parts, at the pace of the interpreter.
 _MAX_PARTS = 4 * MAX_MESSAGES
 # The types of a message's parts that are text, as in vLLM, and the fields that hold it.
-_TEXT_PARTS = {name: "text" for name in ("text", "input_text", "output_text")}
+_TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text")
 _TEXT_PARTS |= {"refusal": "refusal", "thinking": "thinking"}
 
 

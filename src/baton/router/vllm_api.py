@@ -7,12 +7,31 @@ from typing import Any
 import msgspec
 
 from baton.openai.answers import Choice, token_id
-from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from baton.wire import FinishReason, GenerateRequest, SamplingDefaults, SamplingParams, TokenChunk, TokenLogprobs
 
 # vLLM's seeds are signed.
 _SEED_BITS = 63
 # Far above the number of samples per prompt, so no two samples share a seed, even after a resume.
 _SEED_STRIDE = 2**32
+
+
+class _RenderedParams(msgspec.Struct):
+    """What vLLM leaves out of its `SamplingParams` has its neutral value."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int = 16
+
+
+class _Rendered(msgspec.Struct):
+    """An element of the answer of `/v1/completions/render`: vLLM's `GenerateRequest`."""
+
+    sampling_params: _RenderedParams
 
 
 def completion_body(
@@ -59,6 +78,31 @@ def completion_body(
         "kv_transfer_params": kv_transfer_params,
     }
     return body | {name: value for name, value in given.items() if value is not None}
+
+
+def render_bodies(model: str, max_model_len: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two questions to `/v1/completions/render`, whose answers show the server's sampling defaults: one that leaves all
+    to the server, and one with a temperature, without which vLLM resets top_p, top_k and min_p, and with more tokens
+    than any request has."""
+    common = {"model": model, "prompt": [0]}
+    return common | {"max_tokens": None}, common | {"max_tokens": max_model_len, "temperature": 1.0}
+
+
+def rendered_defaults(left: bytes, asked: bytes, max_model_len: int) -> SamplingDefaults:
+    """The sampling defaults of a server, from its answers to `render_bodies`.
+
+    Raises what msgspec raises for answers of another form.
+    """
+    ours, theirs = (msgspec.json.decode(body, type=list[_Rendered])[0].sampling_params for body in (left, asked))
+    room = max_model_len - 1
+    neutral = _RenderedParams()
+    found = {name: getattr(theirs, name) for name in _RenderedParams.__struct_fields__}
+    found["temperature"] = ours.temperature
+    return SamplingDefaults(
+        **{name: value for name, value in found.items() if name != "max_tokens" and value != getattr(neutral, name)},
+        max_tokens=ours.max_tokens if ours.max_tokens < room else None,
+        limit=theirs.max_tokens if theirs.max_tokens < room else None,
+    )
 
 
 def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenChunk:

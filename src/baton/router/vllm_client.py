@@ -18,10 +18,10 @@ from baton.comparison import token_identity
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, IncompatiblePeerError, ProtocolError
 from baton.openai.answers import Completion, Model, Models, decode
 from baton.openai.client import failures, read_body, read_events, read_samples
-from baton.router.client import EngineClient
+from baton.router.client import EngineClient, refusal
 from baton.router.timers import RouterTimers
-from baton.router.vllm_api import completion_body, to_chunk
-from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
+from baton.router.vllm_api import completion_body, render_bodies, rendered_defaults, to_chunk
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingDefaults, TokenChunk
 
 if TYPE_CHECKING:
     from baton.router.pool import PooledEngine
@@ -160,6 +160,36 @@ class VllmClient(EngineClient):
         body = {"model": self._model.id, "prompt": [0], "max_tokens": 1, "kv_transfer_params": kv_transfer_params}
         async with self._completion(body, self._tell_timeout) as response:
             return self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
+
+    async def sampling_defaults(self) -> SamplingDefaults | None:
+        """What the server samples with if a request does not say, by its `/v1/completions/render`. None if it does not
+        tell: vLLM 0.32 has that route with `--enable-scale-out` alone.
+
+        Raises `EngineUnavailableError`, `EngineLostError` when it does not answer.
+        """
+        assert self._model is not None
+        assert self._model.max_model_len is not None
+        length = self._model.max_model_len
+        answers = [await self._render(body) for body in render_bodies(self._model.id, length)]
+        try:
+            return rendered_defaults(*answers, length)
+        except (msgspec.MsgspecError, IndexError):
+            return None
+
+    async def _render(self, body: dict[str, Any]) -> bytes:
+        """The answer of `/v1/completions/render`, whatever its status."""
+        with failures(f"engine {self.url}", EngineUnavailableError):
+            async with self._session.post(
+                self._base + "/v1/completions/render",
+                json=body,
+                headers=self._headers,
+                timeout=self._ask_timeout,
+                allow_redirects=False,
+            ) as response:
+                answer = await read_body(response, _MAX_BODY_BYTES)
+                if response.status in (429, 503):
+                    raise refusal(self.url, response.status, answer)
+                return answer
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Run the whole request on this server."""

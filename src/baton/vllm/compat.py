@@ -20,7 +20,7 @@ from baton.vllm.geometry import KernelLayout, WorkerHeads
 from baton.vllm.groups import CacheTable
 from baton.vllm.ranks import gather
 from baton.vllm.states import Mamba2State, StatePart
-from baton.wire import KVStream
+from baton.wire import KVStream, SamplingDefaults
 
 SUPPORTED = ((0, 30), (0, 31), (0, 32))
 WITH_RANKS = "0.32"
@@ -274,6 +274,22 @@ def num_speculative_tokens(config: Any) -> int:
     return 0 if config.speculative_config is None else int(config.speculative_config.num_speculative_tokens)
 
 
+def sampling_defaults(config: Any) -> SamplingDefaults:
+    """What vLLM's API samples with if a request does not say.
+
+    Raises `ConfigError` for values that no request could have.
+    """
+    model = config.model_config
+    found = model.get_diff_sampling_param()
+    # As in vLLM's `get_max_tokens`: the number of tokens in an operator's own settings limits every request.
+    own = model.generation_config not in ("auto", "vllm")
+    limit = found.get("max_tokens") if own else model.override_generation_config.get("max_new_tokens")
+    try:
+        return msgspec.convert({**found, "limit": limit}, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        raise ConfigError("generation_config", str(error)) from None
+
+
 def facts(config: Any, version: str) -> dict[str, str]:
     """The facts, by name, that must be equal on P and D. The agent compares geometries itself."""
     model, speculative = config.model_config, config.speculative_config
@@ -287,6 +303,7 @@ def facts(config: Any, version: str) -> dict[str, str]:
         "model.tokenizer": _tokenizer(model),
         "output.eos_token_ids": repr(_eos_token_ids(model)),
         "output.grammars": str(config.structured_outputs_config.backend),
+        "output.sampling_defaults": sampling_defaults(config).told(),
         "drafter.method": "none" if speculative is None else speculative.method,
     }
     if speculative is not None and speculative.draft_model_config is not None:

@@ -115,6 +115,7 @@ def open_cache(
         eos_token_ids=compat.eos_token_ids(config),
         num_speculative_tokens=compat.num_speculative_tokens(config),
         data_parallel_rank=compat.data_parallel_rank(config),
+        sampling_defaults=compat.sampling_defaults(config),
     )
     return OpenCache(side, rank, identity, agent, transport)
 

@@ -275,10 +275,14 @@ def test_weights_from_a_hub_are_told_apart_by_commit() -> None:
             hf_config=SimpleNamespace(_commit_hash=commit, to_dict=lambda: {"eos_token_id": 2}),
             hf_text_config=SimpleNamespace(),
             try_get_generation_config=lambda: {"eos_token_id": [2, 7]},
+            get_diff_sampling_param=lambda: {"temperature": 0.6},
+            generation_config="auto",
+            override_generation_config={},
         )
         facts = compat.facts(config(model_config=model), "0.32")
         assert facts["output.eos_token_ids"] == "[2, 7]"
         assert facts["model.tokenizer"] == "org/model@main"
+        assert facts["output.sampling_defaults"] == "temperature 0.6"
         return facts["model.weights"]
 
     assert weights("a1") == weights("a1") != weights("b2")

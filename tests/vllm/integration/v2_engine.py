@@ -87,6 +87,9 @@ def config(folder: Path, name: str, role: str, model: Model, rank: int, size: in
             get_total_num_kv_heads=lambda: heads,
             get_vocab_size=lambda: 1000,
             try_get_generation_config=dict,
+            get_diff_sampling_param=dict,
+            generation_config="auto",
+            override_generation_config={},
         )
 
     return SimpleNamespace(

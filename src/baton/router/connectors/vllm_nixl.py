@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import ClassVar, Literal
 
 import msgspec
@@ -19,7 +20,9 @@ from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.join import Chunks
 from baton.router.pool import PooledEngine
 from baton.router.vllm_client import VllmClient
-from baton.wire import EngineIdentity, GenerateRequest, LegRole, Mode, Role, TokenChunk
+from baton.wire import NO_DEFAULTS, EngineIdentity, GenerateRequest, LegRole, Mode, Role, TokenChunk
+
+log = logging.getLogger(__name__)
 
 _FETCHED: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 _METRICS, _PER_POSITION = "vllm:nixl_", "vllm:spec_decode_num_accepted_tokens_per_pos_total"
@@ -100,14 +103,24 @@ class _NixlConnector(VllmConnector):
         if role != "both" and not any(name.startswith(_METRICS) for name in metrics):
             raise ProtocolError(f"{client.url} does not run one of vLLM's NIXL connectors: it has no such metrics")
         self._addresses.pop(client.url, None)
+        defaults = await client.sampling_defaults()
+        if defaults is None:
+            log.warning(
+                "%s does not tell its sampling defaults, which vLLM does with --enable-scale-out: they are not used, "
+                "and not compared with those of other servers",
+                client.url,
+            )
+        # A server that does not tell is not the equal of one that does.
+        told = "unknown" if defaults is None else defaults.told()
         return EngineIdentity(
             engine_id=client.url,
             incarnation=client.url,
             control_addresses=[client.url],
-            fingerprint=json.dumps({"model.root": client.root}),
+            fingerprint=json.dumps({"model.root": client.root, "output.sampling_defaults": told}),
             vocab_size=_ANY_TOKEN,
             eos_token_ids=[],
             num_speculative_tokens=len(metrics.get(_PER_POSITION, ())),
+            sampling_defaults=defaults or NO_DEFAULTS,
         )
 
 
