@@ -49,8 +49,15 @@ def own_directory(path: Path, field: str) -> Path:
 def own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
     """Read a file that only its owner may read. A missing file is created with the result of `make`.
 
-    Raises the errors of `check_own`, and `OSError` if it cannot be created or read.
+    Raises `ConfigError` for `field`: as `check_own`, and if the file cannot be created or read.
     """
+    try:
+        return _own_secret(path, field, make)
+    except OSError as error:
+        raise ConfigError(field, f"{path}: {error.strerror}") from None
+
+
+def _own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
     if not path.exists():
         fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

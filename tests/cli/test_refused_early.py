@@ -76,6 +76,53 @@ def test_a_router_that_serves_nobody(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "admin_token_file: is needed, or --prefill and --decode, or --both: without engines" in line
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("HOST", "tcp://1.2.3.4:5", "host: in the variable BATON_FLAG_HOST: cannot listen on tcp://1.2.3.4:5:"),
+        ("HOST", "a..b", "host: in the variable BATON_FLAG_HOST: cannot listen on a..b:"),
+        ("MAX_MODEL_LEN", "999999", "max_model_len: in the variable BATON_FLAG_MAX_MODEL_LEN: must be at most"),
+        ("SPECULATIVE_CONFIG", '{"method": "x"}', "method: in the variable BATON_FLAG_SPECULATIVE_CONFIG: must be one"),
+        ("KV_TRANSPORT", "x", "transport: in the variable BATON_FLAG_KV_TRANSPORT: unknown transport 'x'"),
+        (
+            "KV_TRANSFER_CONFIG",
+            '{"kv_transport": "x"}',
+            "transport: in the variable BATON_FLAG_KV_TRANSFER_CONFIG: ",
+        ),
+        ("TICKET_KEY_FILE", "/nowhere/key", "ticket_key_file: in the variable BATON_FLAG_TICKET_KEY_FILE: /nowhere"),
+        ("PREFILL", "x", "prefill: in the variable BATON_FLAG_PREFILL: "),
+        ("SSL_CERTFILE", "/nowhere", "ssl_certfile: in the variable BATON_FLAG_SSL_CERTFILE: cannot be used"),
+    ],
+)
+def test_an_error_names_the_variable(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variable: str,
+    value: str,
+    message: str,
+) -> None:
+    monkeypatch.setenv(f"BATON_FLAG_{variable}", value)
+    arguments = ["router"] if variable == "TICKET_KEY_FILE" else ["up", str(directory)]
+    assert message in refused([*arguments, "--port", "0"], monkeypatch, capsys)
+
+
+def test_an_error_names_the_file(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text('max-model-len = 999999\nhost = "a..b"')
+    monkeypatch.setenv("BATON_FLAG_CONFIG", str(file))
+    arguments = ["up", str(directory), "--port", "0"]
+    assert f"host: in {file}: cannot listen on a..b:" in refused(arguments, monkeypatch, capsys)
+    line = refused([*arguments, "--host", "127.0.0.1"], monkeypatch, capsys)
+    assert f"max_model_len: in {file}: must be at most" in line
+    monkeypatch.setenv("BATON_FLAG_HOST", "b..c")
+    assert "host: in the variable BATON_FLAG_HOST: cannot listen on b..c:" in refused(arguments, monkeypatch, capsys)
+    line = refused([*arguments, "--host", "c..d"], monkeypatch, capsys)
+    assert "host: cannot listen on c..d:" in line
+
+
 def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setattr(sys, "argv", ["baton", *arguments])
     with pytest.raises(SystemExit) as ended:

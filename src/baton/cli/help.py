@@ -6,6 +6,9 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from baton.cli.settings import named_after_source
+from baton.errors import ConfigError
+
 _PANELS: tuple[tuple[str, str], ...] = (
     ("Deployment", "prefill decode both engine_port_base max_restarts role engine_id config"),
     (
@@ -43,7 +46,14 @@ def panel_of(name: str) -> str:
 
 
 class GroupedCommand(TyperCommand):
-    """A command with flags in groups, in the order of `_PANELS`, and an unchanged epilog."""
+    """A command with flags in groups, in the order of `_PANELS`, and an unchanged epilog. Its errors about flags name
+    the variable or file that set the flag."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise named_after_source(ctx, error) from None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         found: dict[str, list[tuple[str, str]]] = {}

@@ -21,6 +21,9 @@ from baton.errors import ConfigError
 _MAX_BYTES = 1 << 20
 _ENDINGS = (".toml", ".yaml", ".yml")
 _ENVIRONMENT = "the environment"
+_SOURCES = "baton.sources"
+# The flags that set what some errors name.
+_FLAGS = dict.fromkeys(("transport", "kv_transfer_config.kv_transport"), ("kv_transport", "kv_transfer_config"))
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -68,7 +71,9 @@ def _apply(context: typer.Context, path: str | None) -> str | None:
     named = given.pop("config", None)
     path = path or named
     settings = _as_flags(context, read_file(path), path) if path else {}
+    context.meta[_SOURCES] = {name: _where(name, str(path)) for name in settings}
     settings |= _as_flags(context, given, _ENVIRONMENT)
+    context.meta[_SOURCES] |= {name: _where(name, _ENVIRONMENT) for name in given}
     context.default_map = settings
     if settings.get("log_format") == "json" and not logs():
         log_to_stderr(form="json")
@@ -83,6 +88,19 @@ Config = Annotated[
 ]
 
 
+def named_after_source(context: typer.Context, error: ConfigError) -> ConfigError:
+    """A command's error about a flag, with the variable or file that the flag's value came from."""
+    for flag in _FLAGS.get(error.field, (error.field.partition(".")[0],)):
+        given = context.get_parameter_source(flag)
+        if given is not None and given.name == "DEFAULT_MAP":  # neither the command line, nor the flag's own default
+            return ConfigError(error.field, f"{context.meta[_SOURCES][flag]}: {str(error).partition(': ')[2]}")
+    return error
+
+
+def _where(flag: str, source: str) -> str:
+    return f"in {source}" if source != _ENVIRONMENT else f"in the variable {FLAG_VARIABLES}{flag.upper()}"
+
+
 def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The settings as command-line values. Raises `ConfigError` for one that is no flag."""
     parameters = {p.name: p for p in context.command.params if p.name != "config" and not getattr(p, "hidden", False)}
@@ -91,7 +109,7 @@ def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) 
         parameter = parameters.get(name)
         if parameter is None:
             raise ConfigError(name, f"in {source}: baton {context.info_name} has no such flag")
-        where = f"in {source}" if source != _ENVIRONMENT else f"in the variable {FLAG_VARIABLES}{name.upper()}"
+        where = _where(name, source)
         switch, several = getattr(parameter, "is_flag", False), getattr(parameter, "multiple", False)
         if several:
             flags[name] = [_text(name, each, source) for each in (value if isinstance(value, list) else [value])]

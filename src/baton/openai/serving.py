@@ -32,7 +32,8 @@ _SAME_SIGNAL_S = 1.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket; port 0: a free one. Raises `ConfigError` if that fails.
+    """Return a listening TCP socket; port 0: a free one. Raises `ConfigError` for `host` if it is not an address of this
+    host, else for `port`.
 
     Call it before loading anything slow, to notice a port in use at once.
     """
@@ -45,11 +46,13 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(512)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         listener.close()
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        number = error.errno if isinstance(error, OSError) else None
+        if number == errno.EADDRINUSE:
             raise ConfigError("port", f"{port} on {host} is already in use") from None
-        raise ConfigError("port", f"cannot listen on {host}:{port}: {error}") from None
+        named = "port" if number == errno.EACCES or isinstance(error, OverflowError) else "host"
+        raise ConfigError(named, f"cannot listen on {host}:{port}: {error}") from None
     if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
         logger.warning("LISTENING BEYOND THIS HOST, on %s: whoever reaches this port may use the model", host)
     return listener

@@ -64,10 +64,7 @@ def admin_token(path: str | None) -> str | None:
     token, field = os.environ.get(TOKEN_VARIABLE), TOKEN_VARIABLE
     if path is not None:
         field = "admin_token_file"
-        try:
-            content = own_secret(Path(path), field, lambda: secrets.token_urlsafe(32).encode() + b"\n")
-        except OSError as error:
-            raise ConfigError(field, f"{path}: {error.strerror}") from None
+        content = own_secret(Path(path), field, lambda: secrets.token_urlsafe(32).encode() + b"\n")
         token = content.decode(errors="replace").strip()
     if token is not None and len(token) < _MIN_TOKEN_CHARS:
         raise ConfigError(field, f"a token has at least {_MIN_TOKEN_CHARS} characters")
