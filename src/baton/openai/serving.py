@@ -32,8 +32,8 @@ _SAME_SIGNAL_S = 1.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket; port 0: a free one. Raises `ConfigError` for `host` if it is not an address of this
-    host, else for `port`.
+    """Return a listening TCP socket; port 0: a free one. Raises `ConfigError` for `host` if it is not an address here,
+    else for `port`.
 
     Call it before loading anything slow, to notice a port in use at once.
     """
