@@ -16,7 +16,8 @@ def restored() -> Iterator[None]:
     """
     root, baton = logging.getLogger(), logging.getLogger("baton")
     before, level, own, hook = root.handlers[:], root.level, baton.level, sys.excepthook
-    bars = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS")
+    names = ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
+    added = [name for name in names if name not in os.environ]
     root.handlers[:] = [handler for handler in before if "baton" not in type(handler).__module__]
     try:
         yield
@@ -25,5 +26,5 @@ def restored() -> Iterator[None]:
         root.setLevel(level)
         baton.setLevel(own)
         logging.captureWarnings(False)
-        if bars is None:
-            os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
+        for name in added:
+            os.environ.pop(name, None)

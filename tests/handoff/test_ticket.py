@@ -122,9 +122,9 @@ def test_key_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="chmod"):
         load_or_create_key(path)
     path.chmod(0o600)
-    with pytest.raises(ConfigError, match="ticket_key_file: .*key: Not a directory"):
+    with pytest.raises(ConfigError, match=r"ticket_key_file: .*key: Not a directory"):
         load_or_create_key(path / "key")
-    with pytest.raises(ConfigError, match="ticket_key_file: .*none/key: No such file or directory"):
+    with pytest.raises(ConfigError, match=r"ticket_key_file: .*none/key: No such file or directory"):
         load_or_create_key(tmp_path / "none" / "key")
     path.write_bytes(b"short")
     with pytest.raises(ConfigError, match="32 bytes"):

@@ -72,7 +72,8 @@ class DataRanks:
             process = subprocess.Popen(
                 [*BATON, *sys.argv[1:], *flags, "--ready-fd", str(write)],
                 stdin=subprocess.DEVNULL,
-                env={"OMP_NUM_THREADS": str(max(1, cores // size)), **os.environ},
+                # Ranks that share a terminal report by lines.
+                env={"OMP_NUM_THREADS": str(max(1, cores // size)), **os.environ, "TQDM_DISABLE": "1"},
                 pass_fds=[write],
                 # Ctrl-C reaches only this process, which passes it on.
                 start_new_session=True,

@@ -17,6 +17,8 @@ from baton.deployment import FLAG_VARIABLES, Said
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
+# Read by huggingface_hub and by tqdm.
+_NO_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
 _DATE = "%Y-%m-%dT%H:%M:%S"
 logger = logging.getLogger("baton")
 
@@ -62,7 +64,8 @@ def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
     if form == "json":
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        for name in _NO_BARS:
+            os.environ.setdefault(name, "1")
 
 
 def logs() -> bool:

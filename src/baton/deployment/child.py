@@ -35,18 +35,19 @@ class Reporter:
     def __init__(self, ready_fd: int | None, tell: Callable[[str], None]) -> None:
         self._fd = ready_fd
         self._tell = tell
-        self._step, self._began = "", 0.0
+        self._step, self._began, self._repeats = "", 0.0, False
         self._ready = threading.Event()
         if ready_fd is not None:
             os.set_inheritable(ready_fd, False)
             die_with_parent()
 
     def progress(self, text: str) -> None:
-        """Report the step that begins now."""
-        if not self._step:
+        """Report the step that begins now. With an empty text, the step shows its own progress."""
+        if not self._repeats:
             threading.Thread(target=self._again, daemon=True, name="baton-progress").start()
-        self._step, self._began = text, time.monotonic()
-        self._say(text)
+        self._repeats, self._step, self._began = True, text, time.monotonic()
+        if text:
+            self._say(text)
 
     def close(self) -> None:
         """Stop reporting."""
@@ -55,7 +56,7 @@ class Reporter:
     def _again(self) -> None:
         while not self._ready.wait(_AGAIN_S):
             took = time.monotonic() - self._began
-            if took >= _AGAIN_S:
+            if self._step and took >= _AGAIN_S:
                 self._say(f"{self._step}: {took:.0f} s so far")
 
     def _say(self, text: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from baton.drafters.base import Drafter
 from baton.drafters.registry import load_drafter
 from baton.engine.config import EngineConfig
+from baton.engine.loading_progress import showing
 from baton.models.base import CausalLM
 from baton.models.loader import load_model
 from baton.models.parallel import ALONE, TensorRank
@@ -32,18 +33,19 @@ def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], rank
 
     Raises `CheckpointError`, and `ConfigError` for a target that cannot be split over so many ranks.
     """
-    progress(f"loading target {config.model}")
+    shows = ranks.rank == ranks.stage.index == 0
     hf_config = read_config(config.model)
-    model = load_model(config.model, config.dtype, config.device, config.batch_invariant, ranks)
+    with showing(f"loading target {config.model}", progress, shows):
+        model = load_model(config.model, config.dtype, config.device, config.batch_invariant, ranks)
     tokenizer = Tokenizer.load(config.model, config.skip_tokenizer_init)
     spec = config.speculative_config
     drafter: Drafter | None = None
     if spec is not None:
         path = spec.model or config.model
-        progress(f"loading drafter {path} ({spec.method})")
-        drafter = load_drafter(
-            spec.method, path, model, config.dtype, config.device, config.batch_invariant, spec.options
-        )
+        with showing(f"loading drafter {path} ({spec.method})", progress, shows):
+            drafter = load_drafter(
+                spec.method, path, model, config.dtype, config.device, config.batch_invariant, spec.options
+            )
     grammars = None
     if tokenizer.eos_token_ids and not config.skip_tokenizer_init:
         grammars = Grammars(tokenizer, model.vocab_size)

@@ -11,12 +11,13 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
@@ -49,6 +50,10 @@ _MAPPED_SIZE = 1 << 26
 
 Rename = Callable[[str], str | None]
 Unpack = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
+# Called with the number of bytes that were read of a checkpoint's weight files, and their total size.
+Watch = Callable[[int, int], None]
+
+_WATCH: ContextVar[Watch] = ContextVar("watch", default=lambda read, total: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,16 @@ def weight_table(module: nn.Module) -> dict[str, Place]:
     return table
 
 
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """`fill` calls `watch` after each tensor in this context."""
+    token = _WATCH.set(watch)
+    try:
+        yield
+    finally:
+        _WATCH.reset(token)
+
+
 def one_tensor(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     """The `unpack` of `fill` for checkpoints in which nothing is stacked or packed."""
     return ((name, tensor),)
@@ -116,8 +131,10 @@ def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = o
         name = rename(stored)
         return None if name is None or _expert_of(name) in elsewhere else name
 
-    for file in weight_files(path):
-        for stored, tensor in _stored(file, here):
+    sizes = {file: file.stat().st_size for file in weight_files(path)}
+    watch, total, before = _WATCH.get(), sum(sizes.values()), 0
+    for file, size in sizes.items():
+        for stored, tensor, share in _stored(file, here):
             for place, values in unpack(str(rename(stored)), tensor):
                 if _expert_of(place) in elsewhere:
                     continue  # from a stacked tensor
@@ -133,6 +150,8 @@ def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = o
                     raise CheckpointError(f"{file}: tensor {stored} has shape {found}, expected {wanted}")
                 table.pop(place).fill(values)
                 unfilled.filled(place)
+            watch(before + int(share * size), total)
+        before += size
     if table:
         first = ", ".join(sorted(table)[:3])
         rest = f" and {len(table) - 3} more" if len(table) > 3 else ""
@@ -145,22 +164,20 @@ def _expert_of(name: str) -> str | None:
     return found[1] if found else None
 
 
-def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file that `rename` keeps. The mapped part of an open file counts as this process's memory, so
-    the file is reopened every `_MAPPED_SIZE` bytes."""
+def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor, float]]:
+    """The tensors of a file that `rename` keeps, each with the share of them that is then read. The mapped part of an
+    open file counts as this process's memory, so the file is reopened now and then."""
     with open_file(file) as tensors:
         names = [name for name in tensors.keys() if rename(name) is not None]  # noqa: SIM118 - not a mapping
-    # Shown on a terminal only, and only if loading takes more than two seconds.
-    left = iter(tqdm(names, file.name, delay=2.0, disable=None, leave=False, unit="tensor"))
-    name = next(left, None)
-    while name is not None:
+    number = 0
+    while number < len(names):
         with open_file(file) as tensors:
             num_bytes = 0
-            while name is not None and num_bytes < _MAPPED_SIZE:
-                tensor = tensors.get_tensor(name)
+            while number < len(names) and num_bytes < _MAPPED_SIZE:
+                tensor = tensors.get_tensor(names[number])
                 num_bytes += tensor.nbytes
-                yield name, tensor
-                name = next(left, None)
+                number += 1
+                yield names[number - 1], tensor, number / len(names)
             del tensor
 
 

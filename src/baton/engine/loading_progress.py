@@ -1,0 +1,62 @@
+"""Shows how much of a checkpoint's weights is loaded: a bar on a terminal, else a line every few seconds."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from baton.models.loader import watching
+
+_EVERY_S = 3.0
+_BAR = "Loading safetensors checkpoint"  # vLLM's words
+
+
+@contextmanager
+def showing(step: str, progress: Callable[[str], None], shows: bool = True) -> Iterator[None]:
+    """Tell `progress` of a step that loads weights, and show how far it is unless it is short.
+
+    `shows` false: report the step alone, for ranks that load at the same time as another. The bar replaces further
+    lines; while it is shown, `progress` gets an empty text.
+    """
+    progress(step)
+    if not shows:
+        yield
+    elif _has_bar():
+        with tqdm(desc=_BAR, unit="B", unit_scale=True, delay=_EVERY_S, leave=False) as bar:
+
+            def draw(read: int, total: int) -> None:
+                bar.total = total
+                bar.update(read - bar.n)
+
+            progress("")
+            with watching(draw):
+                yield
+    else:
+        with watching(_Lines(step, progress).watch):
+            yield
+
+
+def _has_bar() -> bool:
+    """Whether stderr is a terminal without JSON lines."""
+    return sys.stderr.isatty() and not os.environ.get("TQDM_DISABLE")
+
+
+class _Lines:
+    """A line with the loaded share every `_EVERY_S` seconds."""
+
+    def __init__(self, step: str, progress: Callable[[str], None]) -> None:
+        self._step, self._progress = step, progress
+        self._began = self._told = time.monotonic()
+
+    def watch(self, read: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._told < _EVERY_S or read == total:
+            return
+        self._told = now
+        size = f"{read / 2**30:.1f} of {total / 2**30:.1f} GiB"
+        self._progress(f"{self._step}: {read / total:.0%}, {size}, {now - self._began:.0f} s")
