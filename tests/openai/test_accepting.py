@@ -7,6 +7,7 @@ import contextlib
 import logging
 import resource
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,3 +146,31 @@ async def test_a_handshake_that_fails_is_no_line_in_the_log(
                 with contextlib.suppress(ConnectionError):
                     assert await loop.sock_recv(one, 10) == b""
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_a_handshake_that_trickles_has_the_same_time(
+    directory: Path, connect: Callable[[str], socket.socket]
+) -> None:
+    """A byte now and then does not make its time start anew."""
+    from baton.openai.access import Access
+    from tests.openai.test_doors import CERT
+    from tests.openai.test_doors import KEY as KEY_FILE
+
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = ssl.create_default_context(cafile=CERT).wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    hello = outgoing.read()
+    access = Access(ssl_certfile=CERT, ssl_keyfile=KEY_FILE)
+    app = build_app(FakeEngine(directory), Tokenizer.load(directory), HttpLimits(head_s=0.3), access)
+    async with served(app) as url:
+        loop, trickling = asyncio.get_running_loop(), connect(url.replace("https", "http"))
+        ended = asyncio.create_task(loop.sock_recv(trickling, 10))
+        sent = 0
+        while not ended.done() and sent < len(hello) - 1:
+            await loop.sock_sendall(trickling, hello[sent : sent + 1])
+            sent += 1
+            await asyncio.sleep(0.05)
+        assert sent < len(hello) - 1
+        with contextlib.suppress(ConnectionError):
+            assert await ended == b""

@@ -20,6 +20,7 @@ from aiohttp import web
 from aiohttp.http import StreamWriter
 
 from baton.openai import FrontMetrics, serving
+from baton.openai.access import OPEN, Access
 from baton.openai.connections import ClientConnection, Stream, Unread
 from baton.openai.http import json_response, new_app
 from baton.openai.limits import HttpLimits
@@ -95,12 +96,14 @@ def readers() -> Iterator[Callable[..., Reader]]:
         reader.socket.close()
 
 
-def app_of(engine: FakeEngine, directory: Path, **limits: Any) -> web.Application:
-    return build_app(engine, Tokenizer.load(directory), HttpLimits(**limits))
+def app_of(engine: FakeEngine, directory: Path, access: Access = OPEN, **limits: Any) -> web.Application:
+    return build_app(engine, Tokenizer.load(directory), HttpLimits(**limits), access)
 
 
 @contextlib.asynccontextmanager
-async def fronts(directory: Path, front: str, **limits: Any) -> AsyncIterator[tuple[str, list[FakeEngine]]]:
+async def fronts(
+    directory: Path, front: str, access: Access = OPEN, **limits: Any
+) -> AsyncIterator[tuple[str, list[FakeEngine]]]:
     """A server for clients, and the engines behind it, which decode two of these requests at once."""
     async with contextlib.AsyncExitStack() as stack:
         handed: dict[bytes, asyncio.Future[str]] = {}
@@ -109,11 +112,12 @@ async def fronts(directory: Path, front: str, **limits: Any) -> AsyncIterator[tu
         for engine in engines:
             engine.info = msgspec.structs.replace(engine.info, max_num_seqs=2, max_model_len=2048)
         if front == "engine":
-            yield await stack.enter_async_context(narrow(app_of(engines[0], directory, **limits))), engines
+            yield await stack.enter_async_context(narrow(app_of(engines[0], directory, access, **limits))), engines
             return
         urls = [await stack.enter_async_context(served(app_of(engine, directory))) for engine in engines]
         roles_of = {role: (url,) for role, url in zip(roles, urls, strict=True)}
-        app = await build_router(RouterConfig(ticket_key=KEY, limits=HttpLimits(**limits), **roles_of))  # type: ignore[arg-type]
+        config: dict[str, Any] = {"limits": HttpLimits(**limits), "access": access, **roles_of}
+        app = await build_router(RouterConfig(ticket_key=KEY, **config))
         yield await stack.enter_async_context(narrow(app)), engines
 
 

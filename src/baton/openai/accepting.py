@@ -14,6 +14,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from baton.log_limit import LogLimit
+from baton.openai import tls
 from baton.openai.connections import ClientConnection
 from baton.openai.limits import HttpLimits
 
@@ -46,11 +47,11 @@ class Door:
         server: web.Server,
         listener: socket.socket,
         new_connection: Callable[[], ClientConnection],
-        tls: ssl.SSLContext | None,
+        context: ssl.SSLContext | None,
         limits: HttpLimits,
     ) -> None:
         self._server, self._listener, self._new_connection = server, listener, new_connection
-        self._tls, self._limits = tls, limits
+        self._tls, self._limits = context, limits
         self._limit = max_connections(limits)
         self._opening: dict[asyncio.Task[None], None] = {}
         listener.setblocking(False)
@@ -90,11 +91,11 @@ class Door:
             await asyncio.sleep(0)  # sock_accept does not yield while connections are pending
 
     async def _open(self, client: socket.socket) -> None:
-        handshake_s = None if self._tls is None else self._limits.head_s
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                self._new_connection, client, ssl=self._tls, ssl_handshake_timeout=handshake_s
-            )
+            if self._tls is None:
+                await asyncio.get_running_loop().connect_accepted_socket(self._new_connection, client)
+            else:
+                await tls.connect(client, self._new_connection(), self._tls, self._limits)
         except (OSError, EOFError) as error:  # ssl.SSLError and TimeoutError are OSErrors
             client.close()
             logger.debug("a connection could not be opened: %s", error)
@@ -109,9 +110,10 @@ class Door:
         num_opening = 0 if self._tls is None else len(self._opening)
         if len(connections) + num_opening < self._limit:
             return True
-        idle = [one for one in connections if isinstance(one, ClientConnection) and one.is_idle()]
-        if idle:
-            next((one for one in idle if not one.has_asked), idle[0]).force_close()
+        ours = [one for one in connections if isinstance(one, ClientConnection)]
+        closing, idle = [one for one in ours if one.is_closing()], [one for one in ours if one.is_idle()]
+        if closing or idle:
+            [*closing, *(one for one in idle if not one.has_asked), *idle][0].leave()
         elif num_opening:
             next(iter(self._opening)).cancel()
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from aiohttp import web
 from aiohttp.http import StreamWriter
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())  # any client may cause these lines
 
 _BODY_TYPE = "application/json"
-_READ_BYTES = 2**14
+READ_BYTES = 2**14
 
 
 class Unread:
@@ -44,6 +44,13 @@ class Unread:
         self.num_bytes -= self._waiting.pop(connection, 0)
 
 
+class Sending(Protocol):
+    """What buffers a connection's bytes: a transport of asyncio, or what is below TLS."""
+
+    def get_write_buffer_size(self) -> int: ...
+    def abort(self) -> None: ...
+
+
 class ClientConnection(web.RequestHandler):
     """One client's connection.
 
@@ -55,25 +62,32 @@ class ClientConnection(web.RequestHandler):
     that), or if it has the most when `Unread` exceeds its limit.
     """
 
-    __slots__ = ("_added", "_discards", "_head_timer", "_limits", "_sending", "_unread", "_write_timer", "has_asked")
+    __slots__ = (
+        *("_added", "_discards", "_head_timer", "_limits", "_open", "_sending", "_unread", "_write_timer"),
+        *("has_asked", "tls"),
+    )
 
     def __init__(self, server: web.Server, limits: HttpLimits, unread: Unread, **options: Any) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
         self._limits, self._unread = limits, unread
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._sending: asyncio.Transport | None = None  # aiohttp drops its own reference before all is sent
+        self.tls: Sending | None = None  # set before the connection is made
+        # aiohttp drops its own reference before all is sent.
+        self._open: asyncio.Transport | None = None
+        self._sending: Sending | None = None
         self._added = 0
         self.has_asked = False  # a complete head was received
         self._discards = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._sending = cast(asyncio.Transport, transport)
+        self._open = cast(asyncio.Transport, transport)
         # Pause and resume then show whether anything is buffered. With a limit of 0, TLS would pause needlessly.
-        self._sending.set_write_buffer_limits(high=1, low=0)
+        self._open.set_write_buffer_limits(high=1, low=0)
+        self._sending = self.tls or self._open
         # How much asyncio reads at once. Parsing a body in one-byte chunks blocks the event loop for 1 µs per byte.
-        cast(Any, transport).max_size = _READ_BYTES
+        cast(Any, transport).max_size = READ_BYTES
         self._head_timer = self._loop.call_later(self._limits.head_s, self._head_is_late)
 
     async def send(self, writer: StreamWriter, data: bytes) -> None:
@@ -139,7 +153,7 @@ class ClientConnection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_timer()
         self._nothing_waits()
-        self._sending = None
+        self._sending = self._open = None
         super().connection_lost(exc)
 
     def handle_error(
@@ -174,6 +188,16 @@ class ClientConnection(web.RequestHandler):
     def is_idle(self) -> bool:
         """Whether it waits for a request, or for the rest of a request's head."""
         return self._waiter is not None and not self._waiter.done()
+
+    def is_closing(self) -> bool:
+        """Whether all was sent and only the client's part of a TLS closure is missing."""
+        return self._open is not None and self._open.is_closing() and not self.num_unread()
+
+    def leave(self) -> None:
+        """End an idle or closing connection at once: TLS would wait for the client's part of the closure."""
+        self.force_close()
+        if self._sending is not None and not self.num_unread():
+            self._sending.abort()
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:

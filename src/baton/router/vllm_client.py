@@ -170,9 +170,9 @@ class VllmClient(EngineClient):
         assert self._model is not None
         assert self._model.max_model_len is not None
         length = self._model.max_model_len
-        answers = [await self._render(body) for body in render_bodies(self._model.id, length)]
+        left, asked = [await self._render(body) for body in render_bodies(self._model.id, length)]
         try:
-            return rendered_defaults(*answers, length)
+            return rendered_defaults(left, asked, length)
         except (msgspec.MsgspecError, IndexError):
             return None
 

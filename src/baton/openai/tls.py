@@ -1,0 +1,61 @@
+"""TLS of client connections, with the same view of unread data and the same steps of reading as without TLS.
+
+asyncio's transport for TLS counts what is not yet encrypted: an encrypted answer that the client does not read is
+invisible, however long it is. And it reads 256 KiB at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import sys
+from asyncio.sslproto import SSLProtocol
+from typing import Any, cast
+
+from baton.openai.connections import READ_BYTES, ClientConnection
+from baton.openai.limits import HttpLimits
+
+
+async def connect(client: socket.socket, connection: ClientConnection, tls: ssl.SSLContext, limits: HttpLimits) -> None:
+    """Return after the handshake on an accepted socket. Raises `OSError` if it fails or takes `HttpLimits.head_s`."""
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+    times: dict[str, Any] = {"ssl_handshake_timeout": limits.head_s}
+    if sys.version_info >= (3, 11):  # older versions do not wait for the client's part of a closure
+        times["ssl_shutdown_timeout"] = limits.write_s
+    protocol = _Protocol(loop, connection, tls, done, server_side=True, **times)
+    connection.tls = protocol
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, client)
+    try:
+        await done
+    except BaseException:
+        transport.abort()
+        raise
+
+
+class _Protocol(SSLProtocol):
+    """asyncio's, above the transport of a socket."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._below = cast(asyncio.Transport, transport)
+        self._below.set_write_buffer_limits(high=1, low=0)
+        cast(Any, self._below).max_size = READ_BYTES  # before Python 3.11
+        super().connection_made(transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the socket's next bytes go."""
+        return cast(memoryview, super().get_buffer(sizehint))[:READ_BYTES]  # type: ignore[misc]
+
+    def _get_write_buffer_size(self) -> int:
+        """asyncio's method from Python 3.11 on, with what is encrypted and not sent."""
+        plain = int(super()._get_write_buffer_size()) if sys.version_info >= (3, 11) else 0  # type: ignore[misc]
+        return plain + self._below.get_write_buffer_size()
+
+    def get_write_buffer_size(self) -> int:
+        """What the client has not read of all that was sent, in bytes."""
+        return self._get_write_buffer_size()
+
+    def abort(self) -> None:
+        """Close the socket at once. asyncio's transport of TLS ignores this after it was closed twice."""
+        self._below.abort()
