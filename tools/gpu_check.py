@@ -2,7 +2,7 @@
 
 The transports' conformance over device memory, the attention kernel, greedy tokens of the engine on the device against
 those on the CPU, whole deployments that hand off from device memory against one engine, and ratios. Prints its results
-as Markdown, which `docs/gpu.md` keeps. Exits with 1 if anything differs.
+as Markdown, which `benchmarks/results` keeps. Exits with 1 if anything differs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A handoff sends as many bytes as docs/bytes.md computes by hand, for every target and drafter of the matrix."""
+"""A handoff sends as many bytes as bytes_by_hand.md computes, for every target and drafter of the matrix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.parity.trial import Trial, compare
 from tests.engine.engines import Mode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-DOCUMENT = Path(__file__).parents[2] / "docs/bytes.md"
+DOCUMENT = Path(__file__).with_name("bytes_by_hand.md")
 NUM_TOKENS = 40
 
 
