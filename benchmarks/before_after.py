@@ -132,7 +132,7 @@ def verify_s(tree: Path, target: str, speculative: dict[str, Any] | None) -> flo
     return time.monotonic() - began
 
 
-def tell(name: str, before: Sequence[float], after: Sequence[float], unit: str) -> None:
+def print_row(name: str, unit: str, before: Sequence[float], after: Sequence[float]) -> None:
     ratio, low, high = interval([b / a for a, b in zip(before, after, strict=True)])
     medians = f"{statistics.median(before):8.2f} -> {statistics.median(after):8.2f} {unit}"
     print(f"{name:8} {medians}  ratio {ratio:.3f} ({low:.3f} to {high:.3f}), {len(before)} pairs", flush=True)
@@ -158,14 +158,14 @@ def main() -> None:
                 for side, tree in enumerate(trees)
             ]
             answers = asyncio.run(ask(urls, options.pairs, options.prompt, options.output, range(10, 250)))
-        tell("TTFT", *([1000 * pair[side].ttft_s for pair in answers] for side in (0, 1)), unit="ms")
-        tell("TPOT", *([1000 / pair[side].tokens_per_s for pair in answers] for side in (0, 1)), unit="ms")
+        print_row("TTFT", "ms", *([1000 * pair[side].ttft_s for pair in answers] for side in (0, 1)))
+        print_row("TPOT", "ms", *([1000 / pair[side].tokens_per_s for pair in answers] for side in (0, 1)))
         times: tuple[list[float], list[float]] = ([], [])
         for number in range(options.verify_rounds):
             for side in (0, 1) if number % 2 else (1, 0):
                 times[side].append(verify_s(trees[side], target, speculative))
         if options.verify_rounds:
-            tell("verify", *times, unit="s ")
+            print_row("verify", "s ", *times)
 
 
 if __name__ == "__main__":

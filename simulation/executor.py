@@ -34,8 +34,8 @@ class StepFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """One request's rows in the last step. `request` is None if the engine tests whether it still computes. `num_known`:
-    tokens that were known before the step.
+    """One request's rows in the last step. `request` is None if the engine tests whether it still computes.
+    `num_known`: tokens that were known before the step.
     """
 
     request: Request | None

@@ -107,5 +107,9 @@ class HttpMaker:
         if kind == 4:
             return b'{"model": "x", "prompt": "\\ud800", "max_tokens": 1e400}'
         # With types that no field has, so that nothing is computed.
-        fields = {"model": rng.choice((None, 3, "nobody's")), "prompt": rng.choice(({}, None, [[]], -1)), "n": "x"}
+        fields: dict[str, object] = {
+            "model": rng.choice((None, 3, "nobody's")),
+            "prompt": rng.choice(({}, None, [[]], -1)),
+            "n": "x",
+        }
         return json.dumps(fields).encode()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -379,3 +382,27 @@ def test_log_lines_are_few_and_one_line_each(caplog: pytest.LogCaptureFixture) -
     later.created = 1001.0
     assert limit.filter(later)
     assert later.getMessage() == "100% of it (and 79 more that were not logged)"
+
+
+def test_a_channel_that_cannot_be_opened_names_its_address_and_keeps_no_descriptor() -> None:
+    """The address is taken, or there are too few descriptors for any of the channel's sockets."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(ConfigError, match="control_bind: cannot listen at tcp://127"):
+            Channel(f"tcp://127.0.0.1:{taken.getsockname()[1]}", KEYS)
+        before = set(os.listdir("/proc/self/fd"))
+        failed = 0
+        try:
+            for files in range(3, int(max(before, key=int)) + 40):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (files, limits[1]))
+                try:
+                    Channel(LOOPBACK, KEYS).close()
+                except ConfigError as error:
+                    assert error.field == "kv_transfer_config.control_bind"  # noqa: PT017
+                    failed += 1
+                else:
+                    break
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert failed > 5
+        assert set(os.listdir("/proc/self/fd")) == before

@@ -29,7 +29,7 @@ from baton.handoff.protocol.ticket import load_or_create_key
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _Z85_CHARS = 40
 _TICKET_KEY = "ticket.key"
-_FIELD = "kv_transfer_config.control_bind"
+CONTROL_BIND = "kv_transfer_config.control_bind"
 # Separates this use of the ticket key from those for tickets and sessions.
 _CONTEXT = b"baton control socket\0"
 
@@ -174,12 +174,13 @@ def check_bind(address: str, has_keys: bool) -> None:
     dial."""
     if not has_keys and not is_local(address):
         raise ConfigError(
-            _FIELD, f"{address} can be reached from other hosts: give --keys DIR (see `baton keys`) or bind loopback"
+            CONTROL_BIND,
+            f"{address} can be reached from other hosts: give --keys DIR (see `baton keys`) or bind loopback",
         )
     if has_keys and not address.startswith("tcp://"):
-        raise ConfigError(_FIELD, f"{address} is not tcp, the only one that has keys")
+        raise ConfigError(CONTROL_BIND, f"{address} is not tcp, the only one that has keys")
     if has_keys and _host(address) in ("*", "0.0.0.0", "::"):
-        raise ConfigError(_FIELD, f"{address} names no interface: give the address that other engines dial")
+        raise ConfigError(CONTROL_BIND, f"{address} names no interface: give the address that other engines dial")
 
 
 def is_local(address: str) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ import zmq
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.channel.base import Connection
 from baton.handoff.channel.curve import Gate, Socket, as_client, begin_ids_at_random
-from baton.handoff.channel.keys import Keys, check_bind, is_local
+from baton.handoff.channel.keys import CONTROL_BIND, Keys, check_bind, is_local
 from baton.handoff.protocol.frames import MAX_FRAME, decode, encode
 from baton.handoff.protocol.greeting import Side, is_sealed, seal
 from baton.handoff.protocol.messages import Bye, Hello, Message
@@ -41,6 +42,8 @@ _BURST = 256
 _QUEUE = 128
 # How long frames may take to leave when one session ends, and when all do; milliseconds. The second is longer, because
 # a peer that gets no BYE has to wait for its fence. Only a peer that reads nothing costs the whole time.
+# A context with its threads, a ROUTER with its monitor and authentication, and a pair that wakes: 12 measured.
+_NUM_DESCRIPTORS = 24
 _LINGER_MS, _LAST_LINGER_MS = 200, 5000
 # At most this many unread frames are answered when the channel closes.
 _LAST_FRAMES = 4096
@@ -49,6 +52,14 @@ _LAST_SEQUENCE = (1 << 63) - 1
 _RECONNECT_MS = (100, 2000)
 # Shortages that may pass: descriptors, memory, sockets.
 _SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
+
+
+def _need_descriptors() -> None:
+    """Raise `OSError` if the channel's sockets would not get their file descriptors. ZeroMQ 4.3.5 ends the process if
+    the threads of a context get none (`epoll_t`)."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(_NUM_DESCRIPTORS):
+            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
 
 
 class Channel:
@@ -64,20 +75,21 @@ class Channel:
         self._named = keys.engine_id is not None
         check_bind(bind, self._named)
         self._keys = keys
-        self._context: zmq.Context[Any] = zmq.Context()
         begin_ids_at_random()
-        self._router = self._socket(zmq.ROUTER)
-        self._gate = Gate(self._context, self._router, keys)
+        context: zmq.Context[Any] | None = None
         try:
+            _need_descriptors()
+            self._context = context = zmq.Context()
+            self._router = self._socket(zmq.ROUTER)
+            self._gate = Gate(self._context, self._router, keys)
             self._router.bind(bind)
-        except zmq.ZMQError as error:
-            self._gate.close()
-            self._router.close()
-            self._context.term()
-            raise ConfigError("handoff_address", f"cannot bind {bind}: {error}") from error
+            self._wake_in, self._wake_out = socket.socketpair()
+        except (zmq.ZMQError, OSError) as error:
+            if context is not None:
+                context.destroy(0)
+            raise ConfigError(CONTROL_BIND, f"cannot listen at {bind}: {error}") from error
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = endpoint.replace("tcp://", f"curve://{keys.engine_id}@", 1) if self._named else endpoint
-        self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._poller = zmq.Poller()
