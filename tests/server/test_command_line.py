@@ -11,110 +11,122 @@ import pytest
 from baton import cli
 from tests.server.fake_serving import write_tokenizer
 
+# MODEL, TMP and PORT stand for a checkpoint, an empty directory and a port in use.
+CASES = [
+    (["serve", "MODEL", "--port", "PORT"], "port: PORT on 127.0.0.1 is already in use"),
+    (["up", "MODEL", "--port", "PORT"], "port: PORT on 127.0.0.1 is already in use"),
+    (["serve", "TMP/none", "--port", "0"], "model: must be a directory"),
+    (["serve", "TMP", "--port", "0"], "tokenizer.json: no such file"),
+    (["serve", "MODEL", "--port", "0", "--role", "prefill"], "ticket_key_file: is required"),
+    (
+        ["serve", "MODEL", "--port", "0", "--speculative-config", "{"],
+        "speculative_config: is not JSON",
+    ),
+    (["router", "--port", "0", "--prefill", "http://127.0.0.1:1"], "ticket_key_file: is required"),
+    (
+        ["serve", "MODEL", "--port", "0", "--kv-transfer-config", '{"control_bind": "tcp://0.0.0.0:*"}'],
+        "control_bind: tcp://0.0.0.0:* can be reached from other hosts: give --keys DIR",
+    ),
+    (
+        ["serve", "MODEL", "--port", "0", "--ticket-key-file", "TMP/ticket.key", "--kv-transport", "nixl"],
+        "kv_transfer_config.kv_transport: nixl needs --keys DIR (see `baton keys`)",
+    ),
+    (["serve", "MODEL", "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: cuda_ipc,"),
+    (["up", "MODEL", "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: cuda_ipc,"),
+    (
+        ["up", "MODEL", "--port", "0", "--decode-block-size", "0"],
+        "decode_block_size: must be 1 to 1024, got 0",
+    ),
+    (["verify", "MODEL", "--prefill-block-size", "2000"], "prefill_block_size: must be 1 to 1024, got 2000"),
+    (["verify", "MODEL", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: cuda_ipc,"),
+    (
+        ["generate", "MODEL", "hi", "--kv-transfer-config", '{"kv_transport": "nixl:"}'],
+        "expected a name or scheme://?option=value, got 'nixl:'",
+    ),
+    (
+        ["serve", "MODEL", "--port", "0", "--kv-transfer-config", '{"prefix_store": "shm"}'],
+        "kv_transfer_config.prefix_store: must be file:///DIRECTORY, got 'shm'",
+    ),
+    (
+        ["serve", "MODEL", "--port", "0", "--role", "prefill", "--keys", "MODEL"],
+        "ticket.key does not exist",
+    ),
+    (
+        ["serve", "MODEL", "--port", "0", "--kv_cache_memory", "2X"],
+        "kv_cache_memory: must be bytes, or a size",
+    ),
+    (
+        ["up", "MODEL", "--port", "0", "--gpu_memory_utilization=2"],
+        "gpu_memory_utilization: must be in (0, 1]",
+    ),
+    (["serve", "MODEL", "--port", "0", "--kv_cache_memory=2G", "--dtype", "x"], "dtype: must be one of"),
+    (["router", "--port", "0", "--keys", "MODEL"], "ticket.key does not exist"),
+    (["keys", "--output", "TMP/keys", "--engines", "ok,../x"], "'../x' is no engine id"),
+    (["router", "--port", "0", "--both", "nonsense"], "'nonsense' is not a base URL"),
+    (["router", "--port", "0", "--seed-first-token"], "seed_first_token: is for --engine vllm"),
+    (["router", "--port", "0", "--kv-connector", "NixlConnector"], "kv_connector: is for --engine vllm"),
+    (["router", "--port", "0", "--near-tie", "0"], "near_tie: is for --engine vllm"),
+    (
+        ["router", "--port", "0", "--engine", "vllm", "--kv-connector", "LMCache"],
+        "kv_connector: must be one of BatonConnector, NixlConnector, NixlPushConnector, got 'LMCache'",
+    ),
+    (
+        ["router", "--port", "0", "--engine", "vllm", "--kv-connector", "NixlConnector", "--seed-first-token"],
+        "seed_first_token: is for vLLM servers with BatonConnector",
+    ),
+    (["generate", "TMP/none", "hi"], "model: must be a directory"),
+    (
+        ["serve", "MODEL", "--port", "0", "--chat-template", "no.jinja"],
+        "'no.jinja' is no template",
+    ),
+    (
+        ["up", "MODEL", "--port", "0", "--chat-template", "{% if %}"],
+        "the chat template does not compile",
+    ),
+    (["router", "--port", "0", "--chat-template", "MODEL"], "cannot be read as a file: Is a directory"),
+    (["up", "MODEL", "--port", "0", "--tool-call-parser", "none"], "tool_call_parser: "),
+    (["up", "MODEL", "--port", "0", "--ssl-keyfile", "key.pem"], "ssl_keyfile: needs ssl_certfile"),
+    (["up", "MODEL", "--port", "0", "--allowed-origins", "*"], "allowed_origins: must be a JSON list"),
+    (
+        ["serve", "MODEL", "--port", "0", "--role", "decode", "--chat-template", "{{ messages }}"],
+        "chat_template: is not for role decode",
+    ),
+    (
+        ["serve", "MODEL", "--port", "0", "--role", "prefill", "--chat-template-content-format", "openai"],
+        "chat_template_content_format: is not for role prefill",
+    ),
+]
 
+
+@pytest.mark.parametrize(("arguments", "message"), CASES, ids=[f"{case[0][0]} {case[1][:40]}" for case in CASES])
 def test_bad_input_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    directory = str(write_tokenizer(tmp_path / "model"))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        key = str(tmp_path / "ticket.key")
-        cases = [
-            (["serve", directory, "--port", port], f"port: {port} on 127.0.0.1 is already in use"),
-            (["up", directory, "--port", port], f"port: {port} on 127.0.0.1 is already in use"),
-            (["serve", str(tmp_path / "none"), "--port", "0"], "model: must be a directory"),
-            (["serve", str(tmp_path), "--port", "0"], "tokenizer.json: no such file"),
-            (["serve", directory, "--port", "0", "--role", "prefill"], "ticket_key_file: is required"),
-            (
-                ["serve", directory, "--port", "0", "--speculative-config", "{"],
-                "speculative_config: is not JSON",
-            ),
-            (["router", "--port", "0", "--prefill", "http://127.0.0.1:1"], "ticket_key_file: is required"),
-            (
-                ["serve", directory, "--port", "0", "--kv-transfer-config", '{"control_bind": "tcp://0.0.0.0:*"}'],
-                "control_bind: tcp://0.0.0.0:* can be reached from other hosts: give --keys DIR",
-            ),
-            (
-                ["serve", directory, "--port", "0", "--ticket-key-file", key, "--kv-transport", "nixl"],
-                "kv_transfer_config.kv_transport: nixl needs --keys DIR (see `baton keys`)",
-            ),
-            (["serve", directory, "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: cuda_ipc,"),
-            (["up", directory, "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: cuda_ipc,"),
-            (
-                ["up", directory, "--port", "0", "--decode-block-size", "0"],
-                "decode_block_size: must be 1 to 1024, got 0",
-            ),
-            (["verify", directory, "--prefill-block-size", "2000"], "prefill_block_size: must be 1 to 1024, got 2000"),
-            (["verify", directory, "--kv-transport", "tcp"], "unknown transport 'tcp'; known: cuda_ipc,"),
-            (
-                ["generate", directory, "hi", "--kv-transfer-config", '{"kv_transport": "nixl:"}'],
-                "expected a name or scheme://?option=value, got 'nixl:'",
-            ),
-            (
-                ["serve", directory, "--port", "0", "--kv-transfer-config", '{"prefix_store": "shm"}'],
-                "kv_transfer_config.prefix_store: must be file:///DIRECTORY, got 'shm'",
-            ),
-            (
-                ["serve", directory, "--port", "0", "--role", "prefill", "--keys", directory],
-                "ticket.key does not exist",
-            ),
-            (
-                ["serve", directory, "--port", "0", "--kv_cache_memory", "2X"],
-                "kv_cache_memory: must be bytes, or a size",
-            ),
-            (
-                ["up", directory, "--port", "0", "--gpu_memory_utilization=2"],
-                "gpu_memory_utilization: must be in (0, 1]",
-            ),
-            (["serve", directory, "--port", "0", "--kv_cache_memory=2G", "--dtype", "x"], "dtype: must be one of"),
-            (["router", "--port", "0", "--keys", directory], "ticket.key does not exist"),
-            (["keys", "--output", str(tmp_path / "keys"), "--engines", "ok,../x"], "'../x' is no engine id"),
-            (["router", "--port", "0", "--both", "nonsense"], "'nonsense' is not a base URL"),
-            (["router", "--port", "0", "--seed-first-token"], "seed_first_token: is for --engine vllm"),
-            (["router", "--port", "0", "--kv-connector", "NixlConnector"], "kv_connector: is for --engine vllm"),
-            (["router", "--port", "0", "--near-tie", "0"], "near_tie: is for --engine vllm"),
-            (
-                ["router", "--port", "0", "--engine", "vllm", "--kv-connector", "LMCache"],
-                "kv_connector: must be one of BatonConnector, NixlConnector, NixlPushConnector, got 'LMCache'",
-            ),
-            (
-                ["router", "--port", "0", "--engine", "vllm", "--kv-connector", "NixlConnector", "--seed-first-token"],
-                "seed_first_token: is for vLLM servers with BatonConnector",
-            ),
-            (["generate", str(tmp_path / "none"), "hi"], "model: must be a directory"),
-            (
-                ["serve", directory, "--port", "0", "--chat-template", "no.jinja"],
-                "'no.jinja' is no template",
-            ),
-            (
-                ["up", directory, "--port", "0", "--chat-template", "{% if %}"],
-                "the chat template does not compile",
-            ),
-            (["router", "--port", "0", "--chat-template", directory], "cannot be read as a file: Is a directory"),
-            (["up", directory, "--port", "0", "--tool-call-parser", "none"], "tool_call_parser: "),
-            (["up", directory, "--port", "0", "--ssl-keyfile", "key.pem"], "ssl_keyfile: needs ssl_certfile"),
-            (["up", directory, "--port", "0", "--allowed-origins", "*"], "allowed_origins: must be a JSON list"),
-            (
-                ["serve", directory, "--port", "0", "--role", "decode", "--chat-template", "{{ messages }}"],
-                "chat_template: is not for role decode",
-            ),
-            (
-                ["serve", directory, "--port", "0", "--role", "prefill", "--chat-template-content-format", "openai"],
-                "chat_template_content_format: is not for role prefill",
-            ),
-        ]
-        for arguments, message in cases:
-            monkeypatch.setattr(sys, "argv", ["baton", *arguments])
-            with pytest.raises(SystemExit) as ended:
-                cli.main()
-            assert ended.value.code in (1, 2), arguments
-            stderr = capsys.readouterr().err
-            # A command that serves has set up logging before it needs the port.
-            assert stderr.count("error: ") + stderr.count(" ERROR baton: ") == 1, stderr
-            assert message in stderr
-            assert len(stderr.splitlines()) == 1, stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        places = {
+            "MODEL": str(write_tokenizer(tmp_path / "model")),
+            "TMP": str(tmp_path),
+            "PORT": str(taken.getsockname()[1]),
+        }
+
+        def placed(text: str) -> str:
+            for name, value in places.items():
+                text = text.replace(name, value)
+            return text
+
+        monkeypatch.setattr(sys, "argv", ["baton", *map(placed, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert ended.value.code in (1, 2)
+    stderr = capsys.readouterr().err
+    # A command that serves has set up logging before it needs the port.
+    assert stderr.count("error: ") + stderr.count(" ERROR baton: ") == 1, stderr
+    assert placed(message) in stderr
+    assert len(stderr.splitlines()) == 1, stderr
 
 
 def test_unknown_flag_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
