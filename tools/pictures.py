@@ -74,7 +74,7 @@ class Picture:
             f' stroke-width="{3 if wide else 1.3}"{dash} marker-end="url(#tip)"/>'
         )
         for i, line in enumerate(label.split("\n") if label else []):
-            self.text((middle[0], middle[1] - 6 + 15 * i), line, size=12)
+            self.text((middle[0], middle[1] - 6 + 21 * i), line, size=12)
 
     def done(self) -> str:
         return "\n".join([*self.parts, "</svg>"]) + "\n"
@@ -185,7 +185,7 @@ PLACES: dict[str, dict[str, Point]] = {
 BENDS = {
     ("P", "open", "offered"): 14, ("P", "offered", "open"): 14, ("P", "open", "closed"): 52,
     ("D", "announced", "done"): 232, ("D", "registered", "done"): 205, ("D", "registered", "checking"): 0,
-    ("D", "checking", "registered"): 34, ("D", "reading", "checking"): 26, ("D", "checking", "reading"): 26,
+    ("D", "checking", "registered"): 34, ("D", "reading", "checking"): 17, ("D", "checking", "reading"): 17,
     ("D", "waiting", "failed"): -115,
 }  # fmt: skip
 
@@ -229,14 +229,20 @@ def machines() -> str:
 # ------------------------------------------------------------------ group, page, interval
 
 NUM_TOKENS, NUM_DRAFTS = 10, 3
+PLANES = kv_planes(2, 8, "float32")
 GROUPS = [
-    GroupSpec(name="target", owner="target", kind="full", planes=kv_planes(2, 8, "float32"), page_size=4, layer_ids=(0, 1)),
+    GroupSpec(name="target", owner="target", kind="full", planes=PLANES, page_size=4, layer_ids=(0, 1)),
     GroupSpec(
-        name="window", owner="target", kind="sliding_window", window=5, planes=kv_planes(2, 8, "float32"), page_size=4,
-        layer_ids=(2,),
+        name="window", owner="target", kind="sliding_window", window=5, planes=PLANES, page_size=4, layer_ids=(2,)
     ),
-    GroupSpec(name="draft", owner="draft", kind="full", module=1, planes=kv_planes(2, 8, "float32"), page_size=3, layer_ids=(3,)),
-]  # fmt: skip
+    GroupSpec(name="draft", owner="draft", kind="full", module=1, planes=PLANES, page_size=3, layer_ids=(3,)),
+]
+LEGEND = (
+    (20, BLUE, "wanted, target"),
+    (170, GREEN, "wanted, drafter"),
+    (325, AMBER, "lookahead: next token and drafts, in no interval"),
+    (670, WHITE, "not needed"),
+)
 
 
 def pages() -> str:
@@ -245,12 +251,8 @@ def pages() -> str:
     destination = cache.attach_destination(tables, range(NUM_TOKENS), NUM_TOKENS)
     assert destination is not None
     picture = Picture(960, 430, "Three groups of a request: pages, slots, and the intervals that a handoff moves")
-    picture.text(
-        (20, 26),
-        f"A prompt of {NUM_TOKENS} tokens and {NUM_DRAFTS} drafts on a decode engine that holds none of it",
-        anchor="start",
-        bold=True,
-    )
+    heading = f"A prompt of {NUM_TOKENS} tokens and {NUM_DRAFTS} drafts on a decode engine that holds none of it"
+    picture.text((20, 26), heading, anchor="start", bold=True)
     cell, left = 40, 240
     for i, group in enumerate(GROUPS):
         y = 56 + 120 * i
@@ -258,30 +260,19 @@ def pages() -> str:
         picture.text((20, y + 28), f"group {group.name}", anchor="start", bold=True)
         picture.text((20, y + 46), f"{kind}, {group.page_size} tokens a page", anchor="start", size=12)
         wanted = destination.wanted[group.name]
+        colour = BLUE if group.owner == "target" else GREEN
         for index, page in enumerate(tables.pages[group.name]):
             x, width = left + index * group.page_size * cell, group.page_size * cell
             picture.text((x + width / 2, y + 10), f"page {page}" if page else "null page", size=12)
             for slot in range(group.page_size):
                 position = index * group.page_size + slot
                 inside = wanted.start <= position < wanted.stop
-                fill = (
-                    (BLUE if group.owner == "target" else GREEN)
-                    if inside
-                    else AMBER
-                    if position >= NUM_TOKENS
-                    else WHITE
-                )
+                fill = colour if inside else AMBER if position >= NUM_TOKENS else WHITE
                 picture.box((x + slot * cell, y + 16), (cell, 30), [str(position)], fill, dashed=not page)
-            picture.parts.append(
-                f'<rect x="{x}" y="{y + 16}" width="{width}" height="30" fill="none" stroke="{INK}" stroke-width="2"/>'
-            )
+            frame = f'<rect x="{x}" y="{y + 16}" width="{width}" height="30" fill="none"'
+            picture.parts.append(f'{frame} stroke="{INK}" stroke-width="2"/>')
         bracket(picture, left, cell, y + 54, wanted)
-    for x, fill, text in (
-        (20, BLUE, "wanted, target"),
-        (170, GREEN, "wanted, drafter"),
-        (325, AMBER, "lookahead: next token and drafts, in no interval"),
-        (670, WHITE, "not needed"),
-    ):
+    for x, fill, text in LEGEND:
         picture.box((x, 404), (18, 14), (), fill)
         picture.text((x + 25, 415), text, anchor="start", size=12)
     return picture.done()
