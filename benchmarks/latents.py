@@ -15,8 +15,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from baton.engine.attention import AttnBatch
-from baton.engine.attention_latent import Latents
+from baton.engine.attention.base import AttnBatch
+from baton.engine.attention.latent import Latents
 from baton.models.latent import LatentProjection
 from baton.models.linear import Build
 from baton.models.specs import LatentSpec

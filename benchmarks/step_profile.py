@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import typer
 
-from baton.engine.attention import AttnBatch, AttnRows, get_backend
+from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.registry import get_backend
 from baton.models.cache import KVLayerSpec
 from baton.models.linear import Linear
 from baton.models.loader import load_model

@@ -18,8 +18,8 @@ from baton.engine.layer_stream import LayerStream
 from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus
 from baton.engine.requests import make_request
+from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import Scheduler
-from baton.engine.stopping import until_stop
 from baton.errors import BatonError
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import (

@@ -14,7 +14,7 @@ from unittest import mock
 import msgspec
 
 from baton.engine import build
-from baton.engine.kv_memory import KVMemory
+from baton.engine.memory.kv_memory import KVMemory
 from baton.handoff.node.agent import AgentConfig, HandoffAgent
 from baton.handoff.node.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry

@@ -14,7 +14,7 @@ import pytest
 from baton import cli
 from baton.cli import serve
 from baton.engine.config import EngineConfig
-from baton.engine.sizes import check_sizes
+from baton.engine.memory.sizes import check_sizes
 from baton.errors import ConfigError
 from tests.cli.logging_state import restored
 from tests.server.fake_serving import write_tokenizer

@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.drafters.eagle3 import aux_layer_ids
 from baton.drafters.head import HeadDrafter
 from baton.drafters.registry import load_drafter
-from baton.engine.attention import get_backend
+from baton.engine.attention.registry import get_backend
 from baton.errors import CheckpointError, ConfigError
 from baton.models import CausalLM, load_model
 from tests.support.checkpoints import make_drafter

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from baton.drafters.registry import load_drafter
-from baton.engine.attention import AttnBatch, get_backend
-from baton.engine.group_memory import GroupMemory
+from baton.engine.attention.base import AttnBatch
+from baton.engine.attention.registry import get_backend
+from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.runner import _LayerCache
 from baton.kv.spec import GroupSpec, latent_planes
 from baton.models import CausalLM, load_model

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.noise import gumbel, uniform
-from baton.engine.verifier import Verified
+from baton.engine.sampling.noise import gumbel, uniform
+from baton.engine.sampling.verifier import Verified
 from baton.wire import SamplingParams
 
 Row = npt.NDArray[np.float32]

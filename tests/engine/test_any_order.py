@@ -22,9 +22,9 @@ from baton.engine.metrics import EngineMetrics
 from baton.engine.plan import PlanSpec
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request
+from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import ScheduledRows, Scheduler
 from baton.engine.step import StepOutcome
-from baton.engine.stopping import until_stop
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval

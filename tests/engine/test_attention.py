@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.attention import BACKENDS, AttnBatch, AttnRows, get_backend
+from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.registry import BACKENDS, get_backend
 from baton.errors import BatonError, ConfigError
 from baton.models import cpu_team
 
@@ -147,7 +148,7 @@ def test_threads_change_no_bit(runtime: str, monkeypatch: pytest.MonkeyPatch) ->
     teams: list[int] = []
     count = cpu_team.threads_for
     monkeypatch.setattr(
-        "baton.engine.attention_paged_cpu.threads_for", lambda *work: teams.append(count(*work)) or teams[-1]
+        "baton.engine.attention.paged_cpu.threads_for", lambda *work: teams.append(count(*work)) or teams[-1]
     )
     q, k, v = random_qkv(600, 4, 2, 64, seed=4)
     results = []
@@ -218,12 +219,12 @@ def test_null_pages_are_not_read(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize(("module", "maker"), [("attention_sdpa", "_make_plan"), ("attention_paged_cpu", "Where")])
+@pytest.mark.parametrize(("module", "maker"), [("sdpa", "_make_plan"), ("paged_cpu", "Where")])
 def test_layers_of_two_groups_that_alternate_share_a_plan_each(
     module: str, maker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a model whose windowed and full layers alternate."""
-    source = importlib.import_module(f"baton.engine.{module}")
+    source = importlib.import_module(f"baton.engine.attention.{module}")
     made = []
     real = getattr(source, maker)
     counted = types.SimpleNamespace(of=lambda *given: made.append(0) or real.of(*given))
@@ -231,7 +232,7 @@ def test_layers_of_two_groups_that_alternate_share_a_plan_each(
     q, k, v = random_qkv(8, 2, 1, 8, seed=5)
     pools = [Pool(1, 8, 4, [8], torch.float32) for _ in range(2)]
     batches = [pool.batch({0: (0, 8)}) for pool in pools]
-    backend = get_backend(module.removeprefix("attention_"), "cpu")
+    backend = get_backend(module, "cpu")
     for layer in (0, 1):
         for pool, batch in zip(pools, batches, strict=True):
             backend.write_and_attend(pool.kv, layer, AttnRows(q, k, v, 0.3), batch, None)

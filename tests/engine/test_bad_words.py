@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.engine.bad_words import BadWords
+from baton.engine.sampling.bad_words import BadWords
 from baton.errors import RequestError
 from baton.text import Tokenizer
 from baton.text.bad_words import tokens_of

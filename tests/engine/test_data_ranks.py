@@ -15,7 +15,7 @@ import pytest
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig, SpeculativeConfig
-from baton.engine.lockstep import Bells, Lockstep
+from baton.engine.ranks.lockstep import Bells, Lockstep
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.models.expert_parallel import ExpertRanks
 from baton.wire import SamplingParams

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.engine.config import KVTransferConfig, SpeculativeConfig
-from baton.engine.draft_states import DraftStates
 from baton.engine.executor import LocalExecutor
+from baton.engine.memory.draft_states import DraftStates
 from baton.engine.plan import DraftPlan, DraftResult, DraftSlots, Noise, Rows
 from baton.models import load_model
 from baton.wire import SamplingParams

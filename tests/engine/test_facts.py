@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from baton.comparison import token_identity
-from baton.engine import facts
 from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig
+from baton.engine.loading import facts
 from baton.engine.requests import make_request
 from baton.errors import IncompatiblePeerError
 from baton.models.base import CausalLM

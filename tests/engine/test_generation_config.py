@@ -12,7 +12,7 @@ import transformers
 
 from baton import LLM
 from baton.engine.config import EngineConfig
-from baton.engine.generation_config import sampling_defaults
+from baton.engine.loading.generation_config import sampling_defaults
 from baton.errors import ConfigError
 from baton.wire import NO_DEFAULTS, SamplingDefaults, SamplingParams
 from tests.support.checkpoints import make_checkpoint

@@ -17,7 +17,7 @@ from baton import LLM, SamplingParams
 from baton.cli import app
 from baton.cli.options import EngineOptions
 from baton.engine.config import EngineConfig, SpeculativeConfig
-from baton.engine.hub import checkpoint_directory
+from baton.engine.loading.hub import checkpoint_directory
 from baton.errors import ConfigError
 
 DEMO = Path("models/baton-demo-llama")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.attention import AttnBatch
-from baton.engine.attention_latent import Latents
-from baton.engine.group_memory import GroupMemory
+from baton.engine.attention.base import AttnBatch
+from baton.engine.attention.latent import Latents
+from baton.engine.attention.scan import StateBatch, scan
+from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.plan import StateSlots
-from baton.engine.scan import StateBatch, scan
 from baton.errors import BatonError
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes, latent_planes
 from baton.models import cpu_team
@@ -106,7 +106,7 @@ def reference(seed: int, heads: Heads | None = None) -> Tensor:
 @pytest.mark.parametrize("split", [False, True])
 def test_latents_are_attended_to(split: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernel:
-        monkeypatch.setattr("baton.engine.attention_latent.fits", lambda *_: False)
+        monkeypatch.setattr("baton.engine.attention.latent.fits", lambda *_: False)
     for out, seed in zip(Pool(split=split).attend({0: (0, LENGTH), 1: (0, LENGTH)}), (0, 1), strict=True):
         torch.testing.assert_close(out, reference(seed), rtol=1e-4, atol=1e-5)
 
@@ -135,7 +135,7 @@ def test_prompts_are_expanded_and_few_rows_absorbed(split: bool) -> None:
 def test_no_more_is_expanded_than_memory_is_meant_for(monkeypatch: pytest.MonkeyPatch) -> None:
     size = HEADS * (NOPE + ROPE + Heads().value_dim)
     for most, expansions in ((LENGTH * size, 1), (LENGTH * size - 1, 0)):
-        monkeypatch.setattr("baton.engine.attention_latent._MOST_EXPANDED", most)
+        monkeypatch.setattr("baton.engine.attention.latent._MOST_EXPANDED", most)
         heads = Heads()
         out = Pool().attend({0: (0, LENGTH)}, heads)
         torch.testing.assert_close(out[0], reference(0, Heads()), rtol=1e-4, atol=1e-4)
@@ -156,9 +156,9 @@ def test_a_row_of_latents_has_the_same_bits_in_every_batch(page_size: int) -> No
 def test_rows_of_latents_are_shared_among_threads_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     teams: list[int] = []
     count = cpu_team.threads_for
-    monkeypatch.setattr("baton.engine.attention_latent_cpu._PARALLEL_WORK", 1 << 10)
+    monkeypatch.setattr("baton.engine.attention.latent_cpu._PARALLEL_WORK", 1 << 10)
     monkeypatch.setattr(
-        "baton.engine.attention_latent_cpu.threads_for", lambda *work: teams.append(count(*work)) or teams[-1]
+        "baton.engine.attention.latent_cpu.threads_for", lambda *work: teams.append(count(*work)) or teams[-1]
     )
     found, before = [], torch.get_num_threads()
     for threads in (1, 2):

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.attention import AttnBatch, AttnRows, get_backend
-from baton.engine.attention_latent import Latents
+from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.latent import Latents
+from baton.engine.attention.registry import get_backend
 from baton.models import mamba2_torch
 from baton.models.headwise import headwise, invariant_headwise
 from baton.models.linear import Build, Linear

@@ -9,7 +9,7 @@ import pytest
 
 from baton.engine.core import EngineCore
 from baton.engine.request import FOLLOWS, Request, RequestStatus
-from baton.engine.sampler import SamplerState
+from baton.engine.sampling.sampling_state import SamplerState
 from baton.wire import FinishReason, SamplingParams
 from tests.engine.engines import pair, request, stepped
 

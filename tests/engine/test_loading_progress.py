@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine import loading_progress
 from baton.engine.config import EngineConfig
-from baton.engine.loading import load_checkpoints
+from baton.engine.loading.checkpoints import load_checkpoints
 from baton.engine.loading_progress import showing
 from baton.models.loader import load_model, watching
 from tests.support.checkpoints import make_checkpoint

@@ -14,7 +14,7 @@ import torch
 from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, StepPlan, one_request
-from baton.engine.sampler import SamplerState, ToSample, sampling_of
+from baton.engine.sampling.sampling_state import SamplerState, ToSample, sampling_of
 from baton.wire import SamplingParams, StructuredOutputsParams
 from tests.engine.engines import EAGLE3, Stepped, request, stepped
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import baton.engine.pool_size as pool_size_module
+import baton.engine.memory.pool_size as pool_size_module
 from baton import LLM, SamplingParams
 from baton.engine.config import EngineConfig, parse_size
-from baton.engine.pool_size import MIN_POOL_BYTES, Demand, Memory, PoolSize, pool_size
+from baton.engine.memory.pool_size import MIN_POOL_BYTES, Demand, Memory, PoolSize, pool_size
 from baton.errors import ConfigError
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes
 from tests.engine.engines import EAGLE3, TARGET

@@ -14,7 +14,7 @@ import pytest
 
 from baton import LLM, SamplingParams
 from baton.engine.config import EngineConfig, KVTransferConfig
-from baton.engine.prefix_store import SPAN_TOKENS
+from baton.engine.memory.prefix_store import SPAN_TOKENS
 from baton.errors import ConfigError
 from baton.text import Tokenizer
 from baton.transports.base import ByteArray

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from baton.engine.llm import LLM
 from baton.engine.plan import Scored
 from baton.engine.requests import make_request
-from baton.engine.scoring import scores_of
+from baton.engine.sampling.prompt_logprobs import scores_of
 from baton.errors import RequestError
 from baton.wire import GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 from tests.engine.engines import EAGLE3, TARGET

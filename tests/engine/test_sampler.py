@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine import choice
-from baton.engine.choice import DraftChoice, choose
-from baton.engine.noise import gumbel, gumbel_rows, uniform
 from baton.engine.plan import Sampling
-from baton.engine.sampler import SamplerState, ToSample, noise_of, sampling_of, token_logprobs
-from baton.engine.verifier import Verified, rejection_choice, verify
+from baton.engine.sampling import sampler
+from baton.engine.sampling.noise import gumbel, gumbel_rows, uniform
+from baton.engine.sampling.sampler import DraftChoice, choose
+from baton.engine.sampling.sampling_state import SamplerState, ToSample, noise_of, sampling_of, token_logprobs
+from baton.engine.sampling.verifier import Verified, rejection_choice, verify
 from baton.errors import RequestError
 from baton.wire import SamplingParams
 from tests.engine.plain_sampler import PlainSampler
@@ -60,9 +60,9 @@ def verify_one(one: SamplerState, rows: np.ndarray, drafts: Sequence[int]) -> Ve
 
 def processed(rows: torch.Tensor, asked: Sampling) -> torch.Tensor:
     """Scores with all processing before the noise."""
-    found = choice.processed(rows, asked)
+    found = sampler.processed(rows, asked)
     drawn = asked.noise.temperature > 0.0
-    choice._cut_nucleus(found, np.flatnonzero(drawn & (asked.top_p < 1.0)), asked.top_p)
+    sampler._cut_nucleus(found, np.flatnonzero(drawn & (asked.top_p < 1.0)), asked.top_p)
     return found
 
 
@@ -192,7 +192,7 @@ def test_a_batch_is_sampled_as_its_requests_one_by_one(
     rejection: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens, acceptance and every bit of the scores, with any neighbours and any number of blocks."""
-    monkeypatch.setattr(choice, "_BLOCK", block)
+    monkeypatch.setattr(sampler, "_BLOCK", block)
     vocab_size, num_accepted = 301, 0
     for seed in range(12):
         random = np.random.default_rng(seed)
@@ -238,7 +238,7 @@ def test_drafts_are_picked_as_the_target_would(
     mapped: bool, block: int, temperatures: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By definition: argmax of logits over temperature plus the noise of the target's ids."""
-    monkeypatch.setattr(choice, "_BLOCK", block)
+    monkeypatch.setattr(sampler, "_BLOCK", block)
     vocab_size = 301
     random = np.random.default_rng(3)
     target_ids = np.sort(random.permutation(vocab_size)[:100]) if mapped else np.arange(vocab_size)

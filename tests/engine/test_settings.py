@@ -19,7 +19,7 @@ import baton
 from baton.comparison import token_identity
 from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
-from baton.engine.generation_config import GENERATION_FIELDS
+from baton.engine.loading.generation_config import GENERATION_FIELDS
 from baton.handoff.protocol.ticket import request_digest
 from baton.models.loader import _CONFIG_NOISE
 from baton.text import Tokenizer

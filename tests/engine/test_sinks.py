@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.attention import BACKENDS, AttnRows, get_backend
+from baton.engine.attention.base import AttnRows
+from baton.engine.attention.registry import BACKENDS, get_backend
 from tests.engine.test_attention import LAYER, Pool, random_qkv
 
 pytestmark = pytest.mark.usefixtures("one_thread")

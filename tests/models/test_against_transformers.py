@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.attention import get_backend
+from baton.engine.attention.registry import get_backend
 from baton.models import CausalLM, load_model
 from tests.support.paged import PagedSequence
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.engine.attention import AttnBatch, AttnRows, get_backend
+from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.registry import get_backend
 from baton.models import load_model
 from baton.models.cpu_rows import silu_mul
 from baton.models.headwise import invariant_headwise

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from baton.engine.attention import get_backend
+from baton.engine.attention.registry import get_backend
 from baton.engine.config import EngineConfig
-from baton.engine.facts import numeric_probe
-from baton.engine.kv_memory import model_groups
+from baton.engine.loading.facts import numeric_probe
+from baton.engine.memory.kv_memory import model_groups
 from baton.engine.ranks.collective import Exchange
 from baton.errors import ConfigError
 from baton.models.expert_parallel import Elsewhere, ExpertRanks, SharedLayer

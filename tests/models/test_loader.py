@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.engine.attention import get_backend
+from baton.engine.attention.registry import get_backend
 from baton.errors import CheckpointError
 from baton.models import fingerprint, linear, load_model, read_config
 from baton.models.loader import weight_table

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.attention import AttentionBackend, AttnBatch, AttnRows
+from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
 from baton.models.cache import KVLayerSpec
 
 

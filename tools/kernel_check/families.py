@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.attention import AttnBatch, AttnRows, get_backend
-from baton.engine.attention_latent_cpu import absorbed
+from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.latent_cpu import absorbed
+from baton.engine.attention.registry import get_backend
 from baton.kv.geometry import CopyList
 from baton.models import cpu_kernels, cpu_products, cpu_rows, mamba2_cpu
 from baton.models.cpu_kernels import array

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from baton.engine.attention import AttnBatch, AttnRows
+from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.executor import LocalExecutor
 from baton.engine.llm import LLM
 from baton.verify.observe import make_cases

@@ -13,7 +13,7 @@ from baton.cli.load import load_command
 from baton.cli.options import ModelArgument, with_options
 from baton.cli.tables import JsonFlag
 from baton.engine.config import SpeculativeConfig
-from baton.engine.hub import checkpoint_directory
+from baton.engine.loading.hub import checkpoint_directory
 
 app = typer.Typer(help="Measure servers, deployments and transports.", no_args_is_help=True)
 

@@ -132,7 +132,7 @@ async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficO
 
     from baton.bench.load import Load, run_load
     from baton.bench.prompts import PrefixRepetition, RandomPrompts, arrivals
-    from baton.engine.hub import checkpoint_directory
+    from baton.engine.loading.hub import checkpoint_directory
     from baton.openai.client import base_url, connected
     from baton.text import Tokenizer
 

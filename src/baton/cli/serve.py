@@ -29,7 +29,7 @@ from baton.cli.router import serve_router
 from baton.cli.supervision import DEFAULT_MAX_RESTARTS, Supervisor
 from baton.deployment import Deployment, Reporter
 from baton.engine.config import EngineConfig
-from baton.engine.sizes import check_sizes
+from baton.engine.memory.sizes import check_sizes
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.wire import Role
 

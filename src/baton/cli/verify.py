@@ -16,7 +16,7 @@ from baton.cli.options import StepOptions, with_options
 from baton.cli.roles import RoleOptions
 from baton.deployment import Deployment, check_shared_transport
 from baton.engine.config import SpeculativeConfig
-from baton.engine.hub import checkpoint_directory
+from baton.engine.loading.hub import checkpoint_directory
 from baton.errors import ConfigError
 from baton.verify.compare import compare
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case

@@ -1,4 +1,4 @@
-"""Triton kernels of `attention_triton`. `kept` is one layer of a group's pages: [pages, 2, page_size, G, D]."""
+"""Triton kernels of `attention.triton`. `kept` is one layer of a group's pages: [pages, 2, page_size, G, D]."""
 
 import triton
 import triton.language as tl

@@ -13,27 +13,27 @@ from pathlib import Path
 import torch
 
 from baton.drafters.base import num_modules
-from baton.engine.attention import get_backend
+from baton.engine.attention.registry import get_backend
 from baton.engine.config import EngineConfig
 from baton.engine.core import EmitChunk, EngineCore
 from baton.engine.executor import Executor, LocalExecutor
-from baton.engine.facts import engine_facts
-from baton.engine.group_memory import GroupMemory
 from baton.engine.handoff import HandoffLegs
-from baton.engine.kv_memory import kv_memory, model_groups
 from baton.engine.layer_stream import LayerStream
-from baton.engine.loading import Loaded, load_checkpoints
-from baton.engine.lockstep import Bells, Lockstep
+from baton.engine.loading.checkpoints import Loaded, load_checkpoints
+from baton.engine.loading.facts import engine_facts
+from baton.engine.memory.group_memory import GroupMemory
+from baton.engine.memory.kv_memory import kv_memory, model_groups
+from baton.engine.memory.pool_size import Memory, PoolSize
+from baton.engine.memory.prefix_store import PrefixStore
 from baton.engine.metrics import EngineMetrics
-from baton.engine.pool_size import Memory, PoolSize
-from baton.engine.prefix_store import PrefixStore
 from baton.engine.ranks.agents import make_agents
 from baton.engine.ranks.collective import expert_ranks
 from baton.engine.ranks.executor import RankExecutor
 from baton.engine.ranks.followers import start_followers
+from baton.engine.ranks.lockstep import Bells, Lockstep
 from baton.engine.runner import ModelRunner, plan_spec
+from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import Scheduler
-from baton.engine.stopping import until_stop
 from baton.errors import BatonError, ConfigError, EngineUnavailableError, HandoffError
 from baton.handoff.channel.config import DEFAULT_MAX_RETRIES, own_bind
 from baton.handoff.channel.keys import KeyRing

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from baton.drafters.methods import DRAFTERS
-from baton.engine.generation_config import GENERATION_FIELDS, sampling_defaults
-from baton.engine.hub import checkpoint_directory
-from baton.engine.servable import check_servable
+from baton.engine.loading.generation_config import GENERATION_FIELDS, sampling_defaults
+from baton.engine.loading.hub import checkpoint_directory
+from baton.engine.loading.servable import check_servable
 from baton.errors import ConfigError
 from baton.handoff.channel.config import DEFAULT_HANDOFF_TIMEOUT_S
 from baton.handoff.channel.keys import check_bind, ticket_key_file
@@ -144,7 +144,7 @@ class EngineConfig:
     `model`: a checkpoint directory, or before `located()` ORG/NAME on the hub, at `revision`.
     `skip_tokenizer_init`: prompts are token ids, and the output has no text.
     `kv_cache_memory`: bytes over all groups. None: `gpu_memory_utilization` of the free memory, on a host too, in equal
-    parts for `engines_per_host` engines (`engine/pool_size.py`).
+    parts for `engines_per_host` engines (`engine/memory/pool_size.py`).
     `max_model_len`: None takes the checkpoint's, or what fits into that memory.
     `mamba_block_size`: prefix hits of a model with states end at multiples of this number of tokens.
     `tensor_parallel_size` ranks share the target's heads and inner widths, `pipeline_parallel_size` stages of such
@@ -155,7 +155,7 @@ class EngineConfig:
     `data_parallel_rank`; they meet in the directory `data_parallel_store`.
     `keys`: a key directory, which holds the ticket key too. Without one the control socket stays on loopback.
     `generation_config`: source of sampling defaults: the checkpoint ("auto"), another directory, or none ("vllm").
-    `override_generation_config` has priority (`engine/generation_config.py`).
+    `override_generation_config` has priority (`engine/loading/generation_config.py`).
     `seed`: for requests without one. None draws one for each.
     `token_api`: an engine of role both also takes token ids from a router. The other roles always do.
     `stall_timeout_s`: seconds in one step after which an engine is taken to hang.

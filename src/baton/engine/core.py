@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from baton.engine.handoff import Effect, HandoffLegs, PagesLetGo, RequestArrived, RequestFailed
-from baton.engine.lockstep import Alone, Peers
 from baton.engine.metrics import EngineMetrics
 from baton.engine.planning import DraftRows
+from baton.engine.ranks.lockstep import Alone, Peers
 from baton.engine.request import Request, RequestStatus
+from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import ScheduledRows, Scheduler
 from baton.engine.step import compute, told
-from baton.engine.stopping import until_stop
 from baton.handoff.channel.base import Clock, SystemClock
 from baton.handoff.protocol.events import HandoffEvent
 from baton.handoff.protocol.messages import Seeds
@@ -30,7 +30,7 @@ from baton.wire import EngineLoad, FinishReason, TokenChunk
 if TYPE_CHECKING:
     # The core itself needs no torch.
     from baton.engine.executor import Executor
-    from baton.engine.prefix_store import PrefixStore
+    from baton.engine.memory.prefix_store import PrefixStore
 
 EmitChunk = Callable[[TokenChunk, bool], None]
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.choice import choose
 from baton.engine.plan import DraftPlan, DraftResult, IntArray, PlanSpec, Scored, StepPlan, StepResult, Written
 from baton.engine.runner import ModelRunner, TargetOutput
-from baton.engine.scoring import scores_of
+from baton.engine.sampling.prompt_logprobs import scores_of
+from baton.engine.sampling.sampler import choose
 from baton.wire import TokenLogprobs
 
 

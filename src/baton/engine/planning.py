@@ -11,7 +11,7 @@ import numpy.typing as npt
 from baton.drafters.chain import ModuleChain
 from baton.engine.plan import DraftPlan, DraftSlots, Int32Array, IntArray, PlanSpec, Rows, Scored, StateSlots, StepPlan
 from baton.engine.request import Request
-from baton.engine.sampler import ToSample, noise_of, sampling_of
+from baton.engine.sampling.sampling_state import ToSample, noise_of, sampling_of
 from baton.engine.scheduler import ScheduledRows
 from baton.kv.geometry import NULL_PAGE
 from baton.kv.interval import known_entries

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.sampler import SamplerState
+from baton.engine.sampling.sampling_state import SamplerState
 from baton.errors import RequestError
 from baton.kv.prefix import salted_root
 from baton.kv.tables import BlockTables

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from baton.comparison import token_identity
-from baton.engine.bad_words import BadWords
 from baton.engine.request import Request
-from baton.engine.sampler import SamplerState
+from baton.engine.sampling.bad_words import BadWords
+from baton.engine.sampling.sampling_state import SamplerState
 from baton.errors import ForbiddenError, IncompatiblePeerError, ProtocolError, RequestError, WrongEngineError
 from baton.handoff.protocol.ticket import SignedTicket, request_digest
 from baton.log_limit import LogLimit

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from baton.drafters.base import ChainDrafter, DraftBatch, Drafter, num_modules
-from baton.engine.attention import AttentionBackend, AttnBatch, AttnRows
-from baton.engine.attention_latent import Latents
-from baton.engine.choice import DraftChoice
-from baton.engine.draft_states import DraftStates
-from baton.engine.group_memory import GroupMemory
+from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
+from baton.engine.attention.latent import Latents
+from baton.engine.attention.scan import StateBatch, scan
+from baton.engine.memory.draft_states import DraftStates
+from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.plan import DraftPlan, DraftResult, Int32Array, IntArray, PlanSpec, Rows, Written
-from baton.engine.scan import StateBatch, scan
+from baton.engine.sampling.sampler import DraftChoice
 from baton.kv.spec import GroupSpec, Owner
 from baton.models.base import CausalLM
 from baton.models.cache import LatentHeads, Recurrence

@@ -18,10 +18,10 @@ from baton.drafters.chain import ModuleChain
 from baton.engine.plan import NOT_FINITE, DraftPlan, DraftSlots, Noise, StepPlan, StepResult, one_request
 from baton.engine.planning import DraftRows, SampledRequest, choosable, draft_plan, step_plan
 from baton.engine.request import Request
-from baton.engine.sampler import token_logprobs
+from baton.engine.sampling.sampling_state import token_logprobs
+from baton.engine.sampling.stopping import until_stop
+from baton.engine.sampling.verifier import Verified, verify
 from baton.engine.scheduler import ScheduledRows
-from baton.engine.stopping import until_stop
-from baton.engine.verifier import Verified, verify
 from baton.errors import NonFiniteLogitsError, RequestError, refusal
 from baton.wire import TokenChunk, TokenLogprobs
 

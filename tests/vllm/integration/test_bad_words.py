@@ -12,7 +12,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.sample.ops.bad_words import apply_bad_words
 
 from baton import wire
-from baton.engine.bad_words import BadWords
+from baton.engine.sampling.bad_words import BadWords
 from baton.errors import RequestError
 from baton.text import Tokenizer
 from baton.text.bad_words import tokens_of

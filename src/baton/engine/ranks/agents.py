@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from baton.engine.device_memory import make_digester
-from baton.engine.kv_memory import KVMemory
+from baton.engine.memory.device_memory import make_digester
+from baton.engine.memory.kv_memory import KVMemory
 from baton.handoff.channel.config import own_bind
 from baton.handoff.node.agent import AgentConfig, HandoffAgent
 from baton.handoff.node.instance import InstanceAgent

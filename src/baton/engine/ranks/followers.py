@@ -19,7 +19,7 @@ import torch
 
 from baton.directories import RunDirectory
 from baton.engine.config import EngineConfig
-from baton.engine.kv_memory import KVMemory
+from baton.engine.memory.kv_memory import KVMemory
 from baton.engine.ranks.collective import tensor_rank
 from baton.engine.ranks.messages import MAX_MESSAGE_BYTES, Allocate, Done, Failed, Order, Start, decode_answer, encode
 from baton.errors import EngineUnavailableError

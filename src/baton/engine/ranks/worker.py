@@ -15,12 +15,12 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from baton.engine.attention import get_backend
+from baton.engine.attention.registry import get_backend
 from baton.engine.executor import LocalExecutor
-from baton.engine.facts import numeric_probe
-from baton.engine.group_memory import GroupMemory
-from baton.engine.kv_memory import model_groups, parts_of
-from baton.engine.loading import load_checkpoints
+from baton.engine.loading.checkpoints import load_checkpoints
+from baton.engine.loading.facts import numeric_probe
+from baton.engine.memory.group_memory import GroupMemory
+from baton.engine.memory.kv_memory import model_groups, parts_of
 from baton.engine.ranks.collective import tensor_rank
 from baton.engine.ranks.messages import (
     MAX_MESSAGE_BYTES,

@@ -1,4 +1,4 @@
-"""Per-request sampling state, and the `Sampling` of a plan made from it. `engine.choice` chooses the tokens."""
+"""Per-request sampling state, and the `Sampling` of a plan made from it. `sampler` chooses the tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.bad_words import BadWords
 from baton.engine.plan import Entries, FloatArray, IntArray, Masks, Noise, Sampling
+from baton.engine.sampling.bad_words import BadWords
 from baton.structured import Allowed
 from baton.structured.matcher import Bits
 from baton.wire import SamplingParams, TokenLogprobs

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from baton.engine.finite import rows_not_finite
 from baton.engine.plan import Scored
+from baton.engine.sampling.nonfinite import rows_not_finite
 from baton.wire import TokenLogprobs
 
 

@@ -11,9 +11,9 @@ import torch
 
 from baton.drafters.base import Drafter
 from baton.engine.config import EngineConfig, block_sizes
-from baton.engine.device_memory import device_region
-from baton.engine.group_memory import GroupMemory
-from baton.engine.pool_size import Memory, PoolSize, pool_size
+from baton.engine.memory.device_memory import device_region
+from baton.engine.memory.group_memory import GroupMemory
+from baton.engine.memory.pool_size import Memory, PoolSize, pool_size
 from baton.errors import ConfigError
 from baton.kv.interval import Kind
 from baton.kv.spec import GroupSpec, Owner, Planes, PlaneSpec, kv_planes, latent_planes

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from baton.drafters.base import Drafter
-from baton.engine.attention import AttentionBackend
+from baton.engine.attention.base import AttentionBackend
 from baton.engine.config import EngineConfig
-from baton.engine.group_memory import GroupMemory
-from baton.engine.noise import gumbel
+from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.plan import one_request
 from baton.engine.runner import ModelRunner
+from baton.engine.sampling.noise import gumbel
 from baton.kv.spec import GroupSpec
 from baton.models.base import CausalLM
 from baton.models.loader import fingerprint, tokenizer_hash

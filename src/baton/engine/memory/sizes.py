@@ -1,6 +1,6 @@
 """Early check of sizes that no engine could have, from a checkpoint's `config.json` and this host's memory.
 
-`engine/kv_memory.py` and `engine/pool_size.py` check the same settings exactly after the weights are loaded.
+`kv_memory` and `pool_size` check the same settings exactly after the weights are loaded.
 """
 
 from __future__ import annotations

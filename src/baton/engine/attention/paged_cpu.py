@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.attention import AttnBatch, AttnRows, slot_error
+from baton.engine.attention.base import AttnBatch, AttnRows, slot_error
 from baton.engine.attention_paged_kernels import ATTEND, FAULT, WRITE
 from baton.errors import ConfigError
 from baton.models.cpu_team import arguments, float_bits, threads_for

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.attention import AttnBatch, slot_error
+from baton.engine.attention.base import AttnBatch, slot_error
+from baton.engine.attention.paged_cpu import Where
 from baton.engine.attention_latent_kernels import ATTEND, FAULT
-from baton.engine.attention_paged_cpu import Where
 from baton.models.cpu_team import arguments, float_bits, threads_for
 
 # Vectors (rows times heads) that share one load of a tile. Their queries and sums stay in a core's cache.

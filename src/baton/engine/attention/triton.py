@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.attention import AttnBatch, AttnRows, slot_error
+from baton.engine.attention.base import AttnBatch, AttnRows, slot_error
 from baton.errors import ConfigError
 
 # Rows times query heads per KV head in one program, and keys in one tile.

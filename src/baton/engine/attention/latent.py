@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.attention import AttnBatch, slot_error
-from baton.engine.attention_latent_cpu import absorbed
-from baton.engine.attention_sdpa import spoil, without_hidden
+from baton.engine.attention.base import AttnBatch, slot_error
+from baton.engine.attention.latent_cpu import absorbed
+from baton.engine.attention.sdpa import spoil, without_hidden
 from baton.models.cache import LatentHeads
 from baton.models.cpu_kernels import fits
 

@@ -5,16 +5,13 @@ Shape suffixes: T rows of the step, R requests, H query heads, G key-value heads
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError
 
 
 @dataclass(slots=True)
@@ -58,40 +55,3 @@ class AttentionBackend(Protocol):
 
 def slot_error() -> BatonError:
     return BatonError("attention: a row's slot is in the null page or outside its page table")
-
-
-def _paged_cpu() -> AttentionBackend:
-    from baton.engine.attention_paged_cpu import PagedCpuBackend
-
-    return PagedCpuBackend()
-
-
-def _sdpa() -> AttentionBackend:
-    from baton.engine.attention_sdpa import SdpaBackend
-
-    return SdpaBackend()
-
-
-def _triton() -> AttentionBackend:
-    from baton.engine.attention_triton import TritonBackend
-
-    return TritonBackend()
-
-
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"paged_cpu": _paged_cpu, "triton": _triton, "sdpa": _sdpa}
-# The device type that a backend needs. Others run on any device.
-_DEVICES = {"paged_cpu": "cpu", "triton": "cuda"}
-
-
-def get_backend(name: str | None, device: torch.device | str) -> AttentionBackend:
-    """None and `auto` pick `paged_cpu` on a CPU, `triton` on CUDA if it is installed, else `sdpa`. Raises
-    `ConfigError`."""
-    kind = torch.device(device).type
-    if name is None or name == "auto":
-        on_cuda = "triton" if importlib.util.find_spec("triton") else "sdpa"
-        name = "paged_cpu" if kind == "cpu" else on_cuda
-    if name not in BACKENDS:
-        raise ConfigError("attention_backend", f"{name!r} is unknown, expected one of {', '.join(BACKENDS)}")
-    if kind != _DEVICES.get(name, kind):
-        raise ConfigError("attention_backend", f"{name} runs on {_DEVICES[name]} only, the device is {kind}")
-    return BACKENDS[name]()

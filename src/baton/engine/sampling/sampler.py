@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine.finite import rows_not_finite
-from baton.engine.noise import gumbel_rows, uniform
 from baton.engine.plan import NOT_FINITE, FloatArray, IntArray, Noise, Sampling
-from baton.engine.verifier import rejection_choice
+from baton.engine.sampling.noise import gumbel_rows, uniform
+from baton.engine.sampling.nonfinite import rows_not_finite
+from baton.engine.sampling.verifier import rejection_choice
 from baton.structured.drafting import Constrained
 
 # Scores processed at once, so that several passes over them stay in a cache.
