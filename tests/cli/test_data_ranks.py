@@ -109,12 +109,24 @@ def test_a_rank_that_does_not_start_is_told(
 
 
 def test_signals_reach_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reporter: Reporter) -> None:
-    with ranks(monkeypatch, tmp_path) as started, started.told_of_signals():
+    with ranks(monkeypatch, tmp_path) as started, started.forwarding_signals():
         started.await_ready(reporter)
         threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
         began = time.monotonic()
         started.wait()
         assert time.monotonic() - began < 5
+
+
+def test_ranks_that_all_exit_by_themselves_have_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reporter: Reporter
+) -> None:
+    with ranks(monkeypatch, tmp_path) as started:
+        started.await_ready(reporter)
+        for process in started._processes:  # without a signal to this process
+            process.terminate()
+            assert process.wait() == 0
+        with pytest.raises(EngineUnavailableError, match="data-parallel rank 0 ended with status 0"):
+            started.wait()
 
 
 def test_ports_of_ranks_are_in_a_row() -> None:

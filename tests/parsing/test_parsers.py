@@ -237,6 +237,16 @@ def test_answers_that_a_grammar_forces() -> None:
     assert found(NamedParser("stop"), ['{"a"', ": 1}"]) == ("", "", [("stop", '{"a": 1}')])
 
 
+def test_a_malformed_forced_call_and_what_follows_it_is_content() -> None:
+    call = '{"name": "stop", "parameters": {}}'
+    for text in ('[{"name": 5}, [hello], bye]', "[1, 2]", '[{"nam', ", ] no"):
+        for pieces in ([text], list(text)):
+            assert found(RequiredParser(), pieces) == (text, "", [])
+    # Only what separates valid calls is not content.
+    for pieces in ([f"[{call}, x, [y], {call}]"], list(f"[{call}, x, [y], {call}]")):
+        assert found(RequiredParser(), pieces) == (", x, [y],", "", [("stop", "{}"), ("stop", "{}")])
+
+
 @pytest.mark.parametrize(
     ("name", "opened", "text", "expected"),
     [

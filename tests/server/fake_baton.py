@@ -44,6 +44,8 @@ def engine_of(config: EngineConfig, progress: Any) -> FakeEngine:
     if config.served_model_name == "fails":
         # A real engine's thread may call it at any time.
         engine.on_failure = lambda call: threading.Timer(0.1, call, ["the engine failed: out of luck"]).start()  # type: ignore[method-assign]
+    if config.served_model_name == "exits":
+        threading.Timer(0.1, os._exit, [0]).start()
     return engine
 
 

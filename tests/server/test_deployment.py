@@ -92,11 +92,11 @@ def test_children_are_halted_killed_and_started_again(directory: str) -> None:
         deployment.stop("decode-0")
         deployment.kill("decode-0")  # also while it is stopped
         wait_gone(before["decode-0"])
-        assert not deployment.told("decode-0")
+        assert not deployment.ended_cleanly("decode-0")
         deployment.restart("decode-0")
         deployment.terminate("decode-0")
         assert deployment.wait("decode-0") == 0
-        assert deployment.told("decode-0"), "it has ended as it was told to"
+        assert deployment.ended_cleanly("decode-0")
         deployment.restart("decode-0")
         deployment.restart("router", wait=False)  # while it runs
         deployment.await_ready("router")

@@ -31,7 +31,7 @@ class Children:
     def ended(self) -> dict[str, str]:
         return dict(self.dead)
 
-    def told(self, name: str) -> bool:
+    def ended_cleanly(self, name: str) -> bool:
         return self.dead[name] == "told"
 
     def restart(self, name: str, wait: bool = True) -> None:
@@ -142,10 +142,14 @@ def answered(url: str) -> str:
     raise AssertionError("the engines do not come back")
 
 
-def test_up_ends_with_the_cause_when_an_engine_will_not_stay(directory: str) -> None:
-    command = [*FAKE, "up", directory, "--served-model-name", "fails", "--max-restarts", "1", "--port", "0"]
+@pytest.mark.parametrize(
+    ("name", "cause"), [("fails", "the engine failed: out of luck"), ("exits", "it ended with status 0")]
+)
+def test_up_ends_with_the_cause_when_an_engine_will_not_stay(directory: str, name: str, cause: str) -> None:
+    """Also when an engine exits with status 0 by itself: no signal asked it to end."""
+    command = [*FAKE, "up", directory, "--served-model-name", name, "--max-restarts", "1", "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
-    said = r"\S+Z ERROR baton: \w+-0 has ended 2 times, the last time with: the engine failed: out of luck"
+    said = rf"\S+Z ERROR baton: \w+-0 has ended 2 times, the last time with: {cause}"
     assert re.fullmatch(said, last)

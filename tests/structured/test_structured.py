@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import baton.structured.grammars as grammars_module
 from baton.errors import RequestError
 from baton.structured import DraftMatchers, Grammars, Known, Matcher
+from baton.structured.checking import Checker
 from baton.structured.vocabulary import vocabulary
 from baton.text import Tokenizer
 from baton.wire import MAX_GRAMMAR_CHARS, StructuredOutputsParams
@@ -270,3 +271,18 @@ def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path) -> None:
             grammars.check(StructuredOutputsParams(regex="b"))
     finally:
         grammars.close()
+
+
+def test_a_checking_process_that_does_not_read_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pipe holds less than a tokenizer."""
+    hangs = tmp_path / "hangs"
+    hangs.write_text("#!/bin/sh\nexec sleep 600\n")
+    hangs.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(hangs))
+    monkeypatch.setattr("baton.structured.checking.START_LIMIT_S", 0.2)
+    checker = Checker(lambda: "x" * 4_000_000, 10, [1])
+    try:
+        with pytest.raises(RequestError, match="did not start"):
+            checker.check("root ::= 'a'")
+    finally:
+        checker.close()

@@ -50,7 +50,7 @@ class DataRanks:
         self._directory = RunDirectory("data-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []
-        self._told = False
+        self._signalled = False
         try:
             for rank in range(size):
                 own = {
@@ -111,11 +111,13 @@ class DataRanks:
         """Wait until all ranks have ended after a signal. Raises `EngineUnavailableError` as soon as one ends by
         itself.
         """
-        while any(process.poll() is None for process in self._processes):
+        while True:
             ended = {rank: status for rank, one in enumerate(self._processes) if (status := one.poll()) is not None}
-            if ended and not self._told:
+            if ended and not self._signalled:
                 # A killed rank has a negative status; the others end by themselves soon after it.
                 raise EngineUnavailableError(self._end_of(min(ended, key=lambda rank: ended[rank])))
+            if len(ended) == len(self._processes):
+                break
             time.sleep(_LOOK_S)
         failed = [rank for rank, process in enumerate(self._processes) if process.returncode != 0]
         if failed:
@@ -125,17 +127,17 @@ class DataRanks:
         return f"data-parallel rank {rank} ended with status {self._processes[rank].returncode}"
 
     @contextlib.contextmanager
-    def told_of_signals(self) -> Iterator[None]:
+    def forwarding_signals(self) -> Iterator[None]:
         """Pass SIGTERM and SIGINT on to all ranks. Main thread only."""
-        before = {number: signal.signal(number, self._tell) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _tell(self, number: int, frame: FrameType | None) -> None:
-        self._told = True
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)
@@ -143,7 +145,7 @@ class DataRanks:
     def close(self) -> None:
         """End all running ranks. Without a signal they are killed: no rank can end in order without the others."""
         for process in self._processes:
-            if not self._told and process.poll() is None:
+            if not self._signalled and process.poll() is None:
                 process.kill()
         end_processes(self._processes)
         for pipe in self._pipes:

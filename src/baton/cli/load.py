@@ -118,9 +118,9 @@ def _hand_to(tool: LoadTool, *options: Any) -> NoReturn:
     defaults = {f.name: f.default for group in groups for f in fields(group)}
     for name in ("sweep", "sweep_duration_s", "plot"):
         if settings[name] is not None:
-            raise ConfigError(name, f"is of Baton's own load, not of {tool}'s")
+            raise ConfigError(name, f"is not supported with --tool {tool}")
     if json_output:
-        raise ConfigError("json", f"{tool} prints what it prints")
+        raise ConfigError("json", f"is not supported with --tool {tool}, which prints its own report")
     command = tool_command(tool, settings, defaults)
     key = {} if settings["api_key"] is None else {"OPENAI_API_KEY": settings["api_key"]}
     raise typer.Exit(subprocess.run(command, env={**os.environ, **key}, check=False).returncode)

@@ -32,12 +32,12 @@ class DatasetOptions:
     dataset_name: Annotated[Literal["random", "prefix_repetition"], typer.Option(help="Kind of prompts.")] = "random"
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 1000
     seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and arrivals.")] = 0
-    random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt behind the shared ones.")] = 1024
+    random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt after the shared prefix.")] = 1024
     random_output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128
     random_range_ratio: Annotated[float, typer.Option(help="Lengths differ by up to this part, each way.")] = 0.0
     random_prefix_len: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 0
     prefix_repetition_prefix_len: Annotated[int, typer.Option(help="Tokens of a prefix.")] = 256
-    prefix_repetition_suffix_len: Annotated[int, typer.Option(help="Tokens of a prompt behind its prefix.")] = 256
+    prefix_repetition_suffix_len: Annotated[int, typer.Option(help="Tokens of a prompt after its prefix.")] = 256
     prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="Prefixes that prompts share.")] = 10
     prefix_repetition_output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128
 

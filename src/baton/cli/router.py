@@ -94,6 +94,7 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
 
     with contextlib.closing(listener):
         asyncio.run(serve_router(config, listener, on_ready, shutdown_timeout_s=listen.shutdown_timeout))
+    reporter.signalled()
 
 
 async def serve_router(

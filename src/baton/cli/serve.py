@@ -98,6 +98,7 @@ def serve_command(
             parsing,
             listen.per_request(),
         )
+        reporter.signalled()
 
 
 def _serve_ranks(
@@ -118,12 +119,13 @@ def _serve_ranks(
     check_sizes(options.to_config(model, role, engine_id or role, process), size)
     ports = free_ports(listen.host, listen.port, size)
     ranks = DataRanks(size, engine_id or f"{role}-{ports[0]}", ports, options.engines_per_host or 1)
-    with contextlib.closing(ranks), ranks.told_of_signals():
+    with contextlib.closing(ranks), ranks.forwarding_signals():
         urls, kv = ranks.await_ready(reporter)
         reporter.ready(urls[0], kv, urls)
         if process.ready_fd is None:
             tell(f"{size} data-parallel ranks ({role}) are served at {', '.join(urls)}")
         ranks.wait()
+        reporter.signalled()
 
 
 @with_options
@@ -136,7 +138,8 @@ def up_command(
     prefill: Annotated[int, typer.Option(min=0, help="Prefill engines.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 1,
     engine_port_base: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of the first engine, the others behind it; 0: free ones.")
+        int,
+        typer.Option(min=0, max=65535, help="Port of the first engine; the others use the next ones. 0: free ports."),
     ] = 0,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often in succession an engine is started again that has ended by itself.")

@@ -24,8 +24,8 @@ class Processes(Protocol):
         """The children that have ended, and the last log line of each."""
         ...
 
-    def told(self, name: str) -> bool:
-        """Whether a child has ended because it was told to."""
+    def ended_cleanly(self, name: str) -> bool:
+        """Whether a child has ended in order because of a signal."""
         ...
 
     def restart(self, name: str, wait: bool = True) -> None:
@@ -46,7 +46,7 @@ class Supervisor:
     """Checks `processes` on each call of `look`, and reports through `tell`.
 
     After `max_restarts` restarts of a child in a row, `failure` is set to its last line, and `look` does nothing more.
-    A child that was told to end is restarted at once, uncounted. `clock` is in seconds.
+    A child that a signal ended in order is restarted at once, uncounted. `clock` is in seconds.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Supervisor:
         now = self._clock()
         for name, line in self._processes.ended().items():
             past = self._pasts.setdefault(name, _Past(started=self._begun))
-            if past.due is None and self._processes.told(name):
+            if past.due is None and self._processes.ended_cleanly(name):
                 past.due = now
-                self._tell(f"{name} has ended as it was told to")
+                self._tell(f"{name} has ended after a signal")
             elif past.due is None:
                 if now - past.started >= _CALM_S:
                     past.restarts = 0

@@ -79,8 +79,8 @@ class SamplingOptions:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: Annotated[int, typer.Option(help="Of the sampling, and of random prompts.")] = 0
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end of the sequence.")] = False
+    seed: Annotated[int, typer.Option(help="Seed of sampling, and of random prompts.")] = 0
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-sequence token.")] = False
     logprobs: Annotated[int, typer.Option(min=0, max=MAX_LOGPROBS, help="Alternatives per token to ask for.")] = 0
 
 

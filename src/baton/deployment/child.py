@@ -74,6 +74,12 @@ class Reporter:
         if self._fd is not None:
             self._write({"ready": url, "kv": kv, "urls": list(urls) or [url]})
 
+    def signalled(self) -> None:
+        """Report that the process ends because of a signal, and not by itself."""
+        if self._fd is not None:
+            with contextlib.suppress(OSError):  # the parent is gone
+                self._write({"signalled": True})
+
     def _write(self, report: dict[str, object]) -> None:
         assert self._fd is not None
         os.write(self._fd, json.dumps(report).encode() + b"\n")

@@ -1,7 +1,8 @@
 """A deployment as child processes: engines, and a router in front of them.
 
-Each child sends lines of JSON through a pipe: `{"progress": text}` while it starts, `{"ready": url}` once it serves. If
-the pipe ends earlier, the child has failed, and its log says why. Children die with their parent.
+Each child sends lines of JSON through a pipe: `{"progress": text}` while it starts, `{"ready": url}` once it serves,
+and `{"signalled": true}` when it ends because of a signal. If the pipe ends before `ready`, the child has failed, and
+its log says why. Children die with their parent.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from baton.deployment.child import read_reports
 from baton.deployment.child_log import ChildLog, Said
@@ -48,6 +49,26 @@ class Child:
     url: str | None = None
     urls: tuple[str, ...] = ()
     kv: str = ""
+    signalled: bool = False
+
+    def note(self, report: Mapping[str, Any]) -> None:
+        """Keep what the child reports."""
+        self.urls = tuple(report.get("urls", self.urls))
+        self.url, self.kv = report.get("ready", self.url), report.get("kv", self.kv)
+        self.signalled |= "signalled" in report
+
+    def read_last_reports(self) -> None:
+        """Read the reports of a child that has ended. Does not wait for a process that still holds the pipe."""
+        if self.pipe < 0:
+            return
+        os.set_blocking(self.pipe, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                reports, self.pending = read_reports(self.pipe, self.pending)
+                if reports is None:
+                    return
+                for report in reports:
+                    self.note(report)
 
 
 def _environment(engines: int) -> dict[str, str]:
@@ -191,9 +212,13 @@ class Deployment:
         """The last message of each child that has ended."""
         return {c.name: _last_line(c) for c in self._children if c.process.poll() is not None}
 
-    def told(self, name: str) -> bool:
-        """Whether a child was told to end and did so (its status is 0)."""
-        return self._child(name).process.poll() == 0
+    def ended_cleanly(self, name: str) -> bool:
+        """Whether a child has ended with status 0 because of a signal. One that exits by itself has failed."""
+        child = self._child(name)
+        if child.process.poll() != 0:
+            return False
+        child.read_last_reports()
+        return child.signalled
 
     def kill(self, name: str) -> None:
         """End a child with SIGKILL, even if it is stopped, and wait for its end."""
@@ -302,9 +327,9 @@ class Deployment:
                 raise ConfigError(child.name, f"did not start: {_last_line(child)}")
             raise EngineUnavailableError(f"{child.name} did not start: {_last_line(child)}")
         for report in reports:
-            child.urls = tuple(report.get("urls", child.urls))
-            child.url, child.kv = report.get("ready", child.url), report.get("kv", child.kv)
-            self._tell(f"{child.name}: {report.get('progress') or f'ready at {child.url}'}")
+            child.note(report)
+            if "signalled" not in report:
+                self._tell(f"{child.name}: {report.get('progress') or f'ready at {child.url}'}")
 
 
 def rank_ids(engine_id: str, data_ranks: int) -> list[str]:

@@ -39,7 +39,7 @@ _ADAPTER = "is not supported: one model is served, without adapters"
 _CACHE = "is not supported: equal prompts share their KV"
 _PLACE = "is not a client's to choose: the router decides where a request runs"
 _HANDOFF = "is not a client's to set: the router decides where KV goes"
-_REASONING = "is not supported: an answer is not parsed for reasoning"
+_REASONING = "is not supported: with --reasoning-parser reasoning is always separate, and streamed"
 
 # Reason for refusal, values without effect, names.
 _UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (

@@ -74,8 +74,8 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
     async def not_generated(request: web.Request) -> web.StreamResponse:
         what = _NOT_GENERATED[request.path]
         raise RequestError(
-            f"{request.path} is not served here: this model generates text and makes no {what}; ask a "
-            f"server of a model for {what}, such as vLLM's"
+            f"{request.path} is not served here: this model generates text, not {what}; use a server with a "
+            f"model for {what}, such as vLLM"
         )
 
     async def messages(request: web.Request) -> web.StreamResponse:

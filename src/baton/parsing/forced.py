@@ -13,19 +13,26 @@ class RequiredParser:
         self._words = Words()
         self._calls = JsonCalls(self._words)
         self._inside = False
+        self._separators = ""
+        self._failed = False  # the last call was malformed: what follows is content
 
     def push(self, text: str) -> list[ParsedEvent]:
         events: list[ParsedEvent] = []
         while text:
             if not self._inside:
-                text = text.lstrip(" \t\r\n[,]")
+                rest = text.lstrip(" \t\r\n[,]")
+                separators, text = text[: len(text) - len(rest)], rest
+                if self._failed:
+                    events += self._words.push(separators)
+                else:
+                    self._separators += separators
                 if not text:
                     break
-                self._calls.begin("")
-                self._inside = True
+                self._calls.begin(self._separators)
+                self._inside, self._separators = True, ""
             more, text, is_call = self._calls.push(text)
             events += more
-            self._inside = is_call is None
+            self._inside, self._failed = is_call is None, is_call is False
         return events
 
     def finish(self) -> list[ParsedEvent]:

@@ -344,7 +344,7 @@ class EnginePool:
         if engine.role != "both" and not info.control_addresses:
             raise ProtocolError(f"{engine.url} has role {info.role!r} but no control address")
         if not info.token_api:
-            raise ProtocolError(f"{engine.url} takes no router's requests: start it with --token-api")
+            raise ProtocolError(f"{engine.url} does not serve routers: start it with --token-api")
         self._check_same_model(engine, info)
         await self._adopt(engine, info)
         if engine.info is None or engine.info.incarnation != info.incarnation:

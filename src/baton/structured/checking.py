@@ -72,18 +72,28 @@ class Checker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         deadline = time.monotonic() + limit_s
-        self._process.stdin.write(json.dumps(value).encode() + b"\n")
-        self._process.stdin.flush()
-        said = bytearray()
+        unsent, said = memoryview(json.dumps(value).encode() + b"\n"), bytearray()
+        # A process that hangs before it reads must not block the write: a tokenizer is larger than a pipe.
+        stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(stdin, False)
         with selectors.DefaultSelector() as ready:
-            ready.register(self._process.stdout, selectors.EVENT_READ)
+            ready.register(stdin, selectors.EVENT_WRITE)
+            ready.register(stdout, selectors.EVENT_READ)
             while not said.endswith(b"\n"):
-                if not ready.select(max(0.0, deadline - time.monotonic())):
+                remaining_s = deadline - time.monotonic()
+                events = ready.select(remaining_s) if remaining_s > 0 else []
+                if not events:
                     raise TimeoutError
-                data = os.read(self._process.stdout.fileno(), 1 << 16)
-                if not data:
-                    raise ValueError("the process ended")
-                said += data
+                for key, _ in events:
+                    if key.fd == stdin:
+                        unsent = unsent[os.write(stdin, unsent) :]
+                        if not unsent:
+                            ready.unregister(stdin)
+                        continue
+                    data = os.read(stdout, 1 << 16)
+                    if not data:
+                        raise ValueError("the process ended")
+                    said += data
         return str(json.loads(said))
 
     def _end(self) -> None:
