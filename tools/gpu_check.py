@@ -92,7 +92,7 @@ def conformance() -> bool:
 
 def kernels() -> bool:
     """The tests in `tests/` that need a device, except the conformance suite."""
-    tests = ["tests/engine/test_attention_cuda.py", "tests/engine/test_cuda.py"]
+    tests = ["tests/engine/attention/test_attention_cuda.py", "tests/engine/test_cuda.py"]
     # The project's own options need plug-ins that these tests do not.
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider"]
     found = subprocess.run([*command, *tests], capture_output=True, text=True, check=False)

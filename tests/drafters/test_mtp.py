@@ -19,7 +19,7 @@ from baton.errors import CheckpointError
 from baton.wire import SamplingParams
 from tests.drafters.test_drafters import edit
 from tests.engine.engines import stepped
-from tests.engine.test_transformers_equality import load_reference
+from tests.engine.models.test_transformers_equality import load_reference
 from tests.support.checkpoints_moe import make_moe_checkpoint
 from tests.support.drafters_layers import make_mtp_checkpoint, mtp
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton.drafters.base import Drafter
 from baton.drafters.registry import load_drafter
 from baton.engine.config import EngineConfig
-from baton.engine.loading_progress import showing
+from baton.engine.loading.progress import showing
 from baton.models.base import CausalLM
 from baton.models.loader import load_model
 from baton.models.parallel import ALONE, TensorRank

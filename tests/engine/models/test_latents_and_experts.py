@@ -21,7 +21,7 @@ from baton.models import load_model
 from baton.models.registry import model_class
 from baton.wire import SamplingParams
 from tests.engine.engines import Mode, Stepped, pair, stepped
-from tests.engine.test_transformers_equality import judge, load_reference, make_predictable
+from tests.engine.models.test_transformers_equality import judge, load_reference, make_predictable
 from tests.support.checkpoints import make_drafter
 from tests.support.checkpoints_moe import SHAPES, make_moe_checkpoint
 

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file, save_file
 
-from baton.engine import loading_progress
 from baton.engine.config import EngineConfig
+from baton.engine.loading import progress
 from baton.engine.loading.checkpoints import load_checkpoints
-from baton.engine.loading_progress import showing
+from baton.engine.loading.progress import showing
 from baton.models.loader import load_model, watching
 from tests.support.checkpoints import make_checkpoint
 
@@ -55,7 +55,7 @@ def test_all_bytes_are_told_once_they_are_read(model: Path, tmp_path: Path) -> N
 
 def test_lines_every_few_seconds(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0, 2)
-    monkeypatch.setattr(loading_progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     told: list[str] = []
     load_checkpoints(EngineConfig(model=str(model)), told.append)
     assert told[0] == f"loading target {model}"
@@ -73,7 +73,7 @@ def test_loading_that_is_quick_is_one_line(model: Path) -> None:
 
 def test_a_rank_beside_another_tells_the_step_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0, 2)
-    monkeypatch.setattr(loading_progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     told: list[str] = []
     with showing("loading", told.append, shows=False):
         load_model(model)
@@ -81,7 +81,7 @@ def test_a_rank_beside_another_tells_the_step_alone(model: Path, monkeypatch: py
 
 
 def test_a_bar_on_a_terminal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading_progress, "_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     told: list[str] = []
     load_checkpoints(EngineConfig(model=str(model)), told.append)

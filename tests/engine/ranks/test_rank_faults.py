@@ -13,7 +13,7 @@ from baton import LLM
 from baton.engine import executor
 from baton.engine.plan import Sampling
 from baton.errors import BatonError, EngineUnavailableError
-from tests.engine.test_rank_processes import GREEDY, PARAMS, PROMPTS, SETTINGS, TARGET
+from tests.engine.ranks.test_rank_processes import GREEDY, PARAMS, PROMPTS, SETTINGS, TARGET
 
 
 def test_whose_fault_ends_what(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from baton.engine.sampling.sampling_state import SamplerState, ToSample, noise_o
 from baton.engine.sampling.verifier import Verified, rejection_choice, verify
 from baton.errors import RequestError
 from baton.wire import SamplingParams
-from tests.engine.plain_sampler import PlainSampler
+from tests.engine.sampling.plain_sampler import PlainSampler
 
 VOCAB = 12
 

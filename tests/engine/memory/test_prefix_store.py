@@ -21,7 +21,7 @@ from baton.transports.base import ByteArray
 from baton.transports.store import FileStore
 from baton.verify.observe import make_cases
 from tests.engine.engines import TARGET, Mode, Stepped, Stream, pair, request, stepped
-from tests.engine.test_handoff_kinds import windowed_demo
+from tests.engine.handoff.test_handoff_kinds import windowed_demo
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)

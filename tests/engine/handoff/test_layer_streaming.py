@@ -18,7 +18,7 @@ from baton.handoff.node.instance import InstanceAgent
 from baton.handoff.protocol.events import LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey
 from tests.engine.engines import TARGET, Pair, Stepped, Stream, kv_of, pair, stepped
-from tests.engine.test_handoff_kinds import GREEDY, KINDS, SAMPLED, both_ways, prompt_of
+from tests.engine.handoff.test_handoff_kinds import GREEDY, KINDS, SAMPLED, both_ways, prompt_of
 
 NUM_LAYERS = 4  # of the demo target
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttnRows
 from baton.engine.attention.registry import BACKENDS, get_backend
-from tests.engine.test_attention import LAYER, Pool, random_qkv
+from tests.engine.attention.test_attention import LAYER, Pool, random_qkv
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # The CUDA backend is tested in `test_attention_cuda.py`.

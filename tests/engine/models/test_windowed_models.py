@@ -20,8 +20,8 @@ from baton.engine.config import SpeculativeConfig
 from baton.models import CausalLM, KVLayerSpec, load_model
 from baton.wire import SamplingParams
 from tests.engine.engines import Mode, pair, request, stepped
-from tests.engine.test_handoff_kinds import both_ways, drop_one_page_more, prompt_of, want_one_page_less
-from tests.engine.test_transformers_equality import load_reference
+from tests.engine.handoff.test_handoff_kinds import both_ways, drop_one_page_more, prompt_of, want_one_page_less
+from tests.engine.models.test_transformers_equality import load_reference
 from tests.support.checkpoints import make_drafter
 from tests.support.checkpoints_gemma3 import make_gemma3
 from tests.support.checkpoints_gpt_oss import make_gpt_oss

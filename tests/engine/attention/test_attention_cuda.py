@@ -9,7 +9,7 @@ import torch
 
 from baton.engine.attention.base import AttnRows
 from baton.engine.attention.registry import get_backend
-from tests.engine.test_attention import LAYER, Pool, naive, random_qkv
+from tests.engine.attention.test_attention import LAYER, Pool, naive, random_qkv
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
