@@ -9,7 +9,7 @@ TRANSPORTS := $(VENV)/.transports
 VLLM_SMOKE := tests/vllm/integration/test_smoke.py
 VLLM_TESTS ?= $(if $(filter-out 0.32.%,$(VLLM_VERSION)),$(VLLM_SMOKE),tests/vllm --ignore $(VLLM_SMOKE))
 
-.PHONY: demo test test-vllm conformance lint bench parity topologies simulate train wheel install-check clean
+.PHONY: demo test test-vllm conformance lint docs bench parity topologies simulate train wheel install-check clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -41,6 +41,14 @@ lint: $(STAMP)
 	$(BIN)/ruff check src simulation benchmarks tests tools examples
 	$(BIN)/ruff format --check src simulation benchmarks tests tools examples
 	$(BIN)/mypy
+
+# The documentation site, in build/site. Broken links are errors. $(VENV)/.docs says that mkdocs is installed.
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m tools.site
+
+$(VENV)/.docs: $(STAMP)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
 
 bench: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.all

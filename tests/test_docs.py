@@ -127,7 +127,7 @@ def test_files_exist(text: str) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for document in DOCUMENTS:
+    for document in [*DOCUMENTS, *ROOT.glob("benchmarks/results/*.md")]:
         for link in LINK.findall(FENCE.sub("", document.read_text())):
             assert "://" in link or (document.parent / link).exists(), f"{document.name}: {link}"
 
