@@ -17,7 +17,7 @@ import baton
 
 SOURCE = Path(baton.__file__).parent
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-NEEDS_TRITON = "baton.engine.attention_triton_kernels"
+NEEDS_TRITON = "baton.kernels.triton.paged_attention"
 NEED_VLLM = ("baton.vllm",)
 # The rooms, lowest first, and what each may import of Baton besides itself and the common modules. A room sees only
 # rooms above its own line here, so no two import each other.
@@ -42,7 +42,8 @@ ROOMS: dict[str, set[str]] = {
     "text": set(),
     "parsing": set(),
     "structured": {"text"},
-    "models": set(),
+    "kernels": set(),
+    "models": {"kernels"},
     "drafters": {"models"},
     "openai": {"text", "parsing"},
     "engine": {
@@ -52,6 +53,7 @@ ROOMS: dict[str, set[str]] = {
         "handoff.channel",
         "handoff.node",
         "transports",
+        "kernels",
         "models",
         "drafters",
         "text",

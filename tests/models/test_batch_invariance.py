@@ -13,8 +13,8 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.registry import get_backend
+from baton.kernels.cpu.elementwise import silu_mul
 from baton.models import load_model
-from baton.models.cpu_rows import silu_mul
 from baton.models.headwise import invariant_headwise
 from baton.models.layers import RMSNorm
 from baton.models.linear import Build, Linear, block_heights, blocks, cancelling

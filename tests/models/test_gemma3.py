@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from baton.errors import CheckpointError
+from baton.kernels.cpu.elementwise import gelu_mul
 from baton.models import load_model
 from baton.models.config import get_float
-from baton.models.cpu_kernels import gelu_mul
 from baton.models.gemma3 import Gemma3
 from baton.models.layers import WideNorm
 from baton.models.linear import Build

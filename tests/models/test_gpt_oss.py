@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import CheckpointError
+from baton.kernels.cpu.elementwise import clamped_glu
 from baton.models import load_model
-from baton.models.cpu_kernels import clamped_glu
 from baton.models.gpt_oss import GptOss
 from baton.models.linear import Build
 from baton.models.loader import weight_table

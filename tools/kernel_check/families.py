@@ -17,10 +17,10 @@ from torch import Tensor
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.latent_cpu import absorbed
 from baton.engine.attention.registry import get_backend
+from baton.kernels.cpu import elementwise, mamba2, small_gemm
+from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
+from baton.kernels.cpu.scalar import as_array
 from baton.kv.geometry import CopyList
-from baton.models import cpu_kernels, cpu_products, cpu_rows, mamba2_cpu
-from baton.models.cpu_kernels import array
-from baton.models.cpu_pairs import HAS_PAIRS
 from baton.transports.copying import copy_runs
 
 Random = np.random.Generator
@@ -172,7 +172,7 @@ def latent(random: Random) -> None:
 
 
 def rows(random: Random) -> None:
-    """Norms, gates and rotations of `cpu_rows`."""
+    """Norms, gates and rotations of `elementwise`."""
     dtype, count, size = _dtype(random), int(random.integers(1, 70)), int(random.integers(1, 200))
     x, weight = _normal(random, count, size, dtype=dtype), _normal(random, size, dtype=dtype)
     if count > 1 and random.random() < 0.3:
@@ -181,8 +181,8 @@ def rows(random: Random) -> None:
     delta = _normal(random, count, size, dtype=dtype)
     total = x + delta
     with guard:
-        normed_x = cpu_rows.rms_norm(x, weight, np.float32(eps))
-        normed_total = cpu_rows.add_rms_norm(x, delta, weight, np.float32(eps))[1]
+        normed_x = elementwise.rms_norm(x, weight, np.float32(eps))
+        normed_total = elementwise.add_rms_norm(x, delta, weight, np.float32(eps))[1]
     for source, made in ((x, normed_x), (total, normed_total)):
         wide = source.double()
         normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(dtype).double()
@@ -195,7 +195,7 @@ def rows(random: Random) -> None:
     wide = gates.double()
     expected = F.silu(wide[:, :size]) * wide[:, size:]
     with guard:
-        made = cpu_rows.silu_mul(gates)
+        made = elementwise.silu_mul(gates)
     _compare(made, expected, dtype, expected.abs(), 16)
     half, num_heads = int(random.integers(1, 40)), int(random.integers(1, 6))
     heads = _normal(random, count, num_heads, 2 * half + int(random.integers(0, 5)), dtype=dtype)
@@ -203,7 +203,7 @@ def rows(random: Random) -> None:
     cos, sin = _normal(random, count, 1, half, dtype=dtype), _normal(random, count, 1, half, dtype=dtype)
     before = heads.double()
     with guard:
-        cpu_rows.rotate_in_place(heads, turned, cos, sin)
+        elementwise.rotate_in_place(heads, turned, cos, sin)
     first, second = before[:, :turned, :half], before[:, :turned, half : 2 * half]
     expected = before.clone()
     expected[:, :turned, :half] = first * cos.double() - second * sin.double()
@@ -213,13 +213,13 @@ def rows(random: Random) -> None:
 
 
 def wide(random: Random) -> None:
-    """The kernels of `cpu_kernels`: wide norms, gelu and clamped gates, sigmoids."""
+    """float32 norms, gelu and clamped gates, sigmoids."""
     dtype, count, size = _dtype(random), int(random.integers(1, 40)), int(random.integers(1, 150))
     x, weight = _normal(random, count, size, dtype=dtype), _normal(random, size)
     offset, eps = float(random.integers(2)), 1e-6
     expected = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + eps) * (offset + weight.double())
     with guard:
-        made = cpu_kernels.rms_norm_wide(x, weight, np.float32(offset), np.float32(eps))
+        made = elementwise.rms_norm_fp32(x, weight, np.float32(offset), np.float32(eps))
     magnitude = x.double().abs() * (offset + weight.double().abs()) * 4
     _compare(made, expected, dtype, magnitude + expected.abs(), size)
     gates = _normal(random, count, 2 * size, dtype=dtype) * 3
@@ -227,17 +227,17 @@ def wide(random: Random) -> None:
     expected = F.gelu(both[:, :size], approximate="tanh") * both[:, size:]
     magnitude = 64 * (both[:, :size].abs() * both[:, size:].abs() + expected.abs())
     with guard:
-        made = cpu_kernels.gelu_mul(gates)
+        made = elementwise.gelu_mul(gates)
     _compare(made, expected, dtype, magnitude, 16)
     alpha, limit = 1.702, 2.5
     gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
     expected = (up + 1) * gate * torch.sigmoid(alpha * gate)
     with guard:
-        made = cpu_kernels.clamped_glu(gates, alpha, limit)
+        made = elementwise.clamped_glu(gates, alpha, limit)
     _compare(made, expected, dtype, 4 * gate.abs() * (1 + up.abs()), 16)
     some = _normal(random, count, size) * 8
     with guard:
-        made = cpu_kernels.sigmoid(some)
+        made = elementwise.sigmoid(some)
     _compare(made, torch.sigmoid(some.double()), torch.float32, 4.0, 1)
 
 
@@ -251,7 +251,7 @@ def products(random: Random) -> None:
     if count > 1 and random.random() < 0.3:
         x[-1] = math.nan
     with guard:
-        made = cpu_products.multiply(x, blocked.data_ptr(), outputs, bias)
+        made = small_gemm.multiply(x, blocked.data_ptr(), outputs, bias)
     expected = x.double() @ weight.double().T
     if bias is not None:
         expected += bias.double()
@@ -272,19 +272,21 @@ def states(random: Random) -> None:
     weight_KC, bias_C = _normal(random, taps, channels), _normal(random, channels)
     mixed = _empty(total, channels)
     with guard:
-        mamba2_cpu.convolve(array(rows_TX), inner, array(conv), array(weight_KC), array(bias_C), starts, array(mixed))
+        mamba2.convolve(
+            as_array(rows_TX), inner, as_array(conv), as_array(weight_KC), as_array(bias_C), starts, as_array(mixed)
+        )
     kept = np.flatnonzero(random.random(total) < 0.5).astype(np.int64)
     last = _empty(len(kept), channels, taps - 1, dtype=dtype)
     with guard:
-        mamba2_cpu.last_inputs(array(rows_TX), inner, array(conv), starts, kept, array(last))
+        mamba2.last_inputs(as_array(rows_TX), inner, as_array(conv), starts, kept, as_array(last))
     state = _normal(random, len(counts), heads, width * size)
     rate, dt_bias, skip = -_normal(random, heads).abs(), _normal(random, heads), _normal(random, heads)
     out, kept_states = _empty(total, inner), _empty(len(kept), heads, width * size)
     before = state.double().clone()
     with guard:
-        mamba2_cpu.scan(
-            array(rows_TX), inner + channels, array(mixed), groups, array(state), array(rate), array(dt_bias),
-            array(skip), starts, kept, array(out), array(kept_states),
+        mamba2.scan(
+            as_array(rows_TX), inner + channels, as_array(mixed), groups, as_array(state), as_array(rate),
+            as_array(dt_bias), as_array(skip), starts, kept, as_array(out), as_array(kept_states),
         )  # fmt: skip
     place = {int(row): i for i, row in enumerate(kept)}
     for r, count in enumerate(counts):
@@ -323,19 +325,19 @@ def _gated(random: Random, dtype: torch.dtype) -> None:
     weight = _normal(random, groups * size, dtype=dtype)
     out, eps = _empty(count, groups * size, dtype=dtype), 1e-5
     with guard:
-        mamba2_cpu.gated_norm(array(y), array(rows_TX), array(weight), groups, np.float32(eps), array(out))
+        mamba2.gated_norm(as_array(y), as_array(rows_TX), as_array(weight), groups, np.float32(eps), as_array(out))
     gated = (y.double() * F.silu(rows_TX[:, : groups * size].double())).view(count, groups, size)
     squares = gated.pow(2).mean(-1, keepdim=True)
     expected = (gated * torch.rsqrt(squares + eps)).flatten(1) * weight.double()
     _compare(out, expected, dtype, 8 * weight.double().abs() * size, size)
     made, sums = _empty(count, groups * size), _empty(count, groups)
     with guard:
-        mamba2_cpu.gated_squares(array(y), array(rows_TX), array(made), array(sums))
+        mamba2.gated_squares(as_array(y), as_array(rows_TX), as_array(made), as_array(sums))
     _compare(made, gated.flatten(1), torch.float32, 8 * y.double().abs(), 4)
     _compare(sums, gated.pow(2).sum(-1), torch.float32, 8 * gated.pow(2).sum(-1), size)
     factors = torch.rsqrt(squares[..., 0] + eps).float()
     with guard:
-        mamba2_cpu.scaled(array(made), array(factors), array(weight), array(out))
+        mamba2.scaled(as_array(made), as_array(factors), as_array(weight), as_array(out))
     expected = (made.double().view(count, groups, size) * factors.double()[..., None]).flatten(1) * weight.double()
     _compare(out, expected, dtype, 8 * expected.abs(), 2)
 
@@ -373,5 +375,5 @@ FAMILIES: dict[str, Callable[[Random], None]] = {
     "wide": wide,
     "states": states,
     "copies": copies,
-    **({"products": products} if HAS_PAIRS else {}),
+    **({"products": products} if HAS_BF16_PAIRS else {}),
 }

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.errors import CheckpointError
+from baton.kernels.cpu.elementwise import gelu_mul
 from baton.models.base import CausalLM
 from baton.models.cache import Attend
 from baton.models.config import (
@@ -28,7 +29,6 @@ from baton.models.config import (
     read_rope,
     sliding_layers,
 )
-from baton.models.cpu_kernels import gelu_mul
 from baton.models.layers import MLP, Attention, make_norm
 from baton.models.linear import Build
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from baton.errors import CheckpointError
+from baton.kernels.cpu.elementwise import clamped_glu
+from baton.kernels.cpu.scalar import supports
 from baton.models import moe
 from baton.models.base import CausalLM
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int, sliding_layers
-from baton.models.cpu_kernels import clamped_glu, fits
 from baton.models.layers import DecoderLayer
 from baton.models.linear import Build, Linear
 from baton.models.mxfp4 import BLOCKS, SCALES, Mxfp4Pairs, dequantised
@@ -165,7 +166,7 @@ class Expert(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, 2 * share.length, build, bias=True, share=share.times(2))
         self.down_proj = RowLinear(share, config.hidden_size, build, bias=True)
         self._has_bias = build.ranks.rank == 0
-        self._on_cpu = fits(build.device, build.dtype)
+        self._on_cpu = supports(build.device, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self._gated(x))  # type: ignore[no-any-return]

@@ -8,13 +8,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.models.linear import BIG_PROBE, HEIGHTS, TALL, blocks, cancelling, equal_heights, reads_next_row, rows_apart
+from baton.models.linear import (
+    BIG_PROBE,
+    HEIGHTS,
+    TALL,
+    blocks,
+    cancelling,
+    isolate_non_finite,
+    matching_heights,
+    reads_next_row,
+)
 
 
 def headwise(x_THK: Tensor, weight_HKN: Tensor) -> Tensor:
     """x [T, H, K] times weight [H, K, N], head by head: [T, H, N]."""
     if reads_next_row(x_THK.shape[2], x_THK.dtype, x_THK.device):
-        return rows_apart(lambda rows: _headwise(rows, weight_HKN), x_THK)
+        return isolate_non_finite(lambda rows: _headwise(rows, weight_HKN), x_THK)
     return _headwise(x_THK, weight_HKN)
 
 
@@ -34,7 +43,7 @@ def _heights(
     x, numbers = cancelling(x, torch.randn(heads, columns, inner, generator=generator))
     weight = torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(numbers.transpose(1, 2))
     narrow = x.to(device, dtype)
-    return equal_heights(lambda block: headwise(block, weight), narrow, heights)
+    return matching_heights(lambda block: headwise(block, weight), narrow, heights)
 
 
 def invariant_headwise(x_THK: Tensor, weight_HKN: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig, RopeSpec
 from baton.models.headwise import headwise, invariant_headwise
 from baton.models.layers import RMSNorm
-from baton.models.linear import Build, Linear, reads_next_row, rows_apart
+from baton.models.linear import Build, Linear, isolate_non_finite, reads_next_row
 from baton.models.rotary import deinterleaved, rotate, yarn_mscale
 from baton.models.row_linear import RowLinear
 from baton.models.specs import LatentSpec
@@ -39,7 +39,7 @@ class LatentProjection(nn.Module):
     def expand(self, kept_SW: Tensor) -> tuple[Tensor, Tensor]:
         latent, rope = kept_SW[:, : self._latent], kept_SW[:, self._latent :]
         if reads_next_row(self._latent, latent.dtype, latent.device):
-            made = rows_apart(lambda rows: F.linear(rows, self.weight), latent)
+            made = isolate_non_finite(lambda rows: F.linear(rows, self.weight), latent)
         else:
             made = F.linear(latent, self.weight)
         made = made.view(len(kept_SW), self._num_heads, -1)

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from baton.kernels.cpu.elementwise import add_rms_norm, rms_norm, rms_norm_fp32, silu_mul
+from baton.kernels.cpu.scalar import supports
 from baton.models.cache import Attend
 from baton.models.config import ModelConfig
-from baton.models.cpu_kernels import fits, rms_norm_wide
-from baton.models.cpu_rows import add_rms_norm, rms_norm, silu_mul
 from baton.models.linear import Build, MergedLinear, WeightCut
 from baton.models.rotary import rotate
 from baton.models.row_linear import RowLinear
@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = build.empty(size)
         self._eps, self._eps32 = eps, np.float32(eps)
-        self._on_cpu = fits(build.device, build.dtype)
+        self._on_cpu = supports(build.device, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._on_cpu and x.dtype == self.weight.dtype:
@@ -53,11 +53,11 @@ class WideNorm(nn.Module):
         super().__init__()
         self.weight = replace(build, dtype=torch.float32).empty(size)
         self._eps, self._offset = eps, offset
-        self._on_cpu = fits(build.device, build.dtype)
+        self._on_cpu = supports(build.device, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._on_cpu:
-            return rms_norm_wide(x, self.weight, np.float32(self._offset), np.float32(self._eps))
+            return rms_norm_fp32(x, self.weight, np.float32(self._offset), np.float32(self._eps))
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
         return (wide * (self._offset + self.weight)).to(x.dtype)
@@ -82,7 +82,7 @@ class MLP(nn.Module):
         share = build.ranks.share(intermediate, "inner numbers of an MLP")
         self.gate_up_proj = MergedLinear(hidden, {"gate_proj": share, "up_proj": share}, build, bias)
         self.down_proj = RowLinear(share, hidden, build, bias)
-        self._on_cpu = fits(build.device, build.dtype)
+        self._on_cpu = supports(build.device, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gated(self.gate_up_proj(x)))  # type: ignore[no-any-return]

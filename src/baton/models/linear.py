@@ -1,12 +1,12 @@
 """Linear layers with packed weights and batch-invariant rows.
 
 On a CPU, oneDNN's blocked copy of a filled layer's weight replaces the weight if PyTorch and the CPU support it: for a
-few rows of bfloat16, reading it takes half the time. A few rows of bfloat16 can also bypass oneDNN: see `cpu_products`.
+few rows of bfloat16, reading it takes half the time. A few rows of bfloat16 can also bypass oneDNN: see `small_gemm`.
 
 A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches (oneDNN, 1,536
 columns in float32: a lone row differs from the same row among others). With `batch_invariant` rows go through the GEMM
 in padded blocks of fixed heights. Blocks of sixteen rows are the reference. Faster ways, by other heights and by
-`cpu_products`, are used for a weight's shape only if a probe finds their rows equal to the reference bit for bit.
+`small_gemm`, are used for a weight's shape only if a probe finds their rows equal to the reference bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.models import cpu_products
+from baton.kernels.cpu import small_gemm
 from baton.models.parallel import ALONE, Share, TensorRank
 
 # oneDNN and PyTorch each cache what they compile for 1,024 shapes of products by default: most of a gigabyte with
@@ -97,7 +97,7 @@ def block_heights(
         blocked = packed(weight)
         assert blocked is not None
         weight = blocked
-    return equal_heights(lambda block: product(block, weight, None), x, heights)
+    return matching_heights(lambda block: product(block, weight, None), x, heights)
 
 
 def _probe(height: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -109,17 +109,17 @@ def _probe(height: int, rows: int, columns: int, dtype: torch.dtype, device: tor
 
 
 @functools.cache
-def few_rows_agree(rows: int, columns: int, threads: int) -> bool:
-    """Whether `cpu_products` gives each bfloat16 row the bits of the reference, with a bias and without."""
-    x, weight = _probe(cpu_products.MOST_ROWS, rows, columns, torch.bfloat16, torch.device("cpu"))
+def small_gemm_matches(rows: int, columns: int, threads: int) -> bool:
+    """Whether `small_gemm` gives each bfloat16 row the bits of the reference, with a bias and without."""
+    x, weight = _probe(small_gemm.MAX_ROWS, rows, columns, torch.bfloat16, torch.device("cpu"))
     blocked = packed(weight)
-    at = None if blocked is None else cpu_products.address(weight, blocked)
+    at = None if blocked is None else small_gemm.address(weight, blocked)
     if blocked is None or at is None:
         return False
     for bias in (None, weight[:, 0].contiguous()):
         expected = torch.cat([product(block, blocked, bias) for block in torch.split(x, _REFERENCE_HEIGHT)])
         for height in (1, 2, 4, len(x)):
-            made = [cpu_products.multiply(block, at, rows, bias) for block in torch.split(x, height)]
+            made = [small_gemm.multiply(block, at, rows, bias) for block in torch.split(x, height)]
             if not torch.equal(torch.cat(made), expected):
                 return False
     return True
@@ -138,7 +138,7 @@ def cancelling(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x, weight
 
 
-def equal_heights(multiply: Callable[[Tensor], Tensor], x: Tensor, heights: Sequence[int]) -> tuple[int, ...]:
+def matching_heights(multiply: Callable[[Tensor], Tensor], x: Tensor, heights: Sequence[int]) -> tuple[int, ...]:
     """The heights at which `multiply` gives each row of a block the bits of the reference."""
 
     def in_blocks(x: Tensor, height: int) -> Tensor:
@@ -195,7 +195,7 @@ def reads_next_row(columns: int, dtype: torch.dtype, device: torch.device) -> bo
     return device.type == "cpu" and dtype is torch.bfloat16 and columns % 32 > 0
 
 
-def rows_apart(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def isolate_non_finite(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`multiply` rows [T, ..., K]. A row that is not finite gives NaN, and other rows are protected from it."""
     bad_T = ~x.flatten(1).sum(dim=1, dtype=torch.float32).isfinite()
     if not bad_T.any():
@@ -222,7 +222,7 @@ class Linear(nn.Module):
         self.weight = build.empty(out_features, in_features)
         self.bias = build.empty(out_features) if bias else None
         self._packed: Tensor | None = None
-        # Of the packed weight, for `cpu_products`.
+        # Of the packed weight, for `small_gemm`.
         self._address: int | None = None
         self._batch_invariant = build.batch_invariant
         self._product = invariant_product if build.batch_invariant else product
@@ -231,25 +231,25 @@ class Linear(nn.Module):
     def pack(self) -> None:
         """Replace the weight by its packed copy, if there is one. The layer must be filled."""
         if self.weight is not None and (blocked := packed(self.weight)) is not None:
-            self._address = cpu_products.address(self.weight, blocked)
+            self._address = small_gemm.address(self.weight, blocked)
             self._packed, self.weight = blocked, None
 
     def forward(self, x: Tensor, adds_bias: bool = True) -> Tensor:
         """x W^T, plus the bias. Without the bias if partial sums are to be added first."""
         bias = self.bias if adds_bias else None
         if self._address is not None and self._takes(x):
-            return cpu_products.multiply(x, self._address, self.out_features, bias)
+            return small_gemm.multiply(x, self._address, self.out_features, bias)
         weight = self.weight if self._packed is None else self._packed
         assert weight is not None
         if self._reads_next_row:
-            return rows_apart(lambda rows: self._product(rows, weight, bias), x)
+            return isolate_non_finite(lambda rows: self._product(rows, weight, bias), x)
         return self._product(x, weight, bias)
 
     def _takes(self, x: Tensor) -> bool:
-        """Whether `cpu_products` multiplies these rows."""
-        if x.shape[0] > cpu_products.MOST_ROWS or x.dtype is not torch.bfloat16 or not x.is_contiguous():
+        """Whether `small_gemm` multiplies these rows."""
+        if x.shape[0] > small_gemm.MAX_ROWS or x.dtype is not torch.bfloat16 or not x.is_contiguous():
             return False
-        return not self._batch_invariant or few_rows_agree(self.out_features, x.shape[1], torch.get_num_threads())
+        return not self._batch_invariant or small_gemm_matches(self.out_features, x.shape[1], torch.get_num_threads())
 
 
 class MergedLinear(Linear):

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.errors import ConfigError
-from baton.models import mamba2_cpu, mamba2_torch
+from baton.kernels.cpu import mamba2 as mamba2_cpu
+from baton.kernels.cpu.scalar import as_array, supports
+from baton.models import mamba2_torch
 from baton.models.cache import LayerCache, Scanned, StateLayerSpec, StatePlane, States
-from baton.models.cpu_kernels import array, fits
 from baton.models.linear import Build, MergedLinear, WeightCut
 from baton.models.parallel import Share, tree
 from baton.models.row_linear import RowLinear
@@ -101,7 +102,11 @@ class Mamba2(nn.Module):
     def __init__(self, spec: Mamba2Spec, hidden: int, eps: float, layer_id: int, build: Build) -> None:
         super().__init__()
         self._eps, self._layer_id, self._num_groups = eps, layer_id, spec.num_groups
-        self._on_cpu, self._by_row, self._ranks = fits(build.device, build.dtype), build.batch_invariant, build.ranks
+        self._on_cpu, self._by_row, self._ranks = (
+            supports(build.device, build.dtype),
+            build.batch_invariant,
+            build.ranks,
+        )
         heads = build.ranks.share(spec.num_heads, "heads of a state")
         one = Share(0, 1, 1)
         groups = one if spec.num_groups == 1 else build.ranks.share(spec.num_groups, "groups of a state's heads")
@@ -143,7 +148,9 @@ class Mamba2(nn.Module):
         if not self._on_cpu:
             return mamba2_torch.gated_norm(y, projected[:, : y.shape[1]], weight, groups, self._eps)
         normed = torch.empty(y.shape, dtype=projected.dtype)
-        mamba2_cpu.gated_norm(array(y), array(projected), array(weight), groups, np.float32(self._eps), array(normed))
+        mamba2_cpu.gated_norm(
+            as_array(y), as_array(projected), as_array(weight), groups, np.float32(self._eps), as_array(normed)
+        )
         return normed
 
     def _normed_in_pieces(self, y: Tensor, projected: Tensor) -> Tensor:
@@ -153,7 +160,7 @@ class Mamba2(nn.Module):
         gated = torch.empty(y.shape, dtype=torch.float32, device=y.device)
         sums = torch.empty(len(y), own, dtype=torch.float32, device=y.device)
         if self._on_cpu:
-            mamba2_cpu.gated_squares(array(y), array(projected), array(gated), array(sums))
+            mamba2_cpu.gated_squares(as_array(y), as_array(projected), as_array(gated), as_array(sums))
         else:
             torch.mul(y, F.silu(projected[:, : y.shape[1]].float()), out=gated)
             sums = gated.view(len(y), own, -1).pow(2).sum(-1)
@@ -165,7 +172,7 @@ class Mamba2(nn.Module):
             normed = (gated.view(len(y), own, -1) * factors[:, :, None]).flatten(1)
             return (weight.float() * normed).to(weight.dtype)
         out = torch.empty(y.shape, dtype=projected.dtype)
-        mamba2_cpu.scaled(array(gated), array(factors), array(weight), array(out))
+        mamba2_cpu.scaled(as_array(gated), as_array(factors), as_array(weight), as_array(out))
         return out
 
     def _parameters32(self) -> tuple[Tensor, ...]:
@@ -177,18 +184,18 @@ class Mamba2(nn.Module):
         return self._wide
 
     def _on_the_cpu(self, projected: Tensor, conv: Tensor, ssm: Tensor, rows: Scanned) -> tuple[Tensor, Tensor, Tensor]:
-        weight, bias, rate, dt_bias, skip = (array(part) for part in self._parameters32())
+        weight, bias, rate, dt_bias, skip = (as_array(part) for part in self._parameters32())
         inner, channels, _ = self._split
-        values, inputs, num_kept = array(projected), array(conv), len(rows.kept)
+        values, inputs, num_kept = as_array(projected), as_array(conv), len(rows.kept)
         mixed, out = torch.empty(len(values), channels), torch.empty(len(values), inner)
         kept_conv = conv.new_empty(num_kept, *conv.shape[1:])
         kept_ssm = ssm.new_empty(num_kept, *ssm.shape[1:])
         starts = rows.query_start
-        mamba2_cpu.convolve(values, inner, inputs, weight, bias, starts, array(mixed))
-        mamba2_cpu.last_inputs(values, inner, inputs, starts, rows.kept, array(kept_conv))
+        mamba2_cpu.convolve(values, inner, inputs, weight, bias, starts, as_array(mixed))
+        mamba2_cpu.last_inputs(values, inner, inputs, starts, rows.kept, as_array(kept_conv))
         mamba2_cpu.scan(
-            values, inner + channels, array(mixed), self._spec.num_groups, array(ssm), rate, dt_bias, skip,
-            starts, rows.kept, array(out), array(kept_ssm),
+            values, inner + channels, as_array(mixed), self._spec.num_groups, as_array(ssm), rate, dt_bias, skip,
+            starts, rows.kept, as_array(out), as_array(kept_ssm),
         )  # fmt: skip
         return out, kept_conv, kept_ssm
 

@@ -1,4 +1,4 @@
-"""Mamba-2 in PyTorch, for devices without a kernel here. For the arithmetic see `mamba2_cpu`.
+"""Mamba-2 in PyTorch, for devices without a kernel here. For the arithmetic see `kernels/cpu/mamba2.py`.
 
 Prompts are scanned in chunks of matrix products (state space duality: Dao & Gu, 2024, arXiv:2405.21060, section 6), or
 row by row if states must not depend on chunks. The few rows of a verification are scanned row by row.

@@ -13,8 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from baton.kernels.cpu.elementwise import sigmoid
 from baton.models.config import ModelConfig
-from baton.models.cpu_kernels import sigmoid
 from baton.models.expert_parallel import Elsewhere, SharedLayer
 from baton.models.layers import MLP
 from baton.models.linear import Build, Linear

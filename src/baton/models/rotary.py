@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.kernels.cpu.elementwise import rotate_in_place
+from baton.kernels.cpu.scalar import supports
 from baton.models.config import RopeSpec
-from baton.models.cpu_kernels import fits
-from baton.models.cpu_rows import rotate_in_place
 
 _FIRST_ROWS = 4096
 
@@ -131,7 +131,7 @@ def deinterleaved(heads_THD: Tensor) -> Tensor:
 
 def rotate(heads_THD: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first R dimensions of the first `count` of contiguous heads [T, H, D], in place, by `Rotary.at`."""
-    if fits(heads_THD.device, heads_THD.dtype):
+    if supports(heads_THD.device, heads_THD.dtype):
         rotate_in_place(heads_THD, count, cos, sin)
         return heads_THD
     rotated = heads_THD[:, :count, : 2 * cos.shape[-1]]

@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.registry import BACKENDS, get_backend
 from baton.errors import BatonError, ConfigError
-from baton.models import cpu_team
+from baton.kernels.cpu import omp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # The CUDA backend is tested in `test_attention_cuda.py`.
@@ -144,9 +144,9 @@ def test_paged_rows_are_equal_to_the_bit(dtype: torch.dtype, window: int | None,
 @pytest.mark.parametrize("runtime", ["of PyTorch", "none"])
 def test_threads_change_no_bit(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if runtime == "none":
-        monkeypatch.setattr(cpu_team, "openmp_team", lambda: None)
+        monkeypatch.setattr(omp, "gomp_parallel", lambda: None)
     teams: list[int] = []
-    count = cpu_team.threads_for
+    count = omp.threads_for
     monkeypatch.setattr(
         "baton.engine.attention.paged_cpu.threads_for", lambda *work: teams.append(count(*work)) or teams[-1]
     )
@@ -178,12 +178,12 @@ def test_threads_are_waited_for_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) ->
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
-    kernel = cpu_team.Kernel(lambda arguments: None)
+    kernel = omp.Kernel(lambda arguments: None)
     kernel.__dict__["_entries"] = None, interrupted, 0
-    monkeypatch.setattr(cpu_team, "openmp_team", lambda: None)
-    monkeypatch.setattr(cpu_team, "_pool", lambda threads: Pool())
+    monkeypatch.setattr(omp, "gomp_parallel", lambda: None)
+    monkeypatch.setattr(omp, "_pool", lambda threads: Pool())
     with pytest.raises(KeyboardInterrupt):
-        kernel.call(cpu_team.arguments(1), 3)
+        kernel.call(omp.arguments(1), 3)
     assert len(waited) == 2
 
 

@@ -15,8 +15,8 @@ from baton.engine.attention.scan import StateBatch, scan
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.plan import StateSlots
 from baton.errors import BatonError
+from baton.kernels.cpu import omp
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes, latent_planes
-from baton.models import cpu_team
 from baton.models.cache import Scanned, States
 from tests.support.planes import split_latent_planes
 
@@ -106,7 +106,7 @@ def reference(seed: int, heads: Heads | None = None) -> Tensor:
 @pytest.mark.parametrize("split", [False, True])
 def test_latents_are_attended_to(split: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernel:
-        monkeypatch.setattr("baton.engine.attention.latent.fits", lambda *_: False)
+        monkeypatch.setattr("baton.engine.attention.latent.supports", lambda *_: False)
     for out, seed in zip(Pool(split=split).attend({0: (0, LENGTH), 1: (0, LENGTH)}), (0, 1), strict=True):
         torch.testing.assert_close(out, reference(seed), rtol=1e-4, atol=1e-5)
 
@@ -155,7 +155,7 @@ def test_a_row_of_latents_has_the_same_bits_in_every_batch(page_size: int) -> No
 
 def test_rows_of_latents_are_shared_among_threads_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     teams: list[int] = []
-    count = cpu_team.threads_for
+    count = omp.threads_for
     monkeypatch.setattr("baton.engine.attention.latent_cpu._PARALLEL_WORK", 1 << 10)
     monkeypatch.setattr(
         "baton.engine.attention.latent_cpu.threads_for", lambda *work: teams.append(count(*work)) or teams[-1]

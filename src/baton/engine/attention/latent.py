@@ -18,8 +18,8 @@ from torch import Tensor
 from baton.engine.attention.base import AttnBatch, slot_error
 from baton.engine.attention.latent_cpu import absorbed
 from baton.engine.attention.sdpa import spoil, without_hidden
+from baton.kernels.cpu.scalar import supports
 from baton.models.cache import LatentHeads
-from baton.models.cpu_kernels import fits
 
 _TILE = 64
 _ROW_BLOCK = 16
@@ -119,7 +119,7 @@ class Latents:
         return spoil(out[0].transpose(0, 1)[..., : heads.value_dim], spoiled_T)
 
     def _absorbed(self, batch: AttnBatch, q_THW: Tensor, latent_dim: int, scale: float) -> Tensor:
-        if fits(self._device, q_THW.dtype) and all(plane.dtype == q_THW.dtype for plane in self._planes):
+        if supports(self._device, q_THW.dtype) and all(plane.dtype == q_THW.dtype for plane in self._planes):
             return absorbed(self._planes, self._layer, q_THW, latent_dim, scale, batch)
         heads, width = q_THW.shape[1:]
         out = torch.empty(len(q_THW), heads, latent_dim, dtype=torch.float32, device=q_THW.device)

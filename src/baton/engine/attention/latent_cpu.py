@@ -1,4 +1,4 @@
-"""Absorbed latent attention on the CPU, in place: see `attention_latent_kernels`."""
+"""Absorbed latent attention on the CPU, in place: see `latent_attention`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttnBatch, slot_error
 from baton.engine.attention.paged_cpu import Where
-from baton.engine.attention_latent_kernels import ATTEND, FAULT
-from baton.models.cpu_team import arguments, float_bits, threads_for
+from baton.kernels.cpu.latent_attention import ATTEND, FAULT
+from baton.kernels.cpu.omp import arguments, float_bits, threads_for
 
 # Vectors (rows times heads) that share one load of a tile. Their queries and sums stay in a core's cache.
 _VECTORS = 128

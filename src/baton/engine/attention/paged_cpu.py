@@ -1,4 +1,4 @@
-"""Paged attention on the CPU, in place: see `attention_paged_kernels`."""
+"""Paged attention on the CPU, in place: see `paged_attention`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.base import AttnBatch, AttnRows, slot_error
-from baton.engine.attention_paged_kernels import ATTEND, FAULT, WRITE
 from baton.errors import ConfigError
-from baton.models.cpu_team import arguments, float_bits, threads_for
+from baton.kernels.cpu.omp import arguments, float_bits, threads_for
+from baton.kernels.cpu.paged_attention import ATTEND, FAULT, WRITE
 
 # Multiply-adds that justify one more thread.
 _PARALLEL_WORK = 1 << 17
@@ -86,7 +86,7 @@ class PagedCpuBackend:
             0 if sinks is None else sinks.data_ptr(),
         )
         narrow = kv.dtype == torch.bfloat16
-        WRITE[narrow].short(given)
+        WRITE[narrow].call_inline(given)
         if not given[FAULT]:
             ATTEND[narrow].call(given, threads_for(where.num_pairs * heads * size, _PARALLEL_WORK))
         if given[FAULT]:

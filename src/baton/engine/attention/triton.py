@@ -50,7 +50,7 @@ class TritonBackend:
 
     def __init__(self) -> None:
         try:
-            from baton.engine import attention_triton_kernels as kernels
+            from baton.kernels.triton import paged_attention as kernels
         except ImportError as error:
             raise ConfigError("attention_backend", f"triton is not installed: {error}") from error
         self._kernels: Any = kernels

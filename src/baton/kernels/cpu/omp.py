@@ -23,7 +23,7 @@ import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
-from baton.models.cpu_cache import callback
+from baton.kernels.cpu.jit_cache import callback
 
 # Numba's types and decorators are not annotated.
 _numba: Any = numba
@@ -82,7 +82,7 @@ class Kernel:
             address,
         )
 
-    def short(self, arguments: Any) -> None:
+    def call_inline(self, arguments: Any) -> None:
         """Run in this thread, for a few microseconds."""
         self._entries[0](arguments)
 
@@ -91,7 +91,7 @@ class Kernel:
         _, alone, address = self._entries
         if threads == 1:
             alone(arguments)
-        elif (team := openmp_team()) is not None:
+        elif (team := gomp_parallel()) is not None:
             team(address, arguments, threads, 0)
         else:
             # Wait for every thread, even on Ctrl-C: they write into the arguments' arrays.
@@ -104,7 +104,7 @@ class Kernel:
 
 
 @functools.cache
-def openmp_team() -> Any:
+def gomp_parallel() -> Any:
     """`GOMP_parallel` of the loaded OpenMP runtime. None if it is not libgomp."""
     try:
         function = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).GOMP_parallel

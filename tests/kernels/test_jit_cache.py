@@ -9,10 +9,10 @@ from pathlib import Path
 import numba
 import pytest
 
-from baton.models import cpu_cache
+from baton.kernels.cpu import jit_cache
 
 _INNER = """\
-from baton.models.cpu_kernels import jit
+from baton.kernels.cpu.jit_cache import jit
 
 @jit
 def number():
@@ -20,7 +20,7 @@ def number():
 """
 _OUTER = """\
 from baton_probe.inner import number
-from baton.models.cpu_kernels import jit
+from baton.kernels.cpu.jit_cache import jit
 
 @jit
 def twice():
@@ -43,7 +43,7 @@ def test_a_change_in_another_file_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
         for name in [name for name in sys.modules if name.startswith("baton_probe")]:
             monkeypatch.delitem(sys.modules, name)
         importlib.invalidate_caches()
-        cpu_cache.digest.cache_clear()
+        jit_cache.digest.cache_clear()
         twice = importlib.import_module("baton_probe.outer").twice
         return twice(), sum(twice.stats.cache_hits.values())
 

@@ -1,6 +1,6 @@
 """CPU kernels of paged attention, batch-invariant.
 
-Tiles of 64 keys at ABSOLUTE positions go through `attention_tiles`, transposed while they are loaded. For one row and
+Tiles of 64 keys at ABSOLUTE positions go through `attention_tile`, transposed while they are loaded. For one row and
 head, the sequence of floating-point operations depends only on its position, its window and the head size: not on the
 other rows, the prefill chunk, the page size or the order of pages. Rows are blocked only to share the loaded tile,
 which the query heads of one KV head share too.
@@ -15,20 +15,21 @@ from typing import Any
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from baton.engine.attention_tiles import F32_BYTES, MINUS_INFINITY, TILE, TOGETHER, attend_tile
-from baton.models.cpu_kernels import from_f32, jit, to_f32
-from baton.models.cpu_pairs import HAS_PAIRS
-from baton.models.cpu_team import Kernel, float_of, pointer, take
-from baton.models.cpu_vectors import LANES, touch, transpose, widen
+from baton.kernels.cpu.attention_tile import F32_BYTES, MINUS_INFINITY, ROW_BLOCK, TILE, attend_tile
+from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
+from baton.kernels.cpu.jit_cache import jit
+from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
+from baton.kernels.cpu.scalar import from_f32, to_f32
+from baton.kernels.cpu.simd import LANES, touch, transpose, widen
 
 # Query vectors that share one load of a tile. Their queries and outputs stay in a core's cache.
-_VECTORS = 128
+_QUERY_VECTORS = 128
 # Bytes of a cache line.
 _LINE = 64
 # Bytes of keys and values read ahead at once. They stay in a core's cache until all heads have used them.
-_STRETCH_BYTES = 1 << 18
+_READ_AHEAD_BYTES = 1 << 18
 # From this many requests on, threads share the work well enough without splitting the heads of one.
-_REQUESTS_TOGETHER = 4
+_MIN_REQUESTS = 4
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 # Arguments of WRITE and ATTEND, after the counter of `take`. Names of arrays stand for addresses. FAULT starts as 0.
 NUM_ARGUMENTS = 24
@@ -172,10 +173,10 @@ def _attend_block(
     keys, values = np.empty((size, TILE), np.float32), np.empty((TILE, padded), np.float32)
     queries, sums = np.empty((count, size), np.float32), np.zeros((count, padded), np.float32)
     maxima, totals = np.full(count, MINUS_INFINITY), np.zeros(count, np.float32)
-    scores, factors = np.empty((TOGETHER, TILE), np.float32), np.empty(TOGETHER, np.float32)
-    rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, TOGETHER), np.int64), np.empty(count, np.int64)
+    scores, factors = np.empty((ROW_BLOCK, TILE), np.float32), np.empty(ROW_BLOCK, np.float32)
+    rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, ROW_BLOCK), np.int64), np.empty(count, np.int64)
     # Multiply bfloat16 in pairs, without conversion, if the CPU can and the pairs fill whole vectors.
-    in_pairs = HAS_PAIRS and kv.itemsize == 2 and size % (2 * LANES) == 0
+    in_pairs = HAS_BF16_PAIRS and kv.itemsize == 2 and size % (2 * LANES) == 0
     pairs = np.empty((count if in_pairs else 0, size), query.dtype)
     for i in range(count):
         row, first = start + i // group, (head * group + i % group) * size
@@ -193,10 +194,10 @@ def _attend_block(
     values[:, size:] = _ZERO
     limit = positions[end - 1] + 1
     oldest = max(positions[start] - window + 1, 0) if window > 0 else 0
-    stretch = max(1, _STRETCH_BYTES // (2 * TILE * max(1, ahead) * kv.strides[4])) * TILE
+    read_ahead = max(1, _READ_AHEAD_BYTES // (2 * TILE * max(1, ahead) * kv.strides[4])) * TILE
     for base in range(oldest // TILE * TILE, limit, TILE):
-        if ahead > 0 and (base - oldest // TILE * TILE) % stretch == 0:
-            _read_ahead(kv, layer, head, ahead, pages, max(base, oldest), min(base + stretch, limit))
+        if ahead > 0 and (base - oldest // TILE * TILE) % read_ahead == 0:
+            _read_ahead(kv, layer, head, ahead, pages, max(base, oldest), min(base + read_ahead, limit))
         if not _load_tile(
             kv, layer, head, pages, base, max(base, oldest), min(base + TILE, limit), keys, values, rows, in_pairs
         ):
@@ -249,47 +250,47 @@ def _attend_step(arguments: Any, element: Any) -> None:
     out = carray(pointer(a[_OUT], element), (a[_ROWS], heads * group * a[_SIZE]))
     # float32 [H], or empty.
     sinks = carray(pointer(a[_SINKS], _ZERO), (heads * group if a[_SINKS] else 0,))
-    scale, step = float_of(a[_SCALE]), max(1, _VECTORS // group)
+    scale, step = float_of(a[_SCALE]), max(1, _QUERY_VECTORS // group)
     # Later rows see more keys: longest pieces first, so that threads finish together. The heads of a few rows are one
     # piece, since their keys and values are contiguous; with few requests, threads share the heads.
-    together = heads if num_requests >= _REQUESTS_TOGETHER and a[_ROWS] < 2 * num_requests else 1
+    heads_per_piece = heads if num_requests >= _MIN_REQUESTS and a[_ROWS] < 2 * num_requests else 1
     mine, number = take(arguments), 0
     for r in range(num_requests - 1, -1, -1):
         begin, stop = query_start[r], query_start[r + 1]
         for block in range((stop - begin + step - 1) // step - 1, -1, -1):
             start = begin + block * step
             end = min(start + step, stop)
-            for first in range(0, heads, together):
+            for first in range(0, heads, heads_per_piece):
                 if number == mine:
-                    fine = positions[end - 1] // kv.shape[3] < page_table.shape[1]
-                    for head in range(first, first + together):
-                        ahead = together if head == first else 0
-                        fine = fine and _attend_block(
+                    is_valid = positions[end - 1] // kv.shape[3] < page_table.shape[1]
+                    for head in range(first, first + heads_per_piece):
+                        ahead = heads_per_piece if head == first else 0
+                        is_valid = is_valid and _attend_block(
                             kv, layer, head, ahead, group, query, out, start, end, positions, page_table[r], scale,
                             window, sinks,
                         )  # fmt: skip
-                    if not fine:
+                    if not is_valid:
                         a[FAULT] = 1
                         return
                     mine = take(arguments)
                 number += 1
 
 
-def _write_wide(arguments: Any) -> None:
+def _write_f32(arguments: Any) -> None:
     _write_step(arguments, _ZERO)
 
 
-def _write_narrow(arguments: Any) -> None:
+def _write_bf16(arguments: Any) -> None:
     _write_step(arguments, np.uint16(0))
 
 
-def _attend_wide(arguments: Any) -> None:
+def _attend_f32(arguments: Any) -> None:
     _attend_step(arguments, _ZERO)
 
 
-def _attend_narrow(arguments: Any) -> None:
+def _attend_bf16(arguments: Any) -> None:
     _attend_step(arguments, np.uint16(0))
 
 
 # For float32, and for bfloat16.
-WRITE, ATTEND = (Kernel(_write_wide), Kernel(_write_narrow)), (Kernel(_attend_wide), Kernel(_attend_narrow))
+WRITE, ATTEND = (Kernel(_write_f32), Kernel(_write_bf16)), (Kernel(_attend_f32), Kernel(_attend_bf16))

@@ -11,13 +11,14 @@ import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numba
 from numba.core.ccallback import CFunc
 
 # Numba's decorators and types are not annotated.
 _numba: Any = numba
+F = TypeVar("F", bound=Callable[..., Any])
 _IMPORT = re.compile(r"^from (baton[\w.]*) import", re.MULTILINE)
 
 
@@ -26,6 +27,16 @@ def compiled(function: Callable[..., Any], **options: Any) -> Any:
     dispatcher = _numba.njit(cache=True, **options)(function)
     _stamp(dispatcher._cache, function.__module__)
     return dispatcher
+
+
+def jit(function: F) -> F:
+    """`numba.njit` without the GIL, with strict IEEE arithmetic and the disk cache."""
+    return cast(F, compiled(function, nogil=True, error_model="numpy"))
+
+
+def jit_contract(function: F) -> F:
+    """As `jit`, but a multiply and an add may be fused (their order is kept)."""
+    return cast(F, compiled(function, nogil=True, error_model="numpy", fastmath={"contract"}))
 
 
 def callback(function: Callable[..., Any], signature: Any, **options: Any) -> Any:

@@ -1,6 +1,6 @@
 """CPU kernels of absorbed latent attention, batch-invariant.
 
-The arithmetic is that of `attention_tiles`. A key is a cached row, a value its first C elements. All heads of all rows
+The arithmetic is that of `attention_tile`. A key is a cached row, a value its first C elements. All heads of all rows
 of a request are vectors that share the loaded tiles.
 
 Shapes: T rows, H heads, W elements of a cached row, C of them its latent.
@@ -14,10 +14,11 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 from numpy.lib.stride_tricks import as_strided
 
-from baton.engine.attention_tiles import F32_BYTES, MINUS_INFINITY, TILE, TOGETHER, attend_tile
-from baton.models.cpu_kernels import from_f32, jit, to_f32
-from baton.models.cpu_team import Kernel, float_of, pointer, take
-from baton.models.cpu_vectors import LANES, transpose, widen
+from baton.kernels.cpu.attention_tile import F32_BYTES, MINUS_INFINITY, ROW_BLOCK, TILE, attend_tile
+from baton.kernels.cpu.jit_cache import jit
+from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
+from baton.kernels.cpu.scalar import from_f32, to_f32
+from baton.kernels.cpu.simd import LANES, transpose, widen
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 # Arguments of ATTEND, after the counter of `take`. Names of arrays stand for addresses. FAULT starts as 0. A plane is
@@ -100,8 +101,8 @@ def _attend_block(
     keys, values = np.empty((size, TILE), np.float32), np.empty((TILE, padded), np.float32)
     queries, sums = np.empty((count, size), np.float32), np.zeros((count, padded), np.float32)
     maxima, totals = np.full(count, MINUS_INFINITY), np.zeros(count, np.float32)
-    scores, factors = np.empty((TOGETHER, TILE), np.float32), np.empty(TOGETHER, np.float32)
-    rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, TOGETHER), np.int64), np.empty(count, np.int64)
+    scores, factors = np.empty((ROW_BLOCK, TILE), np.float32), np.empty(ROW_BLOCK, np.float32)
+    rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, ROW_BLOCK), np.int64), np.empty(count, np.int64)
     pairs = np.empty((0, size), query.dtype)
     for i in range(count):
         seen[i] = positions[(start + i) // heads]
@@ -155,8 +156,8 @@ def _attend_step(arguments: Any, element: Any) -> None:
             if number == mine:
                 start = begin + block * a[_STEP]
                 end = min(start + a[_STEP], stop)
-                fine = positions[query_start[r + 1] - 1] // a[_PAGE_SIZE] < a[_COLUMNS]
-                if not fine or not _attend_block(
+                is_valid = positions[query_start[r + 1] - 1] // a[_PAGE_SIZE] < a[_COLUMNS]
+                if not is_valid or not _attend_block(
                     planes, a[_LAYER], query, out, start, end, positions, page_table[r], scale
                 ):
                     a[FAULT] = 1
@@ -165,13 +166,13 @@ def _attend_step(arguments: Any, element: Any) -> None:
             number += 1
 
 
-def _attend_wide(arguments: Any) -> None:
+def _attend_f32(arguments: Any) -> None:
     _attend_step(arguments, _ZERO)
 
 
-def _attend_narrow(arguments: Any) -> None:
+def _attend_bf16(arguments: Any) -> None:
     _attend_step(arguments, np.uint16(0))
 
 
 # For float32, and for bfloat16.
-ATTEND = Kernel(_attend_wide), Kernel(_attend_narrow)
+ATTEND = Kernel(_attend_f32), Kernel(_attend_bf16)

@@ -5,7 +5,7 @@ Products are exact; sums are float32, rounded after each product, in order of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numba
@@ -13,10 +13,10 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import config as untyped_config
 from numba.extending import intrinsic
 
-from baton.models.cpu_vectors import LANES, WIDE, cgutils, load, splat, store_narrow
+from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, load, splat, store_rounded
 
 _config: Any = untyped_config
-HAS_PAIRS = not _config.CPU_NAME and bool(binding.get_host_cpu_features().get("avx512bf16"))
+HAS_BF16_PAIRS = not _config.CPU_NAME and bool(binding.get_host_cpu_features().get("avx512bf16"))
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
@@ -34,13 +34,25 @@ class BFloat(ir.Type):  # type: ignore[misc]
         return hash(BFloat)
 
 
-PAIRS = ir.VectorType(BFloat(), 2 * LANES)
+BF16_PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 
 
-def multiply_add(builder: Any) -> Any:
-    """The instruction: takes sums float32 [16] and 16 pairs of each factor, returns the new sums."""
-    function_type = ir.FunctionType(_VECTOR, [_VECTOR, PAIRS, PAIRS])
-    return cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
+def add_products(builder: Any, sums: dict[tuple[int, int], Any], starts: Sequence[Any], right: Any, step: Any) -> None:
+    """Generate one step: add left [row, pair `step`] * right [pair `step`] to the `sums` of (row, chunk of 16).
+
+    `starts`: the addresses of the rows of the left. `right` is [pairs, 64, 2]; its first chunks are read.
+    """
+    function_type = ir.FunctionType(_VECTOR, [_VECTOR, BF16_PAIRS, BF16_PAIRS])
+    dot = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
+    chunks = range(len(sums) // len(starts))
+    here = builder.add(right, builder.mul(step, ir.Constant(_I64, 4 * LANES * CHUNKS)))
+    vectors = [builder.bitcast(load(builder, here, 4 * LANES * chunk), BF16_PAIRS) for chunk in chunks]
+    offset = builder.mul(step, ir.Constant(_I64, 4))
+    for row, start in enumerate(starts):
+        pair = builder.bitcast(splat(builder, load(builder, start, offset, _I32)), BF16_PAIRS)
+        for chunk in chunks:
+            total = builder.load(sums[row, chunk])
+            builder.store(builder.call(dot, [total, vectors[chunk], pair]), sums[row, chunk])
 
 
 def _pair_products(
@@ -54,25 +66,17 @@ def _pair_products(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, left, row_bytes, right, steps, scale, out = args
-        places = [(row, chunk) for row in range(rows) for chunk in range(WIDE)]
+        places = [(row, chunk) for row in range(rows) for chunk in range(CHUNKS)]
         sums = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
         for place in places:
             builder.store(ir.Constant(_VECTOR, [0.0] * LANES), sums[place])
-        call = multiply_add(builder)
         starts = [builder.add(left, builder.mul(row_bytes, ir.Constant(_I64, row))) for row in range(rows)]
         with cgutils.for_range(builder, steps, intp=_I64) as loop:
-            here = builder.add(right, builder.mul(loop.index, ir.Constant(_I64, 4 * LANES * WIDE)))
-            keys = [builder.bitcast(load(builder, here, 4 * LANES * chunk), PAIRS) for chunk in range(WIDE)]
-            offset = builder.mul(loop.index, ir.Constant(_I64, 4))
-            for row in range(rows):
-                pair = builder.bitcast(splat(builder, load(builder, starts[row], offset, _I32)), PAIRS)
-                for chunk in range(WIDE):
-                    total = builder.load(sums[row, chunk])
-                    builder.store(builder.call(call, [total, keys[chunk], pair]), sums[row, chunk])
+            add_products(builder, sums, starts, right, loop.index)
         factor = splat(builder, scale)
         for row, chunk in places:
-            at = builder.add(out, ir.Constant(_I64, 4 * LANES * (WIDE * row + chunk)))
-            store_narrow(builder, builder.fmul(builder.load(sums[row, chunk]), factor), at, 4)
+            at = builder.add(out, ir.Constant(_I64, 4 * LANES * (CHUNKS * row + chunk)))
+            store_rounded(builder, builder.fmul(builder.load(sums[row, chunk]), factor), at, 4)
         return context.get_dummy_value()
 
     return numba.void(num_rows, *[numba.int64] * 4, numba.float32, numba.int64), generate

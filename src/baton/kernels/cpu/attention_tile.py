@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from baton.models.cpu_kernels import exp32, jit
-from baton.models.cpu_pairs import HAS_PAIRS, pair_products
-from baton.models.cpu_vectors import LANES, WIDE, exponentials, largest, products
+from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, pair_products
+from baton.kernels.cpu.jit_cache import jit
+from baton.kernels.cpu.scalar import exp32
+from baton.kernels.cpu.simd import CHUNKS, LANES, exponentials, largest, products
 
-TILE = WIDE * LANES
-TOGETHER = 4
+TILE = CHUNKS * LANES
+# Vectors computed at once, with sums in registers.
+ROW_BLOCK = 4
 F32_BYTES = 4
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 MINUS_INFINITY = np.float32(-np.inf)
@@ -35,13 +37,13 @@ def _multiply(
         here, there = right + done * F32_BYTES, out + done * F32_BYTES
         if width - done >= TILE:
             if num_rows == 4:
-                products(4, left, row_bytes, F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
+                products(4, left, row_bytes, F32_BYTES, here, right_bytes, steps, CHUNKS, factors, there, out_bytes)
             elif num_rows == 3:
-                products(3, left, row_bytes, F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
+                products(3, left, row_bytes, F32_BYTES, here, right_bytes, steps, CHUNKS, factors, there, out_bytes)
             elif num_rows == 2:
-                products(2, left, row_bytes, F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
+                products(2, left, row_bytes, F32_BYTES, here, right_bytes, steps, CHUNKS, factors, there, out_bytes)
             else:
-                products(1, left, row_bytes, F32_BYTES, here, right_bytes, steps, WIDE, factors, there, out_bytes)
+                products(1, left, row_bytes, F32_BYTES, here, right_bytes, steps, CHUNKS, factors, there, out_bytes)
             done += TILE
         else:
             for row in range(num_rows):
@@ -98,11 +100,11 @@ def attend_tile(
     queries_at, sums_at = np.int64(queries.ctypes.data), np.int64(sums.ctypes.data)
     pairs_at = np.int64(pairs.ctypes.data)
     score_bytes, sum_bytes, low, high = F32_BYTES * TILE, F32_BYTES * padded, edges[0], edges[1]
-    for i in range(0, count, TOGETHER):
-        together = min(TOGETHER, count - i)
+    for i in range(0, count, ROW_BLOCK):
+        num_rows = min(ROW_BLOCK, count - i)
         # [first, last): the tokens that all of these vectors see.
         first, last, any_sees, all_see = 0, TILE, False, True
-        for j in range(together):
+        for j in range(num_rows):
             low[j] = max(seen[i + j] - window + 1 - base, 0) if window > 0 else 0
             high[j] = min(seen[i + j] + 1 - base, TILE)
             first, last = max(first, low[j]), min(last, high[j])
@@ -110,14 +112,14 @@ def attend_tile(
         if not any_sees:
             continue
         left = queries_at + i * size * F32_BYTES
-        if HAS_PAIRS and len(pairs) > 0:
-            _multiply_pairs(together, pairs_at + i * size * 2, size * 2, keys_at, size // 2, scale, scores_at)
+        if HAS_BF16_PAIRS and len(pairs) > 0:
+            _multiply_pairs(num_rows, pairs_at + i * size * 2, size * 2, keys_at, size // 2, scale, scores_at)
         else:
-            _multiply(together, left, size * F32_BYTES, keys_at, score_bytes, size, 0, scores_at, score_bytes, TILE)
+            _multiply(num_rows, left, size * F32_BYTES, keys_at, score_bytes, size, 0, scores_at, score_bytes, TILE)
         if not all_see or first >= last:
             first, last = TILE, TILE
         ragged = False
-        for j in range(together):
+        for j in range(num_rows):
             if low[j] >= high[j]:
                 continue
             at = scores_at + j * score_bytes
@@ -131,7 +133,7 @@ def attend_tile(
         # Each vector sums its own tokens, in order. A masked token is skipped, not multiplied by 0: the product with
         # NaN or infinity would be NaN.
         if ragged:
-            for j in range(together):
+            for j in range(num_rows):
                 steps = min(first, high[j]) - low[j]
                 if steps > 0:
                     at, value_at = scores_at + j * score_bytes + low[j] * F32_BYTES, values_at + low[j] * sum_bytes
@@ -142,11 +144,11 @@ def attend_tile(
                     factors[j] = _ONE
         if first < last:
             _multiply(
-                together, scores_at + first * F32_BYTES, score_bytes, values_at + first * sum_bytes, sum_bytes,
+                num_rows, scores_at + first * F32_BYTES, score_bytes, values_at + first * sum_bytes, sum_bytes,
                 last - first, factors_at, sums_at + i * sum_bytes, sum_bytes, padded,
             )  # fmt: skip
         if ragged:
-            for j in range(together):
+            for j in range(num_rows):
                 factors[j] = _ONE
                 steps = high[j] - last
                 if steps > 0:

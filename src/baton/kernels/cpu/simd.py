@@ -18,8 +18,8 @@ from numba.extending import intrinsic
 cgutils: Any = untyped_cgutils
 
 LANES = 16
-# Vectors per row of a tile's accumulators; a tile has at most as many rows.
-WIDE = 4
+# Chunks of 16 in a row of a tile. A tile has at most as many rows.
+CHUNKS = 4
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR, _NARROW, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I16, LANES), ir.VectorType(_I32, LANES)
@@ -43,7 +43,7 @@ def _store(builder: Any, value: Any, address: Any, byte_offset: Any = 0) -> None
     builder.store(value, _at(builder, address, byte_offset, value.type), align=1)
 
 
-def load_wide(builder: Any, address: Any, num_bytes: int) -> Any:
+def load_widened(builder: Any, address: Any, num_bytes: int) -> Any:
     """Load 16 numbers as float32: bfloat16 (2 bytes) are widened exactly."""
     if num_bytes == 4:
         return load(builder, address)
@@ -51,7 +51,7 @@ def load_wide(builder: Any, address: Any, num_bytes: int) -> Any:
     return builder.bitcast(builder.shl(words, splat(builder, ir.Constant(_I32, 16))), _VECTOR)
 
 
-def store_narrow(builder: Any, vector: Any, address: Any, num_bytes: int) -> None:
+def store_rounded(builder: Any, vector: Any, address: Any, num_bytes: int) -> None:
     """Store 16 float32, unchanged or rounded to the nearest bfloat16 (2 bytes)."""
     if num_bytes == 4:
         return _store(builder, vector, address)
@@ -112,7 +112,7 @@ def _transposed(typing_context: Any, element: Any, rows: Any, destination: Any, 
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, rows, destination, stride = args
-        block = [load_wide(builder, load(builder, rows, 8 * j, _I64), num_bytes) for j in range(LANES)]
+        block = [load_widened(builder, load(builder, rows, 8 * j, _I64), num_bytes) for j in range(LANES)]
         # log2(16) rounds of two-input shuffles: rows j and j + distance swap halves, quarters, eighths...
         distance = LANES // 2
         while distance:
@@ -135,7 +135,7 @@ def _widened(typing_context: Any, element: Any, source: Any, destination: Any) -
     num_bytes = _element_bytes(element)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _store(builder, load_wide(builder, args[1], num_bytes), args[2])
+        _store(builder, load_widened(builder, args[1], num_bytes), args[2])
         return context.get_dummy_value()
 
     return numba.void(element, numba.int64, numba.int64), generate
@@ -207,7 +207,7 @@ def _largest(typing_context: Any, scores: Any, first: Any, last: Any) -> Any:
         scores, first, last = args
         least = _constant(builder, float("-inf"))
         found = least
-        for chunk in range(WIDE):
+        for chunk in range(CHUNKS):
             values = load(builder, scores, 4 * LANES * chunk)
             values = builder.select(_visible(builder, first, last, chunk), values, least)
             found = _larger(builder, values, found)
@@ -216,7 +216,7 @@ def _largest(typing_context: Any, scores: Any, first: Any, last: Any) -> Any:
     return numba.float32(numba.int64, numba.int64, numba.int64), generate
 
 
-# As `cpu_kernels.exp32`, with fused multiply-adds.
+# As `scalar.exp32`, with fused multiply-adds.
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
@@ -244,7 +244,7 @@ def _exponentials(typing_context: Any, scores: Any, first: Any, last: Any, peak:
         scores, first, last, peak = args
         nothing, peaks = _constant(builder, 0.0), splat(builder, peak)
         weights = []
-        for chunk in range(WIDE):
+        for chunk in range(CHUNKS):
             values = builder.fsub(load(builder, scores, 4 * LANES * chunk), peaks)
             values = builder.select(_visible(builder, first, last, chunk), _exp(builder, values), nothing)
             _store(builder, values, scores, 4 * LANES * chunk)
@@ -268,7 +268,7 @@ def _square_sum(typing_context: Any, element: Any, source: Any, count: Any) -> A
         builder.store(_constant(builder, 0.0), total)
         with cgutils.for_range(builder, builder.sdiv(count, ir.Constant(_I64, LANES)), intp=_I64) as loop:
             at = builder.add(source, builder.mul(loop.index, ir.Constant(_I64, LANES * num_bytes)))
-            values = load_wide(builder, at, num_bytes)
+            values = load_widened(builder, at, num_bytes)
             builder.store(_fma(builder, values, values, builder.load(total)), total)
         return _folded(builder, builder.load(total), lambda builder, a, b: builder.fadd(a, b))
 
@@ -281,13 +281,13 @@ def _silu_times(typing_context: Any, element: Any, gate: Any, up: Any, out: Any)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, gate, up, out = args
-        gates, ups = load_wide(builder, gate, num_bytes), load_wide(builder, up, num_bytes)
+        gates, ups = load_widened(builder, gate, num_bytes), load_widened(builder, up, num_bytes)
         # Beyond 88 the exponential would overflow, and the quotient is 0 anyway.
         minus = builder.fsub(_constant(builder, 0.0), gates)
         most = _constant(builder, 88.0)
         minus = builder.select(builder.fcmp_ordered(">", minus, most), most, minus)
         below = builder.fadd(_exp(builder, minus), _constant(builder, 1.0))
-        store_narrow(builder, builder.fmul(builder.fdiv(gates, below), ups), out, num_bytes)
+        store_rounded(builder, builder.fmul(builder.fdiv(gates, below), ups), out, num_bytes)
         return context.get_dummy_value()
 
     return numba.void(element, numba.int64, numba.int64, numba.int64), generate
@@ -299,8 +299,8 @@ def _added(typing_context: Any, element: Any, left: Any, right: Any, out: Any) -
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, left, right, out = args
-        total = builder.fadd(load_wide(builder, left, num_bytes), load_wide(builder, right, num_bytes))
-        store_narrow(builder, total, out, num_bytes)
+        total = builder.fadd(load_widened(builder, left, num_bytes), load_widened(builder, right, num_bytes))
+        store_rounded(builder, total, out, num_bytes)
         return context.get_dummy_value()
 
     return numba.void(element, numba.int64, numba.int64, numba.int64), generate
@@ -312,10 +312,10 @@ def _scaled(typing_context: Any, element: Any, source: Any, factor: Any, weight:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, source, factor, weight, out = args
-        normed = builder.fmul(load_wide(builder, source, num_bytes), splat(builder, factor))
-        store_narrow(builder, normed, out, num_bytes)
-        product = builder.fmul(load_wide(builder, weight, num_bytes), load_wide(builder, out, num_bytes))
-        store_narrow(builder, product, out, num_bytes)
+        normed = builder.fmul(load_widened(builder, source, num_bytes), splat(builder, factor))
+        store_rounded(builder, normed, out, num_bytes)
+        product = builder.fmul(load_widened(builder, weight, num_bytes), load_widened(builder, out, num_bytes))
+        store_rounded(builder, product, out, num_bytes)
         return context.get_dummy_value()
 
     return numba.void(element, numba.int64, numba.float32, numba.int64, numba.int64), generate

@@ -20,25 +20,25 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 from torch import Tensor
 
-from baton.models.cpu_kernels import jit
-from baton.models.cpu_pairs import HAS_PAIRS, PAIRS, multiply_add
-from baton.models.cpu_team import Kernel, arguments, take, threads_for
-from baton.models.cpu_vectors import LANES, WIDE, cgutils, load, load_wide, splat, store_narrow
+from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, add_products
+from baton.kernels.cpu.jit_cache import jit
+from baton.kernels.cpu.omp import Kernel, arguments, take, threads_for
+from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, load_widened, store_rounded
 
 # Up to this many rows a call costs less than oneDNN's; above, both are limited by arithmetic.
-MOST_ROWS = 64
-_BLOCK = WIDE * LANES
+MAX_ROWS = 64
+_BLOCK = CHUNKS * LANES
 _ROW_BYTES, _HALF_BYTES = 4 * _BLOCK, 2 * _BLOCK
 # Weights per thread.
 _PARALLEL_WEIGHTS = 1 << 16
 # Columns that oneDNN sums per span: for weights of at most 1,024 columns, and for wider ones.
 _SPANS = (512, 1024)
 _NUM_ARGUMENTS = 9
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_I64 = ir.IntType(64)
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
-def _pair_products(
+def _span_products(
     typing_context: Any, num_rows: Any, num_chunks: Any, left: Any, row_bytes: Any, right: Any, steps: Any, span: Any,
     bias: Any, out: Any, out_bytes: Any,
 ) -> Any:  # fmt: skip
@@ -58,7 +58,6 @@ def _pair_products(
         sums = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
         for place in places:
             builder.store(nothing, totals[place])
-        pair_sums = multiply_add(builder)
         starts = [builder.add(left, builder.mul(row_bytes, ir.Constant(_I64, row))) for row in range(rows)]
         one = ir.Constant(_I64, 1)
         num_spans = builder.sdiv(builder.add(steps, builder.sub(span, one)), span)
@@ -69,31 +68,24 @@ def _pair_products(
             for place in places:
                 builder.store(nothing, sums[place])
             with cgutils.for_range_slice(builder, first, last, one, intp=_I64) as (step, _):
-                here = builder.add(right, builder.mul(step, ir.Constant(_I64, _ROW_BYTES)))
-                weights = [builder.bitcast(load(builder, here, 4 * LANES * chunk), PAIRS) for chunk in range(chunks)]
-                offset = builder.mul(step, ir.Constant(_I64, 4))
-                for row in range(rows):
-                    pair = builder.bitcast(splat(builder, load(builder, starts[row], offset, _I32)), PAIRS)
-                    for chunk in range(chunks):
-                        total = builder.load(sums[row, chunk])
-                        builder.store(builder.call(pair_sums, [total, weights[chunk], pair]), sums[row, chunk])
+                add_products(builder, sums, starts, right, step)
             for place in places:
                 total = builder.fadd(builder.load(totals[place]), builder.load(sums[place]))
                 builder.store(total, totals[place])
         with builder.if_then(builder.icmp_signed("!=", bias, ir.Constant(_I64, 0))):
             for row, chunk in places:
-                added = load_wide(builder, builder.add(bias, ir.Constant(_I64, 2 * LANES * chunk)), 2)
+                added = load_widened(builder, builder.add(bias, ir.Constant(_I64, 2 * LANES * chunk)), 2)
                 builder.store(builder.fadd(builder.load(totals[row, chunk]), added), totals[row, chunk])
         for row, chunk in places:
             at = builder.add(out, builder.mul(out_bytes, ir.Constant(_I64, row)))
             at = builder.add(at, ir.Constant(_I64, 2 * LANES * chunk))
-            store_narrow(builder, builder.load(totals[row, chunk]), at, 2)
+            store_rounded(builder, builder.load(totals[row, chunk]), at, 2)
         return context.get_dummy_value()
 
     return numba.void(num_rows, num_chunks, *[numba.int64] * 8), generate
 
 
-_products = cast(Callable[..., Any], intrinsic(prefer_literal=True)(_pair_products))
+_products = cast(Callable[..., Any], intrinsic(prefer_literal=True)(_span_products))
 
 
 @jit
@@ -151,7 +143,7 @@ def address(weight: Tensor, packed: Tensor) -> int | None:
     """The address of the data of `packed` [N, K], oneDNN's copy of bfloat16 `weight`. None if the kernel cannot read
     it: on another CPU, for other sizes, or if this oneDNN uses another layout."""
     outputs, columns = weight.shape
-    if weight.dtype is not torch.bfloat16 or outputs % _BLOCK or columns % 2 or not HAS_PAIRS:
+    if weight.dtype is not torch.bfloat16 or outputs % _BLOCK or columns % 2 or not HAS_BF16_PAIRS:
         return None
     operators: Any = torch.ops.mkldnn
     try:

@@ -14,7 +14,7 @@ import threading
 
 import torch
 
-from baton.models.cpu_team import openmp_team
+from baton.kernels.cpu.omp import gomp_parallel
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _THREADS = 2
@@ -28,7 +28,7 @@ def bind_team() -> bool:
     """
     if os.environ.get("OMP_PROC_BIND"):
         return False
-    team = openmp_team()
+    team = gomp_parallel()
     if team is None or torch.get_num_threads() != _THREADS or not hasattr(os, "sched_setaffinity"):
         return False
     cores = sorted(os.sched_getaffinity(0))

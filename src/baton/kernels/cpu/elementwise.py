@@ -1,6 +1,8 @@
 """Batch-invariant CPU kernels between a layer's matrix products: norms, rotary embedding, gated activations.
 
-Each is one kernel call, which shares the rows among threads if there are many.
+PyTorch's vectorised loops finish the last few elements with scalar code whose `exp` rounds differently, so a row's SiLU
+depends on the number of rows. Here scalar and vector code give the same bits. Kernels built on `omp` share the rows
+among threads if there are many.
 """
 
 from __future__ import annotations
@@ -13,13 +15,17 @@ import torch.nn.functional as F
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
-from baton.models.cpu_kernels import from_f32, jit, to_f32
-from baton.models.cpu_team import Kernel, arguments, float_bits, float_of, pointer, take, threads_for
-from baton.models.cpu_vectors import LANES, added, scaled, silu_times, square_sum
+from baton.kernels.cpu.jit_cache import jit
+from baton.kernels.cpu.omp import Kernel, arguments, float_bits, float_of, pointer, take, threads_for
+from baton.kernels.cpu.scalar import as_array, exp32, from_f32, to_f32
+from baton.kernels.cpu.simd import LANES, added, scaled, silu_times, square_sum
 
 _ONE = np.float32(1.0)
 # Numbers per thread. Below half of it a kernel keeps the GIL.
 _PARALLEL_NUMBERS = 1 << 14
+# 2 sqrt(2 / pi), and the same times 0.044715.
+_GELU_LINEAR = np.float32(1.5957691216057308)
+_GELU_CUBIC = np.float32(0.07135481627159025)
 # Rows that a thread takes at once.
 _BLOCK = 16
 # Of every kernel: the counter of `take`, then the kernel's own.
@@ -99,41 +105,83 @@ def _rotations(arguments: Any, element: Any) -> None:
         block = take(arguments)
 
 
-def _norms_wide(arguments: Any) -> None:
+def _norms_f32(arguments: Any) -> None:
     _norms(arguments, _ONE)
 
 
-def _norms_narrow(arguments: Any) -> None:
+def _norms_bf16(arguments: Any) -> None:
     _norms(arguments, np.uint16(0))
 
 
-def _gates_wide(arguments: Any) -> None:
+def _gates_f32(arguments: Any) -> None:
     _gates(arguments, _ONE)
 
 
-def _gates_narrow(arguments: Any) -> None:
+def _gates_bf16(arguments: Any) -> None:
     _gates(arguments, np.uint16(0))
 
 
-def _rotations_wide(arguments: Any) -> None:
+def _rotations_f32(arguments: Any) -> None:
     _rotations(arguments, _ONE)
 
 
-def _rotations_narrow(arguments: Any) -> None:
+def _rotations_bf16(arguments: Any) -> None:
     _rotations(arguments, np.uint16(0))
 
 
 # For float32, and for bfloat16.
-_NORMS = (Kernel(_norms_wide), Kernel(_norms_narrow))
-_GATES = (Kernel(_gates_wide), Kernel(_gates_narrow))
-_ROTATIONS = (Kernel(_rotations_wide), Kernel(_rotations_narrow))
+_NORMS = (Kernel(_norms_f32), Kernel(_norms_bf16))
+_GATES = (Kernel(_gates_f32), Kernel(_gates_bf16))
+_ROTATIONS = (Kernel(_rotations_f32), Kernel(_rotations_bf16))
+
+
+@jit
+def _sigmoid(x: Any, out: Any) -> None:
+    for i in range(x.size):
+        out[i] = _ONE / (_ONE + exp32(-x[i]))
+
+
+@jit
+def _rms_norm_fp32(x: Any, weight: Any, offset: Any, eps: Any, out: Any) -> None:
+    rows, size = x.shape
+    element, whole = x[0, 0], size - size % LANES
+    for t in range(rows):
+        total = square_sum(element, np.int64(x.ctypes.data) + t * x.strides[0], whole)
+        for i in range(whole, size):
+            total += to_f32(x[t, i]) * to_f32(x[t, i])
+        factor = _ONE / np.sqrt(total / np.float32(size) + eps)
+        for i in range(size):
+            out[t, i] = from_f32(element, to_f32(x[t, i]) * factor * (offset + weight[i]))
+
+
+@jit
+def _gelu_mul(gate_up: Any, out: Any) -> None:
+    rows, width = out.shape
+    element = gate_up[0, 0]
+    for t in range(rows):
+        for i in range(width):
+            gate = to_f32(gate_up[t, i])
+            # tanh(y) is 2 / (1 + e^-2y) - 1.
+            twice = gate * (_GELU_LINEAR + _GELU_CUBIC * gate * gate)
+            out[t, i] = from_f32(element, gate / (_ONE + exp32(-twice)) * to_f32(gate_up[t, width + i]))
+
+
+@jit
+def _clamped_glu(gate_up: Any, alpha: Any, limit: Any, out: Any) -> None:
+    rows, width = out.shape
+    element = gate_up[0, 0]
+    for t in range(rows):
+        for i in range(width):
+            gate = min(to_f32(gate_up[t, 2 * i]), limit)
+            up = min(max(to_f32(gate_up[t, 2 * i + 1]), -limit), limit)
+            out[t, i] = from_f32(element, (up + _ONE) * (gate / (_ONE + exp32(-alpha * gate))))
 
 
 def _run(kernels: tuple[Kernel, Kernel], like: Tensor, *values: int) -> None:
     kernel, numbers = kernels[like.dtype == torch.bfloat16], like.numel()
     given = arguments(*values, *[0] * (_NUM_ARGUMENTS - 1 - len(values)))
     if numbers < _PARALLEL_NUMBERS // 2:
-        kernel.short(given)
+        kernel.call_inline(given)
     else:
         kernel.call(given, threads_for(numbers, _PARALLEL_NUMBERS))
 
@@ -179,3 +227,38 @@ def rotate_in_place(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> None
     if num_rows:
         tables = cos.data_ptr(), sin.data_ptr()
         _run(_ROTATIONS, heads, num_rows, count, heads.data_ptr(), num_heads, cos.shape[2], size, *tables)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x) of a float32 CPU tensor."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _sigmoid(as_array(x.contiguous()).reshape(-1), as_array(out).reshape(-1))
+    return out
+
+
+def rms_norm_fp32(x: Tensor, weight: Tensor, offset: np.float32, eps: np.float32) -> Tensor:
+    """RMSNorm over the last dimension of a CPU tensor, times `offset` + `weight` in float32 (`layers.WideNorm`)."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if out.numel():
+        flat = (-1, x.shape[-1])
+        _rms_norm_fp32(as_array(x).reshape(flat), as_array(weight), offset, eps, as_array(out).reshape(flat))
+    return out
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up of a CPU tensor [T, 2I], gate first: [T, I] in its dtype, computed in float32. The tanh form of
+    GELU (Hendrycks & Gimpel, 2016, arXiv:1606.08415)."""
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    if len(out):
+        _gelu_mul(as_array(gate_up.contiguous()), as_array(out))
+    return out
+
+
+def clamped_glu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """(up + 1) gate sigmoid(alpha gate) of a CPU tensor [T, 2I], gates at even columns: [T, I] in its dtype, computed
+    in float32. Gates are clamped to at most `limit`, ups to +-`limit` (gpt-oss, arXiv:2508.10925)."""
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    if len(out):
+        _clamped_glu(as_array(gate_up.contiguous()), np.float32(alpha), np.float32(limit), as_array(out))
+    return out

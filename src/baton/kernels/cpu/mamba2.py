@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from baton.models.cpu_kernels import exp32, from_f32, jit_contract, to_f32
+from baton.kernels.cpu.jit_cache import jit_contract
+from baton.kernels.cpu.scalar import exp32, from_f32, to_f32
 
 _ONE = np.float32(1.0)
 # Above this softplus(x) is x, as in PyTorch.

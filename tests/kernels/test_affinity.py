@@ -13,8 +13,8 @@ import torch
 
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig
-from baton.models.cpu_places import bind_team
-from baton.models.cpu_team import openmp_team
+from baton.kernels.cpu.affinity import bind_team
+from baton.kernels.cpu.omp import gomp_parallel
 from tests.engine.engines import TARGET
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -25,7 +25,7 @@ def masks_in_team() -> list[set[int]]:
     """The cores of each of the two threads."""
     found: list[set[int]] = []
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: found.append(os.sched_getaffinity(0)))
-    openmp_team()(function, None, 2, 0)
+    gomp_parallel()(function, None, 2, 0)
     return found
 
 
@@ -56,7 +56,7 @@ def left() -> list[set[int]]:
 
 
 def test_each_thread_has_a_core() -> None:
-    if openmp_team() is None:
+    if gomp_parallel() is None:
         pytest.skip("another runtime than GNU's")
     assert sorted(map(sorted, alone(CORES[:2], 2, bound))) == [[core] for core in CORES[:2]]
 

@@ -1,0 +1,1 @@
+"""Batch-invariant CPU kernels in Numba and LLVM."""
