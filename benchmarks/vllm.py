@@ -30,8 +30,8 @@ import aiohttp
 import typer
 
 from baton.errors import BatonError
-from baton.handoff.channel.keys import make_keys, ticket_key_file
 from baton.handoff.protocol.ticket import load_or_create_key
+from baton.handoff.session.keys import make_keys, ticket_key_file
 from benchmarks.vllm_legs import Answer, Baton, Legs, NixlPull, NixlPush, Single
 from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
 

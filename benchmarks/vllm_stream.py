@@ -24,8 +24,8 @@ from typing import Annotated, get_args
 
 import typer
 
-from baton.handoff.channel.keys import make_keys, ticket_key_file
 from baton.handoff.protocol.ticket import load_or_create_key
+from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.wire import KVStream
 from benchmarks.vllm import FLAGS, MODEL, Deployment, Row, _transfer, rounds, table
 from benchmarks.vllm_legs import Baton, BatonSeeded, Single

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from baton.handoff.node.agent import HandoffAgent
-from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.agent.agent import HandoffAgent
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import DecodeAdmitted, LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey, Seeds

@@ -29,12 +29,12 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from baton.handoff.channel.curve import as_client
-from baton.handoff.channel.keys import KeyRing, Keys, TicketKeys, make_keys
-from baton.handoff.node.figures import AgentStats
+from baton.handoff.agent.stats import AgentStats
 from baton.handoff.protocol.frames import decode
-from baton.handoff.protocol.greeting import prove, seal, session_key
+from baton.handoff.protocol.handshake import prove, seal, session_key
 from baton.handoff.protocol.messages import AttemptKey, Hello
+from baton.handoff.session.curve import as_client
+from baton.handoff.session.keys import KeyRing, Keys, TicketKeys, make_keys
 from baton.transports.registry import create_transport
 from simulation.frames import FrameMaker
 from simulation.handoff_pair import HANDOFF_LIMIT_S, SPENT, Traffic, attacked

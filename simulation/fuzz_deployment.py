@@ -38,7 +38,7 @@ from zmq.utils import z85
 
 from baton.bench.client import stream_completion
 from baton.deployment import BATON
-from baton.handoff.channel.keys import KeyRing, make_keys
+from baton.handoff.session.keys import KeyRing, make_keys
 from baton.openai.limits import HttpLimits
 from simulation.fuzz import Usage, growth
 from simulation.strangers import Target, attack

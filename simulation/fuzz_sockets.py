@@ -28,9 +28,9 @@ from pathlib import Path
 
 from zmq.utils import z85
 
-from baton.handoff.channel.curve import HANDSHAKE_MS
-from baton.handoff.channel.keys import KeyRing, make_keys
-from baton.handoff.node.attempts import TOMBSTONE_S
+from baton.handoff.agent.attempts import TOMBSTONE_S
+from baton.handoff.session.curve import HANDSHAKE_MS
+from baton.handoff.session.keys import KeyRing, make_keys
 from simulation.fuzz import Usage, growth
 from simulation.handoff_pair import SHORT_LIFE_S, Traffic, attacked
 from simulation.strangers import Target, attack

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from baton.handoff.channel.config import Timers
-from baton.handoff.channel.keys import KeyRing
-from baton.handoff.node.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent.agent import AgentConfig, HandoffAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import DecodeCommitted, HandoffEvent
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, AttemptKey, Hello, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
+from baton.handoff.session.config import Timers
+from baton.handoff.session.keys import KeyRing
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes

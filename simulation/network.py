@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from baton.handoff.channel.base import Connection
-from baton.handoff.channel.sockets import Channel
 from baton.handoff.protocol.frames import kind_of
 from baton.handoff.protocol.messages import Cancelled, Commit, Confirm, Finished, Hello, Message
+from baton.handoff.session.base import Connection
+from baton.handoff.session.sockets import Channel
 from simulation.sockets import Parts, SimContext, SimPoller, SimSocket
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from baton.handoff.channel.config import AgentConfig
 from baton.handoff.plan.planner import Instance, RankGeometry
+from baton.handoff.session.config import AgentConfig
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD
 from baton.wire import EngineInfo, LegRole
 from simulation.engine import Engine

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from baton.handoff.channel.config import AgentConfig
-from baton.handoff.node.node import HandoffNode
+from baton.handoff.agent.rank_handoffs import RankHandoffs
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import HandoffEvent
 from baton.handoff.protocol.messages import Cancelled, Commit, Confirm, Finished
+from baton.handoff.session.config import AgentConfig
 from simulation.calls import SimWorker, check_innocence
 from simulation.memory import CellDigester, RankMemory
 from simulation.network import SimChannel
@@ -63,7 +63,7 @@ class Rank:
         self.region_sizes = [memory.nbytes for memory in memories]
         self.channel = SimChannel(self, self.cluster.network)
         self.transport = SimTransport(self, self.cluster.fabric)
-        self.node: HandoffNode = HandoffNode(
+        self.node: RankHandoffs = RankHandoffs(
             self.config,
             instance,
             self.transport,

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from random import Random
 
-from baton.handoff.node.attempts import TOMBSTONE_S
+from baton.handoff.agent.attempts import TOMBSTONE_S
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S
 from baton.wire import SamplingParams
 from simulation.cluster import Cluster
@@ -180,14 +180,14 @@ def _left(cluster: Cluster) -> list[str]:
             if held:
                 out.append(f"{name} holds {held} pages of {group}")
         nodes = [rank.node for rank in process.ranks]
-        live = [str(attempt.machine.key) for node in nodes for attempt in node.execution.live()]
+        live = [str(attempt.machine.key) for node in nodes for attempt in node.runner.live()]
         copies = sum(len(node.operations) for node in nodes)
         if live or copies:
             out.append(f"{name} has attempts {live} and {copies} copies")
         if any(rank.channel.unread for rank in process.ranks):
             # A process that was paused until now may begin something with these messages.
             out.append(f"{name} has messages to take in")
-        if any(node.routing.claims.holding for node in nodes):
+        if any(node.routing.registrations.holding for node in nodes):
             # The claim's connection may be on its way to a process that died; a lease must have time to end it.
             out.append(f"{name} holds a claim back")
     return out
@@ -209,8 +209,8 @@ def _check_rest(world: World, cluster: Cluster) -> None:
             # A process that sleeps through a skip renews no lease.
             rank.process.awake_since = world.now
             rank.agent_step()
-        books = rank.node.execution.prefills, rank.node.execution.decodes
-        kept = sum(len(book.ended) for book in books) + rank.node.routing.claims.holding
+        tables = rank.node.runner.prefills, rank.node.runner.decodes
+        kept = sum(len(table.ended) for table in tables) + rank.node.routing.registrations.holding
         if kept:
             world.fail("memory", f"{rank.uid} remembers {kept} attempts after every ticket expired")
     for process in living:

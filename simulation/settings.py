@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
-from baton.handoff.channel.config import Timers
+from baton.handoff.session.config import Timers
 from baton.kv.interval import Kind
 from baton.wire import Integrity, Recovery
 

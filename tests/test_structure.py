@@ -22,6 +22,7 @@ NEED_VLLM = ("baton.vllm",)
 # The rooms, lowest first, and what each may import of Baton besides itself and the common modules. A room sees only
 # rooms above its own line here, so no two import each other.
 COMMON = {
+    "baton.clock",
     "baton.comparison",
     "baton.directories",
     "baton.distribution",
@@ -37,8 +38,8 @@ ROOMS: dict[str, set[str]] = {
     "transports": {"kv"},
     "handoff.plan": {"kv"},
     "handoff.protocol": {"kv", "handoff.plan"},
-    "handoff.channel": {"kv", "handoff.plan", "handoff.protocol", "transports"},
-    "handoff.node": {"kv", "handoff.plan", "handoff.protocol", "handoff.channel", "transports"},
+    "handoff.session": {"kv", "handoff.plan", "handoff.protocol", "transports"},
+    "handoff.agent": {"kv", "handoff.plan", "handoff.protocol", "handoff.session", "transports"},
     "text": set(),
     "parsing": set(),
     "structured": {"text"},
@@ -50,8 +51,8 @@ ROOMS: dict[str, set[str]] = {
         "kv",
         "handoff.plan",
         "handoff.protocol",
-        "handoff.channel",
-        "handoff.node",
+        "handoff.session",
+        "handoff.agent",
         "transports",
         "kernels",
         "models",
@@ -62,15 +63,15 @@ ROOMS: dict[str, set[str]] = {
     },
     "server": {"engine", "openai", "text"},
     "router": {"openai", "text", "handoff.protocol"},
-    "vllm": {"kv", "handoff.plan", "handoff.protocol", "handoff.channel", "handoff.node", "transports", "models"},
+    "vllm": {"kv", "handoff.plan", "handoff.protocol", "handoff.session", "handoff.agent", "transports", "models"},
     "testing": {"kv", "transports"},
-    "deployment": {"handoff.channel", "handoff.protocol", "transports", "engine"},
+    "deployment": {"handoff.session", "handoff.protocol", "transports", "engine"},
     "verify": {"engine", "openai", "text", "transports", "deployment"},
     "bench": {
         "kv",
         "handoff.plan",
         "handoff.protocol",
-        "handoff.node",
+        "handoff.agent",
         "transports",
         "testing",
         "engine",
@@ -81,7 +82,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "cli": {
         "parsing",
-        "handoff.channel",
+        "handoff.session",
         "handoff.protocol",
         "engine",
         "text",
@@ -94,7 +95,7 @@ ROOMS: dict[str, set[str]] = {
     },
 }
 # The handoff sees transports only through one module, the seam.
-SEAMS = {"handoff.channel": {"baton.transports.base"}, "handoff.node": {"baton.transports.base"}}
+SEAMS = {"handoff.session": {"baton.transports.base"}, "handoff.agent": {"baton.transports.base"}}
 SEAMS["router"] = {"baton.handoff.protocol.ticket"}
 # No clock, no thread, no socket, no file: events in, actions out.
 PURE = ("handoff.plan", "handoff.protocol", "kv")

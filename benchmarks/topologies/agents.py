@@ -15,8 +15,8 @@ import msgspec
 
 from baton.engine import build
 from baton.engine.memory.kv_memory import KVMemory
-from baton.handoff.node.agent import AgentConfig, HandoffAgent
-from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.agent.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import HandoffEvent

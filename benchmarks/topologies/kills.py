@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import REASONS
-from baton.handoff.channel.config import Timers
 from baton.handoff.protocol import events as ev
+from baton.handoff.session.config import Timers
 from benchmarks.topologies.rank_processes import RemoteEngine
 from tests.handoff.ranks import NUM_PAGES, SEEDS, Shape, prefill, ticket_for, wanted_of
 

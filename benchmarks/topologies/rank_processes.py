@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol.events import DecodeProgress, HandoffEvent
 from tests.handoff.ranks import UNTOUCHED, Rank, Shape
 

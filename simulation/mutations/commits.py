@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 
-from baton.handoff.node import digesting
+from baton.handoff.agent import digesting
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.events import (
     Action,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from baton.engine.layer_stream import LayerStream
-from baton.handoff.protocol.stretches import Stretches
+from baton.handoff.protocol.final_ranges import FinalRanges
 from simulation.mutations.registry import Patch, around_method, mutation
 
 
@@ -35,8 +35,8 @@ def _layers_not_withdrawn() -> list[Patch]:
 
 @mutation("tokens are copied when all their layers are final")
 def _one_layer_is_all() -> list[Patch]:
-    def around(self: Stretches, written: Any, event: Any) -> None:
+    def around(self: FinalRanges, written: Any, event: Any) -> None:
         written(event)
         self.extend(event.final)
 
-    return around_method(Stretches, "written", around)
+    return around_method(FinalRanges, "written", around)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from baton.handoff.node.attempts import DecodeAttempt, PrefillAttempt
-from baton.handoff.node.operations import Operations
-from baton.handoff.node.routing import Routing
+from baton.handoff.agent.attempts import DecodeAttempt, PrefillAttempt
+from baton.handoff.agent.operations import Operations
+from baton.handoff.agent.routing import Routing
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.events import (
     Abort,
@@ -99,7 +99,7 @@ def _any_bye_is_quiet() -> list[Patch]:
 
     def left(self: Routing, session: Any, bye: Bye) -> None:
         for attempt in self._decodes_at(session.connection.address):
-            self._execution.feed(attempt, PeerLost("peer_lost", bye.reason, True))
+            self._runner.feed(attempt, PeerLost("peer_lost", bye.reason, True))
         original(self, session, bye)
 
     return [(Routing, "_server_left", left)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from baton.handoff.node import instance
-from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.agent import instance
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan import planner, topology
 from baton.handoff.protocol.events import DecodeCommitted, DecodeProgress, DecodeReleased, PrefillReleased
 from baton.handoff.protocol.gather import LEAD, DecodeGather, PrefillGather
@@ -96,23 +96,23 @@ def _every_pair_wants_all() -> list[Patch]:
 
 @mutation("what the engine says is said to each pair")
 def _said_to_the_leading_pair() -> list[Patch]:
-    def say(self: InstanceAgent, key: Any, what: str, saying: Any) -> None:
+    def say(self: InstanceAgent, key: Any, what: str, call: Any) -> None:
         leg = self._legs.get(key)
         groups = None if leg is None else leg.pairs.get(LEAD)
-        saying(self._agents[0], LEAD, groups)
+        call(self._agents[0], LEAD, groups)
 
-    return [(InstanceAgent, "_say", say)]
+    return [(InstanceAgent, "_call_pairs", say)]
 
 
 @mutation("a pair that opens late hears what was said before")
 def _late_pairs_hear_nothing() -> list[Patch]:
-    original = InstanceAgent._meet
+    original = InstanceAgent._open_pairs
 
     def meet(self: InstanceAgent, leg: Any, peer: Any) -> None:
-        leg.said.clear()
+        leg.calls.clear()
         original(self, leg, peer)
 
-    return [(InstanceAgent, "_meet", meet)]
+    return [(InstanceAgent, "_open_pairs", meet)]
 
 
 _EARLY = ("burst", "slow_engine", "prefix_store", "full_pools", "duplicate")

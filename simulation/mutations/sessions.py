@@ -8,13 +8,10 @@ from typing import Any
 
 import msgspec
 
-from baton.handoff.channel import sessions as sessions
-from baton.handoff.channel.connecting import TransportEnds
-from baton.handoff.channel.sessions import Sessions
-from baton.handoff.node.attempts import Book
-from baton.handoff.node.operations import Operations
-from baton.handoff.node.routing import Routing
-from baton.handoff.protocol import greeting
+from baton.handoff.agent.attempts import AttemptTable
+from baton.handoff.agent.operations import Operations
+from baton.handoff.agent.routing import Routing
+from baton.handoff.protocol import handshake
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.events import (
     Action,
@@ -31,6 +28,9 @@ from baton.handoff.protocol.messages import (
 )
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import verify
+from baton.handoff.session import sessions as sessions
+from baton.handoff.session.connecting import TransportEnds
+from baton.handoff.session.sessions import Sessions
 from simulation.mutations.registry import Handle, Patch, around_method, mutation
 
 
@@ -48,12 +48,12 @@ def _end_trimmed_blocks() -> list[Patch]:
 
 @mutation("a message is matched by transfer, attempt and both incarnations")
 def _attempts_are_one() -> list[Patch]:
-    original = Book.get
+    original = AttemptTable.get
 
-    def get(self: Book[Any], key: AttemptKey) -> Any:
+    def get(self: AttemptTable[Any], key: AttemptKey) -> Any:
         return original(self, key) or next((original(self, other) for other in self.same_transfer(key)), None)
 
-    return [(Book, "get", get)]
+    return [(AttemptTable, "get", get)]
 
 
 @mutation("REGISTER brings a ticket for this very attempt")
@@ -89,11 +89,11 @@ def _no_proof() -> list[Patch]:
 
 @mutation("a proof answers the challenge of this connection", ("stranger", "reorder"))
 def _proof_without_challenge() -> list[Patch]:
-    def said(key: bytes, side: greeting.Side, address: str, challenge: bytes, hello: Hello) -> Hello:
-        return greeting.prove(key, side, address, b"", hello)
+    def said(key: bytes, side: handshake.Side, address: str, challenge: bytes, hello: Hello) -> Hello:
+        return handshake.prove(key, side, address, b"", hello)
 
-    def holds(key: bytes, side: greeting.Side, address: str, challenge: bytes, hello: Hello) -> bool:
-        return greeting.is_proven(key, side, address, b"", hello)
+    def holds(key: bytes, side: handshake.Side, address: str, challenge: bytes, hello: Hello) -> bool:
+        return handshake.is_proven(key, side, address, b"", hello)
 
     return [(sessions, "prove", said), (sessions, "is_proven", holds)]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import zmq
 
-from baton.handoff.channel.base import Connection
-from baton.handoff.channel.sessions import Session, Sessions
-from baton.handoff.channel.sockets import Channel
 from baton.handoff.protocol.frames import decode
 from baton.handoff.protocol.messages import Message
+from baton.handoff.session.base import Connection
+from baton.handoff.session.sessions import Session, Sessions
+from baton.handoff.session.sockets import Channel
 from simulation.mutations.registry import Patch, mutation
 
 _LISTENERS = ("squatter", "crash_prefill", "crash_decode")
@@ -36,7 +36,7 @@ def _strangers_are_signs_of_life() -> list[Patch]:
 
     def dial(self: Sessions, address: str, lost: Session | None = None) -> Session:
         session = original(self, address, lost)
-        session.heard = self._clock.monotonic()
+        session.last_heard = self._clock.monotonic()
         return session
 
     return [(Sessions, "dial", dial)]

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from baton.handoff.channel.curve import as_client
-from baton.handoff.channel.keys import KeyRing, TicketKeys, make_keys
 from baton.handoff.protocol.frames import decode, encode
-from baton.handoff.protocol.greeting import prove, seal, session_key
+from baton.handoff.protocol.handshake import prove, seal, session_key
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, Hello, Message
 from baton.handoff.protocol.ticket import SignedTicket, mint
+from baton.handoff.session.curve import as_client
+from baton.handoff.session.keys import KeyRing, TicketKeys, make_keys
 from simulation.handoff_pair import Node, Traffic, attacked, make_ticket
 
 TICKET_KEY = b"k" * 32

@@ -10,12 +10,12 @@ import pytest
 import zmq
 
 from baton.errors import ProtocolError
-from baton.handoff.channel.curve import as_server
 from baton.handoff.protocol.events import DecodeFailed, DecodeReleased
 from baton.handoff.protocol.frames import decode, encode
-from baton.handoff.protocol.greeting import prove, seal, session_key
+from baton.handoff.protocol.handshake import prove, seal, session_key
 from baton.handoff.protocol.messages import Bye, Hello, Nack, Ready, Register
 from baton.handoff.protocol.ticket import mint
+from baton.handoff.session.curve import as_server
 from baton.kv.geometry import CopyList
 from baton.kv.interval import Interval
 from simulation.handoff_pair import Node

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
-from baton.handoff.channel.curve import as_client
-from baton.handoff.channel.sockets import MAX_UNPROVEN
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.frames import PROTOCOL_VERSION, decode, encode
 from baton.handoff.protocol.messages import AttemptKey, Hello, Message
+from baton.handoff.session.curve import as_client
+from baton.handoff.session.sockets import MAX_UNPROVEN
 from simulation import fuzz
 from simulation.frames import FrameMaker, message_classes
 from tests.attacks.attacker import CHALLENGE, KEYS, Scene

@@ -74,6 +74,6 @@ def test_cancelling_guesses_costs_bounded_memory(scene: Scene, until: Until) -> 
     for i in range(20_000):
         attacker.say(Cancel(AttemptKey(i.to_bytes(16, "big"), 0, scene.p.incarnation, "E-1"), "x"))
     until(lambda: scene.p.agent.stats().frames >= before + 20_000)
-    book = scene.p.agent._node.execution.prefills
-    assert book.get(spent) is not None
-    assert len(book.ended) < 10_000
+    table = scene.p.agent._node.runner.prefills
+    assert table.get(spent) is not None
+    assert len(table.ended) < 10_000

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from baton.handoff.channel.curve import as_server
-from baton.handoff.channel.keys import TicketKeys
 from baton.handoff.protocol.events import DecodeFailed, DecodeReleased
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.messages import Bye, Hello
+from baton.handoff.session.curve import as_server
+from baton.handoff.session.keys import TicketKeys
 from baton.kv.interval import Interval
 from simulation import fuzz_sockets
 from tests.attacks.attacker import KEYS, TICKET_KEY, Scene

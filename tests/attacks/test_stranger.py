@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import zmq
 
-from baton.handoff.channel.curve import as_server
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import DecodeCommitted, DecodeFailed, DecodeReleased, PrefillReleased
 from baton.handoff.protocol.frames import decode, encode
-from baton.handoff.protocol.greeting import is_proven, prove
+from baton.handoff.protocol.handshake import is_proven, prove
 from baton.handoff.protocol.messages import (
     Ack,
     Bye,
@@ -29,6 +28,7 @@ from baton.handoff.protocol.messages import (
     Seeds,
 )
 from baton.handoff.protocol.ticket import mint
+from baton.handoff.session.curve import as_server
 from baton.kv.interval import Interval
 from tests.attacks.attacker import CHALLENGE, KEYS, TICKET_KEY, Scene
 

@@ -8,10 +8,10 @@ import pytest
 import zmq
 
 from baton.errors import ConfigError
-from baton.handoff.channel.keys import KeyRing, make_keys
-from baton.handoff.channel.sockets import Channel
 from baton.handoff.protocol.events import DecodeFailed, DecodeReleased
 from baton.handoff.protocol.messages import Hello
+from baton.handoff.session.keys import KeyRing, make_keys
+from baton.handoff.session.sockets import Channel
 from baton.kv.interval import Interval
 from simulation.handoff_pair import attacked
 from tests.attacks.attacker import KEYS, TICKET_KEY, Scene

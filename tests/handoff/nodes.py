@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 
-from baton.handoff.channel.config import Timers
 from baton.handoff.protocol.events import DecodeCommitted, DecodeProgress, HandoffEvent, PrefillReleased
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket
+from baton.handoff.session.config import Timers
 from baton.kv.interval import Interval
 from simulation import handoff_pair
 from simulation.handoff_pair import DIM, GROUPS, HEADS

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from baton.handoff.node.agent import AgentConfig, HandoffAgent
-from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.agent.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import DecodeAdmitted, DecodeCommitted, DecodeProgress, HandoffEvent, PrefillReleased

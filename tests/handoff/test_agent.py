@@ -15,8 +15,6 @@ import pytest
 import zmq
 
 from baton.errors import ProtocolError
-from baton.handoff.channel.curve import as_client
-from baton.handoff.channel.keys import TicketKeys
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.events import (
     DecodeCommitted,
@@ -29,6 +27,8 @@ from baton.handoff.protocol.fingerprint import geometry_fields
 from baton.handoff.protocol.frames import encode
 from baton.handoff.protocol.messages import Cancel, Hello, Register
 from baton.handoff.protocol.ticket import mint
+from baton.handoff.session.curve import as_client
+from baton.handoff.session.keys import TicketKeys
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes

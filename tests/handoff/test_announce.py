@@ -181,7 +181,7 @@ def test_p_keeps_no_pages_for_a_leg_that_fell_silent(world: World) -> None:
     world.prefill(p, ticket)
     world.run(15)
     # D's session lives, but it no longer knows this attempt.
-    d.node.execution.decodes.live.clear()
+    d.node.runner.decodes.live.clear()
     world.run(TIMERS.handoff + 2)
     assert p.events == [ev.PrefillReleased(ticket.key, "handoff_timeout")]
 
@@ -191,7 +191,7 @@ def test_what_was_forgotten_is_quiet(world: World) -> None:
     ticket = world.ticket(p, d, "pull", life=10)
     d.node.announce_decode(ticket)
     world.run(0.5)
-    p.node.execution.prefills.live.clear()
+    p.node.runner.prefills.live.clear()
     session = next(iter(d.node.sessions.servers.values()))
     for question in (msg.ReadDone(ticket.key), msg.Repair(ticket.key, 1, {})):
         d.channel.send(session.connection, question)

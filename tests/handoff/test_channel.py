@@ -14,14 +14,14 @@ import pytest
 import zmq
 
 from baton.errors import ConfigError, ProtocolError
-from baton.handoff.channel import sockets as channels
-from baton.handoff.channel.base import Connection
-from baton.handoff.channel.curve import as_client
-from baton.handoff.channel.keys import KeyRing, Keys, TicketKeys, check_bind, is_local, make_keys, ticket_key_file
-from baton.handoff.channel.sockets import Channel
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.messages import AttemptKey, Bye, Cancel, Hello, Message, Renew
+from baton.handoff.session import sockets as channels
+from baton.handoff.session.base import Connection
+from baton.handoff.session.curve import as_client
+from baton.handoff.session.keys import KeyRing, Keys, TicketKeys, check_bind, is_local, make_keys, ticket_key_file
+from baton.handoff.session.sockets import Channel
 from baton.log_limit import LINES_PER_SECOND, LogLimit
 
 KEYS = TicketKeys(b"k" * 32)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from baton.errors import TransportError
-from baton.handoff.channel.connecting import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_REFUSED, TransportEnds
 from baton.handoff.protocol.events import DecodeCommitted, DecodeReleased, PrefillReleased
+from baton.handoff.session.connecting import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_REFUSED, TransportEnds
 from baton.kv.interval import Interval
 from baton.transports.base import Peer
 from baton.transports.local import LocalTransport
@@ -83,7 +83,7 @@ def test_a_claim_that_came_in_time_does_not_expire_while_it_waits(world: World, 
     else:
         assert d.failures() == ["handoff_timeout"]
     assert world.settled()
-    assert not p.node.routing.claims.holding
+    assert not p.node.routing.registrations.holding
 
 
 @pytest.mark.parametrize("slow", ["P", "D"])

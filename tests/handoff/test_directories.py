@@ -13,8 +13,8 @@ import pytest
 
 from baton.directories import RunDirectory, sweep_runs
 from baton.errors import ConfigError
-from baton.handoff.channel.keys import KeyRing, make_keys, ticket_key_file
 from baton.handoff.protocol.ticket import load_or_create_key
+from baton.handoff.session.keys import KeyRing, make_keys, ticket_key_file
 from baton.transports.store import FileStore
 
 Spoil = Callable[[Path], None]

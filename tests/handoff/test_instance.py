@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Pair, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, verify
@@ -110,7 +110,7 @@ def test_the_engine_is_told_without_a_lock() -> None:
             waited.append(thread.is_alive())
             d.events.append(ev.DecodeAdmitted(other.key))
 
-    d.agent._tell = told
+    d.agent._on_event = told
     d.agent.announce_decode(ticket)
     d.agent.on_event(ev.DecodeFailed(ticket.key, "peer_lost", "", True))
     assert waited == [False]

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigError
-from baton.handoff.channel.base import Connection
-from baton.handoff.node.agent import AgentConfig, HandoffAgent
-from baton.handoff.node.operations import Operations
+from baton.handoff.agent.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent.operations import Operations
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import (
@@ -26,6 +25,7 @@ from baton.handoff.protocol.events import (
     StartCopy,
 )
 from baton.handoff.protocol.messages import MAX_HASHES, AttemptKey, Commit, Confirm, Message
+from baton.handoff.session.base import Connection
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes

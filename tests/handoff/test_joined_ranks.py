@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.handoff.node import instance as joined
-from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.agent import instance as joined
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.gather import LEAD, DecodeGather, EndPair, Pair, PrefillGather, pairs_of

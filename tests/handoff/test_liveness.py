@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from baton.errors import ProtocolError
-from baton.handoff.channel.base import Connection
-from baton.handoff.channel.config import Timers
 from baton.handoff.protocol.events import (
     DecodeCommitted,
     DecodeFailed,
@@ -18,6 +16,8 @@ from baton.handoff.protocol.events import (
     PrefillReleased,
 )
 from baton.handoff.protocol.messages import Cancel, Cancelled, Register, Renew
+from baton.handoff.session.base import Connection
+from baton.handoff.session.config import Timers
 from baton.kv.interval import Interval
 from baton.transports.base import Operation, Peer
 from tests.support.modelled_network import STEP, TIMERS, N, Node, StuckTransport, World
@@ -218,7 +218,7 @@ def test_a_forgotten_attempt_is_quiet(world: World) -> None:
     d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(0.5)
     # As if D's last message was lost, and D forgot the attempt with the ticket.
-    d.node.execution.decodes.live.clear()
+    d.node.runner.decodes.live.clear()
     world.prefill(p, ticket)
     world.run(15)
     assert p.events == []
@@ -246,7 +246,7 @@ def test_a_prefill_engine_that_sleeps_past_the_ticket_still_hears_that_its_reade
 def test_a_successor_cannot_say_that_the_dead_are_quiet(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.begin(p, d, "push")
-    attempt = d.node.execution.decodes.live[ticket.key]
+    attempt = d.node.runner.decodes.live[ticket.key]
     # As with a network adapter that keeps writing for a dead process.
     attempt.peer.is_fenced = lambda: False  # type: ignore[union-attr]
     p.die()
@@ -324,7 +324,7 @@ def test_every_connection_with_the_reader_must_be_fenced(world: World) -> None:
     d.node.sessions.hang_up(lost)
     d.node.sessions.dial(p.address, lost)
     world.run(0.5)
-    attempt = p.node.execution.prefills.live[ticket.key]
+    attempt = p.node.runner.prefills.live[ticket.key]
     old, new = attempt.peers
     old.is_fenced = lambda: True  # type: ignore[attr-defined]
     p.node.abort(ticket.key, "gone")
@@ -370,7 +370,7 @@ def test_copies_go_on_only_where_the_peer_asked_for_them(world: World) -> None:
     session.peer.is_fenced = lambda: True  # type: ignore[union-attr]
     world.run(2)
     assert d.count(DecodeReleased) == 1
-    attempt = p.node.execution.prefills.live[ticket.key]
+    attempt = p.node.runner.prefills.live[ticket.key]
     old, new = attempt.peers
     world.prefill(p, ticket)
     world.run(0.5)
@@ -394,7 +394,7 @@ def test_a_fence_is_not_taken_for_the_death_of_the_process(world: World) -> None
     session.peer.is_fenced = lambda: True  # type: ignore[union-attr]
     world.run(70)
     assert d.count(DecodeReleased) == 1
-    assert not d.node.execution.decodes.ended
+    assert not d.node.runner.decodes.ended
     assert p.count(PrefillReleased) == 0
     d.channel.send, p.channel.send = to_p, to_d  # type: ignore[method-assign]
     world.run(3)

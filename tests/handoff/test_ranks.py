@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from baton.errors import IncompatiblePeerError, ProtocolError
-from baton.handoff.node import instance as node_instance
-from baton.handoff.node import operations
-from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.agent import instance as node_instance
+from baton.handoff.agent import operations
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.gather import DecodeGather, EndPair, Pair, PrefillGather, pairs_of
 from baton.handoff.protocol.messages import Announce, AttemptKey
@@ -226,14 +226,14 @@ def test_either_engine_gives_up_at_any_time(pair: Both, side: str, when: str) ->
 def quiet_when_told(engine: Engine, issuer: Engine) -> list[int]:
     """The number of copies of `issuer` in progress when `engine` is told that pages are free."""
     under_way: list[int] = []
-    tell = engine.together._tell
+    tell = engine.together._on_event
 
     def note(event: ev.HandoffEvent) -> None:
         if isinstance(event, ev.PrefillReleased | ev.DecodeReleased):
             under_way.append(sum(len(rank.agent._node.operations) for rank in issuer.ranks))
         tell(event)
 
-    engine.together._tell = note
+    engine.together._on_event = note
     return under_way
 
 
@@ -322,7 +322,7 @@ def test_a_rank_speaks_for_its_own_pairs_alone(pair: Both) -> None:
         until -= 1
         time.sleep(0.02)
     assert p.ranks[0].agent.stats().rejected == before + 3
-    assert not [key for key in p.ranks[0].agent._node.execution.prefills.live if key.pair != (0, 0)]
+    assert not [key for key in p.ranks[0].agent._node.runner.prefills.live if key.pair != (0, 0)]
     p.together.abort(ticket.key, "aborted")
     p.next(ev.PrefillReleased)
     settle(p, d)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from baton.errors import ProtocolError
-from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan.topology import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.gather import pairs_of

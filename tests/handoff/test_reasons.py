@@ -9,7 +9,7 @@ import pytest
 
 import baton
 from baton.errors import REASONS, reason_label
-from baton.handoff.node.figures import CopyFigures, Figures
+from baton.handoff.agent.stats import AgentCounters, CopyStats
 from baton.handoff.protocol.copies import CopyLedger
 from baton.handoff.protocol.events import DecodeFailed, PrefillReleased
 from baton.handoff.protocol.messages import AttemptKey
@@ -21,11 +21,11 @@ GIVES = {"Fault": 0, "_fail": 0, "lose": 1, "Abort": 0, "abort": 1, "HandoffErro
 
 @pytest.mark.parametrize("text", ["x" * 60, "peer lost", "other", ""])
 def test_a_peers_own_words_are_one_label(text: str) -> None:
-    figures = Figures()
-    figures.note(DecodeFailed(KEY, text, ""), CopyLedger())
-    figures.note(PrefillReleased(KEY, text + "!"), CopyLedger())
-    figures.note(PrefillReleased(KEY, "peer_lost"), CopyLedger())
-    assert figures.snapshot(CopyFigures()).failures == {"other": 2, "peer_lost": 1}
+    counters = AgentCounters()
+    counters.note(DecodeFailed(KEY, text, ""), CopyLedger())
+    counters.note(PrefillReleased(KEY, text + "!"), CopyLedger())
+    counters.note(PrefillReleased(KEY, "peer_lost"), CopyLedger())
+    assert counters.snapshot(CopyStats()).failures == {"other": 2, "peer_lost": 1}
     assert reason_label(text) == "other"
 
 

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from baton.clock import SystemClock
 from baton.errors import TransportError
-from baton.handoff.channel.base import SystemClock
-from baton.handoff.channel.connecting import TransportEnds
 from baton.handoff.protocol.events import DecodeCommitted, DecodeFailed, DecodeReleased, PrefillReleased
+from baton.handoff.session.connecting import TransportEnds
 from baton.kv.interval import Interval
 from baton.transports.base import Peer
 from baton.transports.lifeline import Lifeline

@@ -12,9 +12,9 @@ import pytest
 
 from baton.engine.config import KVTransferConfig
 from baton.errors import ConfigError, HandoffError
-from baton.handoff.channel.config import Timers
-from baton.handoff.node.agent import HandoffAgent
-from baton.handoff.node.watch import ThreadWatch
+from baton.handoff.agent.agent import HandoffAgent
+from baton.handoff.agent.watch import ThreadWatch
+from baton.handoff.session.config import Timers
 from tests.engine.engines import stepped
 from tests.handoff.ranks import Engine, Shape, begin_one
 

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from baton.handoff.channel.base import Connection
-from baton.handoff.channel.config import AgentConfig, Timers
-from baton.handoff.node.node import HandoffNode
+from baton.handoff.agent.rank_handoffs import RankHandoffs
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.events import (
     Declared,
@@ -22,6 +20,8 @@ from baton.handoff.protocol.events import (
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.messages import Bye, Hello, Message, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket
+from baton.handoff.session.base import Connection
+from baton.handoff.session.config import AgentConfig, Timers
 from baton.kv.geometry import CopyList, Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
@@ -134,7 +134,7 @@ class Node:
         self.memory = self.transport.allocate("target", geometry.region_bytes)
         self.descriptor = self.transport.register([self.memory])
         self.events: list[HandoffEvent] = []
-        self.node = HandoffNode(
+        self.node = RankHandoffs(
             AgentConfig(name, self.incarnation, ticket_key=b"k", timers=timers),
             Instance(rank=0, groups={"target": [RankGeometry(rank=0, geometry=geometry)]}),
             self.transport,

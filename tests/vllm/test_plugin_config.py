@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from baton.handoff.channel.keys import make_keys
+from baton.handoff.session.keys import make_keys
 from baton.vllm.config import read_config
 
 KEY = {"keys": "keys"}

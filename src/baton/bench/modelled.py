@@ -9,8 +9,8 @@ from typing import Literal
 import msgspec
 
 from baton.errors import ConfigError, HandoffError
-from baton.handoff.node.agent import AgentConfig, HandoffAgent
-from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.agent.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol import events as ev
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, Axis, Geometry

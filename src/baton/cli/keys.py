@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from baton.handoff.channel.keys import make_keys
+from baton.handoff.session.keys import make_keys
 
 Output = Annotated[str, typer.Option(metavar="DIR", help="Directory to make, or to add engines to.")]
 Engines = Annotated[

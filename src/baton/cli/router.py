@@ -15,8 +15,8 @@ from baton.cli.logs import tell
 from baton.cli.options import ListenOptions, ProcessOptions, RouterOptions, with_options
 from baton.deployment import Reporter
 from baton.errors import ConfigError
-from baton.handoff.channel.keys import ticket_key_file
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, TICKET_LIFE_S, load_or_create_key
+from baton.handoff.session.keys import ticket_key_file
 from baton.openai.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
 from baton.waiting import MAX_QUEUED_REQUESTS
 from baton.wire import Recovery

@@ -24,7 +24,7 @@ from baton.deployment.child import read_reports
 from baton.deployment.child_log import ChildLog, Said
 from baton.directories import RunDirectory
 from baton.errors import ConfigError, EngineUnavailableError
-from baton.handoff.channel.keys import make_keys, ticket_key_file
+from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.transports.registry import parse_uri, with_path
 from baton.transports.segments import remove_stale_segments
 

@@ -16,7 +16,7 @@ from baton.engine.config import EngineConfig, block_sizes
 from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
 from baton.errors import EngineStalledError, EngineUnavailableError, RequestError
-from baton.handoff.node.agent import HandoffAgent
+from baton.handoff.agent.agent import HandoffAgent
 from baton.kernels.cpu.affinity import bind_team
 from baton.waiting import Queue
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, StructuredOutputsParams, TokenChunk

@@ -35,12 +35,12 @@ from baton.engine.runner import ModelRunner, plan_spec
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import Scheduler
 from baton.errors import BatonError, ConfigError, EngineUnavailableError, HandoffError
-from baton.handoff.channel.config import DEFAULT_MAX_RETRIES, own_bind
-from baton.handoff.channel.keys import KeyRing
-from baton.handoff.node.agent import AgentConfig, HandoffAgent, Timers
-from baton.handoff.node.instance import Agent
+from baton.handoff.agent.agent import AgentConfig, HandoffAgent, Timers
+from baton.handoff.agent.instance import Agent
 from baton.handoff.protocol.messages import MAX_DRAFTS
 from baton.handoff.protocol.ticket import Redeemer, load_or_create_key
+from baton.handoff.session.config import DEFAULT_MAX_RETRIES, own_bind
+from baton.handoff.session.keys import KeyRing
 from baton.kv.cache import KVCache
 from baton.structured import Grammars
 from baton.text import Tokenizer

@@ -14,8 +14,8 @@ from baton.engine.loading.generation_config import GENERATION_FIELDS, sampling_d
 from baton.engine.loading.hub import checkpoint_directory
 from baton.engine.loading.servable import check_servable
 from baton.errors import ConfigError
-from baton.handoff.channel.config import DEFAULT_HANDOFF_TIMEOUT_S
-from baton.handoff.channel.keys import check_bind, ticket_key_file
+from baton.handoff.session.config import DEFAULT_HANDOFF_TIMEOUT_S
+from baton.handoff.session.keys import check_bind, ticket_key_file
 from baton.kv.cache import CHECKPOINT_TOKENS
 from baton.kv.interval import MAX_TOKENS
 from baton.transports.registry import check_device, check_keys, parse_uri

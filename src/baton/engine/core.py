@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from baton.clock import Clock, SystemClock
 from baton.engine.handoff import Effect, HandoffLegs, PagesLetGo, RequestArrived, RequestFailed
 from baton.engine.metrics import EngineMetrics
 from baton.engine.planning import DraftRows
@@ -22,7 +23,6 @@ from baton.engine.request import Request, RequestStatus
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import ScheduledRows, Scheduler
 from baton.engine.step import compute, told
-from baton.handoff.channel.base import Clock, SystemClock
 from baton.handoff.protocol.events import HandoffEvent
 from baton.handoff.protocol.messages import Seeds
 from baton.wire import EngineLoad, FinishReason, TokenChunk

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from baton.clock import Clock, SystemClock
 from baton.engine.layer_stream import LayerStream
 from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler
 from baton.errors import reason_label
-from baton.handoff.channel.base import Clock, SystemClock
-from baton.handoff.node.instance import Agent
+from baton.handoff.agent.instance import Agent
 from baton.handoff.protocol.events import (
     DecodeAdmitted,
     DecodeCommitted,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from baton.engine.plan import Written
 from baton.engine.scheduler import ScheduledRows
-from baton.handoff.node.instance import Agent
-from baton.handoff.node.layers import WrittenLayers
+from baton.handoff.agent.instance import Agent
+from baton.handoff.agent.layers import WrittenLayers
 from baton.kv.cache import KVCache
 from baton.kv.spec import GroupSpec
 
@@ -69,8 +69,8 @@ class LayerStream:
         group, token_bytes = self._group_of[done]
         for num_rows, prompt in self._streamed:
             prompt.add(group, num_rows * token_bytes)
-            if prompt.untold >= self._min_bytes:
-                prompt.tell(done + 1)
+            if prompt.unreported >= self._min_bytes:
+                prompt.report(done + 1)
 
     def withdraw(self) -> None:
         """The forward has failed: its rows will be computed again, or never."""

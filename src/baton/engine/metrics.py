@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from baton.distribution import SECONDS, Distribution
-from baton.handoff.node.figures import AgentStats
+from baton.handoff.agent.stats import AgentStats
 from baton.openai.metrics import Row, counter, gauge, histogram
 from baton.wire import EngineLoad
 

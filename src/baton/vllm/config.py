@@ -9,10 +9,10 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import ConfigError
-from baton.handoff.channel.config import DEFAULT_HANDOFF_TIMEOUT_S, DEFAULT_MAX_RETRIES, Timers
-from baton.handoff.channel.keys import check_bind, ticket_key_file
 from baton.handoff.protocol.messages import MAX_LEASE_S, MAX_ROUNDS
 from baton.handoff.protocol.ticket import load_or_create_key
+from baton.handoff.session.config import DEFAULT_HANDOFF_TIMEOUT_S, DEFAULT_MAX_RETRIES, Timers
+from baton.handoff.session.keys import check_bind, ticket_key_file
 from baton.transports.registry import parse_uri
 from baton.vllm.geometry import Granularity
 from baton.wire import Integrity, KVStream

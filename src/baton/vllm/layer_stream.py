@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from baton.handoff.node.layers import WrittenLayers
+from baton.handoff.agent.layers import WrittenLayers
 from baton.vllm.geometry import CacheLayout
 
 MIN_BYTES = 8 << 20
@@ -80,8 +80,8 @@ class VllmLayerStream:
             for layer in new:
                 if tokens := prompt.new_tokens(layer.group):
                     prompt.layers.add(layer.group, tokens * layer.token_bytes)
-            if prompt.layers.groups and (last or prompt.layers.untold >= MIN_BYTES):
-                prompt.layers.tell(stop)
+            if prompt.layers.groups and (last or prompt.layers.unreported >= MIN_BYTES):
+                prompt.layers.report(stop)
 
     def end(self) -> None:
         """The step is over; the caller declares all of it final."""

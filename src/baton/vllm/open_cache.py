@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import ConfigError
-from baton.handoff.channel.config import own_bind
-from baton.handoff.channel.keys import KeyRing
-from baton.handoff.node.agent import AgentConfig, HandoffAgent
-from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.agent.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol.digests import Digester, MemoryDigester
+from baton.handoff.session.config import own_bind
+from baton.handoff.session.keys import KeyRing
 from baton.transports.base import DeviceMemory, Transport
 from baton.transports.registry import create_transport
 from baton.vllm import compat

@@ -14,7 +14,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.layer_stream import LayerStream
 from baton.engine.runner import ModelRunner, TargetOutput
 from baton.errors import BatonError, ConfigError
-from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol.events import LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey
 from tests.engine.engines import TARGET, Pair, Stepped, Stream, kv_of, pair, stepped

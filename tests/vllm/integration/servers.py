@@ -20,8 +20,8 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from baton.handoff.channel.keys import make_keys, ticket_key_file
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint
+from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.vllm.scheduler import handoff_digest
 from baton.wire import EngineIdentity
 from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.handoff.channel.keys import make_keys
+from baton.handoff.session.keys import make_keys
 from baton.openai.tools import Parsing
 from benchmarks import smollm2
 from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, serve

@@ -17,8 +17,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from baton.handoff.channel.keys import make_keys, ticket_key_file
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, load_or_create_key
+from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.router import RouterConfig, build_app
 from baton.text import Tokenizer
 from baton.text.bad_words import tokens_of

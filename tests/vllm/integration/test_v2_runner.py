@@ -14,7 +14,7 @@ import pytest
 import torch
 from vllm.v1.worker.gpu import model_runner
 
-from baton.handoff.channel.keys import make_keys
+from baton.handoff.session.keys import make_keys
 from tests.vllm.integration.v2_engine import LAYERS, PROMPT, Engine, Model, legs
 
 P_BLOCKS, D_BLOCKS = [5, 2, 7], [1, 6, 3]

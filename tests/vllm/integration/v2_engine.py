@@ -23,8 +23,8 @@ from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu import kv_connector as v2
 
-from baton.handoff.channel.keys import ticket_key_file
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint
+from baton.handoff.session.keys import ticket_key_file
 from baton.vllm import BatonConnector, compat
 from baton.vllm.scheduler import handoff_digest
 

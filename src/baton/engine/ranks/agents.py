@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from baton.engine.memory.device_memory import make_digester
 from baton.engine.memory.kv_memory import KVMemory
-from baton.handoff.channel.config import own_bind
-from baton.handoff.node.agent import AgentConfig, HandoffAgent
-from baton.handoff.node.instance import InstanceAgent
+from baton.handoff.agent.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.events import HandoffEvent
+from baton.handoff.session.config import own_bind
 from baton.kv.geometry import Geometry
 from baton.kv.spec import GroupSpec
 from baton.transports.base import Transport

@@ -17,18 +17,18 @@ from collections.abc import Mapping
 
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg
+from baton.handoff.protocol.attempt_machine import AttemptMachine
+from baton.handoff.protocol.digest_checks import DigestChecks, tokens_of
 from baton.handoff.protocol.digests import check_shape, seeds_digest, uncovered
-from baton.handoff.protocol.half import Half
 from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.phases import DecodePhase
-from baton.handoff.protocol.proofs import Proofs, tokens_of
 from baton.kv.interval import Interval
 from baton.wire import Integrity, Mode
 
 _BAD_SEEDS = "the seeds do not match their digest"
 
 
-class DecodeHandoff(Half):
+class DecodeHandoff(AttemptMachine):
     """State machine of D for one attempt.
 
     `wanted`: the tokens that D needs, per group. `pages`: D's block tables, exclusive to this attempt in `wanted`.
@@ -56,7 +56,7 @@ class DecodeHandoff(Half):
         self._groups: frozenset[str] | None = None
         self._wanted: dict[str, Interval] = {}
         self._pages: dict[str, list[int]] = {}
-        self._proofs = Proofs({}, {})
+        self._digest_checks = DigestChecks({}, {})
         self._proven: dict[str, int] = {}
         self._source: Mapping[str, list[int]] = {}  # pull: P's block tables
         self._claim: msg.Commit | msg.Ready | None = None  # the message whose digests are being checked
@@ -114,7 +114,7 @@ class DecodeHandoff(Half):
     def _place(self, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
         self.placed, self._wanted = True, dict(wanted)
         self._pages = {group: list(table) for group, table in pages.items()}
-        self._proofs = Proofs(self._wanted, self._pages)
+        self._digest_checks = DigestChecks(self._wanted, self._pages)
         # P needs D's pages only to write them.
         tables = self._pages if self.mode == "push" else {}
         self._pending = msg.Register(self.key, ticket=self._ticket, wanted=self._wanted, pages=tables)
@@ -168,7 +168,7 @@ class DecodeHandoff(Half):
         if self.phase is not DecodePhase.REGISTERED or self.round or self.integrity == "off":
             return self._answer()
         check_shape(message.digests, self._wanted)
-        return self._proofs.check(message.digests)
+        return self._digest_checks.check(message.digests)
 
     def _committed(self, message: msg.Commit) -> list[ev.Action]:
         # P sends COMMIT only when all its copies are done, but a later REPAIR may have started new ones.
@@ -244,24 +244,24 @@ class DecodeHandoff(Half):
 
     def _check(self, claim: msg.Commit | msg.Ready) -> list[ev.Action]:
         self.phase, self._pending, self._claim = DecodePhase.CHECKING, None, claim
-        actions = self._proofs.check(claim.digests) if self.integrity != "off" else []
-        return actions if self._proofs.checking else actions + self._decide(claim)
+        actions = self._digest_checks.check(claim.digests) if self.integrity != "off" else []
+        return actions if self._digest_checks.checking else actions + self._decide(claim)
 
     def _checked(self, event: ev.DigestsChecked) -> list[ev.Action]:
-        if not self._proofs.checked(event) or self.closed or self.phase is DecodePhase.CLOSING:
+        if not self._digest_checks.checked(event) or self.closed or self.phase is DecodePhase.CLOSING:
             return []
         actions: list[ev.Action] = []
-        proven = self._proofs.proven()
+        proven = self._digest_checks.proven()
         if proven != self._proven:
             self._proven = proven
             actions.append(ev.Notify(ev.DecodeProgress(self.key, proven)))
-        if self.phase is not DecodePhase.CHECKING or self._proofs.checking:
+        if self.phase is not DecodePhase.CHECKING or self._digest_checks.checking:
             return actions
         assert self._claim is not None
         return actions + self._decide(self._claim)
 
     def _decide(self, claim: msg.Commit | msg.Ready) -> list[ev.Action]:
-        bad = {} if self.integrity == "off" else self._proofs.unproven(claim.digests)
+        bad = {} if self.integrity == "off" else self._digest_checks.unproven(claim.digests)
         seeds_good = isinstance(claim, msg.Ready) or self._seeds_good(claim)
         if not bad and seeds_good:
             if isinstance(claim, msg.Commit):
@@ -275,7 +275,7 @@ class DecodeHandoff(Half):
             what = f"tokens {_text(again)} do not match their digests" if bad else _BAD_SEEDS
             return [ev.Count("bad_pieces", pieces), *self._fail("integrity_failed", what)]
         self.round += 1
-        self._proofs.forget_checks()
+        self._digest_checks.forget_checks()
         booked: list[ev.Action] = [ev.Count("bad_pieces", pieces), ev.Count("repairs")]
         if isinstance(claim, msg.Ready):
             return booked + self._read(again)
@@ -327,7 +327,7 @@ class DecodeHandoff(Half):
     def _close(self, phase: DecodePhase) -> None:
         # What remains is a tombstone that answers until its ticket expires: drop the tables.
         self.phase, self._pending, self._pages, self._source, self._claim = phase, None, {}, {}, None
-        self._proofs = Proofs({}, {})
+        self._digest_checks = DigestChecks({}, {})
 
     def _repeat(self) -> list[ev.Action]:
         return [ev.Send(self._pending)] if self._pending is not None and not self.closed else []

@@ -119,7 +119,7 @@ class Hello(Message, frozen=True, tag="HELLO"):
     """Opens a session in four messages: D's first has D's challenge; P's answer proves P; D's second proves D and has
     D's transport `descriptor`; P's second answer has P's.
 
-    `challenge`: random, drawn by the sender for this connection. `proof`: empty in D's first (`greeting.py`).
+    `challenge`: random, drawn by the sender for this connection. `proof`: empty in D's first (`handshake.py`).
     """
 
     engine_id: Name

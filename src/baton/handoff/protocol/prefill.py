@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from baton.errors import ProtocolError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg
+from baton.handoff.protocol.attempt_machine import AttemptMachine
 from baton.handoff.protocol.digests import seeds_digest
-from baton.handoff.protocol.half import Half
+from baton.handoff.protocol.final_ranges import FinalRanges
 from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.phases import PrefillPhase
-from baton.handoff.protocol.stretches import Stretches
 from baton.wire import Integrity, Mode
 
 
-class PrefillHandoff(Half):
+class PrefillHandoff(AttemptMachine):
     """State machine of P for one attempt. It begins with `Opened`, ANNOUNCE or REGISTER.
 
     `ticket`: the router's, with which P's engine or D began the attempt. `groups`: those whose bytes this pair of ranks
@@ -53,7 +53,7 @@ class PrefillHandoff(Half):
         self.registered = False
         self._known = False  # D has sent a message, so it may wait for an answer
         self._register: msg.Register | None = None
-        self._stretches = Stretches(key, mode, integrity, self.copies)
+        self._ranges = FinalRanges(key, mode, integrity, self.copies)
         self._seeds: msg.Seeds | None = None
         self._finished = False
         self._offer: msg.AttemptMessage | None = None
@@ -92,7 +92,7 @@ class PrefillHandoff(Half):
                 if self.phase is not PrefillPhase.OPEN or self._seeds is not None:
                     return []
                 self._seeds, self._finished = seeds, finished
-                self._stretches.extend(final)
+                self._ranges.extend(final)
                 return self._advance()
             case ev.CopyEnded():
                 return self._copy_ended(event)
@@ -157,7 +157,7 @@ class PrefillHandoff(Half):
             # The attempt ended before D registered: tell D at once.
             return self._repeat() or self._answer()
         self._register = message
-        self._stretches.begin(message)
+        self._ranges.begin(message)
         return self._advance()
 
     def _acknowledged(self) -> list[ev.Action]:
@@ -177,11 +177,11 @@ class PrefillHandoff(Half):
             return []
         match event:
             case ev.Declared():
-                self._stretches.declare(event)
+                self._ranges.declare(event)
             case ev.LayersWritten():
-                self._stretches.written(event)
+                self._ranges.written(event)
             case ev.LayersWithdrawn():
-                self._stretches.withdraw()
+                self._ranges.withdraw()
         return self._advance()
 
     def _advance(self) -> list[ev.Action]:
@@ -191,26 +191,26 @@ class PrefillHandoff(Half):
             return self._finish()
         if self._register is None:
             return []
-        if self._seeds is not None and (beyond := self._stretches.beyond(self._register)):
+        if self._seeds is not None and (beyond := self._ranges.beyond(self._register)):
             return self._fail("not_final", f"groups {beyond} are wanted beyond the prompt's end")
-        actions = self._stretches.follow(self._register)
-        if self._seeds is None or not self._stretches.at_rest:
+        actions = self._ranges.follow(self._register)
+        if self._seeds is None or not self._ranges.at_rest:
             return actions
         if self.mode == "push":
             return actions + self._make_offer(self._commit(self._seeds))
         self._exposed = True
-        held = self._stretches
+        held = self._ranges
         return actions + self._make_offer(msg.Ready(self.key, held.final, held.pages, held.digests))
 
     def _commit(self, seeds: msg.Seeds) -> msg.Commit:
         return msg.Commit(
             self.key,
-            final=self._stretches.final,
+            final=self._ranges.final,
             seeds=seeds,
             num_bytes=self.copies.num_bytes,
             num_runs=self.copies.num_runs,
             round=self.round,
-            digests=self._stretches.digests,
+            digests=self._ranges.digests,
             seeds_digest=self._seeds_digest(seeds),
         )
 
@@ -218,10 +218,10 @@ class PrefillHandoff(Half):
         return b"" if self.integrity == "off" else seeds_digest(self.key, seeds)
 
     def _digested(self, event: ev.DigestsComputed) -> list[ev.Action]:
-        self._stretches.digest_ended()
+        self._ranges.digest_ended()
         if self.phase is not PrefillPhase.OPEN:
             return []
-        copies = self._stretches.digested(event)
+        copies = self._ranges.digested(event)
         return self._advance() or [action for copy in copies for action in self._progress(copy)]
 
     def _repair(self, message: msg.Repair) -> list[ev.Action]:
@@ -235,7 +235,7 @@ class PrefillHandoff(Half):
             raise ProtocolError(f"REPAIR of round {message.round} after round {self.round}")
         if self.round == self.max_retries:
             return self._fail("integrity_failed", f"still bad after {self.round} repairs")
-        copies = self._stretches.again(self._register, message)
+        copies = self._ranges.again(self._register, message)
         self.phase, self._offer, self.round = PrefillPhase.OPEN, None, message.round
         return [ev.Count("repairs"), *copies, *self._advance()]
 
@@ -257,7 +257,7 @@ class PrefillHandoff(Half):
         copy = self.copies.end(event)
         if copy is None:
             return []
-        if not self._stretches.computed:
+        if not self._ranges.computed:
             self.copies.num_hidden += event.num_bytes
         if self.phase is PrefillPhase.CLOSING:
             return self._settle()
@@ -270,7 +270,7 @@ class PrefillHandoff(Half):
 
     def _progress(self, copy: ev.StartCopy) -> list[ev.Action]:
         # After a REPAIR, D ignores PROGRESS, and the next COMMIT covers everything.
-        return [] if self.round else self._stretches.progress(copy)
+        return [] if self.round else self._ranges.progress(copy)
 
     # ------------------------------------------------------------ the end
 
@@ -295,7 +295,7 @@ class PrefillHandoff(Half):
     def _close(self) -> None:
         # What remains is a tombstone that answers until its ticket expires: drop tables and texts.
         self.phase, self._ticket, self._register, self._offer = PrefillPhase.CLOSED, "", None, None
-        self._stretches.forget()
+        self._ranges.forget()
 
     def _answer(self) -> list[ev.Action]:
         """Repeat CANCELLED if P's own copies have ended, whatever D still does."""

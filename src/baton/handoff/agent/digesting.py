@@ -6,10 +6,10 @@ import queue
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from baton.handoff.channel.base import Worker
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Cell, Digester, mismatches
+from baton.handoff.session.base import Worker
 
 _Owner = TypeVar("_Owner")
 Shares = Callable[[str], Sequence[Cell]]

@@ -93,7 +93,7 @@ def test_a_claim_that_waits_vouches_for_no_other_ticket(world: World) -> None:
     second = SignedTicket.of(second, mint(b"k", second))
     d.node.announce_decode(second)
     world.run(0.5)
-    assert p.node.routing.claims.holding
+    assert p.node.routing.registrations.holding
     (session,) = d.node.sessions.servers.values()
     d.channel.send(session.connection, register(second.key, first.text, "push"))
     world.run(0.2)

@@ -28,7 +28,7 @@ P, D = 0, 1  # a side, and the index of its rank in a pair
 
 
 class Agent(Protocol):
-    """The calls of `baton.handoff.node.agent.HandoffAgent` that an engine uses. From any thread; none blocks."""
+    """The calls of `baton.handoff.agent.agent.HandoffAgent` that an engine uses. From any thread; none blocks."""
 
     def open_prefill(self, ticket: SignedTicket) -> None: ...
     def admit_prefill(self, key: AttemptKey) -> None: ...
@@ -67,21 +67,22 @@ class RankAgent(Agent, Protocol):
 
 
 # A call of the engine, repeated to each agent with its pair's groups (None: all).
-Saying = Callable[[RankAgent, Pair, frozenset[str] | None], None]
+PairCall = Callable[[RankAgent, Pair, frozenset[str] | None], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Leg:
-    """One half of a request. `pairs`: those with open attempts, at first the leading one. `said`: calls to replay on
-    pairs opened later. `told`: the engine knows that its pages are free. `ended`: why no further pair is opened."""
+    """One half of a request. `pairs`: those with open attempts, at first the leading one. `calls`: calls to replay on
+    pairs opened later. `end_reported`: the engine knows that its pages are free. `ended`: why no further pair is
+    opened."""
 
     ticket: SignedTicket
     side: int
     lead: Pair
     pairs: Mapping[Pair, frozenset[str] | None]
     gather: PrefillGather | DecodeGather | None = None
-    said: dict[str, Saying] = field(default_factory=dict)
-    told: bool = False
+    calls: dict[str, PairCall] = field(default_factory=dict)
+    end_reported: bool = False
     ended: str = ""
 
 
@@ -94,7 +95,7 @@ class InstanceAgent:
 
     def __init__(self, instance: Instance, on_event: Callable[[ev.HandoffEvent], None]) -> None:
         self._instance = instance
-        self._tell = on_event
+        self._on_event = on_event
         self._agents: dict[int, RankAgent] = {}
         # The rank whose agent has the leading pair: 0, or the only one here if ranks are apart.
         self._first = instance.rank if instance.apart else 0
@@ -105,8 +106,8 @@ class InstanceAgent:
         self._peers: dict[str, Instance] = {}  # by incarnation
         self._lock = threading.RLock()
         # Events for the engine, in order. One thread at a time delivers them, without the lock.
-        self._untold: deque[ev.HandoffEvent] = deque()
-        self._telling = False
+        self._undelivered: deque[ev.HandoffEvent] = deque()
+        self._delivering = False
 
     def bind(self, agents: Sequence[RankAgent]) -> None:
         """Use these agents, whose events go to `on_event` and `on_peer`.
@@ -124,7 +125,7 @@ class InstanceAgent:
         self._begin(ticket, P, ticket.decode_addresses)
 
     def admit_prefill(self, key: AttemptKey) -> None:
-        self._say(key, "admitted", lambda agent, pair, groups: agent.admit_prefill(key.of_pair(pair)))
+        self._call_pairs(key, "admitted", lambda agent, pair, groups: agent.admit_prefill(key.of_pair(pair)))
 
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
@@ -136,11 +137,11 @@ class InstanceAgent:
         def declare(agent: RankAgent, pair: Pair, groups: frozenset[str] | None) -> None:
             agent.declare_final(key.of_pair(pair), prompt_len, _part(tables, groups), _part(final, groups))
 
-        self._say(key, "declared", declare)
+        self._call_pairs(key, "declared", declare)
 
     def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
         """Written means on every rank that has these layers."""
-        self._say(key, "layers", lambda agent, pair, groups: agent.stream_layers(key.of_pair(pair), event))
+        self._call_pairs(key, "layers", lambda agent, pair, groups: agent.stream_layers(key.of_pair(pair), event))
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
         """The pairs of the sampling rank get the seeds."""
@@ -149,7 +150,7 @@ class InstanceAgent:
             own = seeds if pair[P] == self._instance.sampling else NO_SEEDS
             agent.finish_prefill(key.of_pair(pair), own, finished, _part(final, groups))
 
-        self._say(key, "sampled", finish)
+        self._call_pairs(key, "sampled", finish)
 
     def announce_decode(self, ticket: SignedTicket) -> None:
         self._begin(ticket, D, ticket.prefill_addresses)
@@ -168,7 +169,7 @@ class InstanceAgent:
 
         if not self._passes(ticket.prefill_addresses):
             self._begin(ticket, D, ticket.prefill_addresses)
-        self._say(ticket.key, "placed", place, D)
+        self._call_pairs(ticket.key, "placed", place, D)
 
     def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
         """Give up a request. `taken` is called when all ranks have done so."""
@@ -207,7 +208,7 @@ class InstanceAgent:
                 lead = self._lead(side)
                 leg = self._legs[ticket.key] = _Leg(ticket, side, lead, {lead: None})
                 self._open(ticket, side, lead)
-                self._meet(leg, self._peers.get(ticket.key.ends[1 - side][0]))
+                self._open_pairs(leg, self._peers.get(ticket.key.ends[1 - side][0]))
 
     def _open(self, ticket: SignedTicket, side: int, pair: Pair) -> None:
         if side == P:
@@ -215,7 +216,7 @@ class InstanceAgent:
         else:
             self._agents[pair[D]].announce_decode(ticket, pair[P])
 
-    def _meet(self, leg: _Leg, peer: Instance | None) -> None:
+    def _open_pairs(self, leg: _Leg, peer: Instance | None) -> None:
         ticket, here = leg.ticket, self._instance
         named = ticket.decode_addresses if leg.side == P else ticket.prefill_addresses
         if peer is None or leg.gather is not None or leg.ended or len(named) != peer.num_ranks:
@@ -231,11 +232,11 @@ class InstanceAgent:
         for pair, groups in found.items():
             if pair != leg.lead:
                 self._open(leg.ticket, leg.side, pair)
-            for saying in leg.said.values():
+            for call in leg.calls.values():
                 if pair != leg.lead or leg.side == D:  # P's leading pair got the call at once
-                    saying(self._agents[pair[leg.side]], pair, groups)
+                    call(self._agents[pair[leg.side]], pair, groups)
 
-    def _give_up_unmet(self, leg: _Leg) -> None:
+    def _abort_unopened_pairs(self, leg: _Leg) -> None:
         """D gives up a request before it knows P's ranks. If these are apart, only one of them has a message of D, and
         the others hold pages for the request: open an attempt with each of them only to abort it."""
         for rank in range(1, len(leg.ticket.prefill_addresses)) if leg.lead == LEAD else ():
@@ -244,18 +245,18 @@ class InstanceAgent:
                 self._open(leg.ticket, D, pair)
                 self._agents[0].abort(leg.ticket.key.of_pair(pair), leg.ended or "aborted")
 
-    def _say(self, key: AttemptKey, what: str, saying: Saying, side: int = P) -> None:
+    def _call_pairs(self, key: AttemptKey, what: str, call: PairCall, side: int = P) -> None:
         with self._lock:
             leg = self._legs.get(key)
             if leg is not None:
-                leg.said[what] = saying
+                leg.calls[what] = call
                 # D does not know which pair gets which groups until P's HELLO names its ranks. P's leading pair takes
                 # everything.
                 if leg.side == P or leg.gather is not None:
                     for pair, groups in leg.pairs.items():
-                        saying(self._agents[pair[leg.side]], pair, groups)
+                        call(self._agents[pair[leg.side]], pair, groups)
                 return
-        saying(self._agents[self._first], self._lead(side), None)
+        call(self._agents[self._first], self._lead(side), None)
 
     # ------------------------------------------------------------ what the agents say, each on its thread
 
@@ -271,17 +272,17 @@ class InstanceAgent:
                 self._agents[pair[P]].abort(key.of_pair(pair), leg.ended)
             if leg is None and pair == self._lead(P) and key not in self._ended:
                 # D's claim came before P's leg, which then opens all pairs at once.
-                self._know(key.ends[D][0], peer)
+                self._remember_peer(key.ends[D][0], peer)
             if leg is None or leg.ended or pair != leg.lead:
                 return
-            self._know(key.ends[1 - leg.side][0], peer)
+            self._remember_peer(key.ends[1 - leg.side][0], peer)
             self._legs[key] = leg
-            self._meet(leg, peer)
+            self._open_pairs(leg, peer)
             if late:
-                self._heard(leg, leg.lead, ev.PrefillReleased(key, "finished"))
-        self._tell_all()
+                self._on_pair_event(leg, leg.lead, ev.PrefillReleased(key, "finished"))
+        self._deliver_events()
 
-    def _know(self, incarnation: str, peer: Instance) -> None:
+    def _remember_peer(self, incarnation: str, peer: Instance) -> None:
         self._peers[incarnation] = peer
         if len(self._peers) > MAX_PEERS:
             del self._peers[next(iter(self._peers))]
@@ -290,28 +291,28 @@ class InstanceAgent:
         with self._lock:
             leg = self._legs.get(event.key.of_pair(LEAD))
             if leg is not None:
-                self._heard(leg, event.key.pair, event)
+                self._on_pair_event(leg, event.key.pair, event)
             elif event.key.pair == LEAD:
-                self._untold.append(event)
-        self._tell_all()
+                self._undelivered.append(event)
+        self._deliver_events()
 
-    def _tell_all(self) -> None:
+    def _deliver_events(self) -> None:
         while True:
             with self._lock:
-                if self._telling or not self._untold:
+                if self._delivering or not self._undelivered:
                     return
-                self._telling, event = True, self._untold.popleft()
+                self._delivering, event = True, self._undelivered.popleft()
             try:
-                self._tell(event)
+                self._on_event(event)
             finally:
-                self._telling = False
+                self._delivering = False
 
-    def _heard(self, leg: _Leg, pair: Pair, event: ev.HandoffEvent) -> None:
+    def _on_pair_event(self, leg: _Leg, pair: Pair, event: ev.HandoffEvent) -> None:
         key, gather = leg.ticket.key, leg.gather
         if gather is None and pair != leg.lead:
             return
         if gather is None and isinstance(event, ev.DecodeFailed | ev.DecodeReleased):
-            self._give_up_unmet(leg)
+            self._abort_unopened_pairs(leg)
         actions: Sequence[ev.HandoffEvent | EndPair] = [replace(event, key=key)]
         if isinstance(gather, DecodeGather):
             actions = gather.handle(pair, event)
@@ -331,14 +332,14 @@ class InstanceAgent:
                 if isinstance(action, ev.PrefillReleased) and action.outcome != "finished":
                     leg.ended = leg.ended or action.outcome
                 for what in ("declared", "layers"):  # its pages are free, and another request may get them
-                    leg.said.pop(what, None)
+                    leg.calls.pop(what, None)
                 self._ended[key] = leg if leg.side == P and gather is None else None
                 if len(self._ended) > MAX_ENDED:
                     del self._ended[next(iter(self._ended))]
-                told, leg.told = leg.told, True
-                if told:
+                reported, leg.end_reported = leg.end_reported, True
+                if reported:
                     continue
-            self._untold.append(action)
+            self._undelivered.append(action)
 
 
 def _part(found: dict[str, T], groups: frozenset[str] | None) -> dict[str, T]:

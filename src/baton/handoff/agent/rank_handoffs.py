@@ -1,7 +1,7 @@
 """All handoffs of one rank: the engine's calls, and timers.
 
-Sessions are in `channel.sessions`, messages in `routing`, the state machines in `execution`. All methods except `stats`
-are for one thread, that of `agent.py`.
+Sessions are in `session.sessions`, messages in `routing`, the state machines in `machine_runner`. All methods except
+`stats` are for one thread, that of `agent.py`.
 """
 
 from __future__ import annotations
@@ -9,26 +9,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from baton.handoff.channel.base import Clock, Connection, ControlChannel, Worker
-from baton.handoff.channel.config import AgentConfig
-from baton.handoff.channel.sessions import Sessions
-from baton.handoff.node.attempts import DecodeAttempt
-from baton.handoff.node.execution import Execution, OnPeer
-from baton.handoff.node.figures import AgentStats
-from baton.handoff.node.routing import Routing
+from baton.clock import Clock
+from baton.handoff.agent.attempts import DecodeAttempt
+from baton.handoff.agent.machine_runner import MachineRunner, OnPeer
+from baton.handoff.agent.routing import Routing
+from baton.handoff.agent.stats import AgentStats
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.digests import Digester
 from baton.handoff.protocol.messages import AttemptKey, Message
 from baton.handoff.protocol.ticket import SignedTicket
+from baton.handoff.session.base import Connection, ControlChannel, Worker
+from baton.handoff.session.config import AgentConfig
+from baton.handoff.session.sessions import Sessions
 from baton.kv.interval import Interval
 from baton.transports.base import Transport
 
 log = logging.getLogger(__name__)
 
 
-class HandoffNode:
+class RankHandoffs:
     """`digester` digests this engine's pages, on `worker`; without them, `config.integrity` must be off. Attempts are
     those of this rank with one rank `peer` of another engine."""
 
@@ -50,30 +51,30 @@ class HandoffNode:
         self.clock = clock
         self.rank = instance.rank
         self.sessions = Sessions(config, instance, transport, descriptor, channel, clock, gathered=on_peer is not None)
-        self.execution = Execution(
+        self.runner = MachineRunner(
             config, instance, transport, channel, self.sessions, on_event, clock, digester, worker, on_peer
         )
-        self.routing = Routing(self.execution)
-        self.operations = self.execution.operations
+        self.routing = Routing(self.runner)
+        self.operations = self.runner.operations
         self._last_time: float | None = None
         self._checked = 0.0
 
     # ------------------------------------------------------------ the engine's calls
 
     def open_prefill(self, ticket: SignedTicket, peer: int = 0) -> None:
-        key, claims = ticket.key.of_pair((self.rank, peer)), self.routing.claims
-        attempt = claims.prefill(key, ticket)
-        claims.supersede(key)
-        self.execution.feed(attempt, ev.Opened())
+        key, registrations = ticket.key.of_pair((self.rank, peer)), self.routing.registrations
+        attempt = registrations.prefill(key, ticket)
+        registrations.supersede(key)
+        self.runner.feed(attempt, ev.Opened())
         if attempt.machine.begun_with(ticket.text):
             return
         # The router must not sign two tickets for one attempt: D's claim may be of another request.
         log.warning("attempt %s: the ticket of P's leg is not that of D's", key)
-        self.execution.feed(attempt, ev.Fault("register_refused", "both legs must have one ticket"))
+        self.runner.feed(attempt, ev.Fault("register_refused", "both legs must have one ticket"))
 
     def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None:
         key = ticket.key.of_pair((peer, self.rank))
-        if self.execution.decodes.get(key) is not None:
+        if self.runner.decodes.get(key) is not None:
             log.warning("attempt %s is open already", key)
             return
         self._decode(ticket, key)
@@ -83,14 +84,14 @@ class HandoffNode:
     ) -> None:
         """The attempt may be announced already."""
         key = ticket.key.of_pair((peer, self.rank))
-        attempt = self.execution.decodes.get(key)
+        attempt = self.runner.decodes.get(key)
         if attempt is None:
             self._decode(ticket, key, wanted, pages)
         elif attempt.machine.placed:
             log.warning("attempt %s is open already", key)
         else:
             attempt.begun = self.clock.monotonic()
-            self.execution.feed(attempt, ev.Placed(wanted, pages))
+            self.runner.feed(attempt, ev.Placed(wanted, pages))
 
     def _decode(
         self,
@@ -101,31 +102,31 @@ class HandoffNode:
     ) -> None:
         retries, integrity = self.config.max_retries, self.config.integrity
         machine = DecodeHandoff(key, ticket.mode, ticket.text, wanted, pages, retries, integrity)
-        expiry = self.routing.claims.expiry(ticket, "decode")
+        expiry = self.routing.registrations.expiry(ticket, "decode")
         addresses = ticket.prefill_addresses
         attempt = DecodeAttempt(expiry, machine=machine, address=addresses[key.source_rank], num_sources=len(addresses))
         if wanted is not None:
             attempt.begun = self.clock.monotonic()
-        self.execution.decodes.add(key, attempt)
+        self.runner.decodes.add(key, attempt)
         self.routing.dial(attempt, ticket)
 
     def to_prefill(self, key: AttemptKey, event: ev.MachineEvent) -> None:
         """Pass an engine's event to P's half, unless that is unknown or over."""
-        attempt = self.execution.prefills.get(key)
+        attempt = self.runner.prefills.get(key)
         if attempt is not None:
-            self.execution.feed(attempt, event)
+            self.runner.feed(attempt, event)
 
     def abort(self, key: AttemptKey, reason: str, message: str = "given up by the engine") -> None:
         """`message` is for the peer."""
         event = ev.Abort(reason, message)
         self.to_prefill(key, event)
-        attempt = self.execution.decodes.get(key)
+        attempt = self.runner.decodes.get(key)
         if attempt is not None:
-            self.execution.feed(attempt, event)
+            self.runner.feed(attempt, event)
 
     def abort_all(self) -> None:
-        for attempt in self.execution.live():
-            self.execution.feed(attempt, ev.Abort("engine_closed", "the engine is closing"))
+        for attempt in self.runner.live():
+            self.runner.feed(attempt, ev.Abort("engine_closed", "the engine is closing"))
 
     # ------------------------------------------------------------ what comes from outside
 
@@ -136,7 +137,7 @@ class HandoffNode:
     def poll(self) -> None:
         for session in self.sessions.poll():
             self.routing.connected(session)
-        self.execution.poll()
+        self.runner.poll()
 
     # ------------------------------------------------------------ time
 
@@ -149,41 +150,41 @@ class HandoffNode:
         if now >= self._checked + timers.check:
             self._checked = now
             self._check(now)
-        self.execution.tick(now)
+        self.runner.tick(now)
         self.sessions.repeat_hello(now)
         self.sessions.renew(now)
-        live = self.execution.live()
-        if not live and not self.routing.claims.holding:
+        live = self.runner.live()
+        if not live and not self.routing.registrations.holding:
             return min(timers.renew, timers.retry)
         due = min([self._checked + timers.check, *(attempt.next_tick for attempt in live)])
         return max(0.0, due - now)
 
     def _check(self, now: float) -> None:
-        timers, execution = self.config.timers, self.execution
-        for attempt in execution.live():
+        timers, runner = self.config.timers, self.runner
+        for attempt in runner.live():
             if now >= attempt.deadline(timers.handoff) and not attempt.expired:
                 attempt.expired = True
-                execution.feed(attempt, ev.Deadline())
-        self.routing.claims.retry()
+                runner.feed(attempt, ev.Deadline())
+        self.routing.registrations.retry()
         self.routing.evict(now)
-        for attempt in execution.live():
+        for attempt in runner.live():
             if (
                 attempt.peer is not None
                 and not attempt.peer.alive()
                 and (attempt.fenced or not attempt.machine.closing)
             ):
-                execution.lose(attempt, "peer_lost", "the peer engine died")
+                runner.lose(attempt, "peer_lost", "the peer engine died")
         self.routing.drop_dead()
-        self.sessions.sweep([peer for attempt in execution.live() for peer in attempt.peers])
+        self.sessions.sweep([peer for attempt in runner.live() for peer in attempt.peers])
         # A REGISTER delayed past its ticket's expiry is refused by the ticket, so the tombstone may go.
-        execution.prefills.forget(now, timers.retry)
-        execution.decodes.forget(now, timers.retry)
+        runner.prefills.forget(now, timers.retry)
+        runner.decodes.forget(now, timers.retry)
 
     def stats(self) -> AgentStats:
         """Metrics, except those of the sockets. Any thread."""
-        live = self.execution.live()
-        return self.execution.figures.snapshot(
-            self.operations.figures,
+        live = self.runner.live()
+        return self.runner.counters.snapshot(
+            self.operations.stats,
             outstanding=len(live),
             quarantined=sum(attempt.machine.closing for attempt in live),
             unknown=self.operations.num_unknown,

@@ -1,27 +1,13 @@
-"""The agent's view of time, sockets and worker threads, which a simulator can replace."""
+"""The agent's view of sockets and worker threads, which a simulator can replace."""
 
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, Message
-
-
-class Clock(Protocol):
-    """A process's clock. No handoff uses the time of day."""
-
-    def monotonic(self) -> float:
-        """Seconds; never goes back. Other processes can compare it only with values that they read from here."""
-        ...
-
-
-class SystemClock:
-    def monotonic(self) -> float:
-        return time.monotonic()
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +32,7 @@ class Connection:
 
 
 class ControlChannel(Protocol):
-    """The methods of `baton.handoff.channel.sockets.Channel` that the agent uses."""
+    """The methods of `baton.handoff.session.sockets.Channel` that the agent uses."""
 
     @property
     def address(self) -> str: ...

@@ -8,11 +8,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from baton.handoff.channel.sessions import Session
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.prefill import PrefillHandoff
+from baton.handoff.session.sessions import Session
 from baton.transports.base import Peer
 
 # Ended attempts are tombstones until their ticket expires, and for at least TOMBSTONE_S seconds, in which a peer may
@@ -40,15 +40,15 @@ class _Attempt:
     next_tick: float = 0.0
     gap: float = 0.0
 
-    def meet(self, session: Session) -> None:
+    def on_hello(self, session: Session) -> None:
         """Add the transport peer of a session whose HELLO is known."""
         if session.hello is not None and session.peer is not None and session.peer not in self.peers:
             self.peers.append(session.peer)
             self.far = session.hello.instance
 
-    def asked(self, session: Session) -> None:
+    def on_request(self, session: Session) -> None:
         """In this session the other side has registered its pages or asked for copies."""
-        self.meet(session)
+        self.on_hello(session)
         self.open = session.peer
 
     @property
@@ -69,7 +69,7 @@ class PrefillAttempt(_Attempt):
     machine: PrefillHandoff = field(kw_only=True)
     session: Session | None = None
 
-    def may_hear(self, session: Session) -> bool:
+    def is_from_peer(self, session: Session) -> bool:
         """False if another engine has already spoken for D's half of the attempt."""
         before = self.session.hello if self.session is not None else None
         return before is None or (session.hello is not None and session.hello.engine_id == before.engine_id)
@@ -86,7 +86,7 @@ class PrefillAttempt(_Attempt):
     def claimed(self) -> bool:
         return self.machine.announced or self.machine.registered
 
-    def heard(self, now: float) -> None:
+    def restart_time_limit(self, now: float) -> None:
         """D has sent a message of the attempt. Each ANNOUNCE, and the first REGISTER, restart its time limit."""
         if not self.machine.registered:
             self.begun = now
@@ -105,7 +105,7 @@ class DecodeAttempt(_Attempt):
     address: str = field(kw_only=True)
     num_sources: int = 1
 
-    def misled(self, peer: Instance) -> str:
+    def wrong_rank(self, peer: Instance) -> str:
         """Why the engine at the address is not the rank of P that the ticket names, or an empty string."""
         if peer.num_ranks != self.num_sources:
             return f"P has {peer.num_ranks} ranks, the ticket names {self.num_sources}"
@@ -120,7 +120,7 @@ class DecodeAttempt(_Attempt):
 AttemptT = TypeVar("AttemptT", PrefillAttempt, DecodeAttempt)
 
 
-class Book(Generic[AttemptT]):
+class AttemptTable(Generic[AttemptT]):
     """Live attempts and tombstones of one side. Expiry visits only the tombstones that it drops."""
 
     def __init__(self) -> None:

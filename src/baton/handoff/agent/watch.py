@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from baton.handoff.channel.base import Clock, SystemClock
+from baton.clock import Clock, SystemClock
 
 log = logging.getLogger(__name__)
 

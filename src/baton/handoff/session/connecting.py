@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from baton.clock import Clock
 from baton.errors import BatonError, TransportError
-from baton.handoff.channel.base import Clock
 from baton.transports.base import Peer, Transport
 
 log = logging.getLogger(__name__)

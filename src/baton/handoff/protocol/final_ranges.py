@@ -25,7 +25,7 @@ class _Partial:
     copied: int = 0
 
 
-class Stretches:
+class FinalRanges:
     """Copies (push) and digests each token once, as soon as it is final. If an interval becomes final layer by layer,
     each layer is copied once; it is digested and reported to D when all its layers are final.
 
@@ -48,7 +48,7 @@ class Stretches:
         # Groups with copies of withdrawn layers: a late one must not overwrite what is copied again.
         self._stale: set[str] = set()
         self._computing = 0
-        self._untold: dict[str, list[ev.StartCopy]] = {}  # copies that ended before their digests were ready
+        self._unreported: dict[str, list[ev.StartCopy]] = {}  # copies that ended before their digests were ready
 
     @property
     def at_rest(self) -> bool:
@@ -159,7 +159,7 @@ class Stretches:
     def digested(self, event: ev.DigestsComputed) -> list[ev.StartCopy]:
         """Returns the copies that ended before their digests, which can be reported to D now."""
         self.digests.setdefault(event.group, []).extend(event.pieces)
-        return self._untold.pop(event.group, [])
+        return self._unreported.pop(event.group, [])
 
     def digest_ended(self) -> None:
         """One `ComputeDigests` is answered, whether or not its digests are used."""
@@ -172,12 +172,12 @@ class Stretches:
             return []
         pieces = [piece for piece in self.digests.get(copy.group, []) if copy.tokens.covers(piece.tokens)]
         if not pieces:
-            self._untold.setdefault(copy.group, []).append(copy)
+            self._unreported.setdefault(copy.group, []).append(copy)
             return []
         return [ev.Send(msg.Progress(self._key, {copy.group: pieces}))]
 
     def forget(self) -> None:
-        self.pages, self.digests, self._untold, self._partial = {}, {}, {}, {}
+        self.pages, self.digests, self._unreported, self._partial = {}, {}, {}, {}
 
 
 def _until(tokens: Interval, stop: int) -> Interval:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton.handoff.node.instance import Agent
+from baton.handoff.agent.instance import Agent
 from baton.handoff.protocol.events import LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey
 
@@ -17,29 +17,29 @@ from baton.handoff.protocol.messages import AttemptKey
 @dataclass(slots=True)
 class WrittenLayers:
     """A prompt of `num_tokens` tokens in the forward, its block tables, and per group the end of the final tokens after
-    it. `untold`: bytes written in `groups` since the last report. `told`: whether any layer was reported."""
+    it. `unreported`: bytes written in `groups` since the last report. `reported`: whether any layer was reported."""
 
     agent: Agent
     key: AttemptKey
     num_tokens: int
     pages: Mapping[str, list[int]]
     final: Mapping[str, int]
-    untold: int = 0
+    unreported: int = 0
     groups: set[str] = field(default_factory=set)
-    told: bool = False
+    reported: bool = False
 
     def add(self, group: str, num_bytes: int) -> None:
-        self.untold += num_bytes
+        self.unreported += num_bytes
         self.groups.add(group)
 
-    def tell(self, stop: int) -> None:
+    def report(self, stop: int) -> None:
         """Report that the layers below `stop` are written."""
         final = {group: self.final[group] for group in sorted(self.groups)}
         tables = {group: list(self.pages[group]) for group in final}
         self.agent.stream_layers(self.key, LayersWritten(self.num_tokens, tables, final, stop))
-        self.told, self.untold, self.groups = True, 0, set()
+        self.reported, self.unreported, self.groups = True, 0, set()
 
     def withdraw(self) -> None:
         """The forward has failed, or writes layers again: reported layers may change."""
-        if self.told:
+        if self.reported:
             self.agent.stream_layers(self.key, LayersWithdrawn())

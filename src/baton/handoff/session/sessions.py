@@ -15,17 +15,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from baton.clock import Clock
 from baton.errors import BatonError, IncompatiblePeerError, ProtocolError
-from baton.handoff.channel.base import Clock, Connection, ControlChannel
-from baton.handoff.channel.config import AgentConfig
-from baton.handoff.channel.connecting import TransportEnds
-from baton.handoff.channel.health import Health
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.fingerprint import check_pair, compare, geometry_fields, target_groups
 from baton.handoff.protocol.gather import LEAD, pairs_with
-from baton.handoff.protocol.greeting import Side, is_proven, prove, session_key
+from baton.handoff.protocol.handshake import Side, is_proven, prove, session_key
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, Announce, Bye, Hello, Pair, Register, Renew
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, SignedTicket, Ticket, verify
+from baton.handoff.session.base import Connection, ControlChannel
+from baton.handoff.session.config import AgentConfig
+from baton.handoff.session.connecting import TransportEnds
+from baton.handoff.session.health import Health
 from baton.log_limit import LogLimit
 from baton.transports.base import Peer, Transport
 
@@ -41,10 +42,10 @@ class Session:
 
     `hello`: the peer's, once proven. `connecting` is set while the transport connects, `peer` after that. `refusal`:
     `(reason, message)` if no KV may be exchanged. `challenge`: the peer's, for which we last sent a proof. The peer
-    counts as alive for `lease` seconds after `heard` (monotonic seconds). `until`: keep redialling until then, because
-    the previous session's process may still need the outcome of its attempts. `redials`: how many sessions in a row
-    with this address ended without a proof. `round_trip`: measured, in seconds. `pairs`: those of the two engines, with
-    the groups whose bytes each moves. `groups`: this engine's groups whose KV moves, None for all.
+    counts as alive for `lease` seconds after `last_heard` (monotonic seconds). `until`: keep redialling until then,
+    because the previous session's process may still need the outcome of its attempts. `redials`: how many sessions in a
+    row with this address ended without a proof. `round_trip`: measured, in seconds. `pairs`: those of the two engines,
+    with the groups whose bytes each moves. `groups`: this engine's groups whose KV moves, None for all.
     """
 
     connection: Connection
@@ -58,11 +59,11 @@ class Session:
     next_hello: float = 0.0
     redials: int = 0
     until: float = 0.0
-    heard: float = 0.0
+    last_heard: float = 0.0
     lease: float = 0.0
     round_trip: float | None = None
     nonce: int = 0
-    asked: float = 0.0
+    renew_sent: float = 0.0
 
     @property
     def ready(self) -> bool:
@@ -142,7 +143,7 @@ class Sessions:
         if lost is not None:
             session.until = self._clock.monotonic() + MAX_TICKET_LIFE_S if lost.peer is not None else lost.until
             if lost.hello is None:
-                session.heard, session.redials = lost.heard, lost.redials + 1
+                session.last_heard, session.redials = lost.last_heard, lost.redials + 1
         if session.redials:
             timers = self._config.timers
             wait_s = min(timers.retry, timers.retry_min * 2 ** min(session.redials, _MAX_DOUBLINGS))
@@ -152,7 +153,7 @@ class Sessions:
         return session
 
     def _session(self, connection: Connection) -> Session:
-        return Session(connection, heard=self._clock.monotonic(), lease=self._config.timers.lease)
+        return Session(connection, last_heard=self._clock.monotonic(), lease=self._config.timers.lease)
 
     def _say_hello(self, session: Session) -> None:
         session.next_hello = self._clock.monotonic() + self._config.timers.retry
@@ -299,8 +300,8 @@ class Sessions:
     def renew(self, now: float) -> None:
         timers = self._config.timers
         for session in self._all():
-            if session.talking and now >= session.asked + timers.renew:
-                session.nonce, session.asked = session.nonce + 1, now
+            if session.talking and now >= session.renew_sent + timers.renew:
+                session.nonce, session.renew_sent = session.nonce + 1, now
                 self._channel.send(session.connection, Renew(timers.lease, session.nonce, stalled=self.is_stalled()))
 
     def renewed(self, session: Session, message: Renew) -> None:
@@ -311,7 +312,7 @@ class Sessions:
             echo = Renew(self._config.timers.lease, message.nonce, echo=True, stalled=stalled)
             self._channel.send(session.connection, echo)
         elif message.nonce == session.nonce:
-            sample = self._clock.monotonic() - session.asked
+            sample = self._clock.monotonic() - session.renew_sent
             session.round_trip = sample if session.round_trip is None else (3 * session.round_trip + sample) / 4
 
     def may_return(self, session: Session) -> bool:
@@ -326,10 +327,10 @@ class Sessions:
     def forgive(self, now: float) -> None:
         """This process was paused, so it cannot tell who was silent: restart all leases."""
         for session in self._all():
-            session.heard = now
+            session.last_heard = now
 
     def expired(self, now: float) -> list[Session]:
-        return [session for session in self._all() if now - session.heard > session.lease]
+        return [session for session in self._all() if now - session.last_heard > session.lease]
 
     # ------------------------------------------------------------ ends
 

@@ -11,7 +11,7 @@ from baton.kv.interval import Interval
 
 
 @dataclass(slots=True)
-class Proofs:
+class DigestChecks:
     """`wanted`: the intervals per group. `pages`: D's block tables."""
 
     wanted: dict[str, Interval]

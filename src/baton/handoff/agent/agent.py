@@ -14,21 +14,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from baton.clock import SystemClock
 from baton.errors import ConfigError, ProtocolError
-from baton.handoff.channel.base import SystemClock
-from baton.handoff.channel.config import AgentConfig, Timers
-from baton.handoff.channel.keys import TicketKeys
-from baton.handoff.channel.sockets import Channel
-from baton.handoff.node.execution import OnPeer
-from baton.handoff.node.figures import AgentStats
-from baton.handoff.node.node import HandoffNode
-from baton.handoff.node.watch import ThreadWatch
-from baton.handoff.node.worker import WorkerThread
+from baton.handoff.agent.machine_runner import OnPeer
+from baton.handoff.agent.rank_handoffs import RankHandoffs
+from baton.handoff.agent.stats import AgentStats
+from baton.handoff.agent.watch import ThreadWatch
+from baton.handoff.agent.worker import WorkerThread
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Digester, cells_of
 from baton.handoff.protocol.messages import MAX_HASHES, AttemptKey, Bye, Seeds
 from baton.handoff.protocol.ticket import SignedTicket
+from baton.handoff.session.config import AgentConfig, Timers
+from baton.handoff.session.keys import TicketKeys
+from baton.handoff.session.sockets import Channel
 from baton.kv.interval import Interval
 from baton.transports.base import Transport
 
@@ -91,7 +91,7 @@ class HandoffAgent:
         self._channel = Channel(config.bind, config.keys or TicketKeys(config.ticket_key))
         self.address = self._channel.address
         self._worker = WorkerThread("baton-digests")
-        self._node = HandoffNode(
+        self._node = RankHandoffs(
             config,
             instance,
             transport,

@@ -8,11 +8,9 @@ from __future__ import annotations
 import logging
 
 from baton.errors import ProtocolError
-from baton.handoff.channel.base import Connection
-from baton.handoff.channel.sessions import Session
-from baton.handoff.node.attempts import DecodeAttempt
-from baton.handoff.node.claims import Claims
-from baton.handoff.node.execution import Execution
+from baton.handoff.agent.attempts import DecodeAttempt
+from baton.handoff.agent.machine_runner import MachineRunner
+from baton.handoff.agent.registrations import Registrations
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import (
     Announce,
@@ -30,6 +28,8 @@ from baton.handoff.protocol.messages import (
 )
 from baton.handoff.protocol.phases import DecodePhase
 from baton.handoff.protocol.ticket import Ticket
+from baton.handoff.session.base import Connection
+from baton.handoff.session.sessions import Session
 from baton.log_limit import LogLimit
 
 log = logging.getLogger(__name__)
@@ -37,11 +37,11 @@ log.addFilter(LogLimit())
 
 
 class Routing:
-    def __init__(self, execution: Execution) -> None:
-        self._execution = execution
-        self._self = execution.config.incarnation, execution.instance.rank
-        self._channel, self._sessions, self._clock = execution.channel, execution.sessions, execution.clock
-        self.claims = Claims(execution)
+    def __init__(self, runner: MachineRunner) -> None:
+        self._runner = runner
+        self._self = runner.config.incarnation, runner.instance.rank
+        self._channel, self._sessions, self._clock = runner.channel, runner.sessions, runner.clock
+        self.registrations = Registrations(runner)
 
     def on_message(self, connection: Connection, message: Message) -> None:
         """Handle one message. A forbidden one is counted and dropped. Never raises `ProtocolError`."""
@@ -51,7 +51,7 @@ class Routing:
             else:
                 self._from_client(connection, message)
         except ProtocolError as error:
-            self._execution.figures.count("rejected")
+            self._runner.counters.count("rejected")
             log.warning("rejected a message: %s", error)
 
     # ------------------------------------------------------------ D's side
@@ -69,11 +69,11 @@ class Routing:
         elif session.hello is None:
             raise ProtocolError("a session begins with HELLO")
         # Only messages of a proven peer are signs of life.
-        session.heard = self._clock.monotonic()
+        session.last_heard = self._clock.monotonic()
         if isinstance(message, Renew):
             self._sessions.renewed(session, message)
             if message.stalled:
-                self._execution.stalled(session)
+                self._runner.stalled(session)
         elif isinstance(message, AttemptMessage):
             self._answered(session, message)
 
@@ -82,7 +82,7 @@ class Routing:
             opened = self._sessions.server_hello(session, message)
         except ProtocolError as error:
             for attempt in self._decodes_at(session.connection.address):
-                self._execution.lose(attempt, "unreachable_peer", str(error))
+                self._runner.lose(attempt, "unreachable_peer", str(error))
             raise
         if opened:
             for attempt in self._decodes_at(session.connection.address):
@@ -94,13 +94,13 @@ class Routing:
             raise ProtocolError("a session begins with HELLO")
         if key.ends != ((hello.incarnation, hello.instance.rank), self._self):
             raise ProtocolError("message for an attempt of other engines")
-        known = self._execution.decodes.get(key)
+        known = self._runner.decodes.get(key)
         if known is not None:
             if isinstance(message, Ready):
                 if session.connecting is not None:
                     return  # copies need the connection; P repeats READY
-                known.asked(session)
-            self._execution.feed(known, ev.Received(message))
+                known.on_request(session)
+            self._runner.feed(known, ev.Received(message))
         elif isinstance(message, Cancel):
             # Only ended attempts are forgotten, so no read is outstanding here; P may still hold pages for this one.
             self._channel.send(session.connection, Cancelled(key, message.reason))
@@ -109,15 +109,15 @@ class Routing:
 
     def _decodes_at(self, address: str) -> list[DecodeAttempt]:
         """Attempts with that engine. Includes ended ones: P may still wait for their outcome."""
-        book = self._execution.decodes
-        return [attempt for attempt in [*book.live.values(), *book.ended.values()] if attempt.address == address]
+        table = self._runner.decodes
+        return [attempt for attempt in [*table.live.values(), *table.ended.values()] if attempt.address == address]
 
     def dial(self, attempt: DecodeAttempt, ticket: Ticket) -> None:
         """Join a new attempt to the session with its ticket's P."""
         try:
             session = self._sessions.server(ticket, attempt.address)
         except ProtocolError as error:
-            self._execution.lose(attempt, "unreachable_peer", str(error))
+            self._runner.lose(attempt, "unreachable_peer", str(error))
             return
         if session.hello is not None:
             self.join(attempt, session, session.hello)
@@ -136,28 +136,28 @@ class Routing:
             self._sessions.dial(address, lost)
         except ProtocolError as error:
             for attempt in self._decodes_at(address):
-                self._execution.lose(attempt, "unreachable_peer", str(error))
+                self._runner.lose(attempt, "unreachable_peer", str(error))
 
     def join(self, attempt: DecodeAttempt, session: Session, hello: Hello) -> None:
         """P's HELLO is known and connecting has ended: register, or fail as they say."""
         if session.connecting is not None:
             return
-        execution = self._execution
+        runner = self._runner
         if session.refusal is not None:
-            execution.lose(attempt, *session.refusal)
+            runner.lose(attempt, *session.refusal)
             # P may hold pages for the attempt. Even a peer without KV exchange can be told that it is over.
-            execution.feed(attempt, ev.PeerReady())
+            runner.feed(attempt, ev.PeerReady())
         elif hello.incarnation != attempt.machine.key.prefill_incarnation:
-            execution.lose(attempt, "peer_lost", f"another engine is at {attempt.address} now: {hello.engine_id}")
-        elif wrong := attempt.misled(hello.instance):
-            execution.lose(attempt, "incompatible_peer", wrong)
+            runner.lose(attempt, "peer_lost", f"another engine is at {attempt.address} now: {hello.engine_id}")
+        elif wrong := attempt.wrong_rank(hello.instance):
+            runner.lose(attempt, "incompatible_peer", wrong)
         else:
             unhealthy = self._sessions.health.why_not(attempt.machine.key.ends[0])
             if unhealthy and attempt.machine.phase is DecodePhase.WAITING:
-                execution.lose(attempt, "unhealthy_peer", unhealthy)
-            attempt.meet(session)
-            execution.met(attempt, session.hello or hello)
-            execution.feed(attempt, ev.PeerReady(session.groups))
+                runner.lose(attempt, "unhealthy_peer", unhealthy)
+            attempt.on_hello(session)
+            runner.on_peer_hello(attempt, session.hello or hello)
+            runner.feed(attempt, ev.PeerReady(session.groups))
 
     def connected(self, session: Session) -> None:
         """The transport has connected for a session, or has failed to."""
@@ -165,10 +165,10 @@ class Routing:
             for decode in self._decodes_at(session.connection.address):
                 self.join(decode, session, session.hello)
         elif session.connection.identity is not None:
-            for prefill in self._execution.prefills.live.values():
+            for prefill in self._runner.prefills.live.values():
                 if prefill.session is session:
-                    prefill.meet(session)
-            self.claims.retry()
+                    prefill.on_hello(session)
+            self.registrations.retry()
 
     def _server_left(self, session: Session, bye: Bye) -> None:
         address = session.connection.address
@@ -180,18 +180,18 @@ class Routing:
         for attempt in self._decodes_at(address):
             # A process can vouch for its own copies, not for those of an earlier process at this address.
             own = session.hello is not None and session.hello.incarnation == attempt.machine.key.prefill_incarnation
-            self._execution.lose(attempt, "peer_lost", f"the prefill engine left: {bye.reason}", bye.quiet and own)
+            self._runner.lose(attempt, "peer_lost", f"the prefill engine left: {bye.reason}", bye.quiet and own)
 
     # ------------------------------------------------------------ P's side
 
     def _from_client(self, connection: Connection, message: Message) -> None:
         if isinstance(message, Hello):
             session = self._sessions.client_hello(connection, message)
-            for attempt in self._execution.prefills.live.values():
+            for attempt in self._runner.prefills.live.values():
                 # The same process is back in a new session: it expects pending answers there.
                 if attempt.session is not None and attempt.session.is_same(session):
                     attempt.session = session
-                    attempt.meet(session)
+                    attempt.on_hello(session)
             return
         known = self._sessions.clients.get(connection)
         if known is None or known.hello is None:
@@ -200,32 +200,32 @@ class Routing:
                 self._channel.send(connection, Bye("unknown_session"))
                 self._sessions.hang_up(known)
             raise ProtocolError("a session begins with HELLO, and a proof that the ticket key is known")
-        known.heard = self._clock.monotonic()
+        known.last_heard = self._clock.monotonic()
         if isinstance(message, Bye):
             self._sessions.hang_up(known)
             self._client_lost(known, "peer_lost", f"the decode engine left: {message.reason}", message.quiet)
         elif isinstance(message, Renew):
             self._sessions.renewed(known, message)
             if message.stalled:
-                self._execution.stalled(known)
+                self._runner.stalled(known)
         elif isinstance(message, AttemptMessage):
             self._attempt_message(known, known.hello, message)
 
     def _client_lost(self, session: Session, reason: str, text: str, quiet: bool = False) -> None:
-        for attempt in list(self._execution.prefills.live.values()):
+        for attempt in list(self._runner.prefills.live.values()):
             if attempt.session is session:
-                self._execution.lose(attempt, reason, text, quiet)
+                self._runner.lose(attempt, reason, text, quiet)
 
     def _attempt_message(self, session: Session, hello: Hello, message: AttemptMessage) -> None:
         key = message.key
         if key.ends != (self._self, (hello.incarnation, hello.instance.rank)):
             raise ProtocolError("message for an attempt of other engines")
-        attempt = self._execution.prefills.get(key)
+        attempt = self._runner.prefills.get(key)
         if isinstance(message, Announce | Register):
             if attempt is not None and attempt.claimed and not attempt.machine.begun_with(message.ticket):
                 # Drop the message without an answer: a NACK would end the attempt, which continues.
                 raise ProtocolError("the ticket is not the one by which this attempt was claimed")
-            self.claims.take(session, message)
+            self.registrations.take(session, message)
             return
         if attempt is None:
             if not isinstance(message, Cancel | ReadDone | Repair):
@@ -234,16 +234,16 @@ class Routing:
                 # The attempt had begun: only one that is over, and whose ticket has expired, is forgotten.
                 self._channel.send(session.connection, Cancelled(key, "forgotten"))
                 return
-            self.claims.cancel(key, message.reason)
+            self.registrations.cancel(key, message.reason)
             self._channel.send(session.connection, Cancelled(key, message.reason))
             return
-        if not attempt.may_hear(session):
+        if not attempt.is_from_peer(session):
             raise ProtocolError("message for an attempt of other engines")
         attempt.session = session
         if isinstance(message, Repair) and session.connecting is not None:
             return  # copies need the connection; D repeats REPAIR
-        (attempt.asked if isinstance(message, Repair) else attempt.meet)(session)
-        self._execution.feed(attempt, ev.Received(message))
+        (attempt.on_request if isinstance(message, Repair) else attempt.on_hello)(session)
+        self._runner.feed(attempt, ev.Received(message))
 
     # ------------------------------------------------------------ silence and death
 
@@ -261,14 +261,14 @@ class Routing:
             if session.hello is None:
                 text = f"no answer from {address}: nobody is there, or it has another ticket key, or not these keys"
                 for attempt in self._decodes_at(address):
-                    self._execution.lose(attempt, "unreachable_peer", text)
+                    self._runner.lose(attempt, "unreachable_peer", text)
                 # Pages here may wait to become quiet, or P's pages for an answer from here: keep dialling.
                 if self._sessions.may_return(session) or self._decodes_at(address):
-                    session.heard = now
+                    session.last_heard = now
                 else:
                     self._sessions.hang_up(session)
                 continue
-            self._execution.figures.count("lost_leases")
+            self._runner.counters.count("lost_leases")
             text = f"engine {session.hello.engine_id} was silent for {session.lease:g} s"
             log.warning("%s: evicted", text)
             self._sessions.hang_up(session)
@@ -276,5 +276,5 @@ class Routing:
                 self._client_lost(session, "lease_expired", text)
                 continue
             for attempt in self._decodes_at(address):
-                self._execution.lose(attempt, "lease_expired", text)
+                self._runner.lose(attempt, "lease_expired", text)
             self._dial_again(session)

@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from baton.errors import ConfigError
-from baton.handoff.channel.keys import Keys
+from baton.handoff.session.keys import Keys
 from baton.log_limit import LogLimit
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from baton.errors import BatonError, ProtocolError
-from baton.handoff.node.figures import CopyFigures
+from baton.handoff.agent.stats import CopyStats
 from baton.handoff.plan.planner import CopyList, Instance, plan
 from baton.handoff.plan.topology import senders
 from baton.handoff.protocol.events import CopyEnded, StartCopy
@@ -42,7 +42,7 @@ class Operations(Generic[_Owner]):
         self._transport = transport
         self._wake = wake
         self._running: list[_Running[_Owner]] = []
-        self.figures = CopyFigures()
+        self.stats = CopyStats()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -77,9 +77,9 @@ class Operations(Generic[_Owner]):
                 log.exception("copy %s could not be started", tag)
             return CopyEnded(copy.copy_id, ok=False, message=f"group {copy.group}: {error}")
         posted = time.perf_counter()
-        self.figures.plan.observe(planned - began)
-        self.figures.post.observe(posted - planned)
-        self.figures.runs.observe(len(copies))
+        self.stats.plan.observe(planned - began)
+        self.stats.post.observe(posted - planned)
+        self.stats.runs.observe(len(copies))
         self._running.append(
             _Running(owner, copy.copy_id, operation, copies.total, len(copies), peer, direction, copy.group, posted)
         )
@@ -116,8 +116,8 @@ class Operations(Generic[_Owner]):
             elif state == "pending":
                 still.append(run)
             elif state == "done":
-                self.figures.transfer.observe(time.perf_counter() - run.posted)
-                self.figures.bytes[run.group] += run.num_bytes
+                self.stats.transfer.observe(time.perf_counter() - run.posted)
+                self.stats.bytes[run.group] += run.num_bytes
                 end = CopyEnded(run.copy_id, ok=True, num_bytes=run.num_bytes, num_runs=run.num_runs)
                 out.append((run.owner, end))
             else:

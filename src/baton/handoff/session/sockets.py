@@ -23,12 +23,12 @@ from typing import Any
 import zmq
 
 from baton.errors import ConfigError, ProtocolError
-from baton.handoff.channel.base import Connection
-from baton.handoff.channel.curve import Gate, Socket, as_client, begin_ids_at_random
-from baton.handoff.channel.keys import CONTROL_BIND, Keys, check_bind, is_local
 from baton.handoff.protocol.frames import MAX_FRAME, decode, encode
-from baton.handoff.protocol.greeting import Side, is_sealed, seal
+from baton.handoff.protocol.handshake import Side, is_sealed, seal
 from baton.handoff.protocol.messages import Bye, Hello, Message
+from baton.handoff.session.base import Connection
+from baton.handoff.session.curve import Gate, Socket, as_client, begin_ids_at_random
+from baton.handoff.session.keys import CONTROL_BIND, Keys, check_bind, is_local
 from baton.log_limit import LogLimit
 
 log = logging.getLogger(__name__)

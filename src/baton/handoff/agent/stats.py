@@ -20,7 +20,7 @@ _BY_RANK = (
 
 
 @dataclass(frozen=True, slots=True)
-class CopyFigures:
+class CopyStats:
     """Copies that this side issued: seconds to plan one, to hand it to the transport (`post`), and from then to its
     end; runs per copy; bytes of successful ones, by group."""
 
@@ -30,12 +30,12 @@ class CopyFigures:
     runs: Distribution = field(default_factory=lambda: Distribution(RUNS))
     bytes: Counter[str] = field(default_factory=Counter)
 
-    def over_ranks(self, others: Sequence[CopyFigures]) -> CopyFigures:
+    def over_ranks(self, others: Sequence[CopyStats]) -> CopyStats:
         all_ = (self, *others)
         plan, post, transfer, runs = (
             Distribution.sum_of([getattr(one, name) for one in all_]) for name in ("plan", "post", "transfer", "runs")
         )
-        return CopyFigures(plan, post, transfer, runs, sum((one.bytes for one in all_), Counter()))
+        return CopyStats(plan, post, transfer, runs, sum((one.bytes for one in all_), Counter()))
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class AgentStats:
     quarantined: int = 0
     unknown: int = 0
     sessions: int = 0
-    copies: CopyFigures = field(default_factory=CopyFigures)
+    copies: CopyStats = field(default_factory=CopyStats)
 
     def over_ranks(self, others: Sequence[AgentStats]) -> AgentStats:
         """Merge the ranks of an engine: handoffs and attempts are those of this first rank."""
@@ -76,7 +76,7 @@ class AgentStats:
         return replace(self, **sums, copies=self.copies.over_ranks([s.copies for s in others]))
 
 
-class Figures:
+class AgentCounters:
     """Any thread may take a snapshot."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Figures:
         self._stats.bytes += num_bytes
         self._stats.runs += num_runs
 
-    def snapshot(self, copies: CopyFigures, **now: Any) -> AgentStats:
-        """The counts so far, with `now`: those figures of `AgentStats` that are kept elsewhere."""
+    def snapshot(self, copies: CopyStats, **now: Any) -> AgentStats:
+        """The counts so far, with `now`: those values of `AgentStats` that are kept elsewhere."""
         with self._lock:
             return replace(self._stats, failures=dict(self._stats.failures), copies=copies, **now)

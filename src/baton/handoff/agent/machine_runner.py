@@ -8,18 +8,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
+from baton.clock import Clock
 from baton.errors import ProtocolError
-from baton.handoff.channel.base import Clock, ControlChannel, Worker
-from baton.handoff.channel.config import AgentConfig
-from baton.handoff.channel.sessions import Session, Sessions
-from baton.handoff.node.attempts import Book, DecodeAttempt, PrefillAttempt
-from baton.handoff.node.digesting import Digesting
-from baton.handoff.node.figures import Figures
-from baton.handoff.node.operations import Operations
+from baton.handoff.agent.attempts import AttemptTable, DecodeAttempt, PrefillAttempt
+from baton.handoff.agent.digesting import Digesting
+from baton.handoff.agent.operations import Operations
+from baton.handoff.agent.stats import AgentCounters
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Cell, Digester, share
 from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, Cancel, Cancelled, Hello
+from baton.handoff.session.base import ControlChannel, Worker
+from baton.handoff.session.config import AgentConfig
+from baton.handoff.session.sessions import Session, Sessions
 from baton.log_limit import LogLimit
 from baton.transports.base import Transport
 
@@ -29,7 +30,7 @@ Attempt = PrefillAttempt | DecodeAttempt
 OnPeer = Callable[[AttemptKey, Instance], None]
 
 
-class Execution:
+class MachineRunner:
     """All attempts of one rank. With integrity on, `digester` and `worker` are required. `on_peer` is called, for each
     attempt in which either engine has several ranks, with the instance from the peer's HELLO."""
 
@@ -47,10 +48,10 @@ class Execution:
         on_peer: OnPeer | None,
     ) -> None:
         self.config, self.instance, self.channel, self.sessions, self.clock = config, instance, channel, sessions, clock
-        self.prefills: Book[PrefillAttempt] = Book()
-        self.decodes: Book[DecodeAttempt] = Book()
+        self.prefills: AttemptTable[PrefillAttempt] = AttemptTable()
+        self.decodes: AttemptTable[DecodeAttempt] = AttemptTable()
         self.operations: Operations[Attempt] = Operations(transport, channel.wake)
-        self.figures = Figures()
+        self.counters = AgentCounters()
         self._timers = config.timers
         self._on_event, self._on_peer = on_event, on_peer
         self._digesting: Digesting[Attempt] | None = None
@@ -83,7 +84,7 @@ class Execution:
                 except ProtocolError as error:
                     if strict and what is event:
                         raise
-                    self.figures.count("rejected")
+                    self.counters.count("rejected")
                     log.warning("attempt %s refused an event: %s", target.machine.key, error)
                     continue
                 for action in actions:
@@ -121,7 +122,7 @@ class Execution:
         attempt.gap = self._timers.first_retry(session.round_trip if session else None)
         attempt.next_tick = self.clock.monotonic() + attempt.gap
 
-    def met(self, attempt: Attempt, hello: Hello) -> None:
+    def on_peer_hello(self, attempt: Attempt, hello: Hello) -> None:
         """The peer's HELLO is known, for an attempt that is about to begin."""
         key = attempt.machine.key
         several = max(hello.instance.num_ranks, self.instance.num_ranks) > 1
@@ -143,7 +144,7 @@ class Execution:
                 assert self._digesting is not None
                 self._digesting.begin(attempt, action, partial(self._share, *self._ends(attempt)))
             case ev.Count(name, by):
-                self.figures.count(name, by)
+                self.counters.count(name, by)
             case ev.Notify(event):
                 self._notify(attempt, event)
 
@@ -201,7 +202,7 @@ class Execution:
             )
 
     def _notify(self, attempt: Attempt, event: ev.HandoffEvent) -> None:
-        self.figures.note(event, attempt.machine.copies)
+        self.counters.note(event, attempt.machine.copies)
         if isinstance(attempt, DecodeAttempt):
             self.sessions.health.note(event, repaired=attempt.machine.round > 0)
         try:

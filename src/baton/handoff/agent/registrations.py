@@ -6,14 +6,14 @@ import logging
 from typing import NamedTuple
 
 from baton.errors import ProtocolError
-from baton.handoff.channel.sessions import Session
-from baton.handoff.node.attempts import PrefillAttempt
-from baton.handoff.node.execution import Execution
+from baton.handoff.agent.attempts import PrefillAttempt
+from baton.handoff.agent.machine_runner import MachineRunner
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.frames import kind_of
 from baton.handoff.protocol.messages import Announce, AttemptKey, Cancel, Nack, Register, check_table
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, SignedTicket, Ticket
+from baton.handoff.session.sessions import Session
 from baton.log_limit import LogLimit
 from baton.wire import LegRole, Mode
 
@@ -32,13 +32,13 @@ class _Held(NamedTuple):
     ticket: SignedTicket | None
 
 
-class Claims:
+class Registrations:
     """For one thread."""
 
-    def __init__(self, execution: Execution) -> None:
-        self._groups = list(execution.instance.here)
-        self._execution = execution
-        self._sessions, self._clock = execution.sessions, execution.clock
+    def __init__(self, runner: MachineRunner) -> None:
+        self._groups = list(runner.instance.here)
+        self._runner = runner
+        self._sessions, self._clock = runner.sessions, runner.clock
         # Claims that wait for an earlier attempt of their transfer to become quiet, or for their session to connect.
         self._held: dict[AttemptKey, _Held] = {}
         # Attempts that D cancelled before P's engine or a claim began them, with the reason. Their keys have no ticket.
@@ -49,15 +49,15 @@ class Claims:
         return bool(self._held)
 
     def prefill(self, key: AttemptKey, ticket: SignedTicket) -> PrefillAttempt:
-        found = self._execution.prefills.get(key)
+        found = self._runner.prefills.get(key)
         if found is not None:
             return found
-        config = self._execution.config
+        config = self._runner.config
         machine = PrefillHandoff(key, ticket.mode, ticket.text, self._groups, config.max_retries, config.integrity)
-        attempt = self._execution.prefills.add(key, PrefillAttempt(self.expiry(ticket, "prefill"), machine=machine))
+        attempt = self._runner.prefills.add(key, PrefillAttempt(self.expiry(ticket, "prefill"), machine=machine))
         reason = self._cancelled.pop(key, None)
         if reason is not None:
-            self._execution.feed(attempt, ev.Received(Cancel(key, reason)))
+            self._runner.feed(attempt, ev.Received(Cancel(key, reason)))
         return attempt
 
     def expiry(self, ticket: Ticket, role: LegRole) -> float:
@@ -66,11 +66,11 @@ class Claims:
 
     def supersede(self, key: AttemptKey) -> bool:
         """End earlier attempts of the same transfer. True while one of them is not quiet."""
-        prefills = self._execution.prefills
+        prefills = self._runner.prefills
         earlier = [other for other in prefills.same_transfer(key) if other.attempt < key.attempt]
         for other in earlier:
             if attempt := prefills.get(other):
-                self._execution.feed(attempt, ev.Abort("superseded", "a later attempt of this transfer has begun"))
+                self._runner.feed(attempt, ev.Abort("superseded", "a later attempt of this transfer has begun"))
         return any(other in prefills.live for other in earlier)
 
     def cancel(self, key: AttemptKey, reason: str) -> None:
@@ -83,34 +83,34 @@ class Claims:
     def take(self, session: Session, message: Claim) -> None:
         """Accept a claim, hold it back, or answer NACK."""
         key = message.key
-        known = self._execution.prefills.get(key)
+        known = self._runner.prefills.get(key)
         self._sessions.reach_again(session)
-        if known is not None and known.waits_for(session) and known.may_hear(session):
-            known.heard(self._clock.monotonic())
+        if known is not None and known.waits_for(session) and known.is_from_peer(session):
+            known.restart_time_limit(self._clock.monotonic())
             self._held[key] = _Held(session, message, None)
             return
         try:
-            if known is not None and known.served(session) and known.may_hear(session):
+            if known is not None and known.served(session) and known.is_from_peer(session):
                 # Its ticket was valid when it first arrived, and may have expired since.
                 if isinstance(message, Register) and not known.machine.registered:
                     _check_tables(session, message, known.machine.mode)
                 self._feed(known, session, message)
                 return
             ticket = self._check(session, message)
-            if any(other.attempt > key.attempt for other in self._execution.prefills.same_transfer(key)):
+            if any(other.attempt > key.attempt for other in self._runner.prefills.same_transfer(key)):
                 raise ProtocolError("a later attempt of this transfer has begun")
             waits = self.supersede(key) or session.connecting is not None
             if waits and not (known is not None and known.machine.closed):
                 self._held[key] = _Held(session, message, ticket)
                 if known is not None:
-                    known.heard(self._clock.monotonic())
+                    known.restart_time_limit(self._clock.monotonic())
                 return
             self._feed(self.prefill(key, ticket), session, message)
         except ProtocolError as error:
-            self._execution.figures.count("rejected")
+            self._runner.counters.count("rejected")
             log.warning("refused %s of %s: %s", kind_of(message), key, error)
             reason = session.refusal[0] if session.refusal else error.reason
-            self._execution.channel.send(session.connection, Nack(key, reason, str(error)[:2000]))
+            self._runner.channel.send(session.connection, Nack(key, reason, str(error)[:2000]))
 
     def _check(self, session: Session, message: Claim) -> SignedTicket:
         """Raises `ProtocolError`. A ticket that arrived in time does not expire while the claim waits."""
@@ -124,13 +124,13 @@ class Claims:
 
     def _feed(self, attempt: PrefillAttempt, session: Session, message: Claim) -> None:
         attempt.session = session
-        attempt.heard(self._clock.monotonic())
-        (attempt.asked if isinstance(message, Register) else attempt.meet)(session)
+        attempt.restart_time_limit(self._clock.monotonic())
+        (attempt.on_request if isinstance(message, Register) else attempt.on_hello)(session)
         if isinstance(message, Register) and not attempt.machine.registered:
             attempt.machine.groups = session.pairs.get(message.key.pair, frozenset())
         if session.hello is not None:
-            self._execution.met(attempt, session.hello)
-        self._execution.feed(attempt, ev.Received(message), strict=True)
+            self._runner.on_peer_hello(attempt, session.hello)
+        self._runner.feed(attempt, ev.Received(message), strict=True)
 
     def retry(self) -> None:
         for key, held in list(self._held.items()):

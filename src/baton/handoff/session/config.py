@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.errors import ConfigError
-from baton.handoff.channel.keys import KeyRing
 from baton.handoff.protocol.messages import MAX_LEASE_S, MAX_ROUNDS
+from baton.handoff.session.keys import KeyRing
 from baton.wire import Integrity
 
 DEFAULT_MAX_RETRIES = 3

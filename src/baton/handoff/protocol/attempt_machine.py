@@ -7,7 +7,7 @@ from baton.handoff.protocol.messages import AttemptKey
 from baton.wire import Integrity, Mode
 
 
-class Half:
+class AttemptMachine:
     """`max_retries` bounds both the failed copies that are issued again and the rounds of repair, which `round` counts.
     `reason`: why the attempt ended."""
 
