@@ -39,7 +39,7 @@ from zmq.utils import z85
 from baton.bench.client import stream_completion
 from baton.deployment import BATON
 from baton.handoff.session.keys import KeyRing, make_keys
-from baton.openai.limits import HttpLimits
+from baton.openai.http.limits import HttpLimits
 from simulation.fuzz import Usage, growth
 from simulation.strangers import Target, attack
 

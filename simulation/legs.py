@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from baton.errors import BatonError, DrainingError, EngineLostError, EngineUnavailableError
-from baton.openai.errors import to_api_error
+from baton.openai.http.errors import to_api_error
 from baton.router.client import EngineClient, refusal
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 

@@ -198,8 +198,8 @@ class Router:
                 self.clients[wire.request_id] = request
                 before = backend.recoveries.copy()
                 attempts: list[str] = []
-                went = lambda why, engines: attempts.append(why)  # noqa: E731
-                async with contextlib.aclosing(backend.generate(wire, None, went)) as chunks:
+                on_route = lambda why, engines: attempts.append(why)  # noqa: E731
+                async with contextlib.aclosing(backend.generate(wire, None, on_route)) as chunks:
                     async for chunk in chunks:
                         outcome = self._got(request, chunk) or outcome
                 if len(attempts) > 1 and backend.recoveries != before:

@@ -22,7 +22,7 @@ from baton.cli.roles import RoleOptions
 from baton.deployment import Reporter
 from baton.deployment.processes import rank_ids
 from baton.errors import ConfigError, EngineUnavailableError
-from baton.openai.serving import bind
+from baton.openai.http.serving import bind
 
 # A rank that prints its flags when it serves, and ends with status 3 if it finds a file `end-RANK`.
 RANK = """

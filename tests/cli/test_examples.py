@@ -12,7 +12,7 @@ import yaml
 
 import baton.cli
 from baton.cli.settings import read_file
-from baton.openai.serving import SHUTDOWN_TIMEOUT_S
+from baton.openai.http.serving import SHUTDOWN_TIMEOUT_S
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
 

@@ -7,7 +7,7 @@ from baton.engine.async_engine import _cache_config
 from baton.engine.config import EngineConfig
 from baton.engine.metrics import EngineMetrics
 from baton.openai.client import read_samples
-from baton.openai.metrics import RowCollector, exposed, with_vllm_names
+from baton.openai.http.metrics import RowCollector, exposed, with_vllm_names
 
 
 def test_what_lies_at_or_below_each_bound() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from baton.engine.config import KVTransferConfig
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
-from baton.openai.errors import error_of_chunk, to_api_error
+from baton.openai.http.errors import error_of_chunk, to_api_error
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
 from baton.wire import HandoffParams, SamplingParams

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from baton.openai.access import Access
+from baton.openai.http.access import Access
 from baton.openai.tools import Parsing
 from baton.server import build_app
 from baton.text import Tokenizer

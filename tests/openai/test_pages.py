@@ -10,7 +10,7 @@ import aiohttp
 import jsonschema
 import pytest
 
-from baton.openai.access import Access
+from baton.openai.http.access import Access
 from baton.openai.pages import endpoints
 from baton.router import RouterConfig
 from baton.router import build_app as build_router

@@ -14,8 +14,8 @@ import pytest
 from baton.cli.logs import log_to_stderr
 from baton.log_limit import LINES_PER_SECOND
 from baton.openai import FrontMetrics
-from baton.openai.access import Access
-from baton.openai.http import DRAIN
+from baton.openai.http.access import Access
+from baton.openai.http.app import DRAIN
 from baton.openai.records import SequenceRecord, report_throughput
 from baton.server import build_app
 from baton.text import Tokenizer

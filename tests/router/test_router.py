@@ -14,7 +14,7 @@ import pytest
 
 from baton.errors import IncompatiblePeerError, RequestError
 from baton.handoff.protocol import ticket as tickets
-from baton.openai.serving import bind, url_of
+from baton.openai.http.serving import bind, url_of
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer

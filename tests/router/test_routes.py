@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.openai.http import DRAIN
+from baton.openai.http.app import DRAIN
 from baton.router.prefixes import BLOCK_TOKENS, KnownPrefixes, chain_of
 from baton.router.timers import RouterTimers
 from tests.router.test_recovery import Cluster, bare, complete, expected_answer, recoveries

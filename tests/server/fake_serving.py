@@ -20,8 +20,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from baton.engine.requests import check_identity
 from baton.errors import EngineUnavailableError, OverloadedError, ProtocolError, RequestError
 from baton.handoff.protocol import ticket as tickets
-from baton.openai import serving
-from baton.openai.serving import bind, url_of
+from baton.openai.http import serving
+from baton.openai.http.serving import bind, url_of
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk, TokenLogprobs
 
 KEY = b"k" * 32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine.metrics import EngineMetrics
-from baton.openai.metrics import FrontMetrics, RowCollector, exposed, with_vllm_names
+from baton.openai.http.metrics import FrontMetrics, RowCollector, exposed, with_vllm_names
 from tests.server.fake_serving import load_of
 from tools.prometheus_check import metric_names, queries
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from baton.openai.serving import bind, url_of
+from baton.openai.http.serving import bind, url_of
 
 Json = dict[str, Any]
 TIE = 3  # the output position at which the two best tokens may be close

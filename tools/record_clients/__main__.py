@@ -28,7 +28,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from baton.openai.serving import bind, served, url_of
+from baton.openai.http.serving import bind, served, url_of
 from baton.timeouts import timeout
 from tests.clients.deployments import before_vllm, embedded
 

@@ -15,7 +15,7 @@ from types import FrameType
 from baton.deployment import BATON, Reporter, end_processes, read_reports
 from baton.directories import RunDirectory
 from baton.errors import ConfigError, EngineUnavailableError
-from baton.openai.serving import bind
+from baton.openai.http.serving import bind
 
 _LOOK_S = 0.1
 # Tries to find a row of free ports.

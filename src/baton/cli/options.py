@@ -26,10 +26,10 @@ from baton.engine.config import (
     parse_size,
 )
 from baton.errors import ConfigError
-from baton.openai.access import Access
-from baton.openai.limits import WRITE_TIMEOUT_S, HttpLimits
+from baton.openai.http.access import Access
+from baton.openai.http.limits import WRITE_TIMEOUT_S, HttpLimits
+from baton.openai.http.serving import SHUTDOWN_TIMEOUT_S, bind
 from baton.openai.request_metrics import PerRequestMetrics, SpecDecodeLevel
-from baton.openai.serving import SHUTDOWN_TIMEOUT_S, bind
 from baton.openai.tools import Parsing
 from baton.parsing import REASONING_PARSERS, TOOL_PARSERS
 from baton.text import ContentFormatOption, chosen_template

@@ -17,7 +17,7 @@ from baton.deployment import Reporter
 from baton.errors import ConfigError
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, TICKET_LIFE_S, load_or_create_key
 from baton.handoff.session.keys import ticket_key_file
-from baton.openai.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
+from baton.openai.http.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
 from baton.waiting import MAX_QUEUED_REQUESTS
 from baton.wire import Recovery
 
@@ -105,7 +105,7 @@ async def serve_router(
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve a router as `baton.openai.serving.serve` does, with `beside` as a cleanup context of its app."""
+    """Serve a router as `baton.openai.http.serving.serve` does, with `beside` as a cleanup context of its app."""
     from baton.router import build_app
 
     app = await build_app(config)

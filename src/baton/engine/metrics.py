@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from baton.distribution import SECONDS, Distribution
 from baton.handoff.agent.stats import AgentStats
-from baton.openai.metrics import Row, counter, gauge, histogram
+from baton.openai.http.metrics import Row, counter, gauge, histogram
 from baton.wire import EngineLoad
 
 # The label values are vLLM's.

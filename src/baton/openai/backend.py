@@ -42,7 +42,7 @@ class ServedModel:
         return cls(info.model, tokenizer, length, info.vocab_size, drafts, *own)
 
 
-Went = Callable[[str, Sequence[str]], None]
+OnRoute = Callable[[str, Sequence[str]], None]
 
 
 class Backend(Protocol):
@@ -62,10 +62,10 @@ class Backend(Protocol):
         ...
 
     def generate(
-        self, request: GenerateRequest, kv_mode: Mode | None = None, went: Went | None = None
+        self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's chunks; the last has `finish_reason`. Closing the generator aborts the request. `went` is
-        called with the reason for the route, one word, and its engines.
+        """Yield the request's chunks; the last has `finish_reason`. Closing the generator aborts the request.
+        `on_route` is called with the reason for the route, one word, and its engines.
 
         The first step raises `RequestError` or `EngineUnavailableError` if the request is refused.
         """

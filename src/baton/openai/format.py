@@ -96,7 +96,7 @@ def streamed_usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
     return body | {"choices": [], "usage": usage(plan, outputs)}
 
 
-def is_told(plan: Plan, delta: Delta) -> bool:
+def is_visible(plan: Plan, delta: Delta) -> bool:
     """Whether a part has something to send to the client yet."""
     if delta.finish_reason is not None or plan.reader is None:
         return bool(delta.text or delta.finish_reason)

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from prometheus_client import Counter
 
 from baton.log_limit import LogLimit
-from baton.openai.caller import CALLER, line_of
-from baton.openai.errors import ApiError
-from baton.openai.metrics import FrontMetrics
+from baton.openai.http.caller import CALLER, line_of
+from baton.openai.http.errors import ApiError
+from baton.openai.http.metrics import FrontMetrics
+from baton.openai.http.tracing import TRACE
 from baton.openai.output import Times
-from baton.openai.tracing import TRACE
 
 logger = logging.getLogger(__name__)
 refusals = logging.getLogger("baton.openai.http")
@@ -24,7 +24,7 @@ _REPORT_S = 10.0
 
 
 class SequenceRecord:
-    """Records one sequence in `FrontMetrics`. `where`: the backend's reason for its route. Times are in seconds."""
+    """Records one sequence in `FrontMetrics`. `route`: the backend's reason for its route. Times are in seconds."""
 
     def __init__(self, metrics: FrontMetrics, request_id: str, model: str, num_prompt_tokens: int) -> None:
         self._metrics, self._id, self._model = metrics, request_id, model
@@ -32,16 +32,16 @@ class SequenceRecord:
         self._began = self._first = self._last = time.perf_counter()
         self._over = False
         self._trace, self._caller = TRACE.get(), CALLER.get()
-        self.where = "one_engine"
+        self.route = "one_engine"
         self.engines: Sequence[str] = ()
         self.num_cached_tokens = 0
         metrics.prompt_tokens.inc(num_prompt_tokens)
         metrics.vllm_prompt_tokens.labels(model).inc(num_prompt_tokens)
         metrics.running += 1
 
-    def went(self, where: str, engines: Sequence[str] = ()) -> None:
+    def on_route(self, route: str, engines: Sequence[str] = ()) -> None:
         """Record the backend's reason for the route, and its engines."""
-        self.where, self.engines = where, engines
+        self.route, self.engines = route, engines
 
     def tokens(self, num_tokens: int, accepted: Iterable[int] = ()) -> None:
         """Record `num_tokens` new tokens, and per verification the number of accepted drafts."""
@@ -96,7 +96,7 @@ class SequenceRecord:
             "prompt_tokens": self._num_prompt,
             "output_tokens": self._num_output,
             "cached_tokens": self.num_cached_tokens,
-            "where": self.where,
+            "where": self.route,
             "engines": ",".join(self.engines) or None,
             "ttft_ms": round((self._first - self._began) * 1e3, 2) if self._num_output else None,
             "tpot_ms": None if tpot_s is None else round(tpot_s * 1e3, 2),

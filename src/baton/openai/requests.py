@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from baton.errors import RequestError
-from baton.openai.caller import note_user
 from baton.openai.fields import NOTHING_ELSE, Refused, refuse_unserved
+from baton.openai.http.caller import note_user
 from baton.openai.structured import ResponseFormat, StructuredOutputs, structured_params
 from baton.openai.tools import NO_TOOLS, CheckedTools, Tool, ToolCall, ToolChoice
 from baton.wire import (

@@ -10,7 +10,7 @@ from aiohttp import web
 from baton import __version__
 from baton.errors import BatonError, RequestError
 from baton.openai.backend import ServedModel
-from baton.openai.http import BODIES, DRAIN, KEYS, MESSAGES, Handler, json_response, reply
+from baton.openai.http.app import BODIES, DRAIN, KEYS, MESSAGES, Handler, json_response, reply
 from baton.openai.messages import count_tokens, error_event, make_message_plan
 from baton.openai.messages import respond as respond_message
 from baton.openai.pages import docs_page, home_page, openapi

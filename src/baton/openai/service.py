@@ -14,8 +14,8 @@ import msgspec
 from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import format as fmt
 from baton.openai.backend import Backend, ServedModel
-from baton.openai.errors import to_api_error
-from baton.openai.metrics import FrontMetrics
+from baton.openai.http.errors import to_api_error
+from baton.openai.http.metrics import FrontMetrics
 from baton.openai.output import Delta, SampleOutput
 from baton.openai.plan import Plan, check_model
 from baton.openai.records import SequenceRecord
@@ -129,7 +129,7 @@ class OpenAIService:
             async with contextlib.aclosing(self.run(plan, outputs)) as deltas:
                 async for index, delta in deltas:
                     counts[index] += len(delta.token_ids)
-                    if not (fmt.is_told(plan, delta) or (wants_tokens and delta.token_ids)):
+                    if not (fmt.is_visible(plan, delta) or (wants_tokens and delta.token_ids)):
                         continue  # all its text is held back
                     first = index not in begun
                     event = fmt.streamed(plan, index, delta, outputs[index], first)
@@ -173,7 +173,7 @@ class OpenAIService:
         request = plan.requests[index]
         record = SequenceRecord(self._metrics, request.request_id, plan.model.name, len(request.prompt_token_ids))
         try:
-            chunks = self._backend.generate(request, plan.kv_mode, record.went)
+            chunks = self._backend.generate(request, plan.kv_mode, record.on_route)
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     if chunk.token_ids and not output.token_ids:

@@ -15,10 +15,10 @@ from aiohttp import web
 from baton.errors import BatonError, ConfigError, EngineUnavailableError, RequestError
 from baton.handoff.protocol.ticket import TICKET_LIFE_S
 from baton.openai import FrontMetrics, OpenAIService
-from baton.openai.access import OPEN, Access
-from baton.openai.http import BODIES, json_response, new_app
-from baton.openai.limits import HttpLimits
-from baton.openai.metrics import Row, RowCollector, counter, gauge
+from baton.openai.http.access import OPEN, Access
+from baton.openai.http.app import BODIES, json_response, new_app
+from baton.openai.http.limits import HttpLimits
+from baton.openai.http.metrics import Row, RowCollector, counter, gauge
 from baton.openai.records import reporting
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.routes import add_health, add_openai_routes

@@ -23,8 +23,8 @@ from baton.errors import (
     reason_label,
 )
 from baton.openai import ServedModel
-from baton.openai.backend import Went
-from baton.openai.errors import error_of_chunk
+from baton.openai.backend import OnRoute
+from baton.openai.http.errors import error_of_chunk
 from baton.router.connectors.base import Connector, HandoffOutcome, Legs
 from baton.router.join import Chunks, Joined, LegFailed, LegItems, TokenMismatch, join_legs
 from baton.router.near_tie import measure_gap
@@ -90,16 +90,16 @@ class RouterBackend:
         self._connector.check(params)
 
     async def generate(
-        self, request: GenerateRequest, kv_mode: Mode | None = None, went: Went | None = None
+        self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
         """Wait for room, then yield the request's chunks over all attempts. Raises the last attempt's error."""
         self.pool.bind()
-        async with self.room.place(), contextlib.aclosing(self._attempts(request, kv_mode, went)) as chunks:
+        async with self.room.place(), contextlib.aclosing(self._attempts(request, kv_mode, on_route)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def _attempts(
-        self, request: GenerateRequest, kv_mode: Mode | None, went: Went | None
+        self, request: GenerateRequest, kv_mode: Mode | None, on_route: OnRoute | None
     ) -> AsyncGenerator[TokenChunk, None]:
         joined = Joined(request)
         tried: list[PooledEngine] = []
@@ -116,8 +116,8 @@ class RouterBackend:
             elif route.max_prefill_tokens is None:
                 decided = True
                 self.decisions.took(route.why)
-            if went is not None:
-                went(route.why, [engine.name for engine in (route.prefill, route.decode) if engine is not None])
+            if on_route is not None:
+                on_route(route.why, [engine.name for engine in (route.prefill, route.decode) if engine is not None])
             num_known = len(joined.token_ids)
             try:
                 may_move = functools.partial(self._may_move, joined, rest, fruitless)

@@ -16,13 +16,13 @@ from aiohttp import web
 
 from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import FrontMetrics, OpenAIService, ServedModel
-from baton.openai.access import OPEN, Access
-from baton.openai.backend import Went
-from baton.openai.connections import Stream
-from baton.openai.errors import to_api_error
-from baton.openai.http import BODIES, json_response, new_app
-from baton.openai.limits import HttpLimits
-from baton.openai.metrics import RowCollector, with_vllm_names
+from baton.openai.backend import OnRoute
+from baton.openai.http.access import OPEN, Access
+from baton.openai.http.app import BODIES, json_response, new_app
+from baton.openai.http.connections import Stream
+from baton.openai.http.errors import to_api_error
+from baton.openai.http.limits import HttpLimits
+from baton.openai.http.metrics import RowCollector, with_vllm_names
 from baton.openai.records import SequenceRecord, reporting
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.routes import add_health, add_openai_routes
@@ -56,9 +56,9 @@ class EngineBackend:
         """Do nothing: an engine supports all parameters that a plan may have."""
 
     def generate(
-        self, request: GenerateRequest, kv_mode: Mode | None = None, went: Went | None = None
+        self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """The engine's chunks. There is no handoff, so `kv_mode` and `went` are ignored."""
+        """The engine's chunks. There is no handoff, so `kv_mode` and `on_route` are ignored."""
         return self._engine.generate(request)
 
 

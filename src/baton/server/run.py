@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NoReturn
 from aiohttp import web
 
 from baton.errors import EngineUnavailableError
-from baton.openai.access import OPEN, Access
-from baton.openai.limits import HttpLimits
+from baton.openai.http.access import OPEN, Access
+from baton.openai.http.limits import HttpLimits
+from baton.openai.http.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
-from baton.openai.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.server.app import build_app
 from baton.text import Tokenizer

@@ -14,7 +14,7 @@ from baton.errors import WrongEngineError
 from baton.handoff.protocol.events import DecodeAdmitted, DecodeFailed, DecodeFinished, DecodeProgress, DecodeReleased
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval
-from baton.openai.errors import to_api_error
+from baton.openai.http.errors import to_api_error
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
 from baton.wire import SamplingParams

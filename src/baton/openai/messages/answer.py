@@ -11,8 +11,8 @@ import msgspec
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
 from baton.openai.conversation import chat_prompt, chat_text
-from baton.openai.errors import to_api_error
 from baton.openai.format import Json
+from baton.openai.http.errors import to_api_error
 from baton.openai.messages.blocks import Blocks
 from baton.openai.messages.errors import error_event
 from baton.openai.messages.requests import named_here, read, read_count, to_chat

@@ -11,8 +11,8 @@ import msgspec
 
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
-from baton.openai.errors import to_api_error
 from baton.openai.format import Json, usage
+from baton.openai.http.errors import to_api_error
 from baton.openai.output import SampleOutput
 from baton.openai.plan import Plan, plan_chat
 from baton.openai.requests import checked

@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from baton.openai import accepting
-from baton.openai.limits import HttpLimits
+from baton.openai.http import accepting
+from baton.openai.http.limits import HttpLimits
 from baton.server import build_app
 from baton.text import Tokenizer
 from baton.timeouts import timeout
@@ -82,7 +82,7 @@ async def test_without_a_descriptor_left_the_log_stays_short(
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         assert await status(second) == b"200"
         second.close()
-    assert {record.name for record in caplog.records} == {"baton.openai.accepting"}
+    assert {record.name for record in caplog.records} == {"baton.openai.http.accepting"}
     assert len(caplog.records) <= 3 + took  # one a second
     assert all(record.exc_info is None and "Too many open files" in record.getMessage() for record in caplog.records)
 
@@ -131,9 +131,9 @@ def test_few_files_leave_some_for_engines(monkeypatch: pytest.MonkeyPatch) -> No
 async def test_a_handshake_that_fails_is_no_line_in_the_log(
     directory: Path, connect: Callable[[str], socket.socket], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from baton.openai.access import Access
-    from tests.openai.test_doors import CERT
-    from tests.openai.test_doors import KEY as KEY_FILE
+    from baton.openai.http.access import Access
+    from tests.openai.http.test_doors import CERT
+    from tests.openai.http.test_doors import KEY as KEY_FILE
 
     access = Access(ssl_certfile=CERT, ssl_keyfile=KEY_FILE)
     app = build_app(FakeEngine(directory), Tokenizer.load(directory), HttpLimits(head_s=0.3, connections=3), access)
@@ -152,9 +152,9 @@ async def test_a_handshake_that_trickles_has_the_same_time(
     directory: Path, connect: Callable[[str], socket.socket]
 ) -> None:
     """A byte now and then does not make its time start anew."""
-    from baton.openai.access import Access
-    from tests.openai.test_doors import CERT
-    from tests.openai.test_doors import KEY as KEY_FILE
+    from baton.openai.http.access import Access
+    from tests.openai.http.test_doors import CERT
+    from tests.openai.http.test_doors import KEY as KEY_FILE
 
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = ssl.create_default_context(cafile=CERT).wrap_bio(incoming, outgoing, server_hostname="localhost")

@@ -14,15 +14,15 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from baton.errors import DrainingError
-from baton.openai.access import OPEN, Access, ApiKeys, name_response
-from baton.openai.caller import CALLER, Caller, request_id_of
-from baton.openai.connections import ClientConnection, Stream
-from baton.openai.errors import ApiError, to_api_error
-from baton.openai.limits import Bodies, HttpLimits
+from baton.openai.http.access import OPEN, Access, ApiKeys, name_response
+from baton.openai.http.caller import CALLER, Caller, request_id_of
+from baton.openai.http.connections import ClientConnection, Stream
+from baton.openai.http.errors import ApiError, to_api_error
+from baton.openai.http.limits import Bodies, HttpLimits
+from baton.openai.http.metrics import FrontMetrics, RowCollector, exposed, gauge
+from baton.openai.http.tracing import TRACE, trace_of
 from baton.openai.messages import error_body
-from baton.openai.metrics import FrontMetrics, RowCollector, exposed, gauge
 from baton.openai.records import log_refusal
-from baton.openai.tracing import TRACE, trace_of
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -100,7 +100,7 @@ def new_app(
             nonlocal status
             status = error.status
             log_refusal(request.method, request.path if resource is None else endpoint, error)
-            return _told(request, error)
+            return _error_reply(request, error)
 
         try:
             with contextlib.nullcontext() if endpoint == "/metrics" else drain.running():
@@ -173,7 +173,7 @@ async def reply(
     return response
 
 
-def _told(request: web.Request, error: ApiError) -> web.Response:
+def _error_reply(request: web.Request, error: ApiError) -> web.Response:
     """An error in the shape of the requested API. The rest of an unread body is dropped."""
     response = error_response(error, error_body(error) if request.path.startswith(MESSAGES) else None)
     if not request.content.is_eof() and isinstance(request.protocol, ClientConnection):

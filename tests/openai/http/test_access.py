@@ -10,7 +10,7 @@ import pytest
 
 from baton.cli.options import ListenOptions
 from baton.errors import ConfigError
-from baton.openai.access import Access, ApiKeys
+from baton.openai.http.access import Access, ApiKeys
 from baton.router import RouterConfig
 from baton.router import build_app as build_router
 from baton.server import build_app

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from aiohttp import web
 
 from baton.log_limit import LogLimit
-from baton.openai import tls
-from baton.openai.connections import ClientConnection
-from baton.openai.limits import HttpLimits
+from baton.openai.http import tls
+from baton.openai.http.connections import ClientConnection
+from baton.openai.http.limits import HttpLimits
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit(1))
@@ -35,7 +35,7 @@ def max_connections(limits: HttpLimits) -> int:
     return max(1, min(limits.connections, (files - _OWN_FILES) // _FILES_PER_CLIENT))
 
 
-class Door:
+class Acceptor:
     """Accepts connections from `listener` for the clients of `server`.
 
     At the limit, each new connection closes an idle one, first those that have never sent a request. If all are busy,

@@ -19,12 +19,13 @@ import pytest
 from aiohttp import web
 from aiohttp.http import StreamWriter
 
-from baton.openai import FrontMetrics, serving
-from baton.openai.access import OPEN, Access
-from baton.openai.connections import ClientConnection, Stream, Unread
-from baton.openai.http import json_response, new_app
-from baton.openai.limits import HttpLimits
-from baton.openai.serving import bind, url_of
+from baton.openai import FrontMetrics
+from baton.openai.http import serving
+from baton.openai.http.access import OPEN, Access
+from baton.openai.http.app import json_response, new_app
+from baton.openai.http.connections import ClientConnection, Stream, WriteBacklog
+from baton.openai.http.limits import HttpLimits
+from baton.openai.http.serving import bind, url_of
 from baton.router import RouterConfig
 from baton.router import build_app as build_router
 from baton.server import build_app
@@ -214,7 +215,7 @@ async def test_a_slow_reader_has_time_for_each_byte_and_no_less() -> None:
     transport.get_write_buffer_size = lambda: waiting
     transport.get_extra_info = lambda name: None
     server = web.Server(Mock(), handler_cancellation=True)
-    unread = Unread(HttpLimits())
+    unread = WriteBacklog(HttpLimits())
     connection = ClientConnection(server, HttpLimits(write_s=3600.0), unread)
     connection.connection_made(transport)
     waiting = 100
@@ -222,12 +223,12 @@ async def test_a_slow_reader_has_time_for_each_byte_and_no_less() -> None:
     for _ in range(5):
         await connection.send(writer, b" " * 150)
         waiting -= 150
-        connection._look()
+        connection._check_progress()
         assert not transport.abort.called
     await connection.send(writer, b" " * 150)
     assert unread.num_bytes == 250
     waiting -= 99  # of the 100 that waited at the last check
-    connection._look()
+    connection._check_progress()
     assert transport.abort.called
     connection.connection_lost(None)
     assert unread.num_bytes == 0

@@ -11,8 +11,8 @@ from aiohttp.http import StreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.log_limit import LogLimit
-from baton.openai.errors import ApiError
-from baton.openai.limits import HttpLimits
+from baton.openai.http.errors import ApiError
+from baton.openai.http.limits import HttpLimits
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())  # any client may cause these lines
@@ -21,7 +21,7 @@ _BODY_TYPE = "application/json"
 READ_BYTES = 2**14
 
 
-class Unread:
+class WriteBacklog:
     """Response bytes buffered in this process because a server's clients have not read them."""
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -59,7 +59,7 @@ class ClientConnection(web.RequestHandler):
 
     `send` does not wait for the client, so that no engine does: unread bytes are buffered. The client is cut off if
     they exceed `HttpLimits.stream_bytes`, if some stay unread for `write_s` (checked every `write_s`, so up to twice
-    that), or if it has the most when `Unread` exceeds its limit.
+    that), or if it has the most when `WriteBacklog` exceeds its limit.
     """
 
     __slots__ = (
@@ -67,7 +67,7 @@ class ClientConnection(web.RequestHandler):
         *("has_asked", "tls"),
     )
 
-    def __init__(self, server: web.Server, limits: HttpLimits, unread: Unread, **options: Any) -> None:
+    def __init__(self, server: web.Server, limits: HttpLimits, unread: WriteBacklog, **options: Any) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
         self._limits, self._unread = limits, unread
         self._head_timer: asyncio.TimerHandle | None = None
@@ -108,7 +108,7 @@ class ClientConnection(web.RequestHandler):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._added = 0
-        self._write_timer = self._loop.call_later(self._limits.write_s, self._look)
+        self._write_timer = self._loop.call_later(self._limits.write_s, self._check_progress)
         self._unread.waits(self, self.num_unread())
 
     def resume_writing(self) -> None:
@@ -122,13 +122,13 @@ class ClientConnection(web.RequestHandler):
             self._sending.abort()
             self._sending = None
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         """Cut the client off unless it has read all bytes that are older than `write_s`."""
         if self.num_unread() > self._added:
             self.cut_off()
         else:
             self._added = 0
-            self._write_timer = self._loop.call_later(self._limits.write_s, self._look)
+            self._write_timer = self._loop.call_later(self._limits.write_s, self._check_progress)
 
     def _nothing_waits(self) -> None:
         if self._write_timer is not None:

@@ -68,7 +68,7 @@ class ApiError:
 
 
 # HTTP status, type and code of errors. The first class that matches counts.
-_TOLD: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
+_STATUS_BY_ERROR: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     (InvalidApiKeyError, 401, "invalid_request_error", "invalid_api_key"),
     (UnauthorizedError, 401, "authentication_error", "invalid_admin_token"),
@@ -97,7 +97,7 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, RecursionError):
         # Only clients' input is nested. The depth limit depends on the code that handles it.
         return ApiError(400, "the request nests too deeply", "invalid_request_error")
-    for kind, status, shape, code in _TOLD:
+    for kind, status, shape, code in _STATUS_BY_ERROR:
         if isinstance(error, kind):
             return ApiError(status, text, shape, param, error.reason if isinstance(error, HandoffError) else code)
     logger.error("unexpected error while serving a request", exc_info=error)

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from multidict import CIMultiDict
 
-from baton.openai.tracing import trace_of
+from baton.openai.http.tracing import trace_of
 from baton.server import build_app
 from baton.text import Tokenizer
 from tests.server.fake_serving import FakeEngine, complete, served

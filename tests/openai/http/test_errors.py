@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import EngineUnavailableError, HandoffError, OverloadedError, ProtocolError, RequestError, refusal
-from baton.openai.errors import error_of_chunk, to_api_error
+from baton.openai.http.errors import error_of_chunk, to_api_error
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from baton.errors import ConfigError, InvalidApiKeyError
-from baton.openai.caller import CALLER, REQUEST_ID, request_id_of
+from baton.openai.http.caller import CALLER, REQUEST_ID, request_id_of
 
 # As in vLLM, health, metrics and the requests of routers and administrators need no API key.
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")

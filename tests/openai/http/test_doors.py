@@ -11,7 +11,7 @@ import pytest
 
 from baton.cli.options import ListenOptions
 from baton.errors import ConfigError
-from baton.openai.access import REQUEST_ID, Access
+from baton.openai.http.access import REQUEST_ID, Access
 from baton.server import build_app
 from baton.text import Tokenizer
 from tests.server.fake_serving import FakeEngine, served

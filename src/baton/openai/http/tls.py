@@ -13,8 +13,8 @@ import sys
 from asyncio.sslproto import SSLProtocol
 from typing import Any, cast
 
-from baton.openai.connections import READ_BYTES, ClientConnection
-from baton.openai.limits import HttpLimits
+from baton.openai.http.connections import READ_BYTES, ClientConnection
+from baton.openai.http.limits import HttpLimits
 
 
 async def connect(client: socket.socket, connection: ClientConnection, tls: ssl.SSLContext, limits: HttpLimits) -> None:

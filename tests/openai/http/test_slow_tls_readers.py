@@ -14,14 +14,14 @@ import pytest
 from aiohttp import web
 
 from baton.openai import FrontMetrics
-from baton.openai.access import Access
-from baton.openai.connections import Stream
-from baton.openai.http import json_response, new_app
-from baton.openai.limits import HttpLimits
+from baton.openai.http.access import Access
+from baton.openai.http.app import json_response, new_app
+from baton.openai.http.connections import Stream
+from baton.openai.http.limits import HttpLimits
 from baton.timeouts import timeout
-from tests.openai.test_doors import CERT, trusting
-from tests.openai.test_doors import KEY as KEY_FILE
-from tests.openai.test_slow_readers import LIMIT_S, LONG, Reader, fronts, narrow
+from tests.openai.http.test_doors import CERT, trusting
+from tests.openai.http.test_doors import KEY as KEY_FILE
+from tests.openai.http.test_slow_readers import LIMIT_S, LONG, Reader, fronts, narrow
 from tests.server.fake_serving import until
 
 TLS = Access(ssl_certfile=CERT, ssl_keyfile=KEY_FILE)

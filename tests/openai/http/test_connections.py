@@ -19,14 +19,14 @@ import pytest
 from aiohttp import web
 from aiohttp.base_protocol import BaseProtocol
 
-from baton.openai.access import Access
-from baton.openai.connections import ClientConnection
-from baton.openai.http import BODIES, DRAIN
-from baton.openai.limits import Bodies, HttpLimits
-from baton.openai.serving import bind, serve_until, terminator, url_of
+from baton.openai.http.access import Access
+from baton.openai.http.app import BODIES, DRAIN
+from baton.openai.http.connections import ClientConnection
+from baton.openai.http.limits import Bodies, HttpLimits
+from baton.openai.http.serving import bind, serve_until, terminator, url_of
 from baton.server import build_app
 from baton.text import Tokenizer
-from tests.openai.test_doors import CERT, KEY, trusting
+from tests.openai.http.test_doors import CERT, KEY, trusting
 from tests.server.fake_serving import TEXT, FakeEngine, served, until
 
 LIMIT_S = 20.0

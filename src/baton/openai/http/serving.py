@@ -17,10 +17,10 @@ from typing import Any
 from aiohttp import web
 
 from baton.errors import ConfigError
-from baton.openai.accepting import Door
-from baton.openai.connections import ClientConnection, Unread
-from baton.openai.http import DRAIN, LIMITS, TLS
-from baton.openai.limits import HttpLimits
+from baton.openai.http.accepting import Acceptor
+from baton.openai.http.app import DRAIN, LIMITS, TLS
+from baton.openai.http.connections import ClientConnection, WriteBacklog
+from baton.openai.http.limits import HttpLimits
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,8 @@ def url_of(listener: socket.socket, app: web.Application | None = None) -> str:
 
 
 @contextlib.asynccontextmanager
-async def served(app: web.Application, listener: socket.socket) -> AsyncIterator[Door]:
-    """Serve `app` while the context lasts. Closing the yielded `Door` stops listening but leaves connections open.
+async def served(app: web.Application, listener: socket.socket) -> AsyncIterator[Acceptor]:
+    """Serve `app` while the context lasts. Closing the yielded `Acceptor` stops listening but leaves connections open.
 
     `handler_cancellation` makes aiohttp abort the request of a client that leaves.
     """
@@ -75,7 +75,7 @@ async def served(app: web.Application, listener: socket.socket) -> AsyncIterator
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     try:
         await runner.setup()
-        manager, unread = runner.server, Unread(limits)
+        manager, unread = runner.server, WriteBacklog(limits)
         assert manager is not None
 
         def connection() -> ClientConnection:
@@ -89,7 +89,7 @@ async def served(app: web.Application, listener: socket.socket) -> AsyncIterator
                 auto_decompress=False,  # aiohttp would decompress before any key or route is checked
             )
 
-        door = Door(manager, listener, connection, app.get(TLS), limits)
+        door = Acceptor(manager, listener, connection, app.get(TLS), limits)
         try:
             yield door
         finally:
