@@ -18,7 +18,7 @@ JUNK = "<|junk|>"
 HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
 # An answer with reasoning (if the parser reads any), a word, and a call; junk in between.
 ANSWERS = {
-    "hermes": f'A{JUNK}B <tool_call>{{"name": {JUNK}"stop", "arguments": {{}}}}</tool_call>{JUNK}',
+    "hermes": f'A{JUNK}B<tool_call>{{"name": {JUNK}"stop", "arguments": {{}}}}</tool_call>{JUNK}',
     "llama3_json": f'{JUNK}<|python_tag|>{{"name": "stop", {JUNK}"parameters": {{}}}}',
     "mistral": f"A{JUNK}B[TOOL_CALLS]stop{JUNK}[CALL_ID]abcdefghi[ARGS]{{}}",
     "openai": f"{HARMONY}final<|message|>A{JUNK}B<|end|><|start|>assistant<|channel|>commentary to=functions.stop "

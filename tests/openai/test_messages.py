@@ -135,7 +135,7 @@ async def test_thinking_words_and_calls_whole_and_streamed(model: Path, door: Do
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("tool_use", None)
     thought, words, weather, stop = whole["content"]
     assert (thought["type"], thought["thinking"], bool(thought["signature"])) == ("thinking", "Hm.", True)
-    assert words == {"type": "text", "text": "I look."}
+    assert words == {"type": "text", "text": "I look.\n"}
     assert (weather["type"], weather["name"], weather["input"]) == ("tool_use", "get_weather", {"city": "Bern"})
     assert (stop["name"], stop["input"], stop["id"] != weather["id"]) == ("stop", {}, True)
     usage = whole["usage"]

@@ -107,7 +107,7 @@ async def test_whole_and_streamed_answers_are_the_same(model: Path) -> None:
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
     reasoning, message, weather, stop = whole.output
     assert reasoning.content[0].text == "Bern, é?"
-    assert message.content[0].text == "I look."
+    assert message.content[0].text == "I look.\n"
     assert (weather.name, json.loads(weather.arguments)) == ("get_weather", ARGUMENTS)
     assert (stop.name, json.loads(stop.arguments)) == ("stop", {})
     assert weather.call_id != stop.call_id
@@ -136,7 +136,7 @@ async def test_whole_and_streamed_answers_are_the_same(model: Path) -> None:
             assert event.arguments == added[event.output_index]
         elif event.type == "response.output_item.done":
             assert event.item == final.output[event.output_index]
-    assert added == {0: "Bern, é?", 1: "I look.", 2: weather.arguments, 3: stop.arguments}
+    assert added == {0: "Bern, é?", 1: "I look.\n", 2: weather.arguments, 3: stop.arguments}
 
 
 async def test_a_loop_of_tools(model: Path) -> None:
@@ -160,7 +160,7 @@ async def test_a_loop_of_tools(model: Path) -> None:
     shown = text.partition("\n")[2]
     assert shown == (
         "<system>Be kind.<user>Weather\ntoday?"
-        f"<assistant>I look.{{Bern, é?}}[{weather.call_id} get_weather Bern][{stop.call_id} stop ]"
+        f"<assistant>I look.\n{{Bern, é?}}[{weather.call_id} get_weather Bern][{stop.call_id} stop ]"
         f"<tool>7 degrees({weather.call_id})<tool>ok\nnow({stop.call_id})<assistant>"
     )
     tools = json.loads(text.partition("\n")[0])

@@ -90,7 +90,7 @@ async def test_calls_whole_and_streamed(tools_directory: Path) -> None:
     async def act(client: openai.AsyncOpenAI) -> None:
         answer = await chat(client)
         message = answer.choices[0].message
-        assert message.content == "I look."
+        assert message.content == "I look.\n"
         assert [(c.function.name, c.function.arguments) for c in message.tool_calls] == [
             ("get_weather", '{"city": "Bern"}'),
             ("stop", "{}"),
@@ -99,7 +99,7 @@ async def test_calls_whole_and_streamed(tools_directory: Path) -> None:
         assert all(len(c.id) == 9 and c.id.isalnum() for c in message.tool_calls), "all that Mistral's templates take"
         assert answer.choices[0].finish_reason == "tool_calls"
         stream, deltas = await streamed(client)
-        assert stream["content"] == "I look."
+        assert stream["content"] == "I look.\n"
         assert [call[1:] for call in stream["calls"]] == [["get_weather", '{"city": "Bern"}'], ["stop", "{}"]]
         assert stream["finish"] == "tool_calls"
         assert [delta.role for delta in deltas].count("assistant") == 1
@@ -125,7 +125,7 @@ async def test_an_agents_loop(tools_directory: Path) -> None:
     engine, _ = await with_client(tools_directory, CALLS, HERMES, act)
     first, second = engine_saw
     prompt = Tokenizer.load(tools_directory).decode(engine.requests[1].prompt_token_ids)
-    assert f"<assistant>I look.[{first} get_weather Bern][{second} stop ]<tool>sunny({first})<tool>" in prompt
+    assert f"<assistant>I look.\n[{first} get_weather Bern][{second} stop ]<tool>sunny({first})<tool>" in prompt
 
 
 async def test_choices_that_force_a_call(tools_directory: Path) -> None:
@@ -168,14 +168,14 @@ async def test_none_and_words(tools_directory: Path) -> None:
 async def test_reasoning_and_calls(tools_directory: Path) -> None:
     async def act(client: openai.AsyncOpenAI) -> None:
         message = (await chat(client)).choices[0].message
-        assert (message.content, message.reasoning_content, message.reasoning) == ("I look.", "Hm.", "Hm.")
+        assert (message.content, message.reasoning_content, message.reasoning) == ("\n\nI look.\n", "Hm.", "Hm.")
         assert len(message.tool_calls) == 2
         stream, _ = await streamed(client)
-        assert (stream["reasoning"], stream["content"], len(stream["calls"])) == ("Hm.", "I look.", 2)
+        assert (stream["reasoning"], stream["content"], len(stream["calls"])) == ("Hm.", "\n\nI look.\n", 2)
         hidden = (await chat(client, extra_body={"include_reasoning": False})).choices[0].message
         assert not hasattr(hidden, "reasoning_content")
         stream, _ = await streamed(client, extra_body={"include_reasoning": False})
-        assert (stream["reasoning"], stream["content"]) == ("", "I look.")
+        assert (stream["reasoning"], stream["content"]) == ("", "\n\nI look.\n")
 
     text = f"<think>Hm.</think>\n\n{CALLS}"
     await with_client(tools_directory, text, Parsing(True, "hermes", "qwen3"), act)

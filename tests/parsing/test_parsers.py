@@ -45,9 +45,9 @@ CASES: dict[str, list[tuple[str, Found]]] = {
         (f"<tool_call>\n{CALL}\n</tool_call>", ("", "", [("get_weather", ARGUMENTS)])),
         (
             f'See.\n\n<tool_call>{CALL}</tool_call>\n<tool_call>{{"arguments": {{}}, "name": "stop"}}</tool_call>\n',
-            ("See.", "", [("get_weather", ARGUMENTS), ("stop", "{}")]),
+            ("See.\n\n", "", [("get_weather", ARGUMENTS), ("stop", "{}")]),
         ),
-        (f"<tool_call>{CALL}</tool_call> and so", ("and so", "", [("get_weather", ARGUMENTS)])),
+        (f"<tool_call>{CALL}</tool_call> and so", (" and so", "", [("get_weather", ARGUMENTS)])),
         ('<tool_call>{"name": "stop"}', ('<tool_call>{"name": "stop"}', "", [])),
         ('<tool_call>{"name": "stop", "arguments": no}', ('<tool_call>{"name": "stop", "arguments": no}', "", [])),
         ('<tool_call>{"name": "stop", "arguments": {"a', ("", "", [("stop", '{"a')])),
@@ -106,7 +106,7 @@ CASES: dict[str, list[tuple[str, Found]]] = {
         (
             "<|channel|>commentary<|message|>I look.\n<|end|><|start|>assistant<|channel|>commentary"
             " to=functions.stop<|message|>{<|call|>",
-            ("I look.", "", [("stop", "{")]),
+            ("I look.\n", "", [("stop", "{")]),
         ),
         ("<|channel|>analysis<|message|>cut", ("", "cut", [])),
         ("<|channel|>analysis", ("<|channel|>analysis", "", [])),
@@ -121,7 +121,7 @@ CASES: dict[str, list[tuple[str, Found]]] = {
         (f"<tool_call>\n{XML}\n</tool_call>", ("", "", [("get_weather", '{"city": "12 Main", "days": 3}')])),
         (
             f"I look.\n<tool_call>{XML}</tool_call>\n<tool_call><function=stop></function></tool_call>",
-            ("I look.", "", [("get_weather", '{"city": "12 Main", "days": 3}'), ("stop", "{}")]),
+            ("I look.\n", "", [("get_weather", '{"city": "12 Main", "days": 3}'), ("stop", "{}")]),
         ),
         (
             "<tool_call><function=stop><parameter=x>[1, 2]</parameter><parameter=y>a\nb</parameter></function>",
@@ -138,7 +138,7 @@ CASES: dict[str, list[tuple[str, Found]]] = {
         # Models omit tags: the opening one, a value's end, and those between two calls.
         (
             "See.\n<function=stop>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
-            ("See.", "", [("stop", '{"a": "1"}')]),
+            ("See.\n", "", [("stop", '{"a": "1"}')]),
         ),
         ("write <function=other> or <function=", ("write <function=other> or <function=", "", [])),
         (
@@ -159,6 +159,56 @@ def test_every_format_has_cases(name: str) -> None:
     for text, expected in CASES[name]:
         for pieces in ([text], list(text)):
             assert found(TOOL_PARSERS[name].make(SCHEMAS), pieces) == expected, text
+
+
+STOP = {
+    "hermes": '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
+    "llama3_json": '{"name": "stop", "parameters": {}}',
+    "mistral": "[TOOL_CALLS]stop[ARGS]{}",
+    "openai": "<|start|>assistant to=functions.stop<|channel|>commentary<|message|>{}<|call|>",
+    "qwen3_xml": "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        # As the streams of vLLM 0.32's parsers. Its whole answers of qwen3_xml and mistral are stripped.
+        ("A{0}", "A"),
+        ("A\n\n{0}", "A\n\n"),
+        ("  A \n{0}", "  A \n"),
+        ("\n\n{0}", ""),
+        ("{0}\n", ""),
+        ("{0}\n{0}", ""),
+        ("A\n{0}\n{0}", "A\n"),
+        ("A\n\n{0}\n\n{0}\n", "A\n\n"),
+        ("A\n{0}\n\n", "A\n"),
+        ("A \n", "A \n"),
+        ("\n A", "\n A"),
+        ("\n\n", "\n\n"),
+        # As the streams of its qwen3_xml; the others drop words after a call.
+        ("{0}\nB", "\nB"),
+        ("{0}\n\nB \n", "\n\nB \n"),
+        ("A\n{0}\nB\n", "A\n\nB\n"),
+        ("A\n{0}\n B \n{0}\nC", "A\n\n B \n\nC"),
+    ],
+)
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
+def test_white_space_next_to_calls(name: str, shape: str, expected: str) -> None:
+    text, num_calls = shape.replace("{0}", STOP[name]), shape.count("{0}")
+    if name == "llama3_json" and not shape.lstrip().startswith("{0}"):
+        expected, num_calls = text, 0  # not a call, as in vLLM's streams
+    for pieces in ([text], list(text)):
+        assert found(TOOL_PARSERS[name].make(SCHEMAS), pieces) == (expected, "", [("stop", "{}")] * num_calls)
+
+
+@pytest.mark.parametrize(("gap", "expected"), [("\n\n", ""), ("\n\nA\n", "\n\nA\n")])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_xml"])
+def test_white_space_between_reasoning_and_a_call(name: str, gap: str, expected: str) -> None:
+    text = f"<think>\nR\n</think>{gap}{STOP[name]}"
+    for pieces in ([text], list(text)):
+        parser = REASONING_PARSERS["qwen3"].make(TOOL_PARSERS[name].make(SCHEMAS), False)
+        assert found(parser, pieces) == (expected, "\nR\n", [("stop", "{}")])
 
 
 JSON = ["{", "}", "[", "]", ",", ":", '"', "\\", '"name"', '"stop"', '"arguments"', CALL, LLAMA]
@@ -244,13 +294,14 @@ def test_a_malformed_forced_call_and_what_follows_it_is_content() -> None:
             assert found(RequiredParser(), pieces) == (text, "", [])
     # Only what separates valid calls is not content.
     for pieces in ([f"[{call}, x, [y], {call}]"], list(f"[{call}, x, [y], {call}]")):
-        assert found(RequiredParser(), pieces) == (", x, [y],", "", [("stop", "{}"), ("stop", "{}")])
+        assert found(RequiredParser(), pieces) == (", x, [y], ", "", [("stop", "{}"), ("stop", "{}")])
 
 
 @pytest.mark.parametrize(
     ("name", "opened", "text", "expected"),
     [
-        ("qwen3", False, "<think>\nhm\n</think>\n\nYes.", ("Yes.", "\nhm\n")),
+        ("qwen3", False, "<think>\nhm\n</think>\n\nYes.\n", ("\n\nYes.\n", "\nhm\n")),
+        ("deepseek_r1", False, "R\n</think>\n\n A", ("\n\n A", "R\n")),
         ("qwen3", True, "hm</think>Yes.", ("Yes.", "hm")),
         ("qwen3", False, "Yes.", ("Yes.", "")),
         ("qwen3", False, "<think>cut", ("", "cut")),

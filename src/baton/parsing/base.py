@@ -47,29 +47,29 @@ class Parser(Protocol):
 
 
 class Words:
-    """Makes `Content` from text, without the white space before and after calls."""
+    """Makes `Content` from the text before, between and after calls. Text next to a call that is only white space is
+    dropped, because templates write it there; any other text is unchanged. vLLM's parsers do the same before the first
+    call, and `qwen3_xml` after it, in streams."""
 
     def __init__(self) -> None:
         self._held = ""
-        self._behind_call = False
+        self._begun = self._after_call = False
 
     def push(self, text: str) -> list[ParsedEvent]:
-        """Trailing white space is held back, because a call may follow."""
-        text = self._held + text
-        words = text.rstrip()
-        self._held = text[len(words) :]
-        if self._behind_call and words:
-            words = words.lstrip()
-            self._behind_call = False
-        return [Content(words)] if words else []
+        """Leading white space is held back, because a call may follow."""
+        text, self._held = self._held + text, ""
+        self._begun |= bool(text.strip())
+        if not self._begun:
+            self._held = text
+        return [Content(text)] if self._begun and text else []
 
     def call(self) -> None:
-        """A call begins or ends here: drop the white space around it."""
-        self._held, self._behind_call = "", True
+        """A call begins or ends here."""
+        self._held, self._begun, self._after_call = "", False, True
 
     def finish(self) -> list[ParsedEvent]:
         held, self._held = self._held, ""
-        return [Content(held)] if held and not self._behind_call else []
+        return [Content(held)] if held and not self._after_call else []
 
 
 def split_at(text: str, *markers: str) -> tuple[str, str, str]:

@@ -34,7 +34,7 @@ class HermesParser(MarkedParser):
         if _CLOSE.startswith(stripped) and stripped != _CLOSE:
             return None
         self._where = "words"
-        return stripped.removeprefix(_CLOSE)
+        return stripped.removeprefix(_CLOSE) if stripped.startswith(_CLOSE) else text
 
     def finish(self) -> list[ParsedEvent]:
         if self._where == "call":

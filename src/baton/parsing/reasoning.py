@@ -41,12 +41,9 @@ class ThinkParser:
             if not found:
                 self._held = text
                 return events
-            self._where = "gap"
+            self._where = "behind"
             if found != _CLOSE:
                 text = found + text
-        text = text.lstrip()
-        if text:
-            self._where = "behind"
             events += self._rest.push(text)
         return events
 
