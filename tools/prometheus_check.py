@@ -3,7 +3,7 @@
     python -m tools.prometheus_check [MODEL] [--prometheus PATH]
 
 The server comes from the distribution's package, unpacked in the user's cache (`apt-get download prometheus`). Prints
-each query with the number of its series and its first value. Ends with status 1 if a query has no data.
+each query with the number of its series and the largest value. Ends with status 1 if a query has no data.
 
 Queries: those of the dashboards in vLLM's examples/observability, panel by panel, by the names of its metrics.
 """
@@ -180,8 +180,9 @@ def main(
         for panel, query in queries("model").items():
             series = ask(server, query)
             missing += not series
-            first = series[0]["value"][1] if series else "no data"
-            print(f"{panel:32} {len(series):3} series  {first}")
+            largest = max((float(one["value"][1]) for one in series), default=None)
+            shown = "no data" if largest is None else f"{largest:g}"
+            print(f"{panel:32} {len(series):3} series  {shown}")
     print(f"{len(queries('model')) - missing} of {len(queries('model'))} queries return data")
     raise typer.Exit(1 if missing else 0)
 
