@@ -28,7 +28,7 @@ from baton.bench.client import stream_completion
 from baton.errors import BatonError, EngineLostError
 from baton.text import Tokenizer
 from baton.verify.observe import Case, Observed, make_cases
-from baton.verify.sides import InProcess
+from baton.verify.sides import EngineSide
 from baton.wire import Recovery, SamplingParams
 from benchmarks.chaos_faults import (
     FAULTS,
@@ -93,7 +93,7 @@ def run_chaos(config: ChaosConfig) -> ChaosReport:
     ranks = config.tensor_parallel_size
     target, speculative = config.target, config.speculative
     engine = {"model": target, "speculative_config": speculative, "batch_invariant": True, "reduction_slices": ranks}
-    want = InProcess(engine).answers(cases).observed
+    want = EngineSide(engine).answers(cases).observed
     flags = ["--speculative-config", json.dumps(speculative), "--batch-invariant", "--max-num-batched-tokens", "64"]
     flags += ["--recovery", config.recovery, "--integrity", config.integrity]
     flags += ["--kv-cache-memory", str(config.kv_cache_memory), "--tensor-parallel-size", str(ranks)]

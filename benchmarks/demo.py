@@ -19,7 +19,7 @@ from baton.deployment import Deployment
 from baton.text import Tokenizer
 from baton.verify.compare import acceptance
 from baton.verify.observe import Case, Observed, make_cases
-from baton.verify.sides import InProcess
+from baton.verify.sides import EngineSide
 from baton.wire import SamplingParams
 from benchmarks.scrape import scrape
 from benchmarks.smollm2 import QUESTIONS, NotAvailableError, chat_ids, smollm2
@@ -72,7 +72,7 @@ def main() -> int:
     cases = subject.cases
     print(f"model: {subject.target}\nreference: one engine, {len(cases)} prompts", flush=True)
     engine = {"model": subject.target, "speculative_config": subject.speculative_config, "batch_invariant": True}
-    want = InProcess(engine).answers(cases).observed
+    want = EngineSide(engine).answers(cases).observed
     rows: list[tuple[str, ...]] = [
         ("mode", "requests", "identical tokens", "acceptance P/D", "acceptance single", "TTFT ms", "runs/handoff")
     ]

@@ -24,7 +24,7 @@ from baton.bench.client import Streamed, stream_completion
 from baton.errors import BatonError, OverloadedError
 from baton.text import Tokenizer
 from baton.verify.observe import Case, Observed, make_cases
-from baton.verify.sides import InProcess
+from baton.verify.sides import EngineSide
 from baton.wire import SamplingParams
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
@@ -93,7 +93,7 @@ def run_overload(config: OverloadConfig) -> OverloadReport:
     params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0, ignore_eos=True)
     cases = make_cases(Tokenizer.load(TARGET), [5 + 17 * i for i in range(config.cases)], params)
     engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True}
-    want = InProcess(engine).answers(cases).observed
+    want = EngineSide(engine).answers(cases).observed
     flags = ["--speculative-config", json.dumps(SPECULATIVE), "--batch-invariant", "--max-num-seqs", str(config.room)]
     queue = ["--max-queued-requests", str(config.queued)]
     report = OverloadReport()

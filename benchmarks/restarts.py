@@ -27,7 +27,7 @@ from baton.bench.client import Streamed, stream_completion
 from baton.errors import BatonError
 from baton.text import Tokenizer
 from baton.verify.observe import Case, make_cases
-from baton.verify.sides import InProcess
+from baton.verify.sides import EngineSide
 from baton.wire import SamplingParams
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.scrape import get_json
@@ -78,7 +78,7 @@ def run_restarts(
     lengths = [rng.choice((5, 40, 130, 300)) + rng.randrange(16) for _ in range(_NUM_CASES)]
     cases = make_cases(Tokenizer.load(TARGET), lengths, params)
     engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True}
-    want = [tuple(observed.token_ids) for observed in InProcess(engine).answers(cases).observed]
+    want = [tuple(observed.token_ids) for observed in EngineSide(engine).answers(cases).observed]
     report = RestartReport(how)
     flags = ["--batch-invariant", "--speculative-config", json.dumps(SPECULATIVE)]
     if how == "up":

@@ -26,7 +26,7 @@ from baton.openai.client import OpenAIClient
 from baton.text import Tokenizer
 from baton.transports.process import stat_of
 from baton.verify.observe import Case, Observed, make_cases
-from baton.verify.sides import InProcess
+from baton.verify.sides import EngineSide
 from baton.wire import SamplingParams
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
@@ -88,7 +88,7 @@ def run_soak(config: SoakConfig) -> SoakReport:
     params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0, ignore_eos=True)
     cases = make_cases(Tokenizer.load(TARGET), [5 + 11 * i for i in range(config.cases)], params)
     engine = {"model": TARGET, "speculative_config": SPECULATIVE, "batch_invariant": True}
-    want = InProcess(engine).answers(cases).observed
+    want = EngineSide(engine).answers(cases).observed
     flags = ["--speculative-config", json.dumps(SPECULATIVE), "--batch-invariant"]
     with BreakableDeployment(TARGET, engine_flags=flags) as deployment:
         return asyncio.run(_Soak(config, deployment, cases, want).run())

@@ -10,7 +10,7 @@ import msgspec
 
 from baton.errors import BatonError, DrainingError, EngineLostError, EngineUnavailableError
 from baton.openai.http.errors import to_api_error
-from baton.router.client import EngineClient, refusal
+from baton.router.client import EngineClient, error_of_response
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Stream:
         """The engine refuses the request; the router gets the status and body of `error`."""
         told = to_api_error(error)
         body = msgspec.json.encode({"error": {"message": told.message, "param": told.param}})
-        self._deliver(refusal(self.url, told.status, body))
+        self._deliver(error_of_response(self.url, told.status, body))
 
     # ------------------------------------------------------------ breaks
 

@@ -20,7 +20,8 @@ from baton.handoff.protocol.ticket import Ticket, mint
 from baton.router.backend import RouterBackend
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.connectors.baton import EngineConnector
-from baton.router.pool import EnginePool, PooledEngine
+from baton.router.pool import EnginePool
+from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
 from baton.timeouts import timeout
 from baton.wire import GenerateRequest, Mode, SamplingParams, TokenChunk
@@ -218,9 +219,9 @@ class Router:
         """The served model, once an engine has been reached. Raises `EngineUnavailableError` after 20 attempts."""
         for _ in range(20):
             with contextlib.suppress(BatonError):
-                return self.backend.pool.model()
+                return self.backend.pool.identity.model()
             await asyncio.sleep(0.2)
-        return self.backend.pool.model()
+        return self.backend.pool.identity.model()
 
     def _got(self, request: Request, chunk: TokenChunk) -> str | None:
         """Check a chunk for the client. Returns the request's outcome with its last chunk."""
@@ -294,6 +295,6 @@ class Router:
         busy = [f"{engine.url} has {engine.num_inflight} legs" for engine in pool.engines if engine.num_inflight]
         if self.backend.num_active_handoffs:
             busy.append(f"{self.backend.num_active_handoffs} handoffs are active")
-        if self.backend.room.num_running:
-            busy.append(f"{self.backend.room.num_running} places are taken")
+        if self.backend.concurrency.num_running:
+            busy.append(f"{self.backend.concurrency.num_running} places are taken")
         return [f"router: {what}" for what in busy]

@@ -11,11 +11,13 @@ from baton import comparison
 from baton.engine import requests
 from baton.errors import IncompatiblePeerError, RequestError
 from baton.openai import backend as served
-from baton.router import pool as pools
+from baton.router import identity, pooled_engine
 from baton.router.address import checked_url
+from baton.router.concurrency import ConcurrencyLimit
+from baton.router.identity import PoolIdentity
 from baton.router.join import Joined
-from baton.router.pool import EnginePool, PooledEngine
-from baton.router.room import Room
+from baton.router.pool import EnginePool
+from baton.router.pooled_engine import PooledEngine
 from baton.wire import EngineInfo, GenerateRequest, TokenChunk
 from simulation.mutations.registry import Patch, mutation
 
@@ -32,16 +34,16 @@ def _unchecked(wire: GenerateRequest, info: EngineInfo) -> None:
 
 @mutation("a stream goes on with the model that began it, and a pool serves what it served first", _RESTARTS)
 def _whoever_lives_agrees() -> list[Patch]:
-    def check(self: EnginePool, engine: PooledEngine, info: EngineInfo) -> None:
-        for other in self.engines:
+    def check(self: PoolIdentity, engine: PooledEngine, info: EngineInfo) -> None:
+        for other in self._engines():
             if other is not engine and other.info is not None and other.problem is None:
-                different = pools._differing(other.info, info)
+                different = identity.differing(other.info, info)
                 if different:
                     raise IncompatiblePeerError(different)
 
     return [
         (PooledEngine, "may_serve", _anyone),
-        (EnginePool, "_check_same_model", check),
+        (PoolIdentity, "check", check),
         (requests, "check_identity", _unchecked),
     ]
 
@@ -60,9 +62,9 @@ def _end_tokens_in_no_fact() -> list[Patch]:
         return msgspec.json.encode(facts_of(fingerprint), order="deterministic").decode()[:64]
 
     return [
-        (pools, "facts_of", facts_of),
-        (pools, "token_facts", token_facts),
-        (pools, "token_identity", token_identity),
+        (identity, "facts_of", facts_of),
+        (identity, "token_facts", token_facts),
+        (pooled_engine, "token_identity", token_identity),
         (requests, "token_identity", token_identity),
         (served, "token_identity", token_identity),
     ]
@@ -70,9 +72,9 @@ def _end_tokens_in_no_fact() -> list[Patch]:
 
 @mutation("an engine with a shorter context does not continue a request that needs more", _RESTARTS)
 def _short_contexts_are_taken() -> list[Patch]:
-    original = EnginePool._check_same_model
+    original = PoolIdentity.check
 
-    def check(self: EnginePool, engine: PooledEngine, info: EngineInfo) -> None:
+    def check(self: PoolIdentity, engine: PooledEngine, info: EngineInfo) -> None:
         bound, self._bound_length = self._bound_length, None
         try:
             original(self, engine, info)
@@ -87,7 +89,7 @@ def _short_contexts_are_taken() -> list[Patch]:
             raise IncompatiblePeerError({"identity": (None, wire.identity)})
 
     return [
-        (EnginePool, "_check_same_model", check),
+        (PoolIdentity, "check", check),
         (PooledEngine, "may_serve", may_serve),
         (requests, "check_identity", check_identity),
     ]
@@ -134,10 +136,10 @@ def _legs_are_not_joined() -> list[Patch]:
 
 @mutation("a client that leaves as its turn comes gives its place back", ("client_abort", "burst", "slow_engine"))
 def _places_are_lost() -> list[Patch]:
-    original = Room.place
+    original = ConcurrencyLimit.slot
 
     @contextlib.asynccontextmanager
-    async def place(self: Room) -> AsyncIterator[None]:
+    async def slot(self: ConcurrencyLimit) -> AsyncIterator[None]:
         ended = False
         async with original(self):
             try:
@@ -147,7 +149,7 @@ def _places_are_lost() -> list[Patch]:
                 if not ended:
                     self.num_running += 1
 
-    return [(Room, "place", place)]
+    return [(ConcurrencyLimit, "slot", slot)]
 
 
 @mutation("a removed engine is watched while it has legs", ("operate_router", "pause_decode", "pause_prefill"))

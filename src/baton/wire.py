@@ -209,7 +209,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
             if value is not None and name not in ("max_tokens", "limit")
         }
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """The defaults that are set, as readable text."""
         found = msgspec.structs.asdict(self).items()
         return ", ".join(f"{name} {value:g}" for name, value in found if value is not None)

@@ -15,8 +15,8 @@ from baton.router import RouterConfig, build_app
 from benchmarks import smollm2
 from tests.clients.obedient_vllm import TEMPLATE, ObedientVllm
 from tests.e2e.running import running_up
-from tests.router.fake_vllm import Shared
-from tests.router.vllm_pair import QUICK
+from tests.router.vllm.fake_vllm import Shared
+from tests.router.vllm.vllm_pair import QUICK
 from tests.server.fake_serving import ADMIN_TOKEN, KEY, served, write_tokenizer
 
 # The name in the recorded requests.

@@ -14,7 +14,7 @@ from baton.errors import EngineUnavailableError
 from baton.openai.client import connected
 from baton.text import Tokenizer
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case, Observed, make_cases, observe_client
-from baton.verify.sides import InProcess
+from baton.verify.sides import EngineSide
 from baton.wire import SamplingParams
 
 TARGET = "models/baton-demo-llama"
@@ -35,7 +35,7 @@ async def ask(url: str, cases: list[Case]) -> list[Observed]:
 def test_processes_that_draft_unlike_each_other_give_one_engines_tokens() -> None:
     params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
     cases = make_cases(Tokenizer.load(TARGET), [1, 2, 16, 17, 48, 100], params)
-    expected = InProcess({"model": TARGET, "batch_invariant": True}).answers(cases).observed
+    expected = EngineSide({"model": TARGET, "batch_invariant": True}).answers(cases).observed
     for on_p in ([], speculative(num_speculative_tokens=0), speculative(draft_kv="drop")):
         roles = {"prefill": on_p, "decode": speculative()}
         with Deployment(TARGET, engine_flags=FLAGS, role_flags=roles) as up:

@@ -12,7 +12,7 @@ import pytest
 from baton.bench.client import stream_completion
 from baton.text import Tokenizer
 from baton.verify.observe import Case, make_cases
-from baton.verify.sides import InProcess
+from baton.verify.sides import EngineSide
 from baton.wire import SamplingParams
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.scrape import scrape
@@ -43,7 +43,7 @@ async def figure(url: str, name: str, **labels: str) -> float:
 def test_a_flipped_byte_is_found_named_and_repaired(region: int, group: str) -> None:
     engine = {"model": TARGET, "speculative_config": EAGLE3, "batch_invariant": True}
     cases = make_cases(Tokenizer.load(TARGET), LENGTHS, PARAMS)
-    want = [observed.token_ids for observed in InProcess(engine).answers(cases).observed]
+    want = [observed.token_ids for observed in EngineSide(engine).answers(cases).observed]
     flags = ["--batch-invariant", "--speculative-config", json.dumps(EAGLE3), "--integrity", "full"]
     # Every fifth copy of the group, so that a repair's copy is good, and never three handoffs in a row need one.
     flags += [

@@ -13,7 +13,7 @@ from baton.openai.client import connected
 from baton.text import Tokenizer
 from baton.verify.compare import compare
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case, Observed, make_cases, observe_client
-from baton.verify.sides import InProcess
+from baton.verify.sides import EngineSide
 from baton.wire import SamplingParams
 from tests.e2e.leftovers import orphaned_segments
 from tests.e2e.running import END_LIMIT_S, running_up
@@ -37,7 +37,7 @@ def cases() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def expected(cases: list[Case]) -> list[Observed]:
-    return InProcess({"model": TARGET, "speculative_config": EAGLE3, "batch_invariant": True}).answers(cases).observed
+    return EngineSide({"model": TARGET, "speculative_config": EAGLE3, "batch_invariant": True}).answers(cases).observed
 
 
 async def ask(url: str, cases: list[Case], mode: str) -> list[Observed]:

@@ -11,7 +11,7 @@ import openai
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from tests.router.vllm_pair import QUICK
+from tests.router.vllm.vllm_pair import QUICK
 from tests.server.fake_serving import KEY, TEXT, FakeEngine, served
 
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from tests.router.vllm_pair import QUICK, WAYS, Pair
+from tests.router.vllm.vllm_pair import QUICK, WAYS, Pair
 from tests.server.fake_serving import KEY, FakeEngine, served
 
 ID = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton.deployment.child_log import ChildLog, Said, read_line
+from baton.deployment.child_log import ChildLog, LogLine, read_line
 from tests.server.fake_serving import write_tokenizer
 
 FAKE = [sys.executable, "-m", "tests.server.fake_baton"]
@@ -79,20 +79,20 @@ def test_a_refusal_is_json_too(tmp_path: Path, flags: list[str]) -> None:
 
 
 def test_lines_of_a_child(tmp_path: Path) -> None:
-    assert read_line("2026-11-25T07:05:29.923Z WARNING baton.router.pool: a: b") == Said(
+    assert read_line("2026-11-25T07:05:29.923Z WARNING baton.router.pool: a: b") == LogLine(
         "a: b", "WARNING", "baton.router.pool", "2026-11-25T07:05:29.923"
     )
     line = {"time": "2026-11-25T07:05:29.923Z", "level": "info", "logger": "baton.x", "message": "m", "id": "7"}
-    assert read_line(json.dumps(line)) == Said("m", "INFO", "baton.x", "2026-11-25T07:05:29.923", {"id": "7"})
+    assert read_line(json.dumps(line)) == LogLine("m", "INFO", "baton.x", "2026-11-25T07:05:29.923", {"id": "7"})
     for other in ("{}", "{", "[W] UCX says", '{"level": 3}', ""):
-        assert read_line(other) == Said(other)
+        assert read_line(other) == LogLine(other)
 
 
 def test_a_child_that_says_one_thing_says_it_once(tmp_path: Path) -> None:
     """The last line is left to the code that reports the child's end."""
     now = "2026-11-25T07:05:29.923Z"
     said = [f"{now} ERROR baton: it begins to fail", "then this", f"{now} ERROR baton: out"]
-    passed: list[Said] = []
+    passed: list[LogLine] = []
     log = ChildLog(tmp_path / "a.log", passed.append)
     with log.writing() as output:
         child = subprocess.Popen([sys.executable, "-c", f"print(*{said}, sep=chr(10))"], stdout=output)

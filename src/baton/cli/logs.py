@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Literal
 
-from baton.deployment import FLAG_VARIABLES, Said
+from baton.deployment import FLAG_VARIABLES, LogLine
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -90,7 +90,7 @@ def tell(text: str) -> None:
         logger.info("%s", line)
 
 
-def pass_on(process: str, said: Said) -> None:
+def pass_on(process: str, said: LogLine) -> None:
     """Log a child's line with its own time, level and logger."""
     level = logging.getLevelName(said.level)
     own = logging.getLogger(said.logger if said.logger.startswith("baton") else f"baton.{said.logger}")

@@ -23,7 +23,7 @@ from baton.verify.observe import REQUEST_TIMEOUT_S, Case
 from baton.verify.options import DEFAULT_LENGTHS, MODES, Bounds, choose_cases, find_bos, parse_modes
 from baton.verify.prompts import num_doubled
 from baton.verify.report import format_reports, report_json
-from baton.verify.sides import Answers, InProcess, Served, Started
+from baton.verify.sides import Answers, DeploymentSide, EngineSide, ServerSide
 from baton.wire import MAX_LOGPROBS, Recovery, SamplingParams
 
 _Engines = Annotated[int, typer.Option(min=1, help="Engines of that role in the deployment.")]
@@ -45,10 +45,10 @@ class ServerOptions:
     request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds.")] = REQUEST_TIMEOUT_S
     api_key: Annotated[str | None, typer.Option(envvar="BATON_API_KEY", help="Bearer token for both servers.")] = None
 
-    def side(self, name: str) -> Served | None:
+    def side(self, name: str) -> ServerSide | None:
         """The server of `--NAME`. Raises `ConfigError`."""
         url, metrics = getattr(self, name), getattr(self, f"{name}_metrics")
-        return Served.parse(name, url, metrics, self.api_key, self.request_timeout, self.concurrency)
+        return ServerSide.parse(name, url, metrics, self.api_key, self.request_timeout, self.concurrency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def verify_command(
     drafting = SpeculativeConfig.parse(engine.speculative_config) is not None
     spec = json.loads(engine.speculative_config) if drafting and engine.speculative_config else None
     settings = plain | {"speculative_config": spec}
-    deployment = Started(
+    deployment = DeploymentSide(
         model or "",
         started.prefill,
         started.decode,
@@ -187,10 +187,10 @@ def verify_command(
                 running.append(undo.enter_context(deployment.start()))
             return deployment.answers(running[0], cases, mode)
         _say(f"{mode}: one engine in this process")
-        return InProcess(plain if mode == "single-nospec" else settings).answers(cases)
+        return EngineSide(plain if mode == "single-nospec" else settings).answers(cases)
 
     _say(f"reference: {want.url if want else 'one engine in this process'}, {len(cases)} requests")
-    expected = want.answers(cases, salted=True) if want else InProcess(settings).answers(cases)
+    expected = want.answers(cases, salted=True) if want else EngineSide(settings).answers(cases)
     if prompts.prompts is not None or prompts.chat is not None:
         _warn_of_bos(cases, expected, find_bos(model, want or have), prompts.prompts is not None)
     with contextlib.ExitStack() as undo:

@@ -1,15 +1,15 @@
 """A deployment on one host: a router and engines as child processes."""
 
 from baton.deployment.child import Reporter, read_reports
-from baton.deployment.child_log import Said
+from baton.deployment.child_log import LogLine
 from baton.deployment.processes import BATON, FLAG_VARIABLES, Deployment, check_shared_transport, end_processes
 
 __all__ = [
     "BATON",
     "FLAG_VARIABLES",
     "Deployment",
+    "LogLine",
     "Reporter",
-    "Said",
     "check_shared_transport",
     "end_processes",
     "read_reports",

@@ -17,7 +17,7 @@ _JOIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class LogLine:
     """A line of a child's log. Other output, such as a library's, is a warning without `time`. `time`: ISO 8601 in UTC,
     without the Z. `fields`: other fields of a JSON line.
     """
@@ -34,19 +34,19 @@ class Said:
         return self.level == "ERROR" and self.logger == "baton"
 
 
-def read_line(line: str) -> Said:
+def read_line(line: str) -> LogLine:
     """Parse a line in the text or JSON format of `cli.logs`."""
     if line.startswith("{"):
         with contextlib.suppress(ValueError, KeyError, AttributeError):
             found = json.loads(line)
             level, time = found.pop("level").upper(), found.pop("time").removesuffix("Z")
-            return Said(found.pop("message"), level, found.pop("logger"), time, found)
+            return LogLine(found.pop("message"), level, found.pop("logger"), time, found)
     if match := _LINE.fullmatch(line):
-        return Said(match[4], match[2], match[3], match[1])
-    return Said(line)
+        return LogLine(match[4], match[2], match[3], match[1])
+    return LogLine(line)
 
 
-Forward = Callable[[Said], None]
+Forward = Callable[[LogLine], None]
 
 
 class ChildLog:
@@ -76,7 +76,7 @@ class ChildLog:
 
     def _pass_on(self, read: int) -> None:
         assert self._forward is not None
-        held: Said | None = None
+        held: LogLine | None = None
         with os.fdopen(read, "rb") as lines, self.path.open("ab", buffering=0) as kept:
             for data in lines:
                 with contextlib.suppress(OSError, ValueError):  # a full disk must not end the child

@@ -21,7 +21,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
 from baton.deployment.child import read_reports
-from baton.deployment.child_log import ChildLog, Said
+from baton.deployment.child_log import ChildLog, LogLine
 from baton.directories import RunDirectory
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.handoff.session.keys import make_keys, ticket_key_file
@@ -122,7 +122,7 @@ class Deployment:
         router: bool = True,
         routers: int = 1,
         tell: Callable[[str], None] = lambda text: None,
-        forward: Callable[[str, Said], None] | None = None,
+        forward: Callable[[str, LogLine], None] | None = None,
         log_format: str = "text",
         command: Sequence[str] | None = None,
         shutdown_timeout_s: float = 0.0,

@@ -2,6 +2,7 @@
 
 from baton.router.app import RouterConfig, build_app
 from baton.router.backend import RouterBackend
-from baton.router.pool import EnginePool, PooledEngine
+from baton.router.pool import EnginePool
+from baton.router.pooled_engine import PooledEngine
 
 __all__ = ["EnginePool", "PooledEngine", "RouterBackend", "RouterConfig", "build_app"]

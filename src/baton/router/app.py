@@ -28,7 +28,8 @@ from baton.router.backend import RouterBackend
 from baton.router.client import new_session
 from baton.router.connectors import BATON_ENGINES, create_connector
 from baton.router.connectors.base import ConnectorConfig
-from baton.router.pool import EnginePool, Policy, PooledEngine
+from baton.router.pool import EnginePool, Policy
+from baton.router.pooled_engine import PooledEngine
 from baton.router.routes import WHYS
 from baton.router.scrape import Shared, families
 from baton.router.timers import RouterTimers

@@ -25,11 +25,12 @@ from baton.errors import (
 from baton.openai import ServedModel
 from baton.openai.backend import OnRoute
 from baton.openai.http.errors import error_of_chunk
+from baton.router.concurrency import ConcurrencyLimit
 from baton.router.connectors.base import Connector, HandoffOutcome, Legs
 from baton.router.join import Chunks, Joined, LegFailed, LegItems, TokenMismatch, join_legs
 from baton.router.near_tie import measure_gap
-from baton.router.pool import EnginePool, OnLost, PooledEngine
-from baton.router.room import Room
+from baton.router.pool import EnginePool
+from baton.router.pooled_engine import OnLost, PooledEngine
 from baton.router.routes import PREFIX_MISSING, Decisions, Route, Routes
 from baton.timeouts import timeout
 from baton.wire import GenerateRequest, LegRole, Mode, Recovery, SamplingParams, TokenChunk, recovers
@@ -70,7 +71,7 @@ class RouterBackend:
         self.pool = pool
         self.decisions = Decisions()
         self._routes = Routes(pool, max_local_prefill_length)
-        self.room = Room(pool.max_num_seqs)
+        self.concurrency = ConcurrencyLimit(pool.max_num_seqs)
         self.allows_kv_mode = allow_mode_override
         self.handoffs: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
@@ -84,7 +85,7 @@ class RouterBackend:
         self._background: set[asyncio.Task[None]] = set()
 
     def model(self) -> ServedModel:
-        return self.pool.model()
+        return self.pool.identity.model()
 
     def check(self, params: SamplingParams) -> None:
         self._connector.check(params)
@@ -93,8 +94,8 @@ class RouterBackend:
         self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
         """Wait for room, then yield the request's chunks over all attempts. Raises the last attempt's error."""
-        self.pool.bind()
-        async with self.room.place(), contextlib.aclosing(self._attempts(request, kv_mode, on_route)) as chunks:
+        self.pool.identity.bind()
+        async with self.concurrency.slot(), contextlib.aclosing(self._attempts(request, kv_mode, on_route)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -246,8 +247,8 @@ class RouterBackend:
         finally:
             self.num_active_handoffs -= 1
             self.handoffs[outcome] += 1
-            if legs.over is not None:
-                self._do(functools.partial(legs.over, outcome), self.pool.timers.tell)
+            if legs.on_end is not None:
+                self._do(functools.partial(legs.on_end, outcome), self.pool.timers.tell)
 
     async def _join(
         self, engines: dict[LegRole, PooledEngine], legs: Legs, may_move: MayMove

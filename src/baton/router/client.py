@@ -115,7 +115,7 @@ class EngineClient(ABC):
                 read_bufsize=line_bytes,
             ) as response:
                 if response.status != 200:
-                    raise refusal(self.url, response.status, await read_refusal(response))
+                    raise error_of_response(self.url, response.status, await read_refusal(response))
                 yield response
 
     async def _get(self, path: str, limit: int, timeout: aiohttp.ClientTimeout | None = None) -> bytes:
@@ -187,7 +187,7 @@ async def _pieces(body: Sequence[bytes]) -> AsyncGenerator[memoryview, None]:
             yield memoryview(part)[start : start + _PIECE_BYTES]
 
 
-def refusal(url: str, status: int, body: bytes) -> BatonError:
+def error_of_response(url: str, status: int, body: bytes) -> BatonError:
     """The error of a response whose status is not 200."""
     said = read_error(body)
     message = said.message or f"HTTP {status}"

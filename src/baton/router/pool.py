@@ -1,144 +1,41 @@
-"""The engines of a router: their identity, their health, and the choice among them."""
+"""The engines of a router: their health, and the choice among them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import aiohttp
 
-from baton.comparison import differing_facts, facts_of, token_facts, token_identity, unequal_facts
 from baton.errors import (
     BatonError,
-    ConfigError,
     DrainingError,
     EngineLostError,
     EngineUnavailableError,
-    IncompatiblePeerError,
     ProtocolError,
     RequestError,
 )
-from baton.openai import ServedModel
 from baton.router.address import checked_url
 from baton.router.client import EngineClient
+from baton.router.identity import PoolIdentity
+from baton.router.pooled_engine import PooledEngine
 from baton.router.prefixes import KnownPrefixes
 from baton.router.timers import RouterTimers
 from baton.text import Tokenizer
-from baton.wire import EngineInfo, GenerateRequest, Role
+from baton.wire import Role
 
 logger = logging.getLogger(__name__)
 
 Policy = Literal["round_robin", "least_loaded"]
-OnLost = Callable[[EngineLostError], None]
 NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineClient]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Leg:
-    on_lost: OnLost
-    may_move: Callable[[], bool]
-
-
-@dataclass(slots=True, eq=False)
-class PooledEngine:
-    """One engine. `num_inflight`: this router's legs on it. `problem`: why it cannot be used.
-
-    - `answered`: when it last answered, in monotonic seconds. `num_silent`: unanswered questions since.
-    - `gone`: since then nothing, or the wrong server, listened at its address. If that is silent now, an engine is
-      starting there.
-    - `evicted`: its lease has expired, and its legs were failed.
-    - `draining`: it gets no new requests, by its own word or the operator's (`leaving`).
-    - `known`: the prefixes that it probably holds.
-    """
-
-    client: EngineClient
-    role: Role
-    info: EngineInfo | None = None
-    problem: str | None = "not reached yet"
-    num_inflight: int = 0
-    order: int = 0
-    answered: float = 0.0
-    num_silent: int = 0
-    gone: bool = False
-    evicted: bool = False
-    draining: bool = False
-    leaving: bool = False
-    known: KnownPrefixes = field(default_factory=KnownPrefixes)
-    when_busy: Callable[[], None] = lambda: None
-    when_idle: Callable[[], None] = lambda: None
-    _legs: list[_Leg] = field(default_factory=list)
-
-    @property
-    def url(self) -> str:
-        return self.client.url
-
-    @property
-    def name(self) -> str:
-        """The engine id, or the URL until it is known."""
-        return self.url if self.info is None else self.info.engine_id
-
-    @property
-    def identity(self) -> str | None:
-        """The `comparison.token_identity`; None until the engine has answered."""
-        return None if self.info is None else token_identity(self.info.fingerprint)
-
-    def may_serve(self, request: GenerateRequest) -> bool:
-        """Whether it gives the request the tokens for which it was planned, and room for all of them."""
-        if self.info is None or request.identity not in (None, self.identity):
-            return False
-        return len(request.prompt_token_ids) - request.num_known + request.sampling_params.max_tokens <= (
-            self.info.max_model_len
-        )
-
-    @property
-    def healthy(self) -> bool:
-        return self.problem is None and self.info is not None and not self.leaving
-
-    @property
-    def suspected(self) -> bool:
-        """Whether it is silent, but not yet given up."""
-        given_up = self.gone or self.evicted or self.leaving
-        return self.info is not None and self.num_silent > 0 and not given_up
-
-    @contextlib.contextmanager
-    def leg(self, on_lost: OnLost, may_move: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Count a leg while it runs. `on_lost` is called if the engine is given up. It is called as soon as the engine
-        falls silent if `may_move`: the leg loses nothing, and another engine can take it.
-        """
-        self.num_inflight += 1
-        leg = _Leg(on_lost, may_move)
-        self._legs.append(leg)
-        self.when_busy()
-        try:
-            yield
-        finally:
-            self.num_inflight -= 1
-            self._legs.remove(leg)
-            if not self.num_inflight:
-                self.when_idle()
-
-    def evict(self, error: EngineLostError) -> None:
-        """Give the engine up: fail its legs."""
-        self.evicted = True
-        for leg in list(self._legs):
-            leg.on_lost(error)
-
-    def move(self, error: EngineLostError) -> None:
-        """Fail the legs that may move, before the engine's lease expires."""
-        for leg in [leg for leg in self._legs if leg.may_move()]:
-            leg.on_lost(error)
 
 
 class EnginePool:
     """The router's engines, for one event loop. Only `rebind`, `add`, `refresh` and `watch` wait.
 
-    The first request binds the pool to the model that is served then. Until an operator calls `rebind`, an engine is
-    refused if it differs in a fact that decides tokens, or has a shorter context, whichever engines are alive.
+    `identity` decides what they serve; an operator's `rebind` clears it.
     """
 
     def __init__(
@@ -155,13 +52,10 @@ class EnginePool:
         self._new_client = new_client
         self._session = session
         self._policy = policy
-        self._tokenizer_dir, self._load = tokenizer_dir, load_tokenizer
+        self.identity = PoolIdentity(lambda: self.engines, tokenizer_dir, load_tokenizer)
         self._engines: dict[str, PooledEngine] = {}
         self._removed: set[PooledEngine] = set()  # removed engines that still have legs
         self._turn = 0
-        self._model: ServedModel | None = None
-        self._reference: EngineInfo | None = None  # the engine from which `_model` was made
-        self._bound_length: int | None = None
         self._asking: dict[PooledEngine, asyncio.Task[None]] = {}
 
     @property
@@ -169,30 +63,11 @@ class EnginePool:
         """All engines, in the order of joining."""
         return list(self._engines.values())
 
-    def model(self) -> ServedModel:
-        """The served model. Raises `EngineUnavailableError` until an engine has answered."""
-        if self._model is None:
-            raise EngineUnavailableError("no engine has been reached yet")
-        infos = [e.info for e in self._engines.values() if e.info is not None]
-        length = self._bound_length or min([self._model.max_model_len, *(info.max_model_len for info in infos)])
-        drafts = max([self._model.num_speculative_tokens, *(info.num_speculative_tokens for info in infos)])
-        return dataclasses.replace(self._model, max_model_len=length, num_speculative_tokens=drafts)
-
-    def bind(self) -> None:
-        """Bind the pool to the model that it serves now. Raises the errors of `model`."""
-        if self._bound_length is None:
-            self._bound_length = self.model().max_model_len
-
-    @property
-    def bound(self) -> bool:
-        """Whether a request was served since the start or `rebind`."""
-        return self._bound_length is not None
-
     async def rebind(self) -> None:
         """Forget the served model and ask all engines; the first that answers decides. Running requests continue on
         engines of the identity with which they began.
         """
-        self._model = self._reference = self._bound_length = None
+        self.identity.clear()
         for engine in self.engines:
             engine.problem = "not asked yet what it serves now"
         logger.warning("the pool's identity is cleared: the first engine that answers decides what is served")
@@ -345,8 +220,8 @@ class EnginePool:
             raise ProtocolError(f"{engine.url} has role {info.role!r} but no control address")
         if not info.token_api:
             raise ProtocolError(f"{engine.url} does not serve routers: start it with --token-api")
-        self._check_same_model(engine, info)
-        await self._adopt(engine, info)
+        self.identity.check(engine, info)
+        await self.identity.adopt(engine, info)
         if engine.info is None or engine.info.incarnation != info.incarnation:
             engine.known = KnownPrefixes(info.prefix_step, info.kv_tokens)
         if engine.problem is not None and self._engines.get(engine.url) is engine:
@@ -355,50 +230,3 @@ class EnginePool:
         engine.draining = engine.leaving
         engine.answered, engine.num_silent = asyncio.get_running_loop().time(), 0
         engine.gone = engine.evicted = False
-
-    async def _adopt(self, engine: PooledEngine, info: EngineInfo) -> None:
-        """Serve this engine's model if nothing else is served."""
-        if self._reference is not None and self._is_alone(engine) and _differing(self._reference, info):
-            self._model = None
-        while self._model is None:
-            directory = self._tokenizer_dir or info.model_path
-            try:
-                loop = asyncio.get_running_loop()
-                tokenizer = await loop.run_in_executor(None, self._load, directory)
-            except BatonError as error:
-                raise ConfigError("tokenizer", f"{error}; name its directory with --tokenizer") from None
-            if self._model is None:
-                self._model, self._reference = ServedModel.of(info, tokenizer), info
-                if told := info.sampling_defaults.told():
-                    logger.info("requests of %s that do not say otherwise are sampled with %s", info.model, told)
-        self._check_same_model(engine, info)  # another engine may have decided meanwhile
-
-    def _is_alone(self, engine: PooledEngine) -> bool:
-        """Whether no request was served and no other engine is in use."""
-        others = (other for other in self.engines if other is not engine and other.info is not None)
-        return not self.bound and all(other.problem is not None for other in others)
-
-    def _check_same_model(self, engine: PooledEngine, info: EngineInfo) -> None:
-        """Raise `IncompatiblePeerError` if it differs from the served model, or from an engine in use."""
-        alive = [e.info for e in self.engines if e is not engine and e.info is not None and e.problem is None]
-        served = [] if self._reference is None or self._is_alone(engine) else [self._reference]
-        for other in served + alive:
-            different = _differing(other, info)
-            if different:
-                raise IncompatiblePeerError(different)
-        if self._bound_length is not None and info.max_model_len < self._bound_length:
-            served_length = f"at least {self._bound_length}, which is served"
-            raise IncompatiblePeerError({"max_model_len": (served_length, info.max_model_len)})
-
-
-def _differing(served: EngineInfo, info: EngineInfo) -> dict[str, tuple[object, object]]:
-    """Differences, by name, between two engines that must give the same tokens."""
-    names = ("model", "vocab_size", "default_seed", "num_speculative_tokens")
-    pairs = {name: (getattr(served, name), getattr(info, name)) for name in names}
-    different: dict[str, tuple[object, object]] = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    if served.fingerprint != info.fingerprint:
-        facts = differing_facts(facts_of(served.fingerprint), facts_of(info.fingerprint))[0]
-        if "drafter.num_speculative_tokens" not in facts:
-            different.pop("num_speculative_tokens", None)
-        different |= facts | unequal_facts(token_facts(served.fingerprint), token_facts(info.fingerprint))
-    return different

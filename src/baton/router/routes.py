@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from baton.router.pool import EnginePool, PooledEngine
+from baton.router.pool import EnginePool
+from baton.router.pooled_engine import PooledEngine
 from baton.router.prefixes import chain_of
 from baton.wire import GenerateRequest, Role
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from baton.errors import BatonError
-from baton.router.pool import PooledEngine
+from baton.router.pooled_engine import PooledEngine
 
 T = TypeVar("T")
 

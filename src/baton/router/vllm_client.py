@@ -18,13 +18,13 @@ from baton.comparison import token_identity
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, IncompatiblePeerError, ProtocolError
 from baton.openai.answers import Completion, Model, Models, decode
 from baton.openai.client import failures, read_body, read_events, read_samples
-from baton.router.client import EngineClient, refusal
+from baton.router.client import EngineClient, error_of_response
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import completion_body, render_bodies, rendered_defaults, to_chunk
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingDefaults, TokenChunk
 
 if TYPE_CHECKING:
-    from baton.router.pool import PooledEngine
+    from baton.router.pooled_engine import PooledEngine
 
 _MAX_BODY_BYTES = 16 * 2**20
 # How long a reading of a server's clock is used. Clocks drift by less than 0.1 s in this time.
@@ -188,7 +188,7 @@ class VllmClient(EngineClient):
             ) as response:
                 answer = await read_body(response, _MAX_BODY_BYTES)
                 if response.status in (429, 503):
-                    raise refusal(self.url, response.status, answer)
+                    raise error_of_response(self.url, response.status, answer)
                 return answer
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:

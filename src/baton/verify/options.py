@@ -14,7 +14,7 @@ from baton.verify.acceptance import AcceptanceCheck, check_acceptance
 from baton.verify.compare import of_answers
 from baton.verify.observe import Case, make_cases
 from baton.verify.prompts import Chat, Encode, ask_bos, parse_token_range, random_prompts, read_chats, read_prompts
-from baton.verify.sides import Answers, Served
+from baton.verify.sides import Answers, ServerSide
 from baton.wire import SamplingParams
 
 MODES = ("push", "pull", "single-nospec", "single")
@@ -112,7 +112,7 @@ def parse_modes(text: str | None, served: bool = False) -> list[str]:
 
 def choose_cases(
     model: str | None,
-    server: Served | None,
+    server: ServerSide | None,
     lengths: str | None,
     prompts: str | None,
     chat: str | None,
@@ -143,7 +143,7 @@ def choose_cases(
     return _cases(random_prompts(wanted, ids_of, params.seed or 0), params)
 
 
-def find_bos(model: str | None, server: Served | None) -> int | None:
+def find_bos(model: str | None, server: ServerSide | None) -> int | None:
     """The BOS token that the tokenizer of the model, or else of the server, adds to texts, or None. Raises
     `CheckpointError`.
     """

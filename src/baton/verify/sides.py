@@ -36,7 +36,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServerSide:
     """A running server, named `side` in messages. `metrics`: pages that must have counters; None: its own `/metrics`,
     if any.
     """
@@ -51,7 +51,7 @@ class Served:
     @classmethod
     def parse(
         cls, side: str, url: str | None, metrics: str | None, api_key: str | None, timeout_s: float, concurrency: int
-    ) -> Served | None:
+    ) -> ServerSide | None:
         """From the options `--SIDE` and `--SIDE-metrics`. Raises `ConfigError` for a bad one."""
         if url is None:
             if metrics is not None:
@@ -127,7 +127,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class InProcess:
+class EngineSide:
     """One engine in this process. `settings`: those of `baton.LLM`, with `model`."""
 
     settings: Mapping[str, Any]
@@ -143,7 +143,7 @@ class InProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class DeploymentSide:
     """A Baton deployment for all modes, with `flags` for all engines and `role_flags` for those of one role. `recovery`
     none makes failed handoffs visible: recomputed, they would give the same answer.
     """

@@ -303,7 +303,7 @@ def facts(config: Any, version: str) -> dict[str, str]:
         "model.tokenizer": _tokenizer(model),
         "output.eos_token_ids": repr(_eos_token_ids(model)),
         "output.grammars": str(config.structured_outputs_config.backend),
-        "output.sampling_defaults": sampling_defaults(config).told(),
+        "output.sampling_defaults": sampling_defaults(config).describe(),
         "drafter.method": "none" if speculative is None else speculative.method,
     }
     if speculative is not None and speculative.draft_model_config is not None:

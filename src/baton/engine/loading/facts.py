@@ -55,7 +55,7 @@ def engine_facts(
         ),
         "model.tokenizer": tokenizer_hash(Path(config.model)),
         "output.eos_token_ids": repr(sorted(set(eos_token_ids))),
-        "output.sampling_defaults": config.sampling_defaults().told(),
+        "output.sampling_defaults": config.sampling_defaults().describe(),
         "output.grammars": "none" if config.skip_tokenizer_init else LIBRARY,
         "sampler.version": SAMPLER_VERSION,
         "sampler.batch_invariant": str(config.batch_invariant),

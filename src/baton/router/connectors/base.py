@@ -15,7 +15,7 @@ from baton.errors import ConfigError, EngineLostError, EngineUnavailableError, R
 from baton.handoff.protocol.ticket import TICKET_LIFE_S, new_transfer_id
 from baton.router.client import EngineClient
 from baton.router.join import Chunks
-from baton.router.pool import PooledEngine
+from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
 from baton.wire import GenerateRequest, LegRole, Mode, Role, SamplingParams
 
@@ -43,13 +43,13 @@ class ConnectorConfig:
 @dataclass(frozen=True, slots=True)
 class Legs:
     """The legs of one attempt: both, or either. `notices`: the decode engine detects the loss of the prefill leg, and
-    recovers or reports it; otherwise it cannot succeed without it. `over` is awaited after the attempt, with its legs
+    recovers or reports it; otherwise it cannot succeed without it. `on_end` is awaited after the attempt, with its legs
     closed; if it fails, the engines' own timeouts free what it would have freed.
     """
 
     chunks: Mapping[LegRole, Chunks]
     notices: bool = True
-    over: Callable[[HandoffOutcome], Coroutine[Any, Any, None]] | None = None
+    on_end: Callable[[HandoffOutcome], Coroutine[Any, Any, None]] | None = None
 
 
 class Connector(ABC):

@@ -14,7 +14,7 @@ from baton.router.client import BatonClient
 from baton.router.connectors.base import Connector, Legs
 from baton.router.connectors.tickets import mint_ticket
 from baton.router.join import Chunks
-from baton.router.pool import PooledEngine
+from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
 from baton.timeouts import timeout
 from baton.wire import GenerateRequest, HandoffParams, LegRole, Mode, Role

@@ -7,7 +7,7 @@ import asyncio
 from baton.errors import EngineUnavailableError
 from baton.handoff.protocol.ticket import Ticket, mint
 from baton.router.connectors.base import ConnectorConfig
-from baton.router.pool import PooledEngine
+from baton.router.pooled_engine import PooledEngine
 from baton.wire import Mode
 
 

@@ -9,7 +9,7 @@ import aiohttp
 from baton.errors import ProtocolError, RequestError
 from baton.openai.answers import Model
 from baton.router.connectors.base import Connector
-from baton.router.pool import PooledEngine
+from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import can_resume
 from baton.router.vllm_client import VllmClient

@@ -17,7 +17,7 @@ from baton.router.connectors.base import ConnectorConfig, HandoffOutcome, Legs, 
 from baton.router.connectors.tickets import mint_ticket
 from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.join import Chunks
-from baton.router.pool import PooledEngine
+from baton.router.pooled_engine import PooledEngine
 from baton.router.vllm_client import VllmClient
 from baton.wire import (
     BATON_PARAM,
@@ -50,13 +50,13 @@ class VllmBatonConnector(VllmConnector):
         digest = request_digest(tokens if seeded else tokens[:-1], SamplingParams())
         ticket = mint_ticket(self.config, prefill, decode, kv_mode, digest)
 
-        async def over(outcome: HandoffOutcome) -> None:
+        async def on_end(outcome: HandoffOutcome) -> None:
             if outcome in ("failed", "aborted") or (seeded and outcome == "finished_early"):
                 # A decode server that never saw its leg cannot tell the prefill server to free the pages.
                 await p.tell(_params(LegParams(role="cancel", ticket=ticket)))
 
         chunks = (self._in_turn if seeded else self._at_once)(request, prefill, decode, ticket)
-        return Legs(chunks, over=over)
+        return Legs(chunks, on_end=on_end)
 
     def _in_turn(
         self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, ticket: str

@@ -18,7 +18,7 @@ from baton.errors import EngineUnavailableError, ProtocolError, RequestError
 from baton.router.connectors.base import ConnectorConfig, HandoffOutcome, Legs, in_turn
 from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.join import Chunks
-from baton.router.pool import PooledEngine
+from baton.router.pooled_engine import PooledEngine
 from baton.router.vllm_client import VllmClient
 from baton.wire import NO_DEFAULTS, EngineIdentity, GenerateRequest, LegRole, Mode, Role, TokenChunk
 
@@ -58,11 +58,11 @@ class _NixlConnector(VllmConnector):
         if request.sampling_params.max_tokens - request.num_known == 1:
             return Legs({"prefill": p.leg(request)})  # the first token is the last
 
-        async def over(outcome: HandoffOutcome) -> None:
+        async def on_end(outcome: HandoffOutcome) -> None:
             if outcome == "failed":
                 self._addresses.pop(p.url, None)  # the server may have been replaced
 
-        return Legs(self._chunks(request, prefill, decode), notices=False, over=over)
+        return Legs(self._chunks(request, prefill, decode), notices=False, on_end=on_end)
 
     def _chunks(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine) -> dict[LegRole, Chunks]:
         async def first(found: asyncio.Future[dict[str, object] | None]) -> Chunks:
@@ -111,7 +111,7 @@ class _NixlConnector(VllmConnector):
                 client.url,
             )
         # A server that does not tell is not the equal of one that does.
-        told = "unknown" if defaults is None else defaults.told()
+        told = "unknown" if defaults is None else defaults.describe()
         return EngineIdentity(
             engine_id=client.url,
             incarnation=client.url,

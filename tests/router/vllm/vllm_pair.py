@@ -12,7 +12,7 @@ import aiohttp
 
 from baton.router import RouterConfig, build_app
 from baton.router.timers import RouterTimers
-from tests.router.fake_vllm import FakeVllm, Kind, Shared, token_at
+from tests.router.vllm.fake_vllm import FakeVllm, Kind, Shared, token_at
 from tests.server import fake_serving
 from tests.server.fake_serving import ADMIN_TOKEN, KEY, served
 

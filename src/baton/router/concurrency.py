@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 _LOOK_AGAIN_S = 0.25
 
 
-class Room:
+class ConcurrencyLimit:
     """Holds requests beyond the engines' `--max-num-seqs` back from their prefill, after which they would stall and
     hold pages of a prefill engine. `capacity`: how many run at once; None: unknown (no engine, or vLLM).
     """
@@ -22,7 +22,7 @@ class Room:
         self.num_running = 0
 
     @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
+    async def slot(self) -> AsyncIterator[None]:
         """Wait for room, in FIFO order, and occupy it."""
         if self._waiting or not self._has_room():
             await self._turn()

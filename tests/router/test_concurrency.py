@@ -12,9 +12,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from baton.router import RouterConfig, build_app
-from baton.router import room as room_module
-from baton.router.room import Room
+from baton.router import RouterConfig, build_app, concurrency
+from baton.router.concurrency import ConcurrencyLimit
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
 from baton.timeouts import timeout
@@ -22,13 +21,13 @@ from tests.server.fake_serving import KEY, FakeEngine, complete, served
 
 
 async def test_first_come_first_served_and_never_more() -> None:
-    room, begun, most = Room(lambda: 2), [], 0
+    limit, begun, most = ConcurrencyLimit(lambda: 2), [], 0
 
     async def request(number: int) -> None:
         nonlocal most
-        async with room.place():
+        async with limit.slot():
             begun.append(number)
-            most = max(most, room.num_running)
+            most = max(most, limit.num_running)
             await asyncio.sleep(0.001 * (number % 3))
 
     tasks = []
@@ -42,23 +41,23 @@ async def test_first_come_first_served_and_never_more() -> None:
     assert begun == sorted(begun)
     assert len(begun) >= 40 - len(leaving)
     assert most == 2
-    assert room.num_running == 0
-    async with timeout(5), room.place():
+    assert limit.num_running == 0
+    async with timeout(5), limit.slot():
         pass
 
 
 @pytest.mark.parametrize("later", [None, 3])
 async def test_room_that_comes_later_is_taken(later: int | None) -> None:
     capacity: int | None = 1
-    room = Room(lambda: capacity)
-    other = room.place()
-    async with room.place():
+    limit = ConcurrencyLimit(lambda: capacity)
+    other = limit.slot()
+    async with limit.slot():
         waiting = asyncio.create_task(other.__aenter__())
         await asyncio.sleep(0.02)
         assert not waiting.done()
         capacity = later
         await asyncio.wait_for(waiting, 60)
-        assert room.num_running == 2
+        assert limit.num_running == 2
     await other.__aexit__(None, None, None)
 
 
@@ -67,17 +66,17 @@ async def test_room_that_comes_later_is_taken(later: int | None) -> None:
 async def test_who_leaves_as_its_turn_comes_has_left(turns: int, wakes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cancellation that coincides with a free place, or with the next check for one, is not lost."""
     if wakes == "time":
-        monkeypatch.setattr(room_module, "_LOOK_AGAIN_S", 0.0)
-    room = Room(lambda: 1)
+        monkeypatch.setattr(concurrency, "_LOOK_AGAIN_S", 0.0)
+    limit = ConcurrencyLimit(lambda: 1)
     entered = False
 
     async def request() -> None:
         nonlocal entered
-        async with room.place():
+        async with limit.slot():
             entered = True
             await asyncio.sleep(3600)
 
-    first = room.place()
+    first = limit.slot()
     await first.__aenter__()
     task = asyncio.create_task(request())
     await asyncio.sleep(0.01)
@@ -87,8 +86,8 @@ async def test_who_leaves_as_its_turn_comes_has_left(turns: int, wakes: str, mon
     task.cancel()
     await asyncio.wait({task}, timeout=5)
     assert task.cancelled()
-    assert room.num_running == 0
-    async with timeout(5), room.place():
+    assert limit.num_running == 0
+    async with timeout(5), limit.slot():
         pass
 
 

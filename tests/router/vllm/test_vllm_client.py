@@ -40,7 +40,7 @@ from baton.wire import (
     TokenChunk,
     TokenLogprobs,
 )
-from tests.router.fake_vllm import FakeVllm, token_at
+from tests.router.vllm.fake_vllm import FakeVllm, token_at
 
 PROMPT = [10, 11, 12, 13]
 

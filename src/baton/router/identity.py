@@ -1,0 +1,108 @@
+"""The model that the engines of a pool serve alike."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+from baton.comparison import differing_facts, facts_of, token_facts, unequal_facts
+from baton.errors import BatonError, ConfigError, EngineUnavailableError, IncompatiblePeerError
+from baton.openai import ServedModel
+from baton.router.pooled_engine import PooledEngine
+from baton.text import Tokenizer
+from baton.wire import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+
+class PoolIdentity:
+    """The served model of the pool of `engines`, and the facts in which its engines must agree.
+
+    The first request binds the pool to the model that is served then. Until `clear`, an engine is refused if it differs
+    in a fact that decides tokens, or has a shorter context, whichever engines are alive.
+    """
+
+    def __init__(
+        self,
+        engines: Callable[[], Sequence[PooledEngine]],
+        tokenizer_dir: str | None,
+        load_tokenizer: Callable[[str], Tokenizer],
+    ) -> None:
+        """`tokenizer_dir` None: the engines' checkpoint."""
+        self._engines = engines
+        self._tokenizer_dir, self._load = tokenizer_dir, load_tokenizer
+        self._model: ServedModel | None = None
+        self._reference: EngineInfo | None = None  # the engine from which `_model` was made
+        self._bound_length: int | None = None
+
+    def clear(self) -> None:
+        """Forget the served model: the next engine that answers decides."""
+        self._model = self._reference = self._bound_length = None
+
+    def model(self) -> ServedModel:
+        """The served model. Raises `EngineUnavailableError` until an engine has answered."""
+        if self._model is None:
+            raise EngineUnavailableError("no engine has been reached yet")
+        infos = [e.info for e in self._engines() if e.info is not None]
+        length = self._bound_length or min([self._model.max_model_len, *(info.max_model_len for info in infos)])
+        drafts = max([self._model.num_speculative_tokens, *(info.num_speculative_tokens for info in infos)])
+        return dataclasses.replace(self._model, max_model_len=length, num_speculative_tokens=drafts)
+
+    def bind(self) -> None:
+        """Serve the present model until `clear`. Raises the errors of `model`."""
+        if self._bound_length is None:
+            self._bound_length = self.model().max_model_len
+
+    @property
+    def bound(self) -> bool:
+        """Whether a request was served since the start or `clear`."""
+        return self._bound_length is not None
+
+    async def adopt(self, engine: PooledEngine, info: EngineInfo) -> None:
+        """Serve this engine's model if nothing else is served."""
+        if self._reference is not None and self._is_alone(engine) and differing(self._reference, info):
+            self._model = None
+        while self._model is None:
+            directory = self._tokenizer_dir or info.model_path
+            try:
+                loop = asyncio.get_running_loop()
+                tokenizer = await loop.run_in_executor(None, self._load, directory)
+            except BatonError as error:
+                raise ConfigError("tokenizer", f"{error}; name its directory with --tokenizer") from None
+            if self._model is None:
+                self._model, self._reference = ServedModel.of(info, tokenizer), info
+                if told := info.sampling_defaults.describe():
+                    logger.info("requests of %s that do not say otherwise are sampled with %s", info.model, told)
+        self.check(engine, info)  # another engine may have decided meanwhile
+
+    def _is_alone(self, engine: PooledEngine) -> bool:
+        """Whether no request was served and no other engine is in use."""
+        others = (other for other in self._engines() if other is not engine and other.info is not None)
+        return not self.bound and all(other.problem is not None for other in others)
+
+    def check(self, engine: PooledEngine, info: EngineInfo) -> None:
+        """Raise `IncompatiblePeerError` if it differs from the served model, or from an engine in use."""
+        alive = [e.info for e in self._engines() if e is not engine and e.info is not None and e.problem is None]
+        served = [] if self._reference is None or self._is_alone(engine) else [self._reference]
+        for other in served + alive:
+            different = differing(other, info)
+            if different:
+                raise IncompatiblePeerError(different)
+        if self._bound_length is not None and info.max_model_len < self._bound_length:
+            served_length = f"at least {self._bound_length}, which is served"
+            raise IncompatiblePeerError({"max_model_len": (served_length, info.max_model_len)})
+
+
+def differing(served: EngineInfo, info: EngineInfo) -> dict[str, tuple[object, object]]:
+    """Differences, by name, between two engines that must give the same tokens."""
+    names = ("model", "vocab_size", "default_seed", "num_speculative_tokens")
+    pairs = {name: (getattr(served, name), getattr(info, name)) for name in names}
+    different: dict[str, tuple[object, object]] = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if served.fingerprint != info.fingerprint:
+        facts = differing_facts(facts_of(served.fingerprint), facts_of(info.fingerprint))[0]
+        if "drafter.num_speculative_tokens" not in facts:
+            different.pop("num_speculative_tokens", None)
+        different |= facts | unequal_facts(token_facts(served.fingerprint), token_facts(info.fingerprint))
+    return different
