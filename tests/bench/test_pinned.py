@@ -11,7 +11,7 @@ import pytest
 from baton.bench.load import LoadRun
 from baton.bench.load_figures import RequestOutcome
 from baton.kv import pool
-from benchmarks.pinned import Scattered, figures, parse_cores, pin
+from benchmarks.serving.pinned import Scattered, figures, parse_cores, pin
 from tests.bench.runs import num_runs
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.demo import SPECULATIVE
-from benchmarks.structured import alone, check, draw_schemas, params_of, supported
+from benchmarks.engine.structured import alone, check, draw_schemas, params_of, supported
 
 
 def test_answers_are_the_same_with_speculation_and_valid() -> None:

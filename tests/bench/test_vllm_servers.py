@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.vllm_servers import VllmServer
+from benchmarks.vllm.servers import VllmServer
 
 # As an engine does: it makes shared memory that a resource tracker knows, and starts a process that uses it too.
 ENGINE = """

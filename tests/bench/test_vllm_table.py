@@ -1,11 +1,11 @@
-"""The table of `python -m benchmarks.vllm`: ratios within rounds, with failed rounds omitted and counted."""
+"""The table of `python -m benchmarks.vllm.handoffs`: ratios within rounds, with failed rounds omitted and counted."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.vllm import Row, table
-from benchmarks.vllm_legs import Answer
+from benchmarks.vllm.handoffs import Row, table
+from benchmarks.vllm.legs import Answer
 
 
 def answer(first: float, gap: float, num: int) -> Answer:

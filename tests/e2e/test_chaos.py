@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.chaos import ChaosConfig, run_chaos
+from benchmarks.faults.chaos import ChaosConfig, run_chaos
 from tests.e2e.leftovers import orphaned_segments
 
 SOON_S = (0.02, 0.2)

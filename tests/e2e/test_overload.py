@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.overload import OverloadConfig, run_overload
+from benchmarks.faults.overload import OverloadConfig, run_overload
 from tests.e2e.leftovers import orphaned_segments
 
 

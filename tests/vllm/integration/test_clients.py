@@ -11,7 +11,7 @@ import pytest
 from baton.handoff.session.keys import make_keys
 from baton.openai.tools import Parsing
 from benchmarks import smollm2
-from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, serve
+from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, serve
 from tests.vllm.integration.test_router import baton, routed
 
 openai = pytest.importorskip("openai")

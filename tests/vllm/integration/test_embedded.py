@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, serve
+from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer, serve
 from tests.support.checkpoints import make_checkpoint
 from tests.vllm.integration.servers import EAGLE3, MODEL, demo_prompts
 

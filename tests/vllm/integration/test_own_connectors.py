@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from benchmarks.vllm_servers import VllmServer
+from benchmarks.vllm.servers import VllmServer
 from tests.vllm.integration.servers import demo_prompts
 from tests.vllm.integration.test_router import alone, complete, routed, same_as_one_server, serve_pair
 

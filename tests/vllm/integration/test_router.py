@@ -23,7 +23,7 @@ from baton.router import RouterConfig, build_app
 from baton.text import Tokenizer
 from baton.text.bad_words import tokens_of
 from benchmarks.scrape import scrape
-from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
+from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
 from tests.server.fake_serving import served
 from tests.vllm.integration.answers import NEAR_TIE
 from tests.vllm.integration.servers import EAGLE3, LIMIT_S, MODEL, REQUEST_TIMEOUT, demo_prompts
@@ -48,7 +48,7 @@ def baton(folder: Path, role: str, name: str) -> dict[str, Any]:
 
 def nixl(kind: str, role: str) -> dict[str, Any]:
     """Without NIXL's progress thread, which takes a core."""
-    return {"kv_connector": kind, "kv_connector_module_path": "benchmarks.vllm_peers", "kv_role": role}
+    return {"kv_connector": kind, "kv_connector_module_path": "benchmarks.vllm.peers", "kv_role": role}
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Attention of one decoding row over latents, absorbed against expanded.
 
-    python -m benchmarks.latents
+    python -m benchmarks.engine.latents
 
 One layer of DeepSeek-V2-Lite's sizes (16 heads, latents of 512 + 64, heads of 128 + 64 and values of 128), bfloat16,
 one thread. Both forms run in turns; the output is the thread's CPU time, the median of the rounds.

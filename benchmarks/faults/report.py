@@ -1,4 +1,4 @@
-"""The results of `benchmarks.chaos`."""
+"""The results of `benchmarks.faults.chaos`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.chaos`: engines are killed and stopped at random moments, and no answer may change.
+"""`python -m benchmarks.faults.chaos`: engines are killed and stopped at random moments, and no answer may change.
 
 A deployment of real processes serves streams whose tokens and logprobs are known from one undisturbed engine. Meanwhile
 engines get SIGKILL, or SIGSTOP and later SIGCONT or SIGKILL, at seeded random moments or right after a session with a
@@ -30,7 +30,9 @@ from baton.text import Tokenizer
 from baton.verify.observe import Case, Observed, make_cases
 from baton.verify.sides import EngineSide
 from baton.wire import Recovery, SamplingParams
-from benchmarks.chaos_faults import (
+from benchmarks.demo import MODELS
+from benchmarks.deployment import BreakableDeployment
+from benchmarks.faults.injected import (
     FAULTS,
     HALT_DATA_RANK,
     KILL_DATA_RANK,
@@ -40,9 +42,7 @@ from benchmarks.chaos_faults import (
     await_healthy,
     count_recoveries,
 )
-from benchmarks.chaos_report import ChaosReport
-from benchmarks.demo import MODELS
-from benchmarks.deployment import BreakableDeployment
+from benchmarks.faults.report import ChaosReport
 from benchmarks.scrape import IDLE_LIMIT_S, get_json, held
 
 # Upper limit for repeating the cases, if a fast machine serves them all before each role has had its faults.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.kv_stream`: single prompts on a prefill and a decode engine, over one engine, as Markdown.
+"""`python -m benchmarks.serving.kv_stream`: prompts on a prefill and a decode engine, over one engine, as Markdown.
 
 One deployment for each value of `--kv-stream`, and one engine. All are idle except for the timed prompt, which no cache
 holds. They are measured in turns, so that disturbances of the machine affect all of them. A ratio is of one round;
@@ -115,7 +115,7 @@ def _middle(found: list[float], digits: int = 2) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_stream")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.kv_stream")
     parser.add_argument("--model", default=TARGET)
     parser.add_argument("--drafter", default=DRAFTER, help="an EAGLE-3 head for the model")
     parser.add_argument("--lengths", default="128,512,2048,8192")

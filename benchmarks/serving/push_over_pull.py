@@ -1,4 +1,4 @@
-"""`python -m benchmarks.push_over_pull`: TTFT and TPOT of push and of pull, near saturation, as Markdown.
+"""`python -m benchmarks.serving.push_over_pull`: TTFT and TPOT of push and of pull, near saturation, as Markdown.
 
 Two deployments of one prefill and one decode engine on the same cores, one in push and one in pull mode, are loaded in
 turns: with fresh or fully fragmented pools, and prompts that no cache holds or that the decode engine holds. The load's
@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.demo import TARGET
 from benchmarks.deployment import BreakableDeployment
-from benchmarks.pinned import figures, make_requests, parse_cores, pin_all, send
+from benchmarks.serving.pinned import figures, make_requests, parse_cores, pin_all, send
 
 COLUMNS = tuple(f"{part}_{metric}_ms" for metric in ("ttft", "tpot") for part in ("mean", "median", "p99"))
 MODES = ("push", "pull")
@@ -26,7 +26,7 @@ MODES = ("push", "pull")
 
 def start(model: str, mode: str, fragmented: bool, flags: Sequence[str], cores: dict[str, Any]) -> BreakableDeployment:
     """One prefill and one decode engine, with scattering pools if `fragmented`."""
-    command = (sys.executable, "-m", "benchmarks.pinned") if fragmented else None
+    command = (sys.executable, "-m", "benchmarks.serving.pinned") if fragmented else None
     # As under `baton up`: D serves prompts that it holds alone.
     router = ["--kv-mode", mode, "--max-local-prefill-length", "64"]
     deployment = BreakableDeployment(model, engine_flags=flags, router_flags=router, command=command)
@@ -54,7 +54,7 @@ def rounds(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.push_over_pull")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.push_over_pull")
     parser.add_argument("--model", default=TARGET)
     parser.add_argument("--shapes", default="512/64,2048/128", help="tokens of prompts / of answers")
     parser.add_argument("--requests", type=int, default=30, help="of a load")

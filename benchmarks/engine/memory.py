@@ -1,4 +1,4 @@
-"""`python -m benchmarks.memory`: memory of engines, as Markdown. Each figure is from its own process.
+"""`python -m benchmarks.engine.memory`: memory of engines, as Markdown. Each figure is from its own process.
 
 The first table compares peaks (`VmHWM`) of engines that start with random bfloat16 weights and compute a prompt with
 the necessary parts: weights, pool, and a process with Python, PyTorch and this package before loading. The second gives
@@ -111,7 +111,7 @@ def _of(model_type: str, fields: dict[str, Any], pool: int) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         make = make_moe_checkpoint if model_type == "deepseek_v2" else make_checkpoint
         path = make(Path(folder), model_type, **fields)
-        command = [sys.executable, "-m", "benchmarks.memory", str(path), str(pool)]
+        command = [sys.executable, "-m", "benchmarks.engine.memory", str(path), str(pool)]
         run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, int] = json.loads(run.stdout)
     return found

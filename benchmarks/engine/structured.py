@@ -1,4 +1,4 @@
-"""`python -m benchmarks.structured`: JSON under 200 schemas, speculation on and off, P/D and one engine.
+"""`python -m benchmarks.engine.structured`: JSON under 200 schemas, speculation on and off, P/D and one engine.
 
 All tokens must be the same, and every complete answer valid according to `jsonschema` (MIT licence). The schemas are
 drawn here, from the keywords of JSON Schema 2020-12 that `llguidance` implements.

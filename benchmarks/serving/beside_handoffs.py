@@ -1,4 +1,4 @@
-"""`python -m benchmarks.beside_handoffs`: inter-token latency of running streams with handoffs arriving, over without.
+"""`python -m benchmarks.serving.beside_handoffs`: inter-token latency of streams while handoffs arrive, over without.
 
 Streams decode on an engine that is pinned to a core. Phases with and without arrivals alternate. An arrival is a prompt
 that another engine, pinned to another core, prefills, and for which the decode engine computes one step. With
@@ -26,7 +26,7 @@ from baton.bench.prompts import LoadRequest
 from baton.openai.client import OpenAIClient, connected
 from benchmarks.demo import TARGET
 from benchmarks.deployment import BreakableDeployment
-from benchmarks.pinned import EXTRA, hurry, make_requests, parse_cores, pin_all
+from benchmarks.serving.pinned import EXTRA, hurry, make_requests, parse_cores, pin_all
 
 
 def body_of(model: str, request: LoadRequest) -> dict[str, Any]:
@@ -95,7 +95,7 @@ async def measure(url: str, options: argparse.Namespace) -> tuple[list[list[floa
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.beside_handoffs")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.beside_handoffs")
     parser.add_argument("--model", default=TARGET)
     parser.add_argument("--kv-mode", default="push", choices=("push", "pull"))
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt that arrives")

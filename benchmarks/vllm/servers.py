@@ -139,7 +139,7 @@ def _start(python: str, model: str, folder: Path, config: ServerConfig) -> VllmS
     command += ["--model", model, "--served-model-name", "demo", *FLAGS, *config.flags]
     if config.kv_transfer_config is not None:
         command += ["--kv-transfer-config", json.dumps(dict(config.kv_transfer_config))]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     own = {**ENVIRONMENT, **config.environment}
     path = os.pathsep.join(p for p in (own.get("PYTHONPATH"), str(root / "src"), str(root)) if p)
     environment = {**os.environ, **own, "PYTHONPATH": path}

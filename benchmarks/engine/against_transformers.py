@@ -1,6 +1,6 @@
 """One engine against `transformers` on the same threads of this machine, both in this process, in turns.
 
-    python -m benchmarks.against_transformers MODEL
+    python -m benchmarks.engine.against_transformers MODEL
 
 `transformers` runs `generate` as its users do: SDPA attention, dynamic cache, left padding for a batch. A ratio is
 Baton's time over that of `transformers` in one round; the medians over the rounds are printed.

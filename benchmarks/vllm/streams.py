@@ -1,11 +1,11 @@
 """The effect of `kv_stream` in vLLM on CPUs: one server against P/D with each value, and the gaps between first tokens.
 
-    python -m benchmarks.vllm_stream serve /tmp/servers --vllm-python $(python3 tools/install_vllm.py)/bin/python
-    python -m benchmarks.vllm_stream ask /tmp/servers
+    python -m benchmarks.vllm.streams serve /tmp/servers --vllm-python $(python3 tools/install_vllm.py)/bin/python
+    python -m benchmarks.vllm.streams ask /tmp/servers
 
 `serve` starts a single server, a decode server, and a prefill server for each value, and keeps them running. `ask`
-measures, any number of times, as `benchmarks.vllm` does: each round sends the same new prompt to all, in changing
-order, one at a time, without a router. Ratios are taken within rounds. "seeded": the decode server gets the prefill
+measures, any number of times, as `benchmarks.vllm.handoffs` does: each round sends the same new prompt to all, one at
+a time in changing order, without a router. Ratios are taken within rounds. "seeded": the decode server gets the prefill
 server's first token (`baton router --seed-first-token`).
 """
 
@@ -27,9 +27,9 @@ import typer
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.wire import KVStream
-from benchmarks.vllm import FLAGS, MODEL, Deployment, Row, _transfer, rounds, table
-from benchmarks.vllm_legs import Baton, BatonSeeded, Single
-from benchmarks.vllm_servers import ServerConfig, serve
+from benchmarks.vllm.handoffs import FLAGS, MODEL, Deployment, Row, _transfer, rounds, table
+from benchmarks.vllm.legs import Baton, BatonSeeded, Single
+from benchmarks.vllm.servers import ServerConfig, serve
 
 STREAMS: tuple[KVStream, ...] = get_args(KVStream)
 NUM_GAPS = 10

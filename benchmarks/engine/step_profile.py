@@ -1,6 +1,6 @@
 """The parts of a forward's time on this CPU: linear layers, attention, the rest; and how close they are to its limits.
 
-    python -m benchmarks.step_profile MODEL --threads 1
+    python -m benchmarks.engine.step_profile MODEL --threads 1
 
 Times are CPU time of the computing thread (of the first, if several), so other processes disturb them less than wall
 time. "Machine" is what the same process achieves with a large matrix product in the same dtype (prefill), and when

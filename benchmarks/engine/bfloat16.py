@@ -1,4 +1,4 @@
-"""`python -m benchmarks.bfloat16`: greedy tokens in bfloat16 against those of `transformers` in bfloat16, as Markdown.
+"""`python -m benchmarks.engine.bfloat16`: greedy tokens in bfloat16 against those of `transformers`, as Markdown.
 
 The two round in different places, so the outputs of random models diverge sooner or later. `transformers` in float32
 over the same rounded weights judges both. An answer is a *near-tie* if each of its tokens is as close to the judge's

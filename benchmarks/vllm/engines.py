@@ -1,6 +1,6 @@
 """One engine against one vLLM server on the same cores of this machine: TTFT, TPOT, tokens per second.
 
-    python -m benchmarks.against_vllm MODEL --vllm-python $(python3 tools/install_vllm.py)/bin/python
+    python -m benchmarks.vllm.engines MODEL --vllm-python $(python3 tools/install_vllm.py)/bin/python
 
 Both serve the same checkpoint in the same dtype over HTTP. They are measured in turns, with new prompts of random
 tokens, so prefix caches help neither. vLLM waits without spinning (`vllm_servers.ONE_PROCESS`). A ratio is Baton's
@@ -25,7 +25,7 @@ import typer
 from baton.bench.client import stream_completion
 from baton.deployment import Deployment
 from baton.models.stored import read_config
-from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, serve
+from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, serve
 
 TIMEOUT = aiohttp.ClientTimeout(total=300)
 Prompt = list[int]

@@ -1,4 +1,4 @@
-"""The faults that `benchmarks.chaos` injects into engines: one `Breaker` per role."""
+"""The faults that `benchmarks.faults.chaos` injects into engines: one `Breaker` per role."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import aiohttp
 
 from baton.errors import BatonError
 from baton.openai.client import OpenAIClient
-from benchmarks.chaos_report import ChaosReport
 from benchmarks.deployment import BreakableDeployment
+from benchmarks.faults.report import ChaosReport
 from benchmarks.scrape import get_json, scrape
 
 # "met, stop": killed, restarted, and stopped when the first leg has opened a session with a peer (HELLO).

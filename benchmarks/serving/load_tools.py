@@ -1,5 +1,5 @@
-"""`python -m benchmarks.load_tools --vllm-python PATH`: `baton bench serve` and `vllm bench serve` on one server, in
-turns.
+"""`python -m benchmarks.serving.load_tools --vllm-python PATH`: `baton bench serve` and `vllm bench serve` in turns, on
+one server.
 
 PATH is the Python of an environment that has vLLM (`tools/install_vllm.py`). Both send equally many requests of equal
 lengths, with equally many in flight. A ratio is vLLM's figure over Baton's of one pair; the spread of a tool's own
@@ -68,7 +68,7 @@ def ask(command: list[str], url: str, options: argparse.Namespace, seed: int) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.load_tools")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.load_tools")
     parser.add_argument("--vllm-python", required=True, help="of an environment that has vLLM")
     parser.add_argument("--model", default=TARGET)
     parser.add_argument("--pairs", type=int, default=5)

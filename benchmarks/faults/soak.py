@@ -1,5 +1,4 @@
-"""`python -m benchmarks.soak`: many requests at moderate load, some of them aborted during the stream. Does anything
-grow?
+"""`python -m benchmarks.faults.soak`: many requests at moderate load, some aborted in mid-stream. Does anything grow?
 
 Each answer must be exact. After each tenth the load pauses, and every process is measured: its own memory, descriptors,
 threads, and the CPU time of the tenth's requests, which shows a slowdown even on a busy machine. Every engine must have

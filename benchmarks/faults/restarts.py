@@ -1,9 +1,9 @@
 """Streams while every engine is restarted or killed in turn: how many fail, and how long engines are away.
 
-    python -m benchmarks.restarts rolling --streams 500     drain, end, start, add: one engine after the other
-    python -m benchmarks.restarts signal                    SIGTERM alone, and a process at the old address
-    python -m benchmarks.restarts kill --streams 100        SIGKILL, so many streams for each engine
-    python -m benchmarks.restarts up --streams 100          the same under `baton up`, which restarts engines itself
+    python -m benchmarks.faults.restarts rolling --streams 500     drain, end, start, add: one engine after the other
+    python -m benchmarks.faults.restarts signal                    SIGTERM alone, and a process at the old address
+    python -m benchmarks.faults.restarts kill --streams 100        SIGKILL, so many streams for each engine
+    python -m benchmarks.faults.restarts up --streams 100          the same under `baton up`, which restarts engines
 
 Every answer is compared with one engine's, token by token; of a failed stream, the tokens before its end.
 """
@@ -30,8 +30,8 @@ from baton.verify.observe import Case, make_cases
 from baton.verify.sides import EngineSide
 from baton.wire import SamplingParams
 from benchmarks.deployment import BreakableDeployment
+from benchmarks.faults.supervised import Supervised
 from benchmarks.scrape import get_json
-from benchmarks.supervised import Supervised
 
 TARGET = "models/baton-demo-llama"
 SPECULATIVE = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.load_sweep`: goodput by load of P/D deployments and of one engine on the same cores.
+"""`python -m benchmarks.serving.load_sweep`: goodput by load of P/D deployments and of one engine on the same cores.
 
 Rates go up to 1.5 times saturation, which is the one engine's throughput of a closed loop unless given. If the queue
 were longer than the TTFT objective times that rate, all served requests would miss the objective, so the queue is
@@ -20,7 +20,7 @@ from baton.bench.load_figures import parse_goodput
 from baton.bench.picture import check_picture, draw_sweep
 from benchmarks.demo import TARGET
 from benchmarks.deployment import BreakableDeployment
-from benchmarks.pinned import figures, make_requests, parse_cores, pin_all, send
+from benchmarks.serving.pinned import figures, make_requests, parse_cores, pin_all, send
 
 PARTS = (0.5, 0.75, 0.9, 1.0, 1.25, 1.5)
 PROBES, AT_ONCE = 64, 8
@@ -44,7 +44,7 @@ def start(model: str, pairs: int, options: argparse.Namespace) -> BreakableDeplo
 
 def main() -> int:
     """Print results as JSON lines and draw them. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.load_sweep")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.load_sweep")
     parser.add_argument("--model", default=TARGET)
     parser.add_argument("--shape", default="512/64", help="tokens of prompts / of answers")
     parser.add_argument("--pairs", default="0,1", help="curves: pairs of engines; 0 is one engine")

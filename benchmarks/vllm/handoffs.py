@@ -1,10 +1,10 @@
 """The cost of disaggregation in vLLM on CPUs: one server against P/D over BatonConnector and vLLM's NIXL connectors.
 
-    python -m benchmarks.vllm --vllm-python $(python3 tools/install_vllm.py)/bin/python
+    python -m benchmarks.vllm.handoffs --vllm-python $(python3 tools/install_vllm.py)/bin/python
 
 Every round sends the same new prompt to all deployments, in changing order, and waits in between until their processes
 sleep, so that only one deployment runs at a time. Ratios are taken within rounds. vLLM's own connectors are measured
-"at their best" (not pinned to a core, and improved by `benchmarks.vllm_peers`) and as shipped; as shipped they burn a
+"at their best" (not pinned to a core, and improved by `benchmarks.vllm.peers`) and as shipped; as shipped they burn a
 core when idle, so they are stopped (SIGSTOP) while the single server runs.
 """
 
@@ -32,8 +32,8 @@ import typer
 from baton.errors import BatonError
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import make_keys, ticket_key_file
-from benchmarks.vllm_legs import Answer, Baton, Legs, NixlPull, NixlPush, Single
-from benchmarks.vllm_servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
+from benchmarks.vllm.legs import Answer, Baton, Legs, NixlPull, NixlPush, Single
+from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
 
 MODEL = "models/baton-demo-llama"
 SHIPPED_FLAGS = ("--no-enable-prefix-caching", "--block-size", "32", "--no-enable-log-requests")
@@ -89,7 +89,7 @@ def _transfer(connector: str, role: str, name: str, best: bool = False, **extra:
     if connector == "BatonConnector":
         return config | {"kv_connector_module_path": "baton.vllm"}
     config["kv_buffer_device"] = "cpu"
-    return config | {"kv_connector_module_path": "benchmarks.vllm_peers"} if best else config
+    return config | {"kv_connector_module_path": "benchmarks.vllm.peers"} if best else config
 
 
 @contextlib.contextmanager

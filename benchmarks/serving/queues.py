@@ -1,4 +1,4 @@
-"""`python -m benchmarks.queues`: overloads without faults, in which engines could wait for each other's pages.
+"""`python -m benchmarks.serving.queues`: overloads without faults, in which engines could wait for each other's pages.
 
 Three loads over real processes with small pools: one router and a prefix store with prompts of three lengths; two
 routers over 2P2D with space for two requests; one sequence at a time, a long stream and three others. All requests
@@ -105,7 +105,7 @@ async def _measure(load: Load, prompts: list[list[int]], urls: Sequence[str], se
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.queues", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.queues", description=__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests")
     args = parser.parse_args()
     for load in loads(args.scale):

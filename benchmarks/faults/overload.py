@@ -1,4 +1,4 @@
-"""`python -m benchmarks.overload`: far more requests at once than fit, then clients that cost too much.
+"""`python -m benchmarks.faults.overload`: far more requests at once than fit, then clients that cost too much.
 
 Each answer must be exact (the tokens of one idle engine) or 429, memory must be bounded, and soon after the end all
 must be as before. Then streams are timed with and without hostile clients. At the end, equally many requests, none of
@@ -28,7 +28,7 @@ from baton.verify.sides import EngineSide
 from baton.wire import SamplingParams
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
-from benchmarks.hostile import hostile_clients, unread_and_deflated
+from benchmarks.faults.hostile import hostile_clients, unread_and_deflated
 from benchmarks.scrape import own_mib, process_status, until_idle
 
 LEAVE_EVERY_S = 0.1

@@ -1,6 +1,6 @@
 """The cost of computing a prompt on the decode engine against handing it off: TTFT, and the decodes meanwhile.
 
-    python -m benchmarks.local_prefill [MODEL]
+    python -m benchmarks.serving.local_prefill [MODEL]
 
 For each length, prompts that no cache holds are sent in turn with `kv_mode` (handed off) and without (computed by the
 decode engine). Then the same while two streams decode. At the end, a prompt that the decode engine holds, with the

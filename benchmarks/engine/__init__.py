@@ -1,0 +1,1 @@
+"""One engine's speed and memory."""

@@ -1,0 +1,1 @@
+"""Deployments under faults and overload, and for long."""

@@ -1,0 +1,1 @@
+"""Load on deployments of one host."""

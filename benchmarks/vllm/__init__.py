@@ -1,0 +1,1 @@
+"""Baton's plug-in in vLLM beside vLLM's own connectors, and engine against engine."""
