@@ -11,14 +11,14 @@ from baton.kv.interval import Interval
 from baton.openai import backend as planned_by
 from baton.wire import LegRole
 from simulation.legs import Stream
-from simulation.network import Network
+from simulation.modelled.network import Network
+from simulation.modelled.squatter import Squatter
+from simulation.modelled.stranger import Stranger
+from simulation.modelled.transport import Fabric
 from simulation.process import Process
 from simulation.rank import Rank
 from simulation.router import Request, Router
-from simulation.squatter import Squatter
 from simulation.story import Story
-from simulation.stranger import Stranger
-from simulation.transport import Fabric
 from simulation.world import World
 
 # The module through which `baton.openai` computes identities; mutations patch it there.

@@ -43,7 +43,7 @@ from simulation.story import LONGEST, LONGEST_SMALL, VOCAB, Story
 
 if TYPE_CHECKING:
     from simulation.legs import Stream
-    from simulation.memory import GroupMemory
+    from simulation.modelled.memory import GroupMemory
     from simulation.process import Process
 
 # Events that end an attempt: its pages belong to the engine again.

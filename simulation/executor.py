@@ -16,7 +16,7 @@ from baton.engine.plan import DraftPlan, DraftResult, DraftSlots, PlanSpec, Rows
 from baton.engine.request import Request
 from baton.kv.spec import Owner
 from baton.wire import SamplingParams
-from simulation.memory import GroupMemory
+from simulation.modelled.memory import GroupMemory
 from simulation.story import VOCAB, Story, extend
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from baton.handoff.session.config import AgentConfig
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD
 from baton.wire import EngineInfo, LegRole
 from simulation.engine import Engine
-from simulation.memory import GroupMemory, RankMemory
+from simulation.modelled.memory import GroupMemory, RankMemory
 from simulation.rank import Rank
 from simulation.story import MODEL, VOCAB, Model
 from simulation.world import Violation

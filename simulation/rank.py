@@ -13,9 +13,9 @@ from baton.handoff.protocol.events import HandoffEvent
 from baton.handoff.protocol.messages import Cancelled, Commit, Confirm, Finished
 from baton.handoff.session.config import AgentConfig
 from simulation.calls import SimWorker, check_innocence
-from simulation.memory import CellDigester, RankMemory
-from simulation.network import SimChannel
-from simulation.transport import SimTransport
+from simulation.modelled.memory import CellDigester, RankMemory
+from simulation.modelled.network import SimChannel
+from simulation.modelled.transport import SimTransport
 
 if TYPE_CHECKING:
     from simulation.process import Process

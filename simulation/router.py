@@ -25,8 +25,8 @@ from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
 from baton.timeouts import timeout
 from baton.wire import GenerateRequest, Mode, SamplingParams, TokenChunk
-from simulation.eventloop import SimLoop
 from simulation.legs import SimClient
+from simulation.modelled.eventloop import SimLoop
 from simulation.process import TICKET_KEY
 from simulation.story import Story
 from simulation.world import Violation

@@ -96,7 +96,7 @@ def _every_pair_wants_all() -> list[Patch]:
 
 @mutation("what the engine says is said to each pair")
 def _said_to_the_leading_pair() -> list[Patch]:
-    def say(self: InstanceAgent, key: Any, what: str, call: Any) -> None:
+    def say(self: InstanceAgent, key: Any, what: str, call: Any, side: int = 0) -> None:
         leg = self._legs.get(key)
         groups = None if leg is None else leg.pairs.get(LEAD)
         call(self._agents[0], LEAD, groups)

@@ -15,7 +15,7 @@ from baton.handoff.protocol.messages import CHALLENGE_BYTES, Hello, Message
 from baton.handoff.protocol.ticket import SignedTicket, mint
 from baton.handoff.session.curve import as_client
 from baton.handoff.session.keys import KeyRing, TicketKeys, make_keys
-from simulation.handoff_pair import Node, Traffic, attacked, make_ticket
+from simulation.fuzz.pair import Node, Traffic, attacked, make_ticket
 
 TICKET_KEY = b"k" * 32
 KEYS = TicketKeys(TICKET_KEY)

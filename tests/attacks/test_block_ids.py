@@ -18,7 +18,7 @@ from baton.handoff.protocol.ticket import mint
 from baton.handoff.session.curve import as_server
 from baton.kv.geometry import CopyList
 from baton.kv.interval import Interval
-from simulation.handoff_pair import Node
+from simulation.fuzz.pair import Node
 from tests.attacks.attacker import KEYS, TICKET_KEY, Scene
 
 Until = Callable[[Callable[[], object]], None]

@@ -20,8 +20,8 @@ from baton.handoff.protocol.frames import PROTOCOL_VERSION, decode, encode
 from baton.handoff.protocol.messages import AttemptKey, Hello, Message
 from baton.handoff.session.curve import as_client
 from baton.handoff.session.sockets import MAX_UNPROVEN
-from simulation import fuzz
-from simulation.frames import FrameMaker, message_classes
+from simulation.fuzz import messages
+from simulation.fuzz.frames import FrameMaker, message_classes
 from tests.attacks.attacker import CHALLENGE, KEYS, Scene
 
 Until = Callable[[Callable[[], object]], None]
@@ -114,8 +114,8 @@ def test_a_frame_over_the_size_limit_ends_only_its_own_connection(scene: Scene) 
 
 @pytest.mark.parametrize("with_keys", [False, True])
 def test_a_slice_of_the_fuzzer(with_keys: bool) -> None:
-    """The complete fuzzer: `python -m simulation.fuzz --messages 1000000`."""
-    report = fuzz.run(10_000, seed=7, processes=1, with_keys=with_keys)
+    """The complete fuzzer: `python -m simulation.fuzz.messages --messages 1000000`."""
+    report = messages.run(10_000, seed=7, processes=1, with_keys=with_keys)
     assert report.faults == []
     assert report.received >= 10_000
     stats = report.stats["P"]

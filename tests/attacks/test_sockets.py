@@ -15,7 +15,7 @@ from baton.handoff.protocol.messages import Bye, Hello
 from baton.handoff.session.curve import as_server
 from baton.handoff.session.keys import TicketKeys
 from baton.kv.interval import Interval
-from simulation import fuzz_sockets
+from simulation.fuzz import sockets
 from tests.attacks.attacker import KEYS, TICKET_KEY, Scene
 
 Until = Callable[[Callable[[], object]], None]
@@ -23,8 +23,8 @@ Until = Callable[[Callable[[], object]], None]
 
 @pytest.mark.parametrize("with_keys", [False, True])
 def test_a_slice_of_the_socket_fuzzer(with_keys: bool) -> None:
-    """The complete fuzzer: `python -m simulation.fuzz_sockets --frames 10000000`."""
-    report = fuzz_sockets.run(20_000, seed=1, processes=1, with_keys=with_keys, settle_s=0.0)
+    """The complete fuzzer: `python -m simulation.fuzz.sockets --frames 10000000`."""
+    report = sockets.run(20_000, seed=1, processes=1, with_keys=with_keys, settle_s=0.0)
     assert report.faults == []
     assert report.frames >= 20_000
     assert report.victims is not None

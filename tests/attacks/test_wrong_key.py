@@ -13,7 +13,7 @@ from baton.handoff.protocol.messages import Hello
 from baton.handoff.session.keys import KeyRing, make_keys
 from baton.handoff.session.sockets import Channel
 from baton.kv.interval import Interval
-from simulation.handoff_pair import attacked
+from simulation.fuzz.pair import attacked
 from tests.attacks.attacker import KEYS, TICKET_KEY, Scene
 
 Until = Callable[[Callable[[], object]], None]

@@ -11,8 +11,8 @@ from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket
 from baton.handoff.session.config import Timers
 from baton.kv.interval import Interval
-from simulation import handoff_pair
-from simulation.handoff_pair import DIM, GROUPS, HEADS
+from simulation.fuzz import pair
+from simulation.fuzz.pair import DIM, GROUPS, HEADS
 from tests.support.tickets import make_ticket_between, signed
 
 KEY = b"k" * 32
@@ -20,7 +20,7 @@ SEEDS = Seeds(first_token=5, draft_token_ids=[6, 7, 8])
 TIMERS = Timers(retry=0.05, check=0.02, close=2.0)
 
 
-class Node(handoff_pair.Node):
+class Node(pair.Node):
     """A node for tests of complete agents. `DecodeProgress` events go into `progress`, all others into `events`."""
 
     def __init__(self, name: str, scheme: str = "local://", page_size: int = 4, **config: object) -> None:

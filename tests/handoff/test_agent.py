@@ -32,7 +32,7 @@ from baton.handoff.session.keys import TicketKeys
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
-from simulation.handoff_pair import DIM, HEADS, NUM_PAGES
+from simulation.fuzz.pair import DIM, HEADS, NUM_PAGES
 from tests.handoff.nodes import (
     KEY,
     SEEDS,

@@ -1,4 +1,4 @@
-"""The planner over random geometries: a slice of `python -m simulation.planning`, and broken planners that it
+"""The planner over random geometries: a slice of `python -m simulation.planning.check`, and broken planners that it
 detects.
 """
 
@@ -16,8 +16,8 @@ from baton.handoff.plan import planner, runs, topology
 from baton.handoff.protocol import digests, gather
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
-from simulation import planning_engines
-from simulation.planning import play
+from simulation.planning import engines
+from simulation.planning.check import play
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -127,17 +127,17 @@ def ranks_count_as_they_are_named(patch: pytest.MonkeyPatch) -> None:
 
 def planes_share_as_the_first_does(patch: pytest.MonkeyPatch) -> None:
     """As if a Mamba-2 layer's B and C were cut like x."""
-    original = planning_engines.parts_of
+    original = engines.parts_of
 
     def parts_of(*given: Any) -> Any:
         return [(group, (firsts[0],) * len(firsts)) for group, firsts in original(*given)]
 
-    patch.setattr(planning_engines, "parts_of", parts_of)
+    patch.setattr(engines, "parts_of", parts_of)
 
 
 def what_is_whole_is_cut(patch: pytest.MonkeyPatch) -> None:
     """Each rank claims only its share of B and C of a single group."""
-    original = planning_engines.parts_of
+    original = engines.parts_of
 
     def parts_of(groups: Any, config: Any, num_layers: int, rank: int) -> Any:
         cut = [
@@ -166,7 +166,7 @@ def what_is_whole_is_cut(patch: pytest.MonkeyPatch) -> None:
             for part, firsts in found
         ]
 
-    patch.setattr(planning_engines, "parts_of", parts_of)
+    patch.setattr(engines, "parts_of", parts_of)
 
 
 def planes_of_one_width_have_one_share(patch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ import aiohttp
 
 from baton.server import build_app
 from baton.text import Tokenizer
-from simulation.http_bytes import HttpMaker
+from simulation.fuzz.http_bytes import HttpMaker
 from tests.server.fake_serving import FakeEngine, served
 
 
 async def test_a_server_answers_after_any_bytes(directory: Path, session: aiohttp.ClientSession) -> None:
-    """A slice of `python -m simulation.fuzz_deployment`, which attacks whole processes."""
+    """A slice of `python -m simulation.fuzz.deployment`, which attacks whole processes."""
     maker = HttpMaker(random.Random(3))
     engine = FakeEngine(directory)
     async with served(build_app(engine, Tokenizer.load(directory))) as url:

@@ -1,4 +1,4 @@
-"""Random engines for `simulation.planning`: ranks, stages, planes, layouts, and what one wants of the other."""
+"""Random engines for `simulation.planning.check`: ranks, stages, planes, layouts, and what one wants of the other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.kv.interval import ALL_LAYERS, Interval
-from simulation.planning_engines import as_layers, engine, hybrid
+from simulation.planning.engines import as_layers, engine, hybrid
 from simulation.topologies import Layers, Part, Shape, instance, place, random_layout
 
 _PAGES = 9

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from baton.handoff.protocol.frames import decode, kind_of
 from baton.handoff.protocol.messages import Bye, Hello
-from simulation.network import Network, SimChannel
-from simulation.sockets import Parts, SimSocket
+from simulation.modelled.network import Network, SimChannel
+from simulation.modelled.sockets import Parts, SimSocket
 
 if TYPE_CHECKING:
     from simulation.world import World

@@ -13,7 +13,7 @@ from baton.handoff.protocol.frames import kind_of
 from baton.handoff.protocol.messages import Cancelled, Commit, Confirm, Finished, Hello, Message
 from baton.handoff.session.base import Connection
 from baton.handoff.session.sockets import Channel
-from simulation.sockets import Parts, SimContext, SimPoller, SimSocket
+from simulation.modelled.sockets import Parts, SimContext, SimPoller, SimSocket
 
 if TYPE_CHECKING:
     from simulation.rank import Rank

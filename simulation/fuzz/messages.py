@@ -1,10 +1,10 @@
 """Fuzz a live handoff agent with broken control messages while it hands requests over.
 
-    python -m simulation.fuzz --messages 1000000
+    python -m simulation.fuzz.messages --messages 1000000
 
 Two engines without models, P and D, run in this process, hand requests over and compare every byte. Other processes
-connect to both and send the frames of `simulation.frames`: messages of each kind with fields changed, truncated, of
-other types or huge, replays, spent tickets, foreign attempts, and sessions opened and left by the hundred. With
+connect to both and send the frames of `simulation.fuzz.frames`: messages of each kind with fields changed, truncated,
+of other types or huge, replays, spent tickets, foreign attempts, and sessions opened and left by the hundred. With
 `--keys` the attackers are an engine with an authorised key; without, any process on this host.
 
 Every handoff must be served, and memory, open files and threads must not grow.
@@ -36,8 +36,8 @@ from baton.handoff.protocol.messages import AttemptKey, Hello
 from baton.handoff.session.curve import as_client
 from baton.handoff.session.keys import KeyRing, Keys, TicketKeys, make_keys
 from baton.transports.registry import create_transport
-from simulation.frames import FrameMaker
-from simulation.handoff_pair import HANDOFF_LIMIT_S, SPENT, Traffic, attacked
+from simulation.fuzz.frames import FrameMaker
+from simulation.fuzz.pair import HANDOFF_LIMIT_S, SPENT, Traffic, attacked
 
 ATTACKER = "X"
 _FRAMES_PER_SESSION, _SESSIONS_PER_SOCKET = 30, 40
@@ -244,7 +244,8 @@ def growth(before: Usage, after: Usage) -> list[str]:
 
 def main() -> int:
     """Returns 0 if all checks passed."""
-    parser = argparse.ArgumentParser(prog="python -m simulation.fuzz", description=(__doc__ or "").splitlines()[0])
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m simulation.fuzz.messages", description=description)
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2, help="attacking processes")

@@ -1,11 +1,11 @@
 """Fuzz the ZeroMQ sockets of live handoff agents below the message level, without a key, while they hand over.
 
-    python -m simulation.fuzz_sockets --frames 10000000
+    python -m simulation.fuzz.sockets --frames 10000000
 
 P and D, engines without models, run in one process, hand requests over and compare every byte. Other processes connect
-to both and send the bytes of `simulation.zmtp`: valid and broken greetings, handshakes, commands and frames, connection
-ids that only the listener may assign, and messages without an end. They disconnect, or stay connected and silent. With
-`--keys` the engines have a key directory, and the attackers know the engines' public keys.
+to both and send the bytes of `simulation.fuzz.zmtp`: valid and broken greetings, handshakes, commands and frames,
+connection ids that only the listener may assign, and messages without an end. They disconnect, or stay connected and silent.
+With `--keys` the engines have a key directory, and the attackers know the engines' public keys.
 
 P and D must survive, every handoff must be served, and memory, open files and threads must not grow.
 """
@@ -31,9 +31,9 @@ from zmq.utils import z85
 from baton.handoff.agent.attempts import TOMBSTONE_S
 from baton.handoff.session.curve import HANDSHAKE_MS
 from baton.handoff.session.keys import KeyRing, make_keys
-from simulation.fuzz import Usage, growth
-from simulation.handoff_pair import SHORT_LIFE_S, Traffic, attacked
-from simulation.strangers import Target, attack
+from simulation.fuzz.messages import Usage, growth
+from simulation.fuzz.pair import SHORT_LIFE_S, Traffic, attacked
+from simulation.fuzz.strangers import Target, attack
 
 _NUM_BEFORE = 200  # handoffs before the attack
 _PAUSE_S = 0.002  # between two handoffs
@@ -196,7 +196,7 @@ def _target(address: str, keys: str | None) -> Target:
 def main() -> int:
     """Returns 0 if all checks passed."""
     parser = argparse.ArgumentParser(
-        prog="python -m simulation.fuzz_sockets", description=(__doc__ or "").splitlines()[0]
+        prog="python -m simulation.fuzz.sockets", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""`python -m simulation.planning`: the planner over random geometries, against an oracle that checks every byte.
+"""`python -m simulation.planning.check`: the planner over random geometries, against an oracle that checks every byte.
 
 Each case is two engines with their own ranks, stages, groups of planes, page sizes and layouts, and the entries that
 each destination rank wants. Every wanted byte must be copied exactly once, from the right place, and nothing else
@@ -26,7 +26,7 @@ from baton.handoff.protocol.digests import cells_of, share
 from baton.handoff.protocol.gather import LEAD, pairs_of
 from baton.kv.geometry import CopyList, Geometry, Int64Array
 from baton.kv.interval import ALL_LAYERS, Interval
-from simulation.planning_cases import Case, draw
+from simulation.planning.cases import Case, draw
 
 
 @dataclass(slots=True)
@@ -231,7 +231,8 @@ def play(seeds: Sequence[int]) -> Tally:
 
 def main() -> int:
     """Returns 0 if every case passed."""
-    parser = argparse.ArgumentParser(prog="python -m simulation.planning", description=(__doc__ or "").splitlines()[0])
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m simulation.planning.check", description=description)
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--first-seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
 
-from simulation.http_bytes import HttpMaker
-from simulation.zmtp import Handshake, Step, ZmtpMaker
+from simulation.fuzz.http_bytes import HttpMaker
+from simulation.fuzz.zmtp import Handshake, Step, ZmtpMaker
 
 _HELD = 64  # connections that one attacker leaves open
 _ANSWER_S = 0.2

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from simulation.rank import Rank
     from simulation.world import World
 
-from simulation.memory import CELL_BYTES
+from simulation.modelled.memory import CELL_BYTES
 
 # Seconds until a connection to a dead process is found broken.
 _NOTICED = (0.3, 8.0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 if TYPE_CHECKING:
-    from simulation.network import Network, SimChannel
+    from simulation.modelled.network import Network, SimChannel
 
 Parts = list[bytes]
 

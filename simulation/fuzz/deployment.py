@@ -1,11 +1,11 @@
 """Fuzz the ports of whole processes without a key, while requests are handed off.
 
-    python -m simulation.fuzz_deployment --frames 10000000 --keys
+    python -m simulation.fuzz.deployment --frames 10000000 --keys
 
 A prefill engine, a decode engine (`baton serve`) and a router (`baton router`) serve the demo model. Attackers send the
-bytes of `simulation.zmtp` to the engines' control sockets, and those of `simulation.http_bytes` to all HTTP ports. A
-client sends short requests to the router one after the other, each of which is handed off, and compares every token.
-With `--keys` the engines have a key directory, and the attackers know the engines' public keys.
+bytes of `simulation.fuzz.zmtp` to the engines' control sockets, and those of `simulation.fuzz.http_bytes` to all HTTP
+ports. A client sends short requests to the router one after the other, each of which is handed off, and compares every
+token. With `--keys` the engines have a key directory, and the attackers know the engines' public keys.
 
 All processes must survive, every answer must be right, and memory, open files and threads must not grow.
 """
@@ -40,10 +40,10 @@ from baton.bench.client import stream_completion
 from baton.deployment import BATON
 from baton.handoff.session.keys import KeyRing, make_keys
 from baton.openai.http.limits import HttpLimits
-from simulation.fuzz import Usage, growth
-from simulation.strangers import Target, attack
+from simulation.fuzz.messages import Usage, growth
+from simulation.fuzz.strangers import Target, attack
 
-_MODEL = str(Path(__file__).parent.parent / "models" / "baton-demo-llama")
+_MODEL = str(Path(__file__).parents[2] / "models" / "baton-demo-llama")
 _NAMES = ("P", "D", "router")
 _HAND_OFF_ALL = ("--max-local-prefill-length", "0")
 _START_S = 120.0
@@ -238,7 +238,7 @@ def tell(report: Report) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if all checks passed."""
     parser = argparse.ArgumentParser(
-        prog="python -m simulation.fuzz_deployment", description=(__doc__ or "").splitlines()[0]
+        prog="python -m simulation.fuzz.deployment", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Iterator
 
-from simulation.zmtp import Step, damaged, greeting
+from simulation.fuzz.zmtp import Step, damaged, greeting
 
 _PATHS = (
     b"/",

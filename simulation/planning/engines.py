@@ -1,5 +1,5 @@
-"""Hybrids for `simulation.planning`, cut as an engine cuts them: `baton.engine.memory.kv_memory` gives each rank's
-share of each plane.
+"""Hybrids for `simulation.planning.check`, cut as an engine cuts them: `baton.engine.memory.kv_memory` gives each
+rank's share of each plane.
 
 Ranks share the x of a Mamba-2 layer by the recurrence's heads, and B and C by groups of heads, or not at all if there
 is one group. Attention heads are replicated if there are fewer than ranks. So on one rank each plane has a share of its

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.messages import Bye
-from simulation.sockets import Parts, SimSocket
+from simulation.modelled.sockets import Parts, SimSocket
 
 if TYPE_CHECKING:
-    from simulation.network import Network
+    from simulation.modelled.network import Network
     from simulation.world import World
 
 Manner = Literal["bye", "silent", "garbage", "echo", "parts", "engine"]

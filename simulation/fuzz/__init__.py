@@ -1,0 +1,1 @@
+"""Attacks on live engines: random messages, bytes below messages, and whole processes."""

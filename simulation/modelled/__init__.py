@@ -1,0 +1,1 @@
+"""What is modelled: network, sockets, memory, transports, event loops, and strangers."""

@@ -1,0 +1,1 @@
+"""The planner against every byte, on random engines."""
