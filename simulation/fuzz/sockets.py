@@ -4,8 +4,8 @@
 
 P and D, engines without models, run in one process, hand requests over and compare every byte. Other processes connect
 to both and send the bytes of `simulation.fuzz.zmtp`: valid and broken greetings, handshakes, commands and frames,
-connection ids that only the listener may assign, and messages without an end. They disconnect, or stay connected and silent.
-With `--keys` the engines have a key directory, and the attackers know the engines' public keys.
+connection ids that only the listener may assign, and messages without an end. They disconnect, or stay connected and
+silent. With `--keys` the engines have a key directory, and the attackers know the engines' public keys.
 
 P and D must survive, every handoff must be served, and memory, open files and threads must not grow.
 """
