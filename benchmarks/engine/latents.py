@@ -17,8 +17,8 @@ import torch
 
 from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.latent import Latents
-from baton.models.latent import LatentProjection
-from baton.models.linear import Build
+from baton.models.layers.latent import LatentProjection
+from baton.models.layers.linear import Build
 from baton.models.specs import LatentSpec
 
 SPEC = LatentSpec(latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128, query_rank=None, is_interleaved=True)

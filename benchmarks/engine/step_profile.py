@@ -21,8 +21,8 @@ import typer
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.registry import get_backend
 from baton.models.cache import KVLayerSpec
-from baton.models.linear import Linear
-from baton.models.loader import load_model
+from baton.models.layers.linear import Linear
+from baton.models.loading.loader import load_model
 
 PAGE = 16
 CONTEXT = 512

@@ -21,7 +21,7 @@ from baton.handoff.plan.topology import Instance, RankGeometry
 from baton.kv.geometry import Geometry
 from baton.kv.spec import GroupSpec
 from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerSpec
-from baton.models.mamba2 import Mamba2Spec
+from baton.models.layers.mamba2 import Mamba2Spec
 from simulation.topologies import Layers, Part, place, random_layout
 
 _TP = (1, 2, 4, 8)

@@ -14,7 +14,7 @@ import torch
 
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.errors import BatonError, CheckpointError, ConfigError, RequestError
-from baton.models.loader import load_model
+from baton.models.loading.loader import load_model
 from baton.text import Tokenizer
 from tests.support.checkpoints import make_checkpoint
 

@@ -11,7 +11,7 @@ import torch
 from baton.drafters.ngram import NGram, _follow
 from baton.engine.config import SpeculativeConfig
 from baton.errors import ConfigError
-from baton.models.linear import Build
+from baton.models.layers.linear import Build
 
 BUILD = Build(torch.float32, torch.device("cpu"), False)
 

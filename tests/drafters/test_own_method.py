@@ -15,7 +15,7 @@ from baton.drafters.base import DraftBatch, Drafter
 from baton.drafters.registry import DRAFTERS
 from baton.models.base import CausalLM
 from baton.models.cache import KVLayerSpec
-from baton.models.linear import Build
+from baton.models.layers.linear import Build
 
 TARGET = "models/baton-demo-llama"
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 9, 9], [1], list(range(40, 90))]

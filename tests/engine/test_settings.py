@@ -21,7 +21,7 @@ from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.loading.generation_config import GENERATION_FIELDS
 from baton.handoff.protocol.ticket import request_digest
-from baton.models.loader import _CONFIG_NOISE
+from baton.models.loading.loader import _CONFIG_NOISE
 from baton.text import Tokenizer
 from baton.wire import EngineInfo, GenerateRequest, SamplingParams, StructuredOutputsParams, VllmIdentity
 from tests.support.checkpoints import make_checkpoint, make_drafter

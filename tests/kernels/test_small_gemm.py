@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.kernels.cpu import small_gemm
-from baton.models.linear import Build, Linear, cancelling, packed
+from baton.models.layers.linear import Build, Linear, cancelling, packed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.models import linear
+from baton.models.layers import linear
 
 
 @pytest.fixture

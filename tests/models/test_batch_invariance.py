@@ -15,10 +15,10 @@ from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.registry import get_backend
 from baton.kernels.cpu.elementwise import silu_mul
 from baton.models import load_model
-from baton.models.headwise import invariant_headwise
-from baton.models.layers import RMSNorm
-from baton.models.linear import Build, Linear, block_heights, blocks, cancelling
-from baton.models.rotary import rotate
+from baton.models.layers.headwise import invariant_headwise
+from baton.models.layers.decoder_layer import RMSNorm
+from baton.models.layers.linear import Build, Linear, block_heights, blocks, cancelling
+from baton.models.layers.rotary import rotate
 from tests.support.paged import PagedSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")

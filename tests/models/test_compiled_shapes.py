@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import torch  # as a user's program may, before baton
-from baton.models.linear import Build, Linear
+from baton.models.layers.linear import Build, Linear
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

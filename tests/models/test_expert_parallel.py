@@ -16,10 +16,10 @@ from baton.engine.loading.facts import numeric_probe
 from baton.engine.memory.kv_memory import model_groups
 from baton.engine.ranks.collective import Exchange
 from baton.errors import ConfigError
-from baton.models.expert_parallel import Elsewhere, ExpertRanks, SharedLayer
-from baton.models.loader import load_model, weight_table
-from baton.models.moe import Experts
-from baton.models.parallel import TensorRank
+from baton.models.layers.expert_parallel import RemoteExpert, ExpertRanks, SharedLayer
+from baton.models.loading.loader import load_model, weight_table
+from baton.models.layers.moe import Experts
+from baton.models.layers.parallel import TensorRank
 from tests.models.test_ranks import CASES, FOUR
 from tests.support.checkpoints_gpt_oss import make_gpt_oss
 from tests.support.checkpoints_granite import make_granite
@@ -96,7 +96,7 @@ def test_ranks_have_each_expert_once_between_them(path_of: Callable[[str], Path]
         assert all(torch.equal(place.tensor, whole[name].tensor) for name, place in table.items())
         names += [name for name in table if ".experts." in name]
         for layer in (part for part in model.modules() if isinstance(part, Experts)):
-            held = [expert for expert, part in enumerate(layer) if not isinstance(part, Elsewhere)]
+            held = [expert for expert, part in enumerate(layer) if not isinstance(part, RemoteExpert)]
             assert held == list(shared.held(len(layer)))
     assert sorted(names) == sorted(name for name in whole if ".experts." in name)
 

@@ -13,8 +13,8 @@ from baton.kernels.cpu.elementwise import gelu_mul
 from baton.models import load_model
 from baton.models.config import get_float
 from baton.models.gemma3 import Gemma3
-from baton.models.layers import WideNorm
-from baton.models.linear import Build
+from baton.models.layers.decoder_layer import Fp32RMSNorm
+from baton.models.layers.linear import Build
 from tests.models.test_against_transformers import LENGTH, assert_logits_match, prompt, reference, run
 from tests.support.checkpoints_gemma3 import GEMMA3_SHAPES, make_gemma3
 
@@ -60,7 +60,7 @@ def test_the_gate_and_the_norm_are_those_of_pytorch(dtype: torch.dtype) -> None:
     tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 1e-6}
     expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
     torch.testing.assert_close(gelu_mul(x).double(), expected, **tolerance)
-    norm = WideNorm(146, 1e-6, 1.0, Build(dtype, torch.device("cpu")))
+    norm = Fp32RMSNorm(146, 1e-6, 1.0, Build(dtype, torch.device("cpu")))
     norm.weight.copy_(torch.linspace(-0.5, 0.5, 146))
     found = norm(x)
     norm._on_cpu = False

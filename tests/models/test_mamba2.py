@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.models.cache import Recurrence, Scanned, States
-from baton.models.linear import Build
-from baton.models.mamba2 import Mamba2, Mamba2Spec
+from baton.models.cache import Recurrence, ScanRows, States
+from baton.models.layers.linear import Build
+from baton.models.layers.mamba2 import Mamba2, Mamba2Spec
 
 HIDDEN = 32
 SPECS = {
@@ -27,7 +27,7 @@ class Slots:
     """The cache of one layer's forward: the given states, and the states after the rows `kept`."""
 
     def __init__(self, states: States, query_start: list[int], kept: list[int]) -> None:
-        self.states, self.rows = states, Scanned(np.array(query_start, np.int32), np.array(kept, np.int64))
+        self.states, self.rows = states, ScanRows(np.array(query_start, np.int32), np.array(kept, np.int64))
         self.kept: States = ()
 
     def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:

@@ -13,7 +13,7 @@ from tests.support.checkpoints import make_checkpoint
 LOADS = """
 import sys
 
-from baton.models import loader
+from baton.models.loading import loader
 
 
 def peak():

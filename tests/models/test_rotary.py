@@ -9,7 +9,7 @@ import torch
 
 from baton.errors import CheckpointError
 from baton.models.config import RawConfig, decoder_fields, get_rope, get_rotary_dim
-from baton.models.rotary import Rotary, rotate, yarn_mscale
+from baton.models.layers.rotary import Rotary, rotate, yarn_mscale
 
 LENGTH = 4096
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 256}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.errors import CheckpointError
 from baton.models import load_model
-from baton.models.loader import weight_table
+from baton.models.loading.loader import weight_table
 
 pytestmark = pytest.mark.usefixtures("one_thread", "unpacked")
 
@@ -121,7 +121,7 @@ def test_a_head_in_another_dtype_is_compared_as_it_is_computed_with(path: Path) 
 def test_another_head_is_told(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors = load_file(path / SINGLE)
     write(path, {**tensors, HEAD: other(tensors[EMBEDDING])})
-    with caplog.at_level(logging.WARNING, "baton.models.stored"):
+    with caplog.at_level(logging.WARNING, "baton.models.loading.stored"):
         load_model(path)
     assert "tie_word_embeddings is true, but lm_head.weight is stored and differs" in caplog.text
 
@@ -129,7 +129,7 @@ def test_another_head_is_told(path: Path, caplog: pytest.LogCaptureFixture) -> N
 def test_a_single_file_counts_more_than_an_index_left_behind(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors = load_file(path / SINGLE)
     shard(path, {name: other(tensor) for name, tensor in tensors.items()})
-    with caplog.at_level(logging.WARNING, "baton.models.stored"):
+    with caplog.at_level(logging.WARNING, "baton.models.loading.stored"):
         assert_same(path)
     assert "not used: model-00001-of-00002.safetensors, model-00002-of-00002.safetensors" in caplog.text
 
@@ -142,7 +142,7 @@ def test_an_index_of_shards_that_are_gone_does_not_matter_beside_a_single_file(p
 def test_unused_tensors_are_named(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     extra = {f"model.layers.{layer}.mlp.up_proj.weight": torch.ones(1) for layer in range(3, 15)}
     write(path, {**load_file(path / SINGLE), **extra, "v_head.bias": torch.ones(1)})
-    with caplog.at_level(logging.WARNING, "baton.models.stored"):
+    with caplog.at_level(logging.WARNING, "baton.models.loading.stored"):
         load_model(path)
     assert "13 tensors are not used by the model: model.layers.10 (1), " in caplog.text
     assert "and 5 more parts" in caplog.text

@@ -17,10 +17,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
 from baton.models.config import get_dtype
-from baton.models.linear import Build
-from baton.models.loader import load_model, weight_table
+from baton.models.layers.linear import Build
+from baton.models.loading.loader import load_model, weight_table
 from baton.models.registry import model_class
-from baton.models.stored import read_config
+from baton.models.loading.stored import read_config
 
 NUM_BYTES = 256
 BOS, EOS = "<s>", "</s>"

@@ -23,17 +23,17 @@ from baton.models.cache import (
     LayerCache,
     LayerSpec,
     Recurrence,
-    Scanned,
+    ScanRows,
     StateLayerSpec,
     StatePlane,
     States,
 )
 from baton.models.config import ModelConfig, RawConfig, decoder_fields
-from baton.models.layers import MLP, DecoderLayer, RMSNorm
-from baton.models.linear import Build, Linear
-from baton.models.loader import load_model
+from baton.models.layers.decoder_layer import MLP, DecoderLayer, RMSNorm
+from baton.models.layers.linear import Build, Linear
+from baton.models.loading.loader import load_model
 from baton.models.registry import MODELS
-from baton.models.rotary import rotate
+from baton.models.layers.rotary import rotate
 from tests.support.checkpoints import make_checkpoint
 
 MODEL_TYPE = "every_kind"
@@ -102,7 +102,7 @@ class StateLayer(nn.Module):
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
         inputs, decay = torch.split(self.in_proj(self.norm(x)), [CHANNELS, STATE_HEADS], dim=-1)
 
-        def recurrence(states: States, rows: Scanned) -> tuple[Tensor, States]:
+        def recurrence(states: States, rows: ScanRows) -> tuple[Tensor, States]:
             out, kept = torch.empty(len(x), CHANNELS), []
             for r, (conv, ssm) in enumerate(zip(*states, strict=True)):
                 for t in range(rows.query_start[r], rows.query_start[r + 1]):
@@ -159,7 +159,7 @@ class WholeSequence:
             torch.zeros(1, p.num_heads, p.head_dim, dtype=getattr(torch, p.dtype or "float32")) for p in spec.planes
         )
         last = np.array([self.num_rows - 1])
-        return recurrence(states, Scanned(np.array([0, self.num_rows], dtype=np.int32), last))[0]
+        return recurrence(states, ScanRows(np.array([0, self.num_rows], dtype=np.int32), last))[0]
 
     num_rows = 0
 

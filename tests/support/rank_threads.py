@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from baton.models.parallel import TensorRank
+from baton.models.layers.parallel import TensorRank
 
 R = TypeVar("R")
 LIMIT_S = 60.0

@@ -18,8 +18,8 @@ from baton.drafters.chain import IntArray
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerSpec
-from baton.models.linear import Build
-from baton.models.loader import load_model
+from baton.models.layers.linear import Build
+from baton.models.loading.loader import load_model
 
 
 class DraftModel:

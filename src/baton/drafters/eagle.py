@@ -15,8 +15,8 @@ from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig
-from baton.models.layers import DecoderLayer
-from baton.models.linear import Build, Linear
+from baton.models.layers.decoder_layer import DecoderLayer
+from baton.models.layers.linear import Build, Linear
 
 
 class Eagle(HeadDrafter):

@@ -21,10 +21,10 @@ from baton.errors import CheckpointError
 from baton.models.base import CausalLM, Embedding
 from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerCache, LayerSpec
 from baton.models.config import ModelConfig
-from baton.models.linear import Build, Linear
-from baton.models.loader import fill
-from baton.models.rotary import Rotary
-from baton.models.stored import stored_tensors
+from baton.models.layers.linear import Build, Linear
+from baton.models.loading.loader import fill
+from baton.models.layers.rotary import Rotary
+from baton.models.loading.stored import stored_tensors
 
 
 class HeadDrafter(nn.Module, ABC):

@@ -20,10 +20,10 @@ from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig, RawConfig, get_bool
-from baton.models.layers import RMSNorm
-from baton.models.linear import Build, Linear
-from baton.models.loader import fill
-from baton.models.stored import read_config
+from baton.models.layers.decoder_layer import RMSNorm
+from baton.models.layers.linear import Build, Linear
+from baton.models.loading.loader import fill
+from baton.models.loading.stored import read_config
 
 # Targets whose checkpoints store their modules this way, after the last layer.
 _TYPES = ("deepseek_v3", "glm4_moe")

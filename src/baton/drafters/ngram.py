@@ -16,7 +16,7 @@ from baton.drafters.chain import IntArray
 from baton.errors import ConfigError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerSpec
-from baton.models.linear import Build
+from baton.models.layers.linear import Build
 
 # vLLM's default if neither length is given.
 _LENGTH = 5

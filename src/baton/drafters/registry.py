@@ -13,8 +13,8 @@ from baton.drafters.base import Drafter
 from baton.drafters.methods import DRAFTERS
 from baton.errors import ConfigError
 from baton.models.base import CausalLM
-from baton.models.linear import Build
-from baton.models.loader import resolve_dtype
+from baton.models.layers.linear import Build
+from baton.models.loading.loader import resolve_dtype
 
 
 class DrafterLoader(Protocol):

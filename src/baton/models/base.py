@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from baton.models.cache import KVLayerSpec, LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, RopeSpec
-from baton.models.layers import DecoderLayer, make_norm
-from baton.models.linear import Build, Linear
-from baton.models.parallel import stage_layers
-from baton.models.rotary import Rotary
+from baton.models.layers.decoder_layer import DecoderLayer, make_norm
+from baton.models.layers.linear import Build, Linear
+from baton.models.layers.parallel import stage_layers
+from baton.models.layers.rotary import Rotary
 
 
 class Embedding(nn.Module):

@@ -55,7 +55,7 @@ States = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Scanned:
+class ScanRows:
     """The rows of a recurrence: those of request r are query_start[r] .. query_start[r + 1] (int32 [R + 1]). `kept`:
     the rows after which states are returned (int64 [K], ascending)."""
 
@@ -66,7 +66,7 @@ class Scanned:
 class Recurrence(Protocol):
     """A recurrent layer's arithmetic: a pure function."""
 
-    def __call__(self, states: States, rows: Scanned) -> tuple[Tensor, States]:
+    def __call__(self, states: States, rows: ScanRows) -> tuple[Tensor, States]:
         """Takes each plane's states before the rows [R, num_heads, head_dim], zeros for a new request. Returns the
         layer's output [T, ...], and each plane's states after the rows `kept` [K, num_heads, head_dim]."""
         ...

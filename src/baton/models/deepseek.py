@@ -11,10 +11,10 @@ from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LatentLayerSpec, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int
-from baton.models.latent import LatentAttention
-from baton.models.layers import DecoderLayer
-from baton.models.linear import Build
-from baton.models.moe import feed_forward
+from baton.models.layers.latent import LatentAttention
+from baton.models.layers.decoder_layer import DecoderLayer
+from baton.models.layers.linear import Build
+from baton.models.layers.moe import feed_forward
 from baton.models.specs import LatentSpec, MoESpec
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -32,10 +32,10 @@ class Deepseek(CausalLM):
         return DecoderLayer(config, layer_id, build, attention=attention, mlp=feed_forward(config, layer_id, build))
 
     def stored_name(self, name: str) -> str | None:
-        return None if is_behind(name, self.config.num_layers) else super().stored_name(name)
+        return None if is_mtp_layer(name, self.config.num_layers) else super().stored_name(name)
 
 
-def is_behind(name: str, num_layers: int) -> bool:
+def is_mtp_layer(name: str, num_layers: int) -> bool:
     """Whether a tensor is of a layer after the last, where checkpoints store their MTP modules."""
     layer = _LAYER.match(name)
     return layer is not None and int(layer[1]) >= num_layers
@@ -63,7 +63,7 @@ def latent_fields(raw: RawConfig, max_position_default: int, interleaved: bool) 
     return {**fields, "head_dim": head_dim, "latent": spec, "qkv_bias": bias, "o_bias": bias}
 
 
-def biased_experts(raw: RawConfig, num_layers: int) -> MoESpec:
+def sigmoid_experts(raw: RawConfig, num_layers: int) -> MoESpec:
     """The spec of DeepSeek-V3's experts (arXiv:2412.19437, 2.1.2)."""
     expect(raw, "topk_method", "noaux_tc")
     expect(raw, "scoring_func", "sigmoid")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.models.config import ModelConfig, RawConfig, get_bool
-from baton.models.deepseek import Deepseek, biased_experts, latent_fields
+from baton.models.deepseek import Deepseek, sigmoid_experts, latent_fields
 
 _DEFAULTS = {
     "first_k_dense_replace": 3,
@@ -20,4 +20,4 @@ class DeepseekV3(Deepseek):
     @classmethod
     def parse_config(cls, raw: RawConfig) -> ModelConfig:
         fields = latent_fields(raw, max_position_default=4096, interleaved=get_bool(raw, "rope_interleave", True))
-        return ModelConfig(**fields, moe=biased_experts({**_DEFAULTS, **raw}, fields["num_layers"]))
+        return ModelConfig(**fields, moe=sigmoid_experts({**_DEFAULTS, **raw}, fields["num_layers"]))

@@ -29,8 +29,8 @@ from baton.models.config import (
     read_rope,
     sliding_layers,
 )
-from baton.models.layers import MLP, Attention, make_norm
-from baton.models.linear import Build
+from baton.models.layers.decoder_layer import MLP, Attention, make_norm
+from baton.models.layers.linear import Build
 
 _ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 _DEFAULTS = {

@@ -6,10 +6,10 @@ from torch import nn
 
 from baton.models.base import CausalLM
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool
-from baton.models.deepseek import biased_experts, is_behind
-from baton.models.layers import DecoderLayer
-from baton.models.linear import Build
-from baton.models.moe import feed_forward
+from baton.models.deepseek import sigmoid_experts, is_mtp_layer
+from baton.models.layers.decoder_layer import DecoderLayer
+from baton.models.layers.linear import Build
+from baton.models.layers.moe import feed_forward
 
 _DEFAULTS = {
     "first_k_dense_replace": 1,
@@ -35,11 +35,11 @@ class Glm4Moe(CausalLM):
             **fields,
             qkv_bias=get_bool(raw, "attention_bias"),
             qk_norm=get_bool(raw, "use_qk_norm"),
-            moe=biased_experts(raw, fields["num_layers"]),
+            moe=sigmoid_experts(raw, fields["num_layers"]),
         )
 
     def layer(self, config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
         return DecoderLayer(config, layer_id, build, mlp=feed_forward(config, layer_id, build))
 
     def stored_name(self, name: str) -> str | None:
-        return None if is_behind(name, self.config.num_layers) else super().stored_name(name)
+        return None if is_mtp_layer(name, self.config.num_layers) else super().stored_name(name)

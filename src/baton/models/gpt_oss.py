@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from baton.errors import CheckpointError
 from baton.kernels.cpu.elementwise import clamped_glu
 from baton.kernels.cpu.scalar import supports
-from baton.models import moe
+from baton.models.layers import moe
 from baton.models.base import CausalLM
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int, sliding_layers
-from baton.models.layers import DecoderLayer
-from baton.models.linear import Build, Linear
-from baton.models.mxfp4 import BLOCKS, SCALES, Mxfp4Pairs, dequantised
-from baton.models.row_linear import RowLinear
+from baton.models.layers.decoder_layer import DecoderLayer
+from baton.models.layers.linear import Build, Linear
+from baton.models.layers.mxfp4 import BLOCKS, SCALES, Mxfp4Pairs, dequantised
+from baton.models.layers.row_linear import RowLinear
 from baton.models.specs import MoESpec
 
 _DEFAULTS: dict[str, Any] = {

@@ -14,10 +14,10 @@ from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int
-from baton.models.layers import MLP, Attention, RMSNorm
-from baton.models.linear import Build
-from baton.models.mamba2 import Mamba2, Mamba2Spec, stored_parts
-from baton.models.moe import Router, mlp_experts
+from baton.models.layers.decoder_layer import MLP, Attention, RMSNorm
+from baton.models.layers.linear import Build
+from baton.models.layers.mamba2 import Mamba2, Mamba2Spec, stored_parts
+from baton.models.layers.moe import Router, mlp_experts
 from baton.models.specs import MoESpec
 
 _RECURRENT = ("mamba", "linear_attention")

@@ -7,9 +7,9 @@ from torch import nn
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_int
-from baton.models.layers import DecoderLayer
-from baton.models.linear import Build
-from baton.models.moe import feed_forward
+from baton.models.layers.decoder_layer import DecoderLayer
+from baton.models.layers.linear import Build
+from baton.models.layers.moe import feed_forward
 from baton.models.specs import MoESpec
 
 

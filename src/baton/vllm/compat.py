@@ -15,7 +15,7 @@ import msgspec
 from baton.errors import ConfigError
 from baton.kv.interval import Kind
 from baton.kv.spec import Owner
-from baton.models.loader import fingerprint, tokenizer_hash
+from baton.models.loading.loader import fingerprint, tokenizer_hash
 from baton.vllm.geometry import KernelLayout, WorkerHeads
 from baton.vllm.groups import CacheTable
 from baton.vllm.ranks import gather

@@ -17,7 +17,7 @@ from baton.engine.plan import StateSlots
 from baton.errors import BatonError
 from baton.kernels.cpu import omp
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes, latent_planes
-from baton.models.cache import Scanned, States
+from baton.models.cache import ScanRows, States
 from tests.support.planes import split_latent_planes
 
 HEADS, LATENT, ROPE, LENGTH = 3, 24, 8, 150
@@ -196,7 +196,7 @@ def slots(read: list[int], kept: list[int], write: list[int]) -> StateSlots:
     return StateSlots(np.array(read), np.array(kept), np.array(write))
 
 
-def count(states: States, rows: Scanned) -> tuple[Tensor, States]:
+def count(states: States, rows: ScanRows) -> tuple[Tensor, States]:
     """Adds up the rows in the state; outputs the state that was read."""
     conv, ssm = states
     lengths = np.diff(rows.query_start)
@@ -239,7 +239,7 @@ def test_states_of_another_shape_are_written_nowhere() -> None:
         scan(memory.planes, 0, StateBatch(np.array([0, 2], np.int32), slots([0], [0, 1], [3, 3])), count)
     for shape in ((1, 2, 5), (2, 2, 1), (2, 1, 5)):
 
-        def stretched(states: States, rows: Scanned, shape: tuple[int, ...] = shape) -> tuple[Tensor, States]:
+        def stretched(states: States, rows: ScanRows, shape: tuple[int, ...] = shape) -> tuple[Tensor, States]:
             return torch.zeros(2), (torch.ones(2, 3, 2), torch.ones(shape))
 
         with pytest.raises(BatonError, match="shape"):

@@ -18,10 +18,10 @@ from torch import Tensor
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.latent import Latents
 from baton.engine.attention.registry import get_backend
-from baton.models import mamba2_torch
-from baton.models.headwise import headwise, invariant_headwise
-from baton.models.linear import Build, Linear
-from baton.models.moe import MoE
+from baton.models.layers import mamba2_torch
+from baton.models.layers.headwise import headwise, invariant_headwise
+from baton.models.layers.linear import Build, Linear
+from baton.models.layers.moe import MoE
 from baton.models.specs import MoESpec
 from tests.models import test_mamba2 as mamba2
 

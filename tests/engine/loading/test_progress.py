@@ -15,7 +15,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.loading import progress
 from baton.engine.loading.checkpoints import load_checkpoints
 from baton.engine.loading.progress import showing
-from baton.models.loader import load_model, watching
+from baton.models.loading.loader import load_model, watching
 from tests.support.checkpoints import make_checkpoint
 
 

@@ -21,7 +21,7 @@ from baton.errors import CheckpointError
 from baton.kv.cache import KVCache
 from baton.models.config import ModelConfig, RawConfig
 from baton.models.glm4_moe import Glm4Moe
-from baton.models.loader import load_model
+from baton.models.loading.loader import load_model
 from baton.wire import SamplingParams
 from tests.engine.engines import Mode, Stepped, pair, request, stepped
 from tests.support.checkpoints import make_checkpoint, make_drafter

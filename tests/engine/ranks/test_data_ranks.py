@@ -17,7 +17,7 @@ from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig, SpeculativeConfig
 from baton.engine.ranks.lockstep import Bells, Lockstep
 from baton.errors import ConfigError, EngineUnavailableError
-from baton.models.expert_parallel import ExpertRanks
+from baton.models.layers.expert_parallel import ExpertRanks
 from baton.wire import SamplingParams
 from benchmarks.parity.models import TARGETS
 from tests.engine.engines import TARGET, request

@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.engine.plan import StateSlots
 from baton.errors import BatonError
 from baton.kv.geometry import NULL_PAGE
-from baton.models.cache import Recurrence, Scanned
+from baton.models.cache import Recurrence, ScanRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def scan(planes: Sequence[Tensor], layer: int, batch: StateBatch, recurrence: Re
     begins = (read == NULL_PAGE)[:, None, None]
     # The null slot means that a request begins; its content is ignored.
     states = tuple(plane[read, layer, 0].masked_fill(begins, 0) for plane in planes)
-    out, kept = recurrence(states, Scanned(batch.query_start, slots.kept))
+    out, kept = recurrence(states, ScanRows(batch.query_start, slots.kept))
     for plane, values in zip(planes, kept, strict=True):
         if values.shape != (len(write), *plane.shape[3:]):
             raise BatonError(f"scan: states of shape {tuple(values.shape)} for {len(write)} rows of a plane")

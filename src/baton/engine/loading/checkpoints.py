@@ -10,9 +10,9 @@ from baton.drafters.registry import load_drafter
 from baton.engine.config import EngineConfig
 from baton.engine.loading.progress import showing
 from baton.models.base import CausalLM
-from baton.models.loader import load_model
-from baton.models.parallel import ALONE, TensorRank
-from baton.models.stored import read_config
+from baton.models.loading.loader import load_model
+from baton.models.layers.parallel import SINGLE_RANK, TensorRank
+from baton.models.loading.stored import read_config
 from baton.structured import Grammars
 from baton.text import Tokenizer
 
@@ -28,7 +28,7 @@ class Loaded:
     grammars: Grammars | None
 
 
-def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], ranks: TensorRank = ALONE) -> Loaded:
+def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], ranks: TensorRank = SINGLE_RANK) -> Loaded:
     """Load this rank's part of the target, and the whole drafter.
 
     Raises `CheckpointError`, and `ConfigError` for a target that cannot be split over so many ranks.

@@ -21,7 +21,7 @@ from baton.engine.runner import ModelRunner
 from baton.engine.sampling.noise import gumbel
 from baton.kv.spec import GroupSpec
 from baton.models.base import CausalLM
-from baton.models.loader import fingerprint, tokenizer_hash
+from baton.models.loading.loader import fingerprint, tokenizer_hash
 from baton.structured import LIBRARY
 
 # Raise this whenever the same request may get other tokens than before.

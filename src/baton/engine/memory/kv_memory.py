@@ -19,7 +19,7 @@ from baton.kv.interval import Kind
 from baton.kv.spec import GroupSpec, Owner, Planes, PlaneSpec, kv_planes, latent_planes
 from baton.models.base import CausalLM
 from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerSpec, StateLayerSpec
-from baton.models.parallel import Share, share_of_heads, stage_layers
+from baton.models.layers.parallel import Share, share_of_heads, stage_layers
 from baton.transports.base import Region, Transport
 
 log = logging.getLogger(__name__)

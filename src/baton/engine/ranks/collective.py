@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from baton.engine.config import EngineConfig
-from baton.models.expert_parallel import ExpertRanks
-from baton.models.parallel import Stage, TensorRank
+from baton.models.layers.expert_parallel import ExpertRanks
+from baton.models.layers.parallel import Stage, TensorRank
 
 # A rank that is paused for longer counts as hung. A dead rank is noticed at once.
 TIMEOUT = timedelta(minutes=10)

@@ -23,7 +23,7 @@ from baton.engine.memory.kv_memory import KVMemory
 from baton.engine.ranks.collective import tensor_rank
 from baton.engine.ranks.messages import MAX_MESSAGE_BYTES, Allocate, Done, Failed, Order, Start, decode_answer, encode
 from baton.errors import EngineUnavailableError
-from baton.models.parallel import TensorRank
+from baton.models.layers.parallel import TensorRank
 from baton.transports.segments import file_of
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from baton.errors import ConfigError, EngineUnavailableError
 
 if TYPE_CHECKING:
-    from baton.models.expert_parallel import ExpertRanks
+    from baton.models.layers.expert_parallel import ExpertRanks
 
 log = logging.getLogger(__name__)
 

@@ -237,7 +237,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def rms_norm_fp32(x: Tensor, weight: Tensor, offset: np.float32, eps: np.float32) -> Tensor:
-    """RMSNorm over the last dimension of a CPU tensor, times `offset` + `weight` in float32 (`layers.WideNorm`)."""
+    """RMSNorm over the last dimension of a CPU tensor, times `offset` + `weight` in float32 (`layers.Fp32RMSNorm`)."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if out.numel():

@@ -13,9 +13,9 @@ from baton.kernels.cpu.elementwise import add_rms_norm, rms_norm, rms_norm_fp32,
 from baton.kernels.cpu.scalar import supports
 from baton.models.cache import Attend
 from baton.models.config import ModelConfig
-from baton.models.linear import Build, MergedLinear, WeightCut
-from baton.models.rotary import rotate
-from baton.models.row_linear import RowLinear
+from baton.models.layers.linear import Build, MergedLinear, WeightCut
+from baton.models.layers.rotary import rotate
+from baton.models.layers.row_linear import RowLinear
 
 
 class RMSNorm(nn.Module):
@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
         return total, self(total)
 
 
-class WideNorm(nn.Module):
+class Fp32RMSNorm(nn.Module):
     """RMSNorm that multiplies by weight + `offset` in float32 and rounds once. `offset`: 0 in gpt-oss, 1 in Gemma."""
 
     def __init__(self, size: int, eps: float, offset: float, build: Build) -> None:
@@ -67,11 +67,11 @@ class WideNorm(nn.Module):
         return total, self(total)
 
 
-def make_norm(config: ModelConfig, size: int, build: Build) -> RMSNorm | WideNorm:
+def make_norm(config: ModelConfig, size: int, build: Build) -> RMSNorm | Fp32RMSNorm:
     """This architecture's norm over `size` numbers."""
     if config.norm_offset is None:
         return RMSNorm(size, config.rms_eps, build)
-    return WideNorm(size, config.rms_eps, config.norm_offset, build)
+    return Fp32RMSNorm(size, config.rms_eps, config.norm_offset, build)
 
 
 class MLP(nn.Module):

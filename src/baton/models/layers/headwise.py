@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.models.linear import (
+from baton.models.layers.linear import (
     BIG_PROBE,
     HEIGHTS,
     TALL,

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from baton.kernels.cpu.elementwise import sigmoid
 from baton.models.config import ModelConfig
-from baton.models.expert_parallel import Elsewhere, SharedLayer
-from baton.models.layers import MLP
-from baton.models.linear import Build, Linear
+from baton.models.layers.expert_parallel import RemoteExpert, SharedLayer
+from baton.models.layers.decoder_layer import MLP
+from baton.models.layers.linear import Build, Linear
 from baton.models.specs import MoESpec
 
 ExpertCall = Callable[[Tensor], Tensor]
@@ -79,7 +79,7 @@ class Experts(nn.ModuleList):
     def __init__(self, make: Callable[[], nn.Module], num_experts: int, hidden: int, build: Build) -> None:
         ranks, self._shared = build.ranks, build.ranks.experts
         held = range(num_experts) if self._shared is None else self._shared.held(num_experts)
-        super().__init__(make() if expert in held else Elsewhere() for expert in range(num_experts))
+        super().__init__(make() if expert in held else RemoteExpert() for expert in range(num_experts))
         self._ranks, self._num_parts = ranks, ranks.num_slices // ranks.size
         # An expert's output here: its partial sums side by side.
         self._width = self._num_parts * hidden
@@ -90,7 +90,7 @@ class Experts(nn.ModuleList):
             self._number = self._shared.add(layer)
 
     def _make(self, rows: Tensor, places_P: Tensor, experts_P: Tensor) -> Tensor:
-        return made_by(self._calls, experts_P, lambda order: rows[places_P[order]], self._width)
+        return run_experts(self._calls, experts_P, lambda order: rows[places_P[order]], self._width)
 
     def mixed(self, x: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """The weighted sum [T, E] of the outputs of each row's experts, in x's dtype, added in the order of `ids_TK`.
@@ -99,7 +99,7 @@ class Experts(nn.ModuleList):
         if self._shared is not None:
             made = self._shared.made(self._number, x, ids_TK)
         else:
-            made = made_by(self._calls, ids_TK.flatten(), lambda order: x[order // top_k], self._width)
+            made = run_experts(self._calls, ids_TK.flatten(), lambda order: x[order // top_k], self._width)
         by_choice = made.view(len(x), top_k, -1)
         total = by_choice[:, 0].float() * weights_TK[:, :1]
         for k in range(1, top_k):
@@ -108,7 +108,7 @@ class Experts(nn.ModuleList):
         return out if self._ranks.num_slices == 1 else self._ranks.add(out.chunk(self._num_parts, dim=1))
 
 
-def made_by(experts: Sequence[ExpertCall], experts_P: Tensor, rows: Callable[[Tensor], Tensor], width: int) -> Tensor:
+def run_experts(experts: Sequence[ExpertCall], experts_P: Tensor, rows: Callable[[Tensor], Tensor], width: int) -> Tensor:
     """The outputs [P, width] of P (row, expert) pairs. `rows` gives the rows of pairs by their indices [N]. Each expert
     is called once, with all its rows."""
     order = experts_P.argsort(stable=True)

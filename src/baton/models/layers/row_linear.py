@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from baton.models.linear import Build, Linear
-from baton.models.parallel import Share
+from baton.models.layers.linear import Build, Linear
+from baton.models.layers.parallel import Share
 
 
 class RowLinear(Linear):

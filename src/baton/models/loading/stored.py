@@ -150,7 +150,7 @@ class Stored:
         tensors of other parts are not included: they would change the computation, and `loader.fill` refuses them."""
         return frozenset(stored for stored, name in self._names.items() if not _is_of(name, num_layers))
 
-    def tell_unused(self, unused: Collection[str]) -> None:
+    def log_unused(self, unused: Collection[str]) -> None:
         """Log the tensors and the weight files that are not used."""
         names = [self._names[stored] for stored in unused if not stored.endswith("rotary_emb.inv_freq")]
         if names:

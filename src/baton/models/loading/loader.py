@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.config import RawConfig, get_dtype
-from baton.models.expert_parallel import Elsewhere
-from baton.models.linear import Build, Linear, WeightCut
-from baton.models.parallel import ALONE, Share, Stage, TensorRank
+from baton.models.layers.expert_parallel import RemoteExpert
+from baton.models.layers.linear import Build, Linear, WeightCut
+from baton.models.layers.parallel import SINGLE_RANK, Share, Stage, TensorRank
 from baton.models.registry import model_class
-from baton.models.stored import Stored, open_file, read_config, weight_files
+from baton.models.loading.stored import Stored, open_file, read_config, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +109,12 @@ def watching(watch: Watch) -> Iterator[None]:
         _WATCH.reset(token)
 
 
-def one_tensor(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+def keep_tensor(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     """The `unpack` of `fill` for checkpoints in which nothing is stacked or packed."""
     return ((name, tensor),)
 
 
-def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = one_tensor) -> None:
+def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = keep_tensor) -> None:
     """Copy the checkpoint's tensors into `module`, casting to its dtypes, and pack each linear layer once it is filled.
 
     `rename` maps a stored name to the module's, or to None to leave the tensor out. `unpack`: as `CausalLM.unpack`.
@@ -124,8 +124,8 @@ def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = o
     # Filled places leave the table, which would otherwise keep weights that a layer has replaced by packing.
     table = weight_table(module)
     places = set(table)
-    unfilled = _Unfilled(module, table)
-    elsewhere = {name for name, part in module.named_modules() if isinstance(part, Elsewhere)}
+    unfilled = _Packer(module, table)
+    elsewhere = {name for name, part in module.named_modules() if isinstance(part, RemoteExpert)}
 
     def here(stored: str) -> str | None:
         name = rename(stored)
@@ -181,7 +181,7 @@ def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor, float]]:
             del tensor
 
 
-class _Unfilled:
+class _Packer:
     """Packs each linear layer when all its places are filled. Places are matched to layers by storage, so a layer with
     a tied weight is packed too."""
 
@@ -222,7 +222,7 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     batch_invariant: bool = False,
-    ranks: TensorRank = ALONE,
+    ranks: TensorRank = SINGLE_RANK,
 ) -> CausalLM:
     """Load the model of a checkpoint directory, or this rank's part of it.
 
@@ -246,7 +246,7 @@ def load_model(
 
     fill(model, path, rename, model.unpack)
     if ranks.rank == ranks.stage.index == 0:
-        stored.tell_unused(unused)
+        stored.log_unused(unused)
     return model.eval()
 
 

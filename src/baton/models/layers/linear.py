@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.kernels.cpu import small_gemm
-from baton.models.parallel import ALONE, Share, TensorRank
+from baton.models.layers.parallel import SINGLE_RANK, Share, TensorRank
 
 # oneDNN and PyTorch each cache what they compile for 1,024 shapes of products by default: most of a gigabyte with
 # prompts of many lengths. They read these variables at the first product.
@@ -52,7 +52,7 @@ class Build:
     dtype: torch.dtype
     device: torch.device
     batch_invariant: bool = False
-    ranks: TensorRank = ALONE
+    ranks: TensorRank = SINGLE_RANK
 
     def empty(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter without gradient."""

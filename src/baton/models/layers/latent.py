@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig, RopeSpec
-from baton.models.headwise import headwise, invariant_headwise
-from baton.models.layers import RMSNorm
-from baton.models.linear import Build, Linear, isolate_non_finite, reads_next_row
-from baton.models.rotary import deinterleaved, rotate, yarn_mscale
-from baton.models.row_linear import RowLinear
+from baton.models.layers.headwise import headwise, invariant_headwise
+from baton.models.layers.decoder_layer import RMSNorm
+from baton.models.layers.linear import Build, Linear, isolate_non_finite, reads_next_row
+from baton.models.layers.rotary import deinterleaved, rotate, yarn_mscale
+from baton.models.layers.row_linear import RowLinear
 from baton.models.specs import LatentSpec
 
 # Not rms_norm_eps, as in transformers.

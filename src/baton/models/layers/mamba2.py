@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from baton.errors import ConfigError
 from baton.kernels.cpu import mamba2 as mamba2_cpu
 from baton.kernels.cpu.scalar import as_array, supports
-from baton.models import mamba2_torch
-from baton.models.cache import LayerCache, Scanned, StateLayerSpec, StatePlane, States
-from baton.models.linear import Build, MergedLinear, WeightCut
-from baton.models.parallel import Share, tree
-from baton.models.row_linear import RowLinear
+from baton.models.layers import mamba2_torch
+from baton.models.cache import LayerCache, ScanRows, StateLayerSpec, StatePlane, States
+from baton.models.layers.linear import Build, MergedLinear, WeightCut
+from baton.models.layers.parallel import Share, tree
+from baton.models.layers.row_linear import RowLinear
 
 # Up to this many rows, row by row costs no more than one chunk.
 _FEW_ROWS = 8
@@ -132,9 +132,9 @@ class Mamba2(nn.Module):
     def forward(self, x: Tensor, cache: LayerCache) -> Tensor:
         projected: Tensor = self.in_proj(x)
 
-        def recurrence(states: States, rows: Scanned) -> tuple[Tensor, States]:
+        def recurrence(states: States, rows: ScanRows) -> tuple[Tensor, States]:
             conv, ssm = torch.cat(states[:3], dim=1), states[3]
-            run = self._on_the_cpu if self._on_cpu else self._anywhere
+            run = self._scan_cpu if self._on_cpu else self._scan_torch
             out, kept_conv, kept_ssm = run(projected, conv, ssm, rows)
             return out, (*torch.split(kept_conv, list(self._spec.conv_sizes), dim=1), kept_ssm)
 
@@ -183,7 +183,7 @@ class Mamba2(nn.Module):
             self._wide = (weight, bias, -self.A_log.float().exp(), self.dt_bias.float(), self.D.float())
         return self._wide
 
-    def _on_the_cpu(self, projected: Tensor, conv: Tensor, ssm: Tensor, rows: Scanned) -> tuple[Tensor, Tensor, Tensor]:
+    def _scan_cpu(self, projected: Tensor, conv: Tensor, ssm: Tensor, rows: ScanRows) -> tuple[Tensor, Tensor, Tensor]:
         weight, bias, rate, dt_bias, skip = (as_array(part) for part in self._parameters32())
         inner, channels, _ = self._split
         values, inputs, num_kept = as_array(projected), as_array(conv), len(rows.kept)
@@ -199,7 +199,7 @@ class Mamba2(nn.Module):
         )  # fmt: skip
         return out, kept_conv, kept_ssm
 
-    def _anywhere(self, projected: Tensor, conv: Tensor, ssm: Tensor, rows: Scanned) -> tuple[Tensor, Tensor, Tensor]:
+    def _scan_torch(self, projected: Tensor, conv: Tensor, ssm: Tensor, rows: ScanRows) -> tuple[Tensor, Tensor, Tensor]:
         spec = self._spec
         weight, bias, rate, dt_bias, skip = self._parameters32()
         _, inputs, dt = torch.split(projected, self._split, dim=1)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from baton.errors import ConfigError
-from baton.models.expert_parallel import ExpertRanks, Gather
+from baton.models.layers.expert_parallel import ExpertRanks, Gather
 
 # Send a tensor to the stage of that number, and receive one from it into the tensor.
 SendTensor = Callable[[Tensor, int], None]
@@ -133,4 +133,4 @@ def share_of_heads(total: int, rank: int, size: int) -> Share:
     raise ConfigError("tensor_parallel_size", f"is {size}, which neither divides nor is a multiple of {total} KV heads")
 
 
-ALONE = TensorRank()
+SINGLE_RANK = TensorRank()

@@ -21,15 +21,15 @@ from baton.errors import ConfigError, EngineUnavailableError
 # All-gather: the tensors of all ranks, in rank order.
 Gather = Callable[[Tensor], Sequence[Tensor]]
 # All-to-all: bytes for each rank, and how many to expect from each -> the bytes from each.
-Swap = Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
+AllToAll = Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
 # Rows [T, E], and the row index and expert id of each pair, both [P] -> the experts' outputs [P, W].
-Make = Callable[[Tensor, Tensor, Tensor], Tensor]
+ComputeExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-_NOTHING = -1
+_NO_LAYER = -1
 _PAIR_BYTES = 8
 
 
-class Elsewhere(nn.Module):
+class RemoteExpert(nn.Module):
     """Placeholder for an expert that another rank holds."""
 
 
@@ -37,7 +37,7 @@ class Elsewhere(nn.Module):
 class SharedLayer:
     """One layer's experts. `make` computes those of this rank; `width` is W."""
 
-    make: Make
+    make: ComputeExperts
     num_experts: int
     hidden: int
     width: int
@@ -46,7 +46,7 @@ class SharedLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class Dispatched:
     """Rows [T, E] that one rank sends to another, with the index into these rows and the expert of each pair, [P]."""
 
     rows: Tensor
@@ -61,15 +61,15 @@ class ExpertRanks:
     may not know of it yet. After a failed round every later one fails: what the other ranks received is unknown.
     """
 
-    def __init__(self, rank: int, size: int, gather: Gather, swap: Swap) -> None:
+    def __init__(self, rank: int, size: int, gather: Gather, all_to_all: AllToAll) -> None:
         self.rank, self.size = rank, size
         self.begun = False
         self.begins: Callable[[], None] = lambda: None
-        self._gather, self._swap = gather, swap
+        self._gather, self._all_to_all = gather, all_to_all
         self._failure: str | None = None
         self._layers: list[SharedLayer] = []
 
-    def held(self, num_experts: int) -> range:
+    def local_experts(self, num_experts: int) -> range:
         """The ids of this rank's experts. Raises `ConfigError` if there are fewer experts than ranks."""
         if num_experts < self.size:
             raise ConfigError("data_parallel_size", f"is {self.size}, and the model has {num_experts} experts")
@@ -89,15 +89,15 @@ class ExpertRanks:
         layer = self._layers[number]
         starts = [rank * layer.num_experts // self.size for rank in range(1, self.size)]
         owners_TK = torch.bucketize(ids_TK, torch.tensor(starts, device=ids_TK.device), right=True)
-        asked, of_rank = [], []
+        dispatched, of_rank = [], []
         for rank in range(self.size):
             theirs_TK = owners_TK == rank
             has_any_T = theirs_TK.any(dim=1)
             rows = theirs_TK.nonzero()[:, 0]
-            asked.append(_Asked(x_TE[has_any_T], (has_any_T.cumsum(0) - 1)[rows], ids_TK[theirs_TK]))
+            dispatched.append(Dispatched(x_TE[has_any_T], (has_any_T.cumsum(0) - 1)[rows], ids_TK[theirs_TK]))
             of_rank.append(theirs_TK.flatten())
         self._begin()
-        answers, _ = self._round(number, asked, 0)
+        answers, _ = self._round(number, dispatched, 0)
         made = torch.empty(ids_TK.numel(), layer.width, dtype=layer.dtype, device=layer.device)
         for theirs, answer in zip(of_rank, answers, strict=True):
             made[theirs] = answer
@@ -110,7 +110,7 @@ class ExpertRanks:
         """
         self._begin()
         while True:
-            _, words = self._round(_NOTHING, [], word)
+            _, words = self._round(_NO_LAYER, [], word)
             if words is not None:
                 self.begun = False
                 return words
@@ -124,51 +124,51 @@ class ExpertRanks:
                 self._failure = str(error)
                 raise
 
-    def _round(self, number: int, asked: Sequence[_Asked], word: int) -> tuple[list[Tensor], list[int] | None]:
+    def _round(self, number: int, dispatched: Sequence[Dispatched], word: int) -> tuple[list[Tensor], list[int] | None]:
         """The answers to what this rank dispatches; or, if no rank dispatched anything, the words of all."""
         if self._failure is None:
             try:
-                return self._tried(number, asked, word)
+                return self._run_round(number, dispatched, word)
             except Exception as error:
                 self._failure = f"data-parallel ranks cannot go on: {type(error).__name__}: {error}"
                 raise EngineUnavailableError(self._failure) from error
         raise EngineUnavailableError(self._failure)
 
-    def _tried(self, number: int, asked: Sequence[_Asked], word: int) -> tuple[list[Tensor], list[int] | None]:
-        rows = [len(one.rows) for one in asked] or [0] * self.size
-        pairs = [len(one.experts) for one in asked] or [0] * self.size
+    def _run_round(self, number: int, dispatched: Sequence[Dispatched], word: int) -> tuple[list[Tensor], list[int] | None]:
+        rows = [len(one.rows) for one in dispatched] or [0] * self.size
+        pairs = [len(one.experts) for one in dispatched] or [0] * self.size
         heads = [head.tolist() for head in self._gather(torch.tensor([number, word, *rows, *pairs]))]
-        if all(head[0] == _NOTHING for head in heads):
+        if all(head[0] == _NO_LAYER for head in heads):
             return [], [head[1] for head in heads]
-        received = self._exchanged(asked, heads)
-        made = self._computed(received, heads)
-        answers = self._answered(number, made, pairs)
+        received = self._dispatch(dispatched, heads)
+        made = self._compute(received, heads)
+        answers = self._combine(number, made, pairs)
         return answers, None
 
-    def _exchanged(self, asked: Sequence[_Asked], heads: Sequence[Sequence[int]]) -> dict[int, _Asked]:
+    def _dispatch(self, dispatched: Sequence[Dispatched], heads: Sequence[Sequence[int]]) -> dict[int, Dispatched]:
         """Dispatch: what each rank with rows sends to this one."""
         out, sizes = [_no_bytes()] * self.size, [0] * self.size
-        for rank, one in enumerate(asked):
+        for rank, one in enumerate(dispatched):
             if rank != self.rank and len(one.experts):
                 out[rank] = _as_bytes(one)
         counts = {}
         for rank, head in enumerate(heads):
-            if head[0] == _NOTHING:
+            if head[0] == _NO_LAYER:
                 continue
             num_rows, num_pairs = head[2 + self.rank], head[2 + self.size + self.rank]
             counts[rank] = num_rows, num_pairs
             if rank != self.rank:
                 layer = self._layers[head[0]]
                 sizes[rank] = num_pairs * _PAIR_BYTES + num_rows * layer.hidden * layer.dtype.itemsize
-        came = self._swap(out, sizes)
+        came = self._all_to_all(out, sizes)
         return {
-            rank: asked[rank]
+            rank: dispatched[rank]
             if rank == self.rank
             else _from_bytes(came[rank], *counts[rank], self._layers[heads[rank][0]])
             for rank in counts
         }
 
-    def _computed(self, received: dict[int, _Asked], heads: Sequence[Sequence[int]]) -> dict[int, Tensor]:
+    def _compute(self, received: dict[int, Dispatched], heads: Sequence[Sequence[int]]) -> dict[int, Tensor]:
         """The outputs [P, W] of this rank's experts for each rank with rows. A layer is computed for all at once."""
         made: dict[int, Tensor] = {}
         for number in {heads[rank][0] for rank in received}:
@@ -185,20 +185,20 @@ class ExpertRanks:
             made |= zip(of_layer, parts, strict=True)
         return made
 
-    def _answered(self, number: int, made: dict[int, Tensor], pairs: Sequence[int]) -> list[Tensor]:
+    def _combine(self, number: int, made: dict[int, Tensor], pairs: Sequence[int]) -> list[Tensor]:
         """Combine: send the outputs back to the other ranks, and collect each rank's outputs for this one's rows."""
         out, sizes = [_no_bytes()] * self.size, [0] * self.size
         for rank, part in made.items():
             if rank != self.rank:
                 out[rank] = part.cpu().contiguous().view(-1).view(torch.uint8)
-        if number == _NOTHING:
-            self._swap(out, sizes)
+        if number == _NO_LAYER:
+            self._all_to_all(out, sizes)
             return []
         layer = self._layers[number]
         for rank in range(self.size):
             if rank != self.rank:
                 sizes[rank] = pairs[rank] * layer.width * layer.dtype.itemsize
-        came = self._swap(out, sizes)
+        came = self._all_to_all(out, sizes)
         return [
             made[rank] if rank == self.rank else _typed(came[rank], layer.dtype).view(-1, layer.width).to(layer.device)
             for rank in range(self.size)
@@ -209,16 +209,16 @@ def _no_bytes() -> Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
-def _as_bytes(one: _Asked) -> Tensor:
+def _as_bytes(one: Dispatched) -> Tensor:
     pairs = torch.stack((one.places, one.experts)).to(torch.int32).cpu()
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in (pairs, one.rows.cpu())])
 
 
-def _from_bytes(data: Tensor, num_rows: int, num_pairs: int, layer: SharedLayer) -> _Asked:
+def _from_bytes(data: Tensor, num_rows: int, num_pairs: int, layer: SharedLayer) -> Dispatched:
     split = num_pairs * _PAIR_BYTES
     pairs, rows = data[:split], data[split:]
     places, experts = _typed(pairs, torch.int32).long().to(layer.device).view(2, num_pairs)
-    return _Asked(_typed(rows, layer.dtype).view(num_rows, layer.hidden).to(layer.device), places, experts)
+    return Dispatched(_typed(rows, layer.dtype).view(num_rows, layer.hidden).to(layer.device), places, experts)
 
 
 def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
