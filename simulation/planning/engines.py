@@ -50,7 +50,11 @@ def hybrid(random: Random) -> Hybrid:
     attention: LayerSpec = KVLayerSpec(kv_heads, random.randint(1, 3), random.choice((None, 4)))
     if random.random() < 0.2:
         attention = LatentLayerSpec(random.randint(1, 4), 1)
-    layers = [mamba.kept, attention, *random.choices((mamba.kept, mamba.kept, attention), k=random.randint(0, 4))]
+    layers = [
+        mamba.state_spec,
+        attention,
+        *random.choices((mamba.state_spec, mamba.state_spec, attention), k=random.randint(0, 4)),
+    ]
     random.shuffle(layers)
     dtype = random.choice((torch.bfloat16, torch.float32))
     model: Any = SimpleNamespace(kv_layers=layers, parameters=lambda: iter([torch.empty(0, dtype=dtype)]))

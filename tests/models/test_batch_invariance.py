@@ -16,7 +16,7 @@ from baton.engine.attention.registry import get_backend
 from baton.kernels.cpu.elementwise import silu_mul
 from baton.models import load_model
 from baton.models.layers.headwise import invariant_headwise
-from baton.models.layers.decoder_layer import RMSNorm
+from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear, block_heights, blocks, cancelling
 from baton.models.layers.rotary import rotate
 from tests.support.paged import PagedSequence
@@ -83,7 +83,7 @@ def test_rows_between_products_depend_on_nothing_else(dtype: torch.dtype, size: 
     cos, sin = (table.to(dtype).unsqueeze(1) for table in (angles.cos(), angles.sin()))
 
     def rows(some: slice) -> list[Tensor]:
-        total, normed = norm.after(x[some], delta[some])
+        total, normed = norm.add_and_norm(x[some], delta[some])
         heads = rotate(x[some].clone().view(-1, 2, size // 2), 1, cos[some], sin[some])
         return [total, normed, norm(total), silu_mul(x[some]), heads]
 

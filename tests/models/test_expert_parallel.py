@@ -16,10 +16,10 @@ from baton.engine.loading.facts import numeric_probe
 from baton.engine.memory.kv_memory import model_groups
 from baton.engine.ranks.collective import Exchange
 from baton.errors import ConfigError
-from baton.models.layers.expert_parallel import RemoteExpert, ExpertRanks, SharedLayer
-from baton.models.loading.loader import load_model, weight_table
+from baton.models.layers.expert_parallel import ExpertRanks, RemoteExpert, SharedLayer
 from baton.models.layers.moe import Experts
 from baton.models.layers.parallel import TensorRank
+from baton.models.loading.loader import load_model, weight_table
 from tests.models.test_ranks import CASES, FOUR
 from tests.support.checkpoints_gpt_oss import make_gpt_oss
 from tests.support.checkpoints_granite import make_granite
@@ -97,7 +97,7 @@ def test_ranks_have_each_expert_once_between_them(path_of: Callable[[str], Path]
         names += [name for name in table if ".experts." in name]
         for layer in (part for part in model.modules() if isinstance(part, Experts)):
             held = [expert for expert, part in enumerate(layer) if not isinstance(part, RemoteExpert)]
-            assert held == list(shared.held(len(layer)))
+            assert held == list(shared.local_experts(len(layer)))
     assert sorted(names) == sorted(name for name in whole if ".experts." in name)
 
 
@@ -107,7 +107,7 @@ def test_rows_for_one_rank_alone_and_for_none_are_made(tmp_path: Path) -> None:
     asked = {0: [[2], [2]], 1: [[0], [1]]}
 
     def run(shared: ExpertRanks) -> list[float]:
-        held = shared.held(3)
+        held = shared.local_experts(3)
 
         def make(rows: Any, places: Any, experts: Any) -> torch.Tensor:
             assert set(experts.tolist()) <= set(held)
@@ -127,4 +127,4 @@ def test_rows_for_one_rank_alone_and_for_none_are_made(tmp_path: Path) -> None:
 def test_fewer_experts_than_ranks_are_named() -> None:
     shared = ExpertRanks(0, 4, lambda head: [head], lambda parts, sizes: parts)
     with pytest.raises(ConfigError, match="data_parallel_size: is 4, and the model has 3 experts"):
-        shared.held(3)
+        shared.local_experts(3)

@@ -13,7 +13,7 @@ from baton.kernels.cpu.elementwise import gelu_mul
 from baton.models import load_model
 from baton.models.config import get_float
 from baton.models.gemma3 import Gemma3
-from baton.models.layers.decoder_layer import Fp32RMSNorm
+from baton.models.layers.layernorm import Fp32RMSNorm
 from baton.models.layers.linear import Build
 from tests.models.test_against_transformers import LENGTH, assert_logits_match, prompt, reference, run
 from tests.support.checkpoints_gemma3 import GEMMA3_SHAPES, make_gemma3

@@ -16,8 +16,8 @@ from baton.kernels.cpu.elementwise import clamped_glu
 from baton.models import load_model
 from baton.models.gpt_oss import GptOss
 from baton.models.layers.linear import Build
-from baton.models.loading.loader import weight_table
 from baton.models.layers.mxfp4 import dequantised
+from baton.models.loading.loader import weight_table
 from tests.models.test_against_transformers import LENGTH, assert_logits_match, prompt, reference, run
 from tests.models.test_loader import edit_config, edit_weights, refused
 from tests.support.checkpoints_gpt_oss import GPT_OSS_SHAPES, make_gpt_oss

@@ -45,7 +45,7 @@ def layer(spec: Mamba2Spec, dtype: torch.dtype = torch.float32, batch_invariant:
 
 
 def begin(spec: Mamba2Spec, dtype: torch.dtype, count: int = 1) -> States:
-    kept = spec.kept.planes
+    kept = spec.state_spec.planes
     return tuple(torch.zeros(count, p.num_heads, p.head_dim, dtype=torch.float32 if p.dtype else dtype) for p in kept)
 
 
@@ -106,8 +106,8 @@ def test_what_is_kept_is_what_a_later_forward_goes_on_from() -> None:
 
 def test_ranks_share_a_state_by_heads_and_channels() -> None:
     """x, B and C of the convolution each by their own share; with one group every rank needs all of B and C."""
-    cuts = {name: {plane.name: plane.cut for plane in spec.kept.planes} for name, spec in SPECS.items()}
+    cuts = {name: {plane.name: plane.cut for plane in spec.state_spec.planes} for name, spec in SPECS.items()}
     assert cuts["usual"] == {"conv.x": "channels", "conv.B": "whole", "conv.C": "whole", "ssm": "heads"}
     assert cuts["groups"] == {"conv.x": "channels", "conv.B": "channels", "conv.C": "channels", "ssm": "heads"}
-    wide = replace(SPECS["usual"], state_size=64).kept
+    wide = replace(SPECS["usual"], state_size=64).state_spec
     assert [plane.num_heads * plane.head_dim for plane in wide.planes] == [128 * 3, 64 * 3, 64 * 3, 8 * 64 * 16]

@@ -16,8 +16,8 @@ from baton.engine.loading.facts import numeric_probe
 from baton.engine.memory.kv_memory import model_groups, parts_of
 from baton.errors import ConfigError
 from baton.models.layers.linear import MergedLinear
-from baton.models.loading.loader import load_model, weight_table
 from baton.models.layers.parallel import Stage, TensorRank
+from baton.models.loading.loader import load_model, weight_table
 from tests.support.checkpoints_gpt_oss import make_gpt_oss
 from tests.support.checkpoints_granite import make_granite
 from tests.support.rank_threads import on_ranks

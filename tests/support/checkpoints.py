@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from baton.models.config import get_dtype
 from baton.models.layers.linear import Build
 from baton.models.loading.loader import load_model, weight_table
-from baton.models.registry import model_class
 from baton.models.loading.stored import read_config
+from baton.models.registry import model_class
 
 NUM_BYTES = 256
 BOS, EOS = "<s>", "</s>"

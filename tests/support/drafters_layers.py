@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from baton.drafters.eagle3 import Eagle3
 from baton.drafters.mtp import Mtp
 from baton.models.loading.loader import load_model
-from baton.models.registry import model_class
 from baton.models.loading.stored import read_config
+from baton.models.registry import model_class
 from tests.support.checkpoints import _random_weights
 from tests.support.checkpoints_moe import make_moe_checkpoint
 

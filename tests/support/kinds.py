@@ -29,11 +29,12 @@ from baton.models.cache import (
     States,
 )
 from baton.models.config import ModelConfig, RawConfig, decoder_fields
-from baton.models.layers.decoder_layer import MLP, DecoderLayer, RMSNorm
+from baton.models.layers.decoder_layer import MLP, DecoderLayer
+from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear
+from baton.models.layers.rotary import rotate
 from baton.models.loading.loader import load_model
 from baton.models.registry import MODELS
-from baton.models.layers.rotary import rotate
 from tests.support.checkpoints import make_checkpoint
 
 MODEL_TYPE = "every_kind"

@@ -30,8 +30,9 @@ from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig, RawConfig, get_int
+from baton.models.layers.decoder_layer import MLP, Attention, DecoderLayer
 from baton.models.layers.latent import LatentAttention
-from baton.models.layers.decoder_layer import MLP, Attention, DecoderLayer, RMSNorm
+from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from baton.models.base import CausalLM, Embedding
 from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerCache, LayerSpec
 from baton.models.config import ModelConfig
 from baton.models.layers.linear import Build, Linear
-from baton.models.loading.loader import fill
 from baton.models.layers.rotary import Rotary
+from baton.models.loading.loader import fill
 from baton.models.loading.stored import stored_tensors
 
 

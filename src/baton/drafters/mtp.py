@@ -20,7 +20,7 @@ from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig, RawConfig, get_bool
-from baton.models.layers.decoder_layer import RMSNorm
+from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear
 from baton.models.loading.loader import fill
 from baton.models.loading.stored import read_config

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from baton.models.cache import KVLayerSpec, LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, RopeSpec
-from baton.models.layers.decoder_layer import DecoderLayer, make_norm
+from baton.models.layers.decoder_layer import DecoderLayer
+from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.parallel import stage_layers
 from baton.models.layers.rotary import Rotary

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from torch import nn
@@ -11,13 +10,12 @@ from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LatentLayerSpec, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int
-from baton.models.layers.latent import LatentAttention
 from baton.models.layers.decoder_layer import DecoderLayer
+from baton.models.layers.latent import LatentAttention
 from baton.models.layers.linear import Build
 from baton.models.layers.moe import feed_forward
 from baton.models.specs import LatentSpec, MoESpec
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+from baton.models.tensor_names import layer_index
 
 
 class Deepseek(CausalLM):
@@ -37,8 +35,8 @@ class Deepseek(CausalLM):
 
 def is_mtp_layer(name: str, num_layers: int) -> bool:
     """Whether a tensor is of a layer after the last, where checkpoints store their MTP modules."""
-    layer = _LAYER.match(name)
-    return layer is not None and int(layer[1]) >= num_layers
+    index = layer_index(name)
+    return index is not None and index >= num_layers
 
 
 def latent_fields(raw: RawConfig, max_position_default: int, interleaved: bool) -> dict[str, Any]:

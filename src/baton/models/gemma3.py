@@ -29,7 +29,8 @@ from baton.models.config import (
     read_rope,
     sliding_layers,
 )
-from baton.models.layers.decoder_layer import MLP, Attention, make_norm
+from baton.models.layers.decoder_layer import MLP, Attention
+from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build
 
 _ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")

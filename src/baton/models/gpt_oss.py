@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from baton.errors import CheckpointError
 from baton.kernels.cpu.elementwise import clamped_glu
 from baton.kernels.cpu.scalar import supports
-from baton.models.layers import moe
 from baton.models.base import CausalLM
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int, sliding_layers
+from baton.models.layers import moe
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.mxfp4 import BLOCKS, SCALES, Mxfp4Pairs, dequantised
@@ -138,7 +138,7 @@ class RoutedExperts(nn.Module):
         self.experts = moe.Experts(lambda: Expert(config, build), num, hidden, build)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.experts.mixed(x, *self.router.choose(x))
+        return self.experts.weighted_sum(x, *self.router.choose(x))
 
 
 class LogitRouter(Linear):

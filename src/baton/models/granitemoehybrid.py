@@ -14,7 +14,8 @@ from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int
-from baton.models.layers.decoder_layer import MLP, Attention, RMSNorm
+from baton.models.layers.decoder_layer import MLP, Attention
+from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build
 from baton.models.layers.mamba2 import Mamba2, Mamba2Spec, stored_parts
 from baton.models.layers.moe import Router, mlp_experts
@@ -64,7 +65,7 @@ class GraniteMoeHybrid(CausalLM):
 
     def kv_layer(self, config: ModelConfig, layer_id: int) -> LayerSpec:
         granite = cast(GraniteConfig, config)
-        return granite.mamba.kept if granite.is_recurrent[layer_id] else super().kv_layer(config, layer_id)
+        return granite.mamba.state_spec if granite.is_recurrent[layer_id] else super().kv_layer(config, layer_id)
 
     def layer(self, config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
         return GraniteLayer(cast(GraniteConfig, config), layer_id, build)
@@ -130,7 +131,7 @@ class SparseMoE(nn.Module):
         self.experts = mlp_experts(spec, hidden, build)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.experts.mixed(x, *cast(Router, self.router["layer"]).choose(x))
+        return self.experts.weighted_sum(x, *cast(Router, self.router["layer"]).choose(x))
 
 
 def _of_mlp(name: str, place: str, layer: str, tensor: Tensor, size: int) -> Iterable[tuple[str, Tensor]]:

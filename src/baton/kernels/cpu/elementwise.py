@@ -187,7 +187,7 @@ def _run(kernels: tuple[Kernel, Kernel], like: Tensor, *values: int) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: np.float32) -> Tensor:
-    """RMSNorm over the last dimension of a CPU tensor, rounded as in `layers.RMSNorm`."""
+    """RMSNorm over the last dimension of a CPU tensor, rounded as in `layernorm.RMSNorm`."""
     x, size = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
     if x.numel():
@@ -237,7 +237,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def rms_norm_fp32(x: Tensor, weight: Tensor, offset: np.float32, eps: np.float32) -> Tensor:
-    """RMSNorm over the last dimension of a CPU tensor, times `offset` + `weight` in float32 (`layers.Fp32RMSNorm`)."""
+    """RMSNorm over the last dimension of a CPU tensor, times `offset` + `weight` in float32, rounded once."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if out.numel():

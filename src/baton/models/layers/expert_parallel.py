@@ -134,7 +134,9 @@ class ExpertRanks:
                 raise EngineUnavailableError(self._failure) from error
         raise EngineUnavailableError(self._failure)
 
-    def _run_round(self, number: int, dispatched: Sequence[Dispatched], word: int) -> tuple[list[Tensor], list[int] | None]:
+    def _run_round(
+        self, number: int, dispatched: Sequence[Dispatched], word: int
+    ) -> tuple[list[Tensor], list[int] | None]:
         rows = [len(one.rows) for one in dispatched] or [0] * self.size
         pairs = [len(one.experts) for one in dispatched] or [0] * self.size
         heads = [head.tolist() for head in self._gather(torch.tensor([number, word, *rows, *pairs]))]

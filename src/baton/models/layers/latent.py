@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig, RopeSpec
 from baton.models.layers.headwise import headwise, invariant_headwise
-from baton.models.layers.decoder_layer import RMSNorm
+from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear, isolate_non_finite, reads_next_row
 from baton.models.layers.rotary import deinterleaved, rotate, yarn_mscale
 from baton.models.layers.row_linear import RowLinear
@@ -60,7 +60,7 @@ class LatentProjection(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """A layer's latent attention: [T, in_features] -> [T, hidden]. `in_features`: as in `layers.Attention`.
+    """A layer's latent attention: [T, in_features] -> [T, hidden]. `in_features`: as in `decoder_layer.Attention`.
     `config.latent` must be set."""
 
     def __init__(self, config: ModelConfig, layer_id: int, build: Build, in_features: int | None = None) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from baton.errors import ConfigError
 from baton.kernels.cpu import mamba2 as mamba2_cpu
 from baton.kernels.cpu.scalar import as_array, supports
-from baton.models.layers import mamba2_torch
 from baton.models.cache import LayerCache, ScanRows, StateLayerSpec, StatePlane, States
+from baton.models.layers import mamba2_torch
 from baton.models.layers.linear import Build, MergedLinear, WeightCut
-from baton.models.layers.parallel import Share, tree
+from baton.models.layers.parallel import Share, tree_sum
 from baton.models.layers.row_linear import RowLinear
 
 # Up to this many rows, row by row costs no more than one chunk.
@@ -50,7 +50,7 @@ class Mamba2Spec:
         return self.inner_size, self.num_groups * self.state_size, self.num_groups * self.state_size
 
     @property
-    def kept(self) -> StateLayerSpec:
+    def state_spec(self) -> StateLayerSpec:
         """The state between steps: the last K - 1 inputs of the convolution, in the model's dtype, and the recurrent
         state [H, N P] in float32, since the rounding of a bfloat16 state would depend on where chunks end."""
         # If there is one group, each rank needs all of B and C.
@@ -165,7 +165,7 @@ class Mamba2(nn.Module):
             torch.mul(y, F.silu(projected[:, : y.shape[1]].float()), out=gated)
             sums = gated.view(len(y), own, -1).pow(2).sum(-1)
         pieces = torch.cat(tuple(ranks.gather(sums)), dim=1).view(len(y), groups, each)
-        mean = tree(pieces.unbind(-1)) / (y.shape[1] * ranks.size // groups)
+        mean = tree_sum(pieces.unbind(-1)) / (y.shape[1] * ranks.size // groups)
         factors = (1.0 / torch.sqrt(mean + self._eps)).repeat_interleave(each, dim=1)
         factors = factors[:, ranks.rank * own : (ranks.rank + 1) * own].contiguous()
         if not self._on_cpu:
@@ -199,7 +199,9 @@ class Mamba2(nn.Module):
         )  # fmt: skip
         return out, kept_conv, kept_ssm
 
-    def _scan_torch(self, projected: Tensor, conv: Tensor, ssm: Tensor, rows: ScanRows) -> tuple[Tensor, Tensor, Tensor]:
+    def _scan_torch(
+        self, projected: Tensor, conv: Tensor, ssm: Tensor, rows: ScanRows
+    ) -> tuple[Tensor, Tensor, Tensor]:
         spec = self._spec
         weight, bias, rate, dt_bias, skip = self._parameters32()
         _, inputs, dt = torch.split(projected, self._split, dim=1)

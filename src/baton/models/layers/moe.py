@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from baton.kernels.cpu.elementwise import sigmoid
 from baton.models.config import ModelConfig
-from baton.models.layers.expert_parallel import RemoteExpert, SharedLayer
 from baton.models.layers.decoder_layer import MLP
+from baton.models.layers.expert_parallel import RemoteExpert, SharedLayer
 from baton.models.layers.linear import Build, Linear
 from baton.models.specs import MoESpec
 
@@ -78,8 +78,8 @@ class Experts(nn.ModuleList):
 
     def __init__(self, make: Callable[[], nn.Module], num_experts: int, hidden: int, build: Build) -> None:
         ranks, self._shared = build.ranks, build.ranks.experts
-        held = range(num_experts) if self._shared is None else self._shared.held(num_experts)
-        super().__init__(make() if expert in held else RemoteExpert() for expert in range(num_experts))
+        local = range(num_experts) if self._shared is None else self._shared.local_experts(num_experts)
+        super().__init__(make() if expert in local else RemoteExpert() for expert in range(num_experts))
         self._ranks, self._num_parts = ranks, ranks.num_slices // ranks.size
         # An expert's output here: its partial sums side by side.
         self._width = self._num_parts * hidden
@@ -92,7 +92,7 @@ class Experts(nn.ModuleList):
     def _make(self, rows: Tensor, places_P: Tensor, experts_P: Tensor) -> Tensor:
         return run_experts(self._calls, experts_P, lambda order: rows[places_P[order]], self._width)
 
-    def mixed(self, x: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def weighted_sum(self, x: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """The weighted sum [T, E] of the outputs of each row's experts, in x's dtype, added in the order of `ids_TK`.
         The partial sums of tensor ranks are added once per row, for all its experts."""
         top_k = ids_TK.shape[1]
@@ -108,7 +108,9 @@ class Experts(nn.ModuleList):
         return out if self._ranks.num_slices == 1 else self._ranks.add(out.chunk(self._num_parts, dim=1))
 
 
-def run_experts(experts: Sequence[ExpertCall], experts_P: Tensor, rows: Callable[[Tensor], Tensor], width: int) -> Tensor:
+def run_experts(
+    experts: Sequence[ExpertCall], experts_P: Tensor, rows: Callable[[Tensor], Tensor], width: int
+) -> Tensor:
     """The outputs [P, width] of P (row, expert) pairs. `rows` gives the rows of pairs by their indices [N]. Each expert
     is called once, with all its rows."""
     order = experts_P.argsort(stable=True)
@@ -144,7 +146,7 @@ class MoE(nn.Module):
         self.shared_experts = MLP(hidden, spec.shared_size, False, build) if spec.shared_size else None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.experts.mixed(x, *self.gate.choose(x))
+        out = self.experts.weighted_sum(x, *self.gate.choose(x))
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
 

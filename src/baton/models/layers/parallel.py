@@ -110,13 +110,13 @@ class TensorRank:
         """The sum over all ranks' slices of their partial sums [T, N], in the same dtype."""
         if self.size == 1 and len(partials) == 1:
             return partials[0]
-        own = partials[0] if len(partials) == 1 else tree(partials)
+        own = partials[0] if len(partials) == 1 else tree_sum(partials)
         parts = self.gather(own)
         # A tree per rank, then a tree over ranks: together the tree over all slices.
-        return (tree([part.float() for part in parts]) if len(parts) > 1 else own).to(partials[0].dtype)
+        return (tree_sum([part.float() for part in parts]) if len(parts) > 1 else own).to(partials[0].dtype)
 
 
-def tree(parts: Sequence[Tensor]) -> Tensor:
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
     """The sum in float32 of 2^n tensors, as a binary tree, neighbours first."""
     level = [part.float() for part in parts]
     while len(level) > 1:

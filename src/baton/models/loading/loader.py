@@ -25,8 +25,9 @@ from baton.models.config import RawConfig, get_dtype
 from baton.models.layers.expert_parallel import RemoteExpert
 from baton.models.layers.linear import Build, Linear, WeightCut
 from baton.models.layers.parallel import SINGLE_RANK, Share, Stage, TensorRank
+from baton.models.loading.stored import StoredTensors, open_file, read_config, weight_files
 from baton.models.registry import model_class
-from baton.models.loading.stored import Stored, open_file, read_config, weight_files
+from baton.models.tensor_names import layer_index
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,6 @@ _TOKENIZER_FILES = (
     "chat_template.json",
 )
 _READ_SIZE = 1 << 22
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(.+\.experts\.\d+)\.")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Bytes of a weight file that are mapped at once.
@@ -125,18 +125,18 @@ def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = k
     table = weight_table(module)
     places = set(table)
     unfilled = _Packer(module, table)
-    elsewhere = {name for name, part in module.named_modules() if isinstance(part, RemoteExpert)}
+    remote = {name for name, part in module.named_modules() if isinstance(part, RemoteExpert)}
 
     def here(stored: str) -> str | None:
         name = rename(stored)
-        return None if name is None or _expert_of(name) in elsewhere else name
+        return None if name is None or _expert_of(name) in remote else name
 
     sizes = {file: file.stat().st_size for file in weight_files(path)}
     watch, total, before = _WATCH.get(), sum(sizes.values()), 0
     for file, size in sizes.items():
         for stored, tensor, share in _stored(file, here):
             for place, values in unpack(str(rename(stored)), tensor):
-                if _expert_of(place) in elsewhere:
+                if _expert_of(place) in remote:
                     continue  # from a stacked tensor
                 if place not in places:
                     raise CheckpointError(f"{file}: unexpected tensor {stored}")
@@ -231,8 +231,8 @@ def load_model(
     """
     raw = read_config(path)
     cls = model_class(raw.get("model_type"))
-    stored, chosen = Stored(path), resolve_dtype(dtype, raw)
-    config = stored.tied(cls.parse_config(raw), chosen)
+    stored, chosen = StoredTensors(path), resolve_dtype(dtype, raw)
+    config = stored.resolve_tying(cls.parse_config(raw), chosen)
     try:
         model = cls(config, Build(chosen, torch.device(device), batch_invariant, ranks))
     except (RuntimeError, MemoryError) as error:
@@ -252,10 +252,11 @@ def load_model(
 
 def _of_stage(name: str | None, stage: Stage, layers: range) -> str | None:
     """`name` if the stage with these layers has the tensor, else None."""
-    found = _LAYER.match(name or "")
     if name is None or stage.count == 1:
         return name
-    return name if (int(found[1]) in layers if found else stage.index == 0) else None
+    index = layer_index(name)
+    is_here = stage.index == 0 if index is None else index in layers
+    return name if is_here else None
 
 
 def fingerprint(path: str | Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -17,13 +16,13 @@ from safetensors import SafetensorError, safe_open
 
 from baton.errors import CheckpointError
 from baton.models.config import ModelConfig
+from baton.models.tensor_names import LAYER, layer_index
 
 log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PARTS = ("model.embed_tokens.", "model.norm.", "lm_head.")
 # Rows of two matrices compared at once.
 _ROWS = 4096
@@ -100,7 +99,7 @@ def stored_tensors(path: str | Path) -> dict[str, Path]:
     return found
 
 
-class Stored:
+class StoredTensors:
     """The tensors of a checkpoint under the names of the causal LM."""
 
     def __init__(self, path: str | Path) -> None:
@@ -110,7 +109,7 @@ class Stored:
         rename = _renaming(self._files)
         self._names = {stored: rename(stored) for stored in self._files}
 
-    def tied(self, config: _Config, dtype: torch.dtype) -> _Config:
+    def resolve_tying(self, config: _Config, dtype: torch.dtype) -> _Config:
         """`config` with `tie_word_embeddings` corrected as in transformers: a stored LM head that differs from the
         embedding in `dtype` is not tied. A tied matrix that is stored only as the head is loaded as the embedding."""
         if not config.tie_word_embeddings:
@@ -165,13 +164,13 @@ class Stored:
 
 
 def _is_of(name: str, num_layers: int) -> bool:
-    layer = _LAYER.match(name)
-    return int(layer[1]) < num_layers if layer else name.startswith(_PARTS)
+    index = layer_index(name)
+    return name.startswith(_PARTS) if index is None else index < num_layers
 
 
 def _part(name: str) -> str:
     """The part that a tensor is logged under: its layer or its module."""
-    layer = _LAYER.match(name)
+    layer = LAYER.match(name)
     part = layer[0].rstrip(".") if layer else name.rpartition(".")[0] or name
     return "".join(c if c.isprintable() else "?" for c in part[:_MAX_CHARS])
 
