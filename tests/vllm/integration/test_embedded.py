@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer, serve
 from tests.support.checkpoints import make_checkpoint
-from tests.vllm.integration.servers import EAGLE3, MODEL, demo_prompts
+from tests.vllm.integration.kit.servers import EAGLE3, MODEL, demo_prompts
 
 pytestmark = pytest.mark.timeout(1800)
 

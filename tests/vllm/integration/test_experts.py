@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm.integration.answers import Answer
-from tests.vllm.integration.checkpoints import gpt_oss
-from tests.vllm.integration.servers import EAGLE3, Pair, Server, demo_prompts, serve, wait_idle
+from tests.vllm.integration.kit.answers import Answer
+from tests.vllm.integration.kit.checkpoints import gpt_oss
+from tests.vllm.integration.kit.servers import EAGLE3, Pair, Server, demo_prompts, serve, wait_idle
 from tests.vllm.integration.test_ranks import abort_at_random, all_of, alone, check, outcomes
 
 pytestmark = pytest.mark.timeout(1800)

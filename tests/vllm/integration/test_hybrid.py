@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.integration.checkpoints import deepseek, gemma3, gpt_oss, mamba2, windowed
-from tests.vllm.integration.checks import check_all_are_handed_over
-from tests.vllm.integration.servers import (
+from tests.vllm.integration.kit.checkpoints import deepseek, gemma3, gpt_oss, mamba2, windowed
+from tests.vllm.integration.kit.checks import check_all_are_handed_over
+from tests.vllm.integration.kit.servers import (
     EAGLE3,
     Mode,
     Pair,

@@ -17,8 +17,8 @@ import pytest
 
 from baton.router import RouterConfig, build_app
 from tests.server.fake_serving import served
-from tests.vllm.integration.answers import Answer, same
-from tests.vllm.integration.servers import (
+from tests.vllm.integration.kit.answers import Answer, same
+from tests.vllm.integration.kit.servers import (
     EAGLE3,
     LIMIT_S,
     OWN_PROCESS,

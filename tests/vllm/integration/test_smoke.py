@@ -9,8 +9,8 @@ from importlib.metadata import version
 import aiohttp
 import pytest
 
-from tests.vllm.integration.answers import same
-from tests.vllm.integration.servers import (
+from tests.vllm.integration.kit.answers import same
+from tests.vllm.integration.kit.servers import (
     EAGLE3,
     OWN_PROCESS,
     Mode,

@@ -12,7 +12,7 @@ from baton.handoff.session.keys import make_keys
 from baton.openai.tools import Parsing
 from benchmarks import smollm2
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, serve
-from tests.vllm.integration.test_router import baton, routed
+from tests.vllm.integration.router.test_router import baton, routed
 
 openai = pytest.importorskip("openai")
 from tests.clients.conversations import ALL, Conversations  # noqa: E402

@@ -25,8 +25,8 @@ from baton.text.bad_words import tokens_of
 from benchmarks.scrape import scrape
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
 from tests.server.fake_serving import served
-from tests.vllm.integration.answers import NEAR_TIE
-from tests.vllm.integration.servers import EAGLE3, LIMIT_S, MODEL, REQUEST_TIMEOUT, demo_prompts
+from tests.vllm.integration.kit.answers import NEAR_TIE
+from tests.vllm.integration.kit.servers import EAGLE3, LIMIT_S, MODEL, REQUEST_TIMEOUT, demo_prompts
 
 pytestmark = pytest.mark.timeout(1800)
 
