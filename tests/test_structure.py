@@ -35,7 +35,8 @@ COMMON = {
 }
 ROOMS: dict[str, set[str]] = {
     "kv": set(),
-    "transports": {"kv"},
+    "kvstore": {"kv"},
+    "transports": {"kv", "kvstore"},
     "handoff.plan": {"kv"},
     "handoff.protocol": {"kv", "handoff.plan"},
     "handoff.session": {"kv", "handoff.plan", "handoff.protocol", "transports"},
@@ -49,6 +50,7 @@ ROOMS: dict[str, set[str]] = {
     "openai": {"text", "parsing"},
     "engine": {
         "kv",
+        "kvstore",
         "handoff.plan",
         "handoff.protocol",
         "handoff.session",
@@ -64,7 +66,7 @@ ROOMS: dict[str, set[str]] = {
     "server": {"engine", "openai", "text"},
     "router": {"openai", "text", "handoff.protocol"},
     "vllm": {"kv", "handoff.plan", "handoff.protocol", "handoff.session", "handoff.agent", "transports", "models"},
-    "testing": {"kv", "transports"},
+    "testing": {"kv", "kvstore", "transports"},
     "deployment": {"handoff.session", "handoff.protocol", "transports", "engine"},
     "verify": {"engine", "openai", "text", "transports", "deployment"},
     "bench": {

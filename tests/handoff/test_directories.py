@@ -15,7 +15,7 @@ from baton.directories import RunDirectory, sweep_runs
 from baton.errors import ConfigError
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import KeyRing, make_keys, ticket_key_file
-from baton.transports.store import FileStore
+from baton.kvstore.store import FileStore
 
 Spoil = Callable[[Path], None]
 

@@ -29,7 +29,7 @@ from baton.handoff.session.base import Connection
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
-from baton.transports.local import LocalTransport
+from baton.transports.mapped.local import LocalTransport
 from tests.handoff.nodes import SEEDS, Node, Pair, hand_over, settle, ticket_for
 
 TOKENS = 150

@@ -29,7 +29,7 @@ def engine_of(config: EngineConfig, progress: Any) -> FakeEngine:
     if config.served_model_name == "crash":
         raise RuntimeError("boom at start")
     if config.served_model_name == "warns":
-        logging.getLogger("baton.engine.memory.prefix_store").warning("the prefix store takes nothing")
+        logging.getLogger("baton.kvstore.prefix_store").warning("the prefix store takes nothing")
         warnings.warn("something of Python's is old", stacklevel=1)
         os.write(2, b"a library says this\n")
     if config.served_model_name == "slow":

@@ -44,7 +44,7 @@ def test_text_has_time_and_level_in_each_line(directory: str) -> None:
     assert not [line for line in lines if not TEXT.fullmatch(line)]
     text = "\n".join(lines)
     for process in ("prefill-0", "decode-0"):
-        assert f"Z WARNING baton.engine.memory.prefix_store: {process}: the prefix store takes nothing\n" in text
+        assert f"Z WARNING baton.kvstore.prefix_store: {process}: the prefix store takes nothing\n" in text
         assert re.search(rf"Z WARNING baton.py.warnings: {process}: .*something of Python's is old", text)
         assert f"Z WARNING baton.stderr: {process}: a library says this\n" in text
 
@@ -56,7 +56,7 @@ def test_json_from_the_first_line_to_the_last(directory: str, name: str) -> None
     assert said[0]["message"].startswith("starting 1 prefill and 1 decode engines of ")
     if name == "warns":
         assert said[-1]["message"] == "ending all processes"
-        warned = [line for line in said if line["logger"] == "baton.engine.memory.prefix_store"]
+        warned = [line for line in said if line["logger"] == "baton.kvstore.prefix_store"]
         assert {line["process"] for line in warned} == {"prefill-0", "decode-0"}
         assert {line["level"] for line in warned} == {"warning"}
     if name == "fails":

@@ -26,7 +26,7 @@ from baton.kv.geometry import CopyList, Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
 from baton.transports.base import Direction, Operation, Peer
-from baton.transports.local import LocalTransport
+from baton.transports.mapped.local import LocalTransport
 from tests.support.tickets import make_ticket_between, signed
 
 SEEDS = Seeds(first_token=5)

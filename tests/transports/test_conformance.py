@@ -8,8 +8,8 @@ import pytest
 
 from baton.testing import check_transport
 from baton.testing.transport_suite import check_names
+from baton.transports.mapped.segments import SHM_DIR
 from baton.transports.registry import create_transport
-from baton.transports.segments import SHM_DIR
 
 
 def own_segments() -> list[str]:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from baton.kvstore.store import FileStore, content_key
 from baton.testing import check_store, check_transport
 from baton.testing.conformance import main
 from baton.testing.transport_peer import pattern
 from baton.testing.transport_suite import check_names
 from baton.transports.base import Peer
 from baton.transports.registry import create_transport
-from baton.transports.remote import RemoteTransport
-from baton.transports.store import FileStore, content_key
+from baton.transports.remote.transport import RemoteTransport
 from tests.support.remote_uris import SCHEMES, uri_of
 
 
@@ -109,7 +109,7 @@ def test_table_of_a_transport_that_breaks(capsys: pytest.CaptureFixture[str], mo
     def allocate(self: object, name: str, nbytes: int) -> None:
         raise ZeroDivisionError("no")
 
-    monkeypatch.setattr("baton.transports.local.LocalTransport.allocate", allocate)
+    monkeypatch.setattr("baton.transports.mapped.local.LocalTransport.allocate", allocate)
     assert main(["local"]) == 1
     assert "local: copies_exactly: ZeroDivisionError: no" in capsys.readouterr().out
 

@@ -18,11 +18,11 @@ from baton.kv.geometry import CopyList
 from baton.testing import check_transport
 from baton.testing.transport_peer import pattern
 from baton.testing.transport_suite import check_names
-from baton.transports import cuda_ipc
 from baton.transports.base import DeviceMemory, Direction
-from baton.transports.cuda_driver import HANDLE_BYTES, Exported
+from baton.transports.mapped import cuda_ipc
+from baton.transports.mapped.cuda_driver import HANDLE_BYTES, Exported
 from baton.transports.registry import create_transport
-from baton.transports.remote import RemoteDescriptor, RemoteTransport
+from baton.transports.remote.transport import RemoteDescriptor, RemoteTransport
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -14,10 +14,10 @@ import pytest
 
 from baton.errors import ProtocolError, TransportError
 from baton.kv.geometry import CopyList
-from baton.transports import nixl
 from baton.transports.base import DeviceMemory
 from baton.transports.registry import create_transport
-from baton.transports.remote import RemoteDescriptor, RemoteTransport, parse_descriptor
+from baton.transports.remote import nixl
+from baton.transports.remote.transport import RemoteDescriptor, RemoteTransport, parse_descriptor
 
 _numbers = itertools.count()
 

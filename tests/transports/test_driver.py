@@ -19,15 +19,15 @@ import pytest
 
 from baton.errors import ConfigError, ProtocolError, TransportError
 from baton.kv.geometry import CopyList
-from baton.transports import driver, mooncake
-from baton.transports import remote as remote_module
 from baton.transports.base import ByteArray, DeviceMemory, Direction, Operation, Peer
 from baton.transports.batches import Runs
-from baton.transports.library import BatchFailedError, Library, RemotePeer
-from baton.transports.lifeline import MAX_STRANGERS, RECEIVED_BYTES, Event, Lifeline, Line
 from baton.transports.registry import create_transport
-from baton.transports.remote import MAX_REGIONS, RemoteTransport
-from baton.transports.sockets import LEAST_BYTES, held_bytes
+from baton.transports.remote import driver, mooncake
+from baton.transports.remote import transport as remote_module
+from baton.transports.remote.library import BatchFailedError, Library, RemotePeer
+from baton.transports.remote.lifeline import MAX_STRANGERS, RECEIVED_BYTES, Event, Lifeline, Line
+from baton.transports.remote.sockets import LEAST_BYTES, held_bytes
+from baton.transports.remote.transport import MAX_REGIONS, RemoteTransport
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import pytest
 
 from baton.kv.geometry import CopyList
 from baton.transports.base import Operation
-from baton.transports.mover import Mover
+from baton.transports.mapped.mover import Mover
 
 
 @pytest.mark.parametrize("offset", [0, 1])

@@ -10,7 +10,7 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.transports import registry
-from baton.transports.local import LocalTransport
+from baton.transports.mapped.local import LocalTransport
 from baton.transports.registry import (
     check_device,
     check_keys,
@@ -113,7 +113,7 @@ def make_mine(query: dict[str, str]) -> LocalTransport:
 def test_transports_are_imported_lazily() -> None:
     code = (
         "import sys, baton.transports.registry\n"
-        "assert not {'baton.transports.shm', 'baton.transports.mover', 'numba'} & set(sys.modules)"
+        "assert not {'baton.transports.mapped.shm', 'baton.transports.mapped.mover', 'numba'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

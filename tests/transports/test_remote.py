@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError, ProtocolError, TransportError
 from baton.kv.geometry import CopyList
 from baton.testing.transport_peer import SpawnedPeer, pattern
-from baton.transports import remote as remote_module
 from baton.transports.base import Direction
 from baton.transports.batches import batch_bounds, split_runs
-from baton.transports.file import Batch, FileLibrary
-from baton.transports.library import RemotePeer
-from baton.transports.lifeline import MAX_FRAME, Lifeline, Line
 from baton.transports.process import ProcessWatch
 from baton.transports.registry import create_transport
-from baton.transports.remote import RemoteDescriptor, RemoteTransport, parse_descriptor
+from baton.transports.remote import transport as remote_module
+from baton.transports.remote.file import Batch, FileLibrary
+from baton.transports.remote.library import RemotePeer
+from baton.transports.remote.lifeline import MAX_FRAME, Lifeline, Line
+from baton.transports.remote.transport import RemoteDescriptor, RemoteTransport, parse_descriptor
 from tests.support.remote_uris import SCHEMES, uri_of
 
 

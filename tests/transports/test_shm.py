@@ -22,11 +22,11 @@ import pytest
 from baton.errors import ProtocolError, TransportError
 from baton.kv.geometry import CopyList
 from baton.testing.transport_peer import SpawnedPeer
-from baton.transports import mover
-from baton.transports.populate import PIECE_BYTES, populate
+from baton.transports.mapped import mover
+from baton.transports.mapped.populate import PIECE_BYTES, populate
+from baton.transports.mapped.segments import SHM_DIR, remove_stale_segments
+from baton.transports.mapped.shm import ShmTransport
 from baton.transports.process import start_time_of
-from baton.transports.segments import SHM_DIR, remove_stale_segments
-from baton.transports.shm import ShmTransport
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_regions_may_be_parts_of_one_segment(transport: ShmTransport) -> None:
 
 _SCRIPT = """
 import os, sys
-from baton.transports.shm import ShmTransport
+from baton.transports.mapped.shm import ShmTransport
 transport = ShmTransport()
 transport.allocate("pool", 4096)
 print("ready", flush=True)
@@ -272,7 +272,7 @@ def test_a_process_that_may_open_no_more_files_says_so(transport: ShmTransport) 
 
 _SURVIVOR = """
 import base64, os, sys, time
-from baton.transports.shm import ShmTransport
+from baton.transports.mapped.shm import ShmTransport
 transport = ShmTransport()
 transport.register([transport.allocate("pool", 4096)])
 print("ready", flush=True)

@@ -25,8 +25,8 @@ from baton.deployment.child_log import ChildLog, LogLine
 from baton.directories import RunDirectory
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.handoff.session.keys import make_keys, ticket_key_file
+from baton.transports.mapped.segments import remove_stale_segments
 from baton.transports.registry import parse_uri, with_path
-from baton.transports.segments import remove_stale_segments
 
 D = TypeVar("D", bound="Deployment")
 START_TIMEOUT_S = 300.0

@@ -24,7 +24,6 @@ from baton.engine.loading.facts import engine_facts
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.memory.kv_memory import kv_memory, model_groups
 from baton.engine.memory.pool_size import Memory, PoolSize
-from baton.engine.memory.prefix_store import PrefixStore
 from baton.engine.metrics import EngineMetrics
 from baton.engine.ranks.agents import make_agents
 from baton.engine.ranks.collective import expert_ranks
@@ -42,12 +41,13 @@ from baton.handoff.protocol.ticket import Redeemer, load_or_create_key
 from baton.handoff.session.config import DEFAULT_MAX_RETRIES, own_bind
 from baton.handoff.session.keys import KeyRing
 from baton.kv.cache import KVCache
+from baton.kvstore.prefix_store import PrefixStore
 from baton.structured import Grammars
 from baton.text import Tokenizer
 from baton.transports.base import Transport
+from baton.transports.mapped.shm import ShmTransport
 from baton.transports.registry import create_transport, default_integrity
-from baton.transports.shm import ShmTransport
-from baton.transports.store import open_store
+from baton.transports.remote.file import open_store
 from baton.wire import EngineInfo, Integrity
 
 log = logging.getLogger(__name__)

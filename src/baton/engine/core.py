@@ -30,7 +30,7 @@ from baton.wire import EngineLoad, FinishReason, TokenChunk
 if TYPE_CHECKING:
     # The core itself needs no torch.
     from baton.engine.executor import Executor
-    from baton.engine.memory.prefix_store import PrefixStore
+    from baton.kvstore.prefix_store import PrefixStore
 
 EmitChunk = Callable[[TokenChunk, bool], None]
 

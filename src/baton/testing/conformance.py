@@ -15,10 +15,10 @@ import time
 from collections.abc import Sequence
 
 from baton.errors import ConfigError
+from baton.kvstore.store import FileStore
 from baton.testing.store_suite import check_store
 from baton.testing.transport_suite import check_names, check_transport
 from baton.transports.registry import create_transport, parse_uri
-from baton.transports.store import FileStore
 
 
 def measure(uri: str, device: str | None = None) -> tuple[dict[str, str], list[str]]:

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from baton.errors import BatonError, TransportError
+from baton.kvstore.store import KEEP_S, Entry, FileStore
 from baton.testing.transport_near import need
 from baton.testing.transport_peer import pattern
 from baton.transports.base import ByteArray
-from baton.transports.store import KEEP_S, Entry, FileStore
 
 NewStore = Callable[[Path, int], FileStore]
 ROOM = 1 << 20

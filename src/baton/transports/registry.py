@@ -23,8 +23,15 @@ NewTransport = Callable[[dict[str, str]], Transport]
 OptionsT = TypeVar("OptionsT")
 _GROUP = "baton.transports"
 _NAME = re.compile(r"[a-z][a-z0-9_+.-]*")
-# Modules of this package, each with a factory `create`.
-_BUILT_IN = ("local", "shm", "cuda_ipc", "nixl", "mooncake", "file")
+# Modules of this package by scheme, each with a factory `create`.
+_BUILT_IN = {
+    "local": "mapped.local",
+    "shm": "mapped.shm",
+    "cuda_ipc": "mapped.cuda_ipc",
+    "nixl": "remote.nixl",
+    "mooncake": "remote.mooncake",
+    "file": "remote.file",
+}
 # Those for memory of a CUDA device, and those for host memory.
 _OF_DEVICES = ("cuda_ipc", "nixl")
 _OF_HOSTS = ("local", "shm", "nixl", "mooncake", "file")
@@ -134,5 +141,7 @@ def create_transport(uri: str) -> Transport:
 
 
 def _factories() -> dict[str, EntryPoint]:
-    built_in = {scheme: EntryPoint(scheme, f"{__package__}.{scheme}:create", _GROUP) for scheme in _BUILT_IN}
+    built_in = {
+        scheme: EntryPoint(scheme, f"{__package__}.{module}:create", _GROUP) for scheme, module in _BUILT_IN.items()
+    }
     return {point.name: point for point in entry_points(group=_GROUP)} | built_in

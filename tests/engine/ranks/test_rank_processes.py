@@ -20,7 +20,7 @@ from baton.engine.plan import StepPlan, one_request
 from baton.engine.ranks.executor import RankExecutor
 from baton.engine.ranks.messages import Compute, decode_order, encode
 from baton.errors import BatonError, ConfigError, EngineUnavailableError
-from baton.transports.segments import file_of
+from baton.transports.mapped.segments import file_of
 from tests.support.checkpoints_granite import make_granite
 
 TARGET = "models/baton-demo-llama"

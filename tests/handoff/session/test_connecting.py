@@ -12,7 +12,7 @@ from baton.handoff.protocol.events import DecodeCommitted, DecodeReleased, Prefi
 from baton.handoff.session.connecting import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_REFUSED, TransportEnds
 from baton.kv.interval import Interval
 from baton.transports.base import Peer
-from baton.transports.local import LocalTransport
+from baton.transports.mapped.local import LocalTransport
 from tests.support.modelled_network import TIMERS, Clock, Node, World
 
 

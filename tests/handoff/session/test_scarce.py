@@ -21,9 +21,9 @@ from baton.handoff.protocol.events import DecodeCommitted, DecodeFailed, DecodeR
 from baton.handoff.session.connecting import TransportEnds
 from baton.kv.interval import Interval
 from baton.transports.base import Peer
-from baton.transports.lifeline import Lifeline
+from baton.transports.mapped.segments import remove_stale_segments
 from baton.transports.process import ProcessWatch, own_host_key, start_time_of
-from baton.transports.segments import remove_stale_segments
+from baton.transports.remote.lifeline import Lifeline
 from tests.handoff.nodes import SEEDS, Node, Pair, ticket_for
 
 N = 8
@@ -141,7 +141,7 @@ def test_segments_of_a_process_that_cannot_be_looked_at_stay(monkeypatch: pytest
     def scarce(pid: int) -> list[str]:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("baton.transports.segments.stat_of", scarce)
+    monkeypatch.setattr("baton.transports.mapped.segments.stat_of", scarce)
     assert remove_stale_segments(str(tmp_path)) == []
     assert os.path.exists(path)
 

@@ -18,7 +18,7 @@ import torch
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
 from baton.kv.spec import GroupSpec
-from baton.transports.segments import SHM_DIR
+from baton.transports.mapped.segments import SHM_DIR
 
 # The rest is for activations, the page cache and other programs.
 HOST_UTILIZATION = 0.6

@@ -13,8 +13,8 @@ from typing import Any
 
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
+from baton.transports.mapped.segments import SHM_DIR
 from baton.transports.registry import parse_uri
-from baton.transports.segments import SHM_DIR
 
 
 def check_sizes(config: EngineConfig, num_engines: int = 1) -> None:

@@ -24,7 +24,7 @@ from baton.engine.ranks.collective import tensor_rank
 from baton.engine.ranks.messages import MAX_MESSAGE_BYTES, Allocate, Done, Failed, Order, Start, decode_answer, encode
 from baton.errors import EngineUnavailableError
 from baton.models.layers.parallel import TensorRank
-from baton.transports.segments import file_of
+from baton.transports.mapped.segments import file_of
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from baton.engine.runner import ModelRunner
 from baton.errors import BatonError
 from baton.kv.spec import GroupSpec
 from baton.parent import die_with_parent
-from baton.transports.populate import populate
+from baton.transports.mapped.populate import populate
 
 log = logging.getLogger(__name__)
 

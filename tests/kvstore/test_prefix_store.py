@@ -14,11 +14,11 @@ import pytest
 
 from baton import LLM, SamplingParams
 from baton.engine.config import EngineConfig, KVTransferConfig
-from baton.engine.memory.prefix_store import SPAN_TOKENS
 from baton.errors import ConfigError
+from baton.kvstore.prefix_store import SPAN_TOKENS
+from baton.kvstore.store import FileStore
 from baton.text import Tokenizer
 from baton.transports.base import ByteArray
-from baton.transports.store import FileStore
 from baton.verify.observe import make_cases
 from tests.engine.engines import TARGET, Mode, Stepped, Stream, pair, request, stepped
 from tests.engine.handoff.test_handoff_kinds import windowed_demo

@@ -16,12 +16,12 @@ import pytest
 
 from baton.errors import ConfigError, TransportError
 from baton.kv.geometry import CopyList
+from baton.kvstore.store import KEEP_S, FileStore
 from baton.testing.transport_peer import pattern
 from baton.transports.batches import Runs
-from baton.transports.file import FileLibrary
 from baton.transports.registry import create_transport
-from baton.transports.remote import RemoteTransport
-from baton.transports.store import KEEP_S, FileStore
+from baton.transports.remote.file import FileLibrary
+from baton.transports.remote.transport import RemoteTransport
 
 
 def age(path: Path, seconds: float) -> None:
@@ -49,7 +49,7 @@ def test_an_entry_that_cannot_be_read_is_not_damaged(
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FileStore(tmp_path)
     # The error of write() on a full disk comes from a real one.
-    monkeypatch.setattr("baton.transports.store.open", lambda fd, mode: _full(fd), raising=False)
+    monkeypatch.setattr("baton.kvstore.store.open", lambda fd, mode: _full(fd), raising=False)
     with pytest.raises(TransportError, match=r"cannot write to the store .*: No space left on device"):
         store.put({"x": pattern(64, 1)})
     assert list(tmp_path.iterdir()) == []

@@ -29,11 +29,11 @@ from msgspec import Meta
 
 from baton.errors import ProtocolError, TransportError
 from baton.transports.base import ByteArray, Peer, close_at_exit
-from baton.transports.memory import MemoryPeer, MemoryTransport
-from baton.transports.populate import populate_beside
+from baton.transports.mapped.memory import MemoryPeer, MemoryTransport
+from baton.transports.mapped.populate import populate_beside
+from baton.transports.mapped.segments import SEGMENT_NAME, SHM_DIR, remove_stale_segments
 from baton.transports.process import ProcessWatch, own_host_key, start_time_of
 from baton.transports.registry import refuse_options
-from baton.transports.segments import SEGMENT_NAME, SHM_DIR, remove_stale_segments
 
 _PID_LIMIT = 1 << 31
 _MAX_DESCRIPTOR = 1 << 16

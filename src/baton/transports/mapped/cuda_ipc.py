@@ -27,11 +27,11 @@ from msgspec import Meta
 from baton.errors import ProtocolError, TransportError
 from baton.transports.base import ByteArray, DeviceMemory, Direction
 from baton.transports.batches import Runs
-from baton.transports.cuda_driver import HANDLE_BYTES, CudaDriver, Launch, check_cuda
-from baton.transports.library import Library, RemotePeer
-from baton.transports.lifeline import Lifeline
+from baton.transports.mapped.cuda_driver import HANDLE_BYTES, CudaDriver, Launch, check_cuda
 from baton.transports.registry import refuse_options
-from baton.transports.remote import RemoteTransport
+from baton.transports.remote.library import Library, RemotePeer
+from baton.transports.remote.lifeline import Lifeline
+from baton.transports.remote.transport import RemoteTransport
 
 _LOOPBACK = "127.0.0.1"
 _Bytes = Annotated[int, Meta(ge=0, lt=1 << 60)]

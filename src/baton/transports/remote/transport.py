@@ -32,9 +32,9 @@ from baton.transports.base import (
     source_and_dest,
 )
 from baton.transports.batches import Job, make_job
-from baton.transports.driver import CALL_TIMEOUT_S, Driver
-from baton.transports.library import Library, RemotePeer
 from baton.transports.process import Contact, ProcessWatch, check_contact
+from baton.transports.remote.driver import CALL_TIMEOUT_S, Driver
+from baton.transports.remote.library import Library, RemotePeer
 
 CLOSE_TIMEOUT_S = 2.0  # for batches in flight
 MAX_DESCRIPTOR = 1 << 20

@@ -10,8 +10,8 @@ from typing import Any
 from baton.errors import TransportError
 from baton.transports.base import ByteArray, DeviceMemory, Direction
 from baton.transports.batches import Job, Runs
-from baton.transports.lifeline import Lifeline, Line
 from baton.transports.process import ProcessWatch
+from baton.transports.remote.lifeline import Lifeline, Line
 
 
 class BatchFailedError(TransportError):

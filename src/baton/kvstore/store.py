@@ -30,13 +30,13 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 import safetensors
+from numpy.typing import NDArray
 from safetensors.numpy import save as encode
 
 from baton.directories import own_directory
 from baton.errors import ConfigError, TransportError
-from baton.transports.base import ByteArray
-from baton.transports.registry import parse_uri, read_options
 
+ByteArray = NDArray[np.uint8]
 KEEP_S = 5.0
 _ABANDONED_S = 3600.0  # a temporary file of this age is abandoned: no write takes so long
 _KEY = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -208,13 +208,6 @@ class FileStore:
         if room < nbytes:
             raise TransportError(f"the store {self.directory} is full of entries of the last {KEEP_S:g} seconds")
         return min(room, nbytes + self._margin)
-
-
-def open_store(uri: str) -> FileStore:
-    """The store of `file:///DIRECTORY?max_bytes=N`. Raises `ConfigError` for a wrong option, or a directory that cannot
-    be used."""
-    options = read_options(*parse_uri(uri), StoreOptions)
-    return FileStore(options.path, options.max_bytes)
 
 
 def content_key(context: str, token_ids: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ from baton.transports.base import (
     future_of,
     source_and_dest,
 )
-from baton.transports.mover import Mover
+from baton.transports.mapped.mover import Mover
 
 
 @dataclass(slots=True, eq=False)

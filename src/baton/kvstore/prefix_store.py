@@ -15,18 +15,18 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from baton.engine.request import Request
 from baton.kv.interval import MAX_TOKENS
 from baton.kv.pool import PagePool
 from baton.kv.prefix import Chain
 from baton.kv.states import StatePool
+from baton.kv.tables import BlockTables
+from baton.kvstore.store import ByteArray, FileStore, content_key
 from baton.log_limit import LogLimit
-from baton.transports.base import ByteArray
-from baton.transports.store import FileStore, content_key
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -34,6 +34,19 @@ log.addFilter(LogLimit())
 SPAN_TOKENS = 256
 Post = Callable[[Callable[[], None]], None]
 _GroupPages = dict[str, list[int]]
+
+
+class PrefixRequest(Protocol):
+    """What the store reads of an engine's request."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def prefill_len(self) -> int: ...
+    @property
+    def is_salted(self) -> bool: ...
+    @property
+    def kv(self) -> BlockTables: ...
 
 
 class PrefixStore:
@@ -71,7 +84,7 @@ class PrefixStore:
 
     # ------------------------------------------------------------ engine thread
 
-    def load(self, request: Request, then: Callable[[int], None]) -> bool:
+    def load(self, request: PrefixRequest, then: Callable[[int], None]) -> bool:
         """Look up the request's prompt. Returns False if there is nothing to look up, else calls `then` later with the
         number of tokens that entered the prefix cache."""
         if request.is_salted:
@@ -89,7 +102,7 @@ class PrefixStore:
         self._readers.submit(look)
         return True
 
-    def save(self, request: Request, num_final: int) -> None:
+    def save(self, request: PrefixRequest, num_final: int) -> None:
         """Write those of the request's entries [0, `num_final`) that the store lacks. Their pages stay in use until
         they are written."""
         if request.is_salted:

@@ -32,11 +32,11 @@ import numpy as np
 from baton.errors import ConfigError, ProtocolError, TransportError
 from baton.transports.base import ByteArray, DeviceMemory, Direction
 from baton.transports.batches import Runs
-from baton.transports.library import Library, RemotePeer
-from baton.transports.lifeline import Lifeline
 from baton.transports.registry import read_options
-from baton.transports.remote import RemoteTransport
-from baton.transports.sockets import held_bytes
+from baton.transports.remote.library import Library, RemotePeer
+from baton.transports.remote.lifeline import Lifeline
+from baton.transports.remote.sockets import held_bytes
+from baton.transports.remote.transport import RemoteTransport
 
 _SEGMENT_BYTES = 8 << 10  # a round of progress receives one segment from every socket that has data
 _MARGIN = 2  # segments may be shorter

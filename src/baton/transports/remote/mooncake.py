@@ -27,11 +27,11 @@ import msgspec
 from baton.errors import ConfigError, ProtocolError, TransportError
 from baton.transports.base import ByteArray, Direction
 from baton.transports.batches import Runs
-from baton.transports.library import Library, RemotePeer
-from baton.transports.lifeline import Lifeline
 from baton.transports.registry import read_options
-from baton.transports.remote import RemoteTransport
-from baton.transports.sockets import held_bytes
+from baton.transports.remote.library import Library, RemotePeer
+from baton.transports.remote.lifeline import Lifeline
+from baton.transports.remote.sockets import held_bytes
+from baton.transports.remote.transport import RemoteTransport
 
 _ROUND_BYTES = 64 << 10  # the loop reads at most this much of a socket per round
 _MAX_PEERS = 64  # batches at a time, one per peer

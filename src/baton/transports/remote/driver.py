@@ -19,9 +19,9 @@ import numpy as np
 
 from baton.errors import BatonError, ConfigError, TransportError
 from baton.transports.batches import Job
-from baton.transports.library import BatchFailedError, Library, RemotePeer
-from baton.transports.lifeline import BYE, RECEIVED_BYTES, Lifeline, Line
-from baton.transports.sockets import held_bytes
+from baton.transports.remote.library import BatchFailedError, Library, RemotePeer
+from baton.transports.remote.lifeline import BYE, RECEIVED_BYTES, Lifeline, Line
+from baton.transports.remote.sockets import held_bytes
 
 log = logging.getLogger(__name__)
 

@@ -27,14 +27,14 @@ import numpy as np
 
 from baton.errors import BatonError, ProtocolError, TransportError
 from baton.kv.geometry import CopyList
+from baton.kvstore.store import FileStore, StoreOptions
 from baton.transports.base import ByteArray, Direction
 from baton.transports.batches import BATCH_BYTES, Runs
 from baton.transports.copying import copy_runs
-from baton.transports.library import BatchFailedError, Library, RemotePeer
-from baton.transports.lifeline import Lifeline, Line
-from baton.transports.registry import read_options
-from baton.transports.remote import RemoteTransport
-from baton.transports.store import FileStore, StoreOptions
+from baton.transports.registry import parse_uri, read_options
+from baton.transports.remote.library import BatchFailedError, Library, RemotePeer
+from baton.transports.remote.lifeline import Lifeline, Line
+from baton.transports.remote.transport import RemoteTransport
 
 _WORKERS = 16  # more than cores: a shared file system is slow, but serves several requests at a time
 _TENSOR = "bytes"
@@ -239,6 +239,13 @@ def _locate(spans: list[ByteArray], runs: Runs) -> tuple[ByteArray, Runs, Runs]:
         if bool(((offset >= 0) & (nbytes <= span.size) & (offset <= span.size - nbytes)).all()):
             return span, offset, nbytes
     raise ProtocolError("a run lies outside the registered regions")
+
+
+def open_store(uri: str) -> FileStore:
+    """The store of `file:///DIRECTORY?max_bytes=N`. Raises `ConfigError` for a wrong option, or a directory that cannot
+    be used."""
+    options = read_options(*parse_uri(uri), StoreOptions)
+    return FileStore(options.path, options.max_bytes)
 
 
 def create(query: dict[str, str]) -> RemoteTransport:

@@ -1,0 +1,1 @@
+"""Transports between processes of one host: each maps the other's memory."""
