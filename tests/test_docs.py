@@ -19,7 +19,9 @@ from simulation.mutations import MUTATIONS
 from tests.test_structure import COMMON, ROOMS, room_of
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(ROOT.glob("docs/*.md"))
+DOCUMENTS = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/results/README.md")
+] + sorted(ROOT.glob("docs/*.md"))
 FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)\s]*\)")
