@@ -194,7 +194,7 @@ class Engine:
             if request.status is RequestStatus.RUNNING:
                 half: Half = self.world.random.choice(("target", "drafter"))
                 self.executor.failing[request.request_id] = half
-            elif request.status is RequestStatus.HELD:
+            elif request.status is RequestStatus.AWAITING_RELEASE:
                 self.core.abort(request.request_id)
             else:
                 self.core.finish(request, "error", "engine_failed", recoverable=True)

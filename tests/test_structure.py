@@ -25,7 +25,7 @@ COMMON = {
     "baton.clock",
     "baton.comparison",
     "baton.directories",
-    "baton.distribution",
+    "baton.histogram",
     "baton.errors",
     "baton.log_limit",
     "baton.parent",

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from baton.engine.attention.base import AttnBatch
-from baton.engine.attention.latent import Latents
+from baton.engine.attention.latent import PagedLatentAttention
 from baton.models.layers.latent import LatentProjection
 from baton.models.layers.linear import Build
 from baton.models.specs import LatentSpec
@@ -26,12 +26,12 @@ HEADS, PAGE, ROUNDS = 16, 16, 15
 LENGTHS = (128, 512, 2048, 8192)
 
 
-class _Expanded(Latents):
+class _Expanded(PagedLatentAttention):
     def _is_cheaper_expanded(self, *asked: object) -> bool:
         return True
 
 
-class _Absorbed(Latents):
+class _Absorbed(PagedLatentAttention):
     def _is_cheaper_expanded(self, *asked: object) -> bool:
         return False
 
@@ -49,7 +49,7 @@ def forms(length: int) -> dict[str, Callable[[], object]]:
     latent = torch.randn(1, SPEC.latent_dim, dtype=torch.bfloat16)
     rope = torch.randn(1, SPEC.rope_dim, dtype=torch.bfloat16)
 
-    def step(kind: type[Latents]) -> Callable[[], object]:
+    def step(kind: type[PagedLatentAttention]) -> Callable[[], object]:
         layer = kind([kept], 0, batch)
         return lambda: layer.attend(query, latent, rope, 0.07, projection)
 

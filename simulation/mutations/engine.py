@@ -117,7 +117,7 @@ def _first_state_goes_on() -> list[Patch]:
 
 @mutation("P's pages stay until the agent lets them go, whatever became of the request")
 def _release_before_quiet() -> list[Patch]:
-    original = HandoffLegs.keeps_pages
+    original = HandoffLegs.abort_leg
 
     def keeps(self: HandoffLegs, request: Request, error: str | None) -> bool:
         original(self, request, error)
@@ -127,7 +127,7 @@ def _release_before_quiet() -> list[Patch]:
         abandon(request)
         self.scheduler.release(request)
 
-    return [(HandoffLegs, "keeps_pages", keeps), *around_method(HandoffLegs, "abandon", around)]
+    return [(HandoffLegs, "abort_leg", keeps), *around_method(HandoffLegs, "abandon", around)]
 
 
 @mutation("pages that a peer may still write go into quarantine")

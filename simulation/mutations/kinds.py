@@ -50,9 +50,9 @@ def _state_clipped_by_hit() -> list[Patch]:
         tables: BlockTables,
         tokens: Sequence[int],
         num_tokens: int,
-        brought: Container[str] | None = None,
+        sent_groups: Container[str] | None = None,
     ) -> Destination | None:
-        found = original(self, tables, tokens, num_tokens, brought)
+        found = original(self, tables, tokens, num_tokens, sent_groups)
         if found is None or not any(found.hits.values()):
             return found
         clipped = {name: Interval(1, 1) for name, rules in self.rules.items() if rules.kind == "state"}

@@ -11,7 +11,7 @@ from baton.errors import OverloadedError
 MAX_QUEUED_REQUESTS = 1024
 
 
-class Queue:
+class AdmissionLimit:
     """Counts waiting choices. `limit` None: unlimited."""
 
     def __init__(self, limit: int | None) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from baton.engine import step as step_module
 from baton.engine.core import EngineCore
-from baton.engine.handoff import HandoffLegs, PagesLetGo
+from baton.engine.handoff import HandoffLegs, PagesReleased
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
@@ -71,7 +71,7 @@ def lose_the_end_of_sending(patch: Patch, two: Pair) -> None:
     carry_out = EngineCore._carry_out
 
     def lose(core: EngineCore, effects: Sequence[Any]) -> None:
-        carry_out(core, [effect for effect in effects if not isinstance(effect, PagesLetGo)])
+        carry_out(core, [effect for effect in effects if not isinstance(effect, PagesReleased)])
 
     patch.setattr(EngineCore, "_carry_out", lose)
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from baton.distribution import Distribution
 from baton.engine.async_engine import _cache_config
 from baton.engine.config import EngineConfig
 from baton.engine.metrics import EngineMetrics
+from baton.histogram import Histogram
 from baton.openai.client import read_samples
 from baton.openai.http.metrics import RowCollector, exposed, with_vllm_names
 
 
 def test_what_lies_at_or_below_each_bound() -> None:
-    some = Distribution((1, 2, 4))
+    some = Histogram((1, 2, 4))
     for value in (0.5, 1, 1.5, 4, 4.1):
         some.observe(value)
     assert some.buckets() == [("1.0", 2.0), ("2.0", 3.0), ("4.0", 4.0), ("+Inf", 5.0)]
     assert (some.count, some.total) == (5, 11.1)
-    both = Distribution.sum_of([some, some])
+    both = Histogram.sum_of([some, some])
     assert both.buckets() == [("1.0", 4.0), ("2.0", 6.0), ("4.0", 8.0), ("+Inf", 10.0)]
     assert (both.count, both.total) == (10, 22.2)
 

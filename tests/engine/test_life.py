@@ -9,7 +9,7 @@ import pytest
 
 from baton.engine.core import EngineCore
 from baton.engine.request import FOLLOWS, Request, RequestStatus
-from baton.engine.sampling.sampling_state import SamplerState
+from baton.engine.sampling.sampling_state import SamplingState
 from baton.wire import FinishReason, SamplingParams
 from tests.engine.engines import pair, request, stepped
 
@@ -17,7 +17,7 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
 def fresh() -> Request:
-    return Request(request("r", [1, 2, 3], PARAMS), SamplerState(PARAMS, [1, 2, 3], 10, ()))
+    return Request(request("r", [1, 2, 3], PARAMS), SamplingState(PARAMS, [1, 2, 3], 10, ()))
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def fresh() -> Request:
         "WAITING RUNNING WAITING RUNNING FINISHED",
         "WAITING RECEIVING RUNNING WAITING RUNNING FINISHED",
         "WAITING RECEIVING WAITING RUNNING FINISHED",
-        "WAITING RUNNING HELD FINISHED",
+        "WAITING RUNNING AWAITING_RELEASE FINISHED",
         "WAITING WAITING FINISHED",
     ],
 )
@@ -36,20 +36,20 @@ def test_lives_that_there_are(life: str) -> None:
     names = life.split()
     assert one.status is RequestStatus[names[0]]
     for _, name in pairwise(names):
-        one.become(RequestStatus[name])
+        one.transition(RequestStatus[name])
     assert one.status is RequestStatus[names[-1]]
 
 
 @pytest.mark.parametrize("status", list(RequestStatus))
 def test_nothing_follows_the_end_and_pages_that_are_held_are_computed_on_by_nobody(status: RequestStatus) -> None:
     assert set(FOLLOWS) == set(RequestStatus)
-    for life in ([RequestStatus.FINISHED], [RequestStatus.RUNNING, RequestStatus.HELD]):
+    for life in ([RequestStatus.FINISHED], [RequestStatus.RUNNING, RequestStatus.AWAITING_RELEASE]):
         one = fresh()
         for step in life:
-            one.become(step)
+            one.transition(step)
         if status not in FOLLOWS[life[-1]]:
             with pytest.raises(RuntimeError, match=f"cannot be {status.name} after {life[-1].name}"):
-                one.become(status)
+                one.transition(status)
             assert one.status is life[-1]
 
 

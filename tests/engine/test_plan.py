@@ -14,7 +14,7 @@ import torch
 from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, StepPlan, one_request
-from baton.engine.sampling.sampling_state import SamplerState, ToSample, sampling_of
+from baton.engine.sampling.sampling_state import SamplingRows, SamplingState, sampling_of
 from baton.wire import SamplingParams, StructuredOutputsParams
 from tests.engine.engines import EAGLE3, Stepped, request, stepped
 
@@ -105,11 +105,11 @@ def test_a_result_brings_logits_and_features_of_the_rows_asked_for() -> None:
 
 
 def test_a_plan_says_of_greedy_requests_nothing_more_than_their_rows() -> None:
-    states = [SamplerState(params, prompt, 100, [0]) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    states = [SamplingState(params, prompt, 100, [0]) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     assert [state.plain_greedy for state in states] == [True, False, False, False, False]
-    assert SamplerState(SamplingParams(temperature=0.0, logprobs=1), [1], 100, [0]).plain_greedy
+    assert SamplingState(SamplingParams(temperature=0.0, logprobs=1), [1], 100, [0]).plain_greedy
     assert sampling_of([], False) is None
-    sampling = sampling_of([ToSample(states[3], 4, [8, 9]), ToSample(states[2], 9, [])], False)
+    sampling = sampling_of([SamplingRows(states[3], 4, [8, 9]), SamplingRows(states[2], 9, [])], False)
     assert sampling is not None
     assert sampling.row.tolist() == [4, 5, 6, 9]
     assert sampling.draft.tolist() == [8, 9, -1, -1]

@@ -52,7 +52,7 @@ def on_ranks(store: Path, size: int, call: Callable[[ExpertRanks], R]) -> list[R
 
     def run(rank: int) -> R:
         exchange = Exchange(str(store / "store"), rank, size)
-        return call(ExpertRanks(rank, size, exchange.gather, exchange.swap))
+        return call(ExpertRanks(rank, size, exchange.gather, exchange.all_to_all))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import baton.structured.grammars as grammars_module
 from baton.errors import RequestError
 from baton.structured import DraftMatchers, Grammars, Known, Matcher
-from baton.structured.checking import Checker
+from baton.structured.checker import Checker
 from baton.structured.vocabulary import vocabulary
 from baton.text import Tokenizer
 from baton.wire import MAX_GRAMMAR_CHARS, StructuredOutputsParams
@@ -221,7 +221,7 @@ HOSTILE = {
 
 def test_hostile_grammars_are_refused_in_time(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars.check(KINDS[1])
-    monkeypatch.setattr("baton.structured.checking.CHECK_LIMIT_S", 1.0)
+    monkeypatch.setattr("baton.structured.checker.CHECK_LIMIT_S", 1.0)
     for name, hostile in HOSTILE.items():
         began = time.monotonic()
         hostile.check()
@@ -279,7 +279,7 @@ def test_a_checking_process_that_does_not_read_is_given_up(tmp_path: Path, monke
     hangs.write_text("#!/bin/sh\nexec sleep 600\n")
     hangs.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(hangs))
-    monkeypatch.setattr("baton.structured.checking.START_LIMIT_S", 0.2)
+    monkeypatch.setattr("baton.structured.checker.START_LIMIT_S", 0.2)
     checker = Checker(lambda: "x" * 4_000_000, 10, [1])
     try:
         with pytest.raises(RequestError, match="did not start"):

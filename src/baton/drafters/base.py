@@ -100,8 +100,8 @@ class Drafter(Protocol):
 class ChainDrafter(Drafter, Protocol):
     """A drafter with several modules that run one after the other: see `ModuleChain`."""
 
-    def carried(self, extended: Any) -> Tensor:
-        """The rows for the next batch's `ModuleChain.carried`: [R, K - 1, E]."""
+    def mtp_hidden(self, extended: Any) -> Tensor:
+        """The rows for the next batch's `ModuleChain.mtp_hidden`: [R, K - 1, E]."""
         ...
 
 

@@ -27,10 +27,11 @@ class ModuleChain:
 
     `spans` [R, K, 2]: start and stop of each module's new entries; those of the first module are the batch's rows.
     `ahead`: per request the known tokens after that of its last row, at most K - 1, for the later modules.
-    `carried` [C, E]: carried rows. `carried_row` [R, K - 1]: the row for each module after the first, -1 for none.
+    `mtp_hidden` [C, E]: carried rows. `mtp_hidden_row` [R, K - 1]: the row for each module after the first, -1
+    for none.
     """
 
     spans: IntArray
     ahead: Sequence[IntArray]
-    carried_row: IntArray
-    carried: npt.NDArray[np.float32] = field(default_factory=_none)
+    mtp_hidden_row: IntArray
+    mtp_hidden: npt.NDArray[np.float32] = field(default_factory=_none)

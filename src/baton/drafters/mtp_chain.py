@@ -20,10 +20,10 @@ from baton.drafters.mtp import Mtp
 
 @dataclass(frozen=True, slots=True)
 class Extended:
-    """`last` [R, E]: the first module's output at each request's last row. `carried` [R, K - 1, E]."""
+    """`last` [R, E]: the first module's output at each request's last row. `mtp_hidden` [R, K - 1, E]."""
 
     last: Tensor
-    carried: Tensor
+    mtp_hidden: Tensor
 
 
 class MtpChain(Mtp):
@@ -39,13 +39,13 @@ class MtpChain(Mtp):
             np.concatenate((batch.next_ids[first:stop], ahead))
             for first, stop, ahead in zip(batch.query_start[:-1], batch.query_start[1:], chain.ahead, strict=True)
         ]
-        brought = torch.from_numpy(chain.carried).to(features)
+        brought = torch.from_numpy(chain.mtp_hidden).to(features)
         if not len(brought):
             brought = features[:0]
         everyone = np.arange(len(known))
         at = batch.query_start[:-1].astype(np.int64)
         made = self._run(0, batch, everyone, batch.next_ids, features, batch.positions, np.diff(batch.query_start))
-        last, carried = made[self._tensor(batch.query_start[1:].astype(np.int64) - 1)], []
+        last, mtp_hidden = made[self._tensor(batch.query_start[1:].astype(np.int64) - 1)], []
         for module in range(1, len(self.layers)):
             # Rows of `pool`: the carried rows, the new output of the module before this one, and a row of zeros.
             pool = torch.cat((brought, made, features.new_zeros(1, features.shape[1])))
@@ -54,22 +54,22 @@ class MtpChain(Mtp):
             tokens: list[IntArray] = []
             for r, (begin, (start, stop)) in enumerate(zip(begins, spans[:, module], strict=True)):
                 before, end = spans[r, module - 1]
-                lead = chain.carried_row[r, module - 1 : module] if start < before else ()
+                lead = chain.mtp_hidden_row[r, module - 1 : module] if start < before else ()
                 assert all(row >= 0 for row in lead), "no row was carried for a module that needs one"
                 own = np.concatenate((lead, len(brought) + at[r] + np.arange(end - before))).astype(np.int64)
                 rows.append(own[: stop - start])
                 left.append(int(own[stop - start]) if stop < end else len(pool) - 1)
                 tokens.append(known[r][start + module - begin : stop + module - begin])
-            carried.append(pool[self._tensor(np.array(left))])
+            mtp_hidden.append(pool[self._tensor(np.array(left))])
             counts = spans[:, module, 1] - spans[:, module, 0]
             positions = np.concatenate([np.arange(*span) for span in spans[:, module]])
             inputs = pool[self._tensor(np.concatenate(rows))]
             made = self._run(module, batch, everyone, np.concatenate(tokens), inputs, positions, counts)
             at = np.cumsum(counts) - counts
-        return Extended(last, torch.stack(carried, 1))
+        return Extended(last, torch.stack(mtp_hidden, 1))
 
-    def carried(self, extended: Extended) -> Tensor:
-        return extended.carried
+    def mtp_hidden(self, extended: Extended) -> Tensor:
+        return extended.mtp_hidden
 
     def draft(self, batch: DraftBatch, extended: Extended) -> list[list[int]]:  # type: ignore[override]
         """One draft from each module, then further drafts from the last one."""
@@ -88,7 +88,7 @@ class MtpChain(Mtp):
             if not len(going):
                 break
             if module < len(self.layers):
-                pool = torch.cat((extended.carried[:, module - 1], made))
+                pool = torch.cat((extended.mtp_hidden[:, module - 1], made))
                 own, before = spans[:, module, 1], spans[:, module - 1, 1]
                 rows: list[int] = []
                 for r in going.tolist():

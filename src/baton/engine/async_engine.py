@@ -18,7 +18,7 @@ from baton.engine.requests import make_request
 from baton.errors import EngineStalledError, EngineUnavailableError, RequestError
 from baton.handoff.agent.agent import HandoffAgent
 from baton.kernels.cpu.affinity import bind_team
-from baton.waiting import Queue
+from baton.waiting import AdmissionLimit
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, StructuredOutputsParams, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class AsyncEngine:
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda text: None) -> None:
         self._streams: dict[str, _Stream] = {}
-        self._queue = Queue(config.max_queued_requests)
+        self._queue = AdmissionLimit(config.max_queued_requests)
         self._engine = build_engine(config, self._emit, progress)
         self._cache_config = _cache_config(config, self._engine.info.kv_tokens)
         progress("running a first request")

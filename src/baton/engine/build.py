@@ -29,7 +29,7 @@ from baton.engine.ranks.agents import make_agents
 from baton.engine.ranks.collective import expert_ranks
 from baton.engine.ranks.executor import RankExecutor
 from baton.engine.ranks.followers import start_followers
-from baton.engine.ranks.lockstep import Bells, Lockstep
+from baton.engine.ranks.lockstep import Lockstep, WakeSockets
 from baton.engine.runner import ModelRunner, plan_spec
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import Scheduler
@@ -128,7 +128,7 @@ def _build(
     followers.answered()
     pool = kv_memory(config, whole, model.config.num_layers, model.max_position, memory, uses_shm, transports, progress)
     own = [group for group, _ in pool.parts[0]]
-    followers.share(pool, drafter.aux_layers if drafter is not None else ())
+    followers.send_allocation(pool, drafter.aux_layers if drafter is not None else ())
     backend = get_backend(config.attention_backend, config.device)
     spec = config.speculative_config
     facts = engine_facts(config, loaded.hf_config, whole, own, model, drafter, backend, loaded.tokenizer.eos_token_ids)
@@ -189,7 +189,7 @@ def _build(
     )
     if peers is not None:
         core.peers = peers
-        peers.bells.listen(lambda: core.post(lambda: None))
+        peers.wake_sockets.listen(lambda: core.post(lambda: None))
     for agent in agents:
         agent.start()
     followers.watch(lambda cause: core.post(lambda: _end(EngineUnavailableError(cause))))
@@ -211,9 +211,9 @@ def _join(config: EngineConfig, undo: contextlib.ExitStack) -> Lockstep | None:
     if config.data_parallel_store is None:
         what = f"is {config.data_parallel_size}: ranks are started together, by baton serve and baton up"
         raise ConfigError("data_parallel_size", what)
-    bells = Bells(config.data_parallel_store, config.data_parallel_rank, config.data_parallel_size)
-    undo.callback(bells.close)
-    return Lockstep(expert_ranks(config, str(Path(config.data_parallel_store) / "store")), bells)
+    wake_sockets = WakeSockets(config.data_parallel_store, config.data_parallel_rank, config.data_parallel_size)
+    undo.callback(wake_sockets.close)
+    return Lockstep(expert_ranks(config, str(Path(config.data_parallel_store) / "store")), wake_sockets)
 
 
 def _integrity(config: EngineConfig) -> Integrity:

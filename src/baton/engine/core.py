@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from baton.clock import Clock, SystemClock
-from baton.engine.handoff import Effect, HandoffLegs, PagesLetGo, RequestArrived, RequestFailed
+from baton.engine.handoff import Effect, HandoffLegs, PagesReleased, RequestArrived, RequestFailed
 from baton.engine.metrics import EngineMetrics
 from baton.engine.planning import DraftRows
-from baton.engine.ranks.lockstep import Alone, Peers
+from baton.engine.ranks.lockstep import Peers, SingleRank
 from baton.engine.request import Request, RequestStatus
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import ScheduledRows, Scheduler
-from baton.engine.step import compute, told
+from baton.engine.step import client_error, compute
 from baton.handoff.protocol.events import HandoffEvent
 from baton.handoff.protocol.messages import Seeds
 from baton.wire import EngineLoad, FinishReason, TokenChunk
@@ -69,7 +69,7 @@ class EngineCore:
         self._turn_started: float | None = None
         self._wake = threading.Condition()
         self._stopping = False
-        self.peers: Peers = Alone()
+        self.peers: Peers = SingleRank()
         if prefix_store is not None:
             prefix_store.bind(self.post, lambda operation: self.metrics.prefix_store_failures.update((operation,)))
 
@@ -152,7 +152,7 @@ class EngineCore:
         request.arrival, request.queued_at = next(self._arrivals), self.clock.monotonic()
         self.metrics.num_prompt_tokens += request.num_prompt
         if self.legs is not None and request.role is not None:
-            self.legs.opened(request)
+            self.legs.open_leg(request)
         if self.prefix_store is None or not self.prefix_store.load(request, lambda num: self._loaded(request, num)):
             self._queue(request)
 
@@ -172,7 +172,7 @@ class EngineCore:
         request = self.requests.get(request_id)
         if request is None:
             return
-        if request.status is not RequestStatus.HELD:
+        if request.status is not RequestStatus.AWAITING_RELEASE:
             self.finish(request, "abort")
         elif request.finish_reason is None:
             # It ends when its pages are released. If it has a reason already, its first token ended it, and its client
@@ -193,18 +193,18 @@ class EngineCore:
         """The one place where a request ends. `reason`: None for a prefill leg whose request continues on D."""
         if self.requests.get(request.request_id) is request:
             del self.requests[request.request_id]
-        if request.status is not RequestStatus.HELD:  # else `_hold` counted it
+        if request.status is not RequestStatus.AWAITING_RELEASE:  # else `_hold` counted it
             self._count(request, reason)
         request.finish_reason = reason
         self.scheduler.remove(request)
-        request.become(RequestStatus.FINISHED)
-        if self.legs is None or not self.legs.keeps_pages(request, error):
+        request.transition(RequestStatus.FINISHED)
+        if self.legs is None or not self.legs.abort_leg(request, error):
             self.scheduler.release(request)
 
     def _hold(self, request: Request) -> None:
         """Keep the pages of a computed prefill leg until the handoff releases them."""
         self.scheduler.remove(request)
-        request.become(RequestStatus.HELD)
+        request.transition(RequestStatus.AWAITING_RELEASE)
         self._count(request, request.finish_reason)
 
     def _count(self, request: Request, reason: FinishReason | None) -> None:
@@ -226,12 +226,12 @@ class EngineCore:
                     self.finish(request, "error", effect.error, effect.recoverable)
                 case RequestArrived():
                     (self._finished_elsewhere if effect.finished else self._committed)(request, effect.seeds)
-                case PagesLetGo() if request.status is RequestStatus.HELD:
-                    told = request.finish_reason is not None
+                case PagesReleased() if request.status is RequestStatus.AWAITING_RELEASE:
+                    has_ended = request.finish_reason is not None
                     self._end(request, request.finish_reason)
-                    if not told:
+                    if not has_ended:
                         self.emit(TokenChunk(request_id=request.request_id), True)
-                case PagesLetGo():
+                case PagesReleased():
                     self.scheduler.release(request)
 
     # ------------------------------------------------------------- one step
@@ -246,12 +246,12 @@ class EngineCore:
             self.legs.start_receives()
         scheduled = self.scheduler.schedule()
         if self.legs is not None:
-            self.legs.admitted(rows.request for rows in scheduled)
+            self.legs.admit(rows.request for rows in scheduled)
         if not scheduled:
             return False
         done = compute(self, scheduled)
         for request, error in done.failed.items():
-            self.finish(request, "error", told(request, error))
+            self.finish(request, "error", client_error(request, error))
         self._finalise([rows for rows in scheduled if rows.request not in done.failed], done.draft_rows)
         self.metrics.num_steps += 1
         self.metrics.step_tokens.observe(sum(rows.num_rows for rows in scheduled))
@@ -308,9 +308,9 @@ class EngineCore:
     def _committed(self, request: Request, seeds: Seeds) -> None:
         """Start decoding a received request. Its first step verifies the drafts that came with the first token."""
         request.num_computed = request.num_drafted = request.prefill_len
-        if request.cold_from is not None:
+        if request.draft_prefix_len is not None:
             if self.drafts_from_tokens:
-                request.num_drafted = request.cold_from
+                request.num_drafted = request.draft_prefix_len
             else:
                 request.first_drafted = request.prefill_len
         if request.num_output == 0:
@@ -318,9 +318,9 @@ class EngineCore:
             request.token_ids.append(seeds.first_token)
             request.sampler.advance([seeds.first_token])
         request.num_known_drafted = len(request.token_ids)
-        if self.executor.spec.num_modules > 1 and request.cold_from is None:
-            carried = np.frombuffer(seeds.drafter_states, dtype="<f4").astype(np.float32)
-            request.carried = carried.reshape(self.executor.spec.num_modules - 1, -1)
+        if self.executor.spec.num_modules > 1 and request.draft_prefix_len is None:
+            mtp_hidden = np.frombuffer(seeds.drafter_states, dtype="<f4").astype(np.float32)
+            request.mtp_hidden = mtp_hidden.reshape(self.executor.spec.num_modules - 1, -1)
         # The prefill engine's context may be longer, and its drafter may draft more.
         request.draft_ids = list(seeds.draft_token_ids[: self.num_drafts(request)])
         request.committed_at = request.runs_since = self.clock.monotonic()

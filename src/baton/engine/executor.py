@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.plan import DraftPlan, DraftResult, IntArray, PlanSpec, Scored, StepPlan, StepResult, Written
+from baton.engine.plan import DraftPlan, DraftResult, IntArray, PlanSpec, PromptLogprobs, StepPlan, StepResult, Written
 from baton.engine.runner import ModelRunner, TargetOutput
-from baton.engine.sampling.prompt_logprobs import scores_of
+from baton.engine.sampling.prompt_logprobs import prompt_logprobs
 from baton.engine.sampling.sampler import choose
 from baton.wire import TokenLogprobs
 
@@ -67,20 +67,20 @@ class LocalExecutor:
         self._output: TargetOutput | None = None
 
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
-        return self.chosen(plan, self.compute(plan, written))
+        return self.sample(plan, self.compute(plan, written))
 
     @torch.inference_mode()
     def compute(self, plan: StepPlan, written: Written | None = None) -> TargetResult:
         """The part of `execute` that all ranks run."""
         output = self._output = self.runner.forward(plan.rows, written)
         features = _on_host(output.features_TF, plan.feature_rows)
-        scores = [score for block, logits in self._scored(plan, output) for score in scores_of(logits, block)]
+        scores = [one for block, logits in self._scored(plan, output) for one in prompt_logprobs(logits, block)]
         return TargetResult(
             self.runner.logits(output, plan.sample_rows) if len(plan.sample_rows) else None, features, scores
         )
 
     @torch.inference_mode()
-    def chosen(self, plan: StepPlan, computed: TargetResult) -> StepResult:
+    def sample(self, plan: StepPlan, computed: TargetResult) -> StepResult:
         """The choice of tokens, which only rank 0 makes."""
         logits_NV = computed.logits
         choices = plan.sample_rows if logits_NV is None else choose(logits_NV, plan.sampling)
@@ -88,17 +88,17 @@ class LocalExecutor:
         self._settle()
         return result
 
-    def _scored(self, plan: StepPlan, output: TargetOutput) -> Iterator[tuple[Scored, Tensor]]:
+    def _scored(self, plan: StepPlan, output: TargetOutput) -> Iterator[tuple[PromptLogprobs, Tensor]]:
         """Blocks of the rows to score, with their logits [rows, V]. Those of a whole prompt would take gigabytes."""
         found = plan.scored
         for first in range(0, 0 if found is None else len(found.row), _SCORED_ROWS):
             assert found is not None
             some = slice(first, first + _SCORED_ROWS)
-            block = Scored(found.row[some], found.token[some], found.num_top[some])
+            block = PromptLogprobs(found.row[some], found.token[some], found.num_top[some])
             yield block, self.runner.logits(output, block.row)
 
     @torch.inference_mode()
-    def follow(self, plan: StepPlan) -> None:
+    def compute_follower(self, plan: StepPlan) -> None:
         """What the other ranks compute of a plan: all but the choice of tokens."""
         output = self._output = self.runner.forward(plan.rows)
         if self.runner.model.build.ranks.stage.index == 0:

@@ -33,7 +33,7 @@ from baton.kv.tables import BlockTables
 from baton.wire import KVStream, Recovery, recovers
 
 # Reasons of a failed leg that the peer's engine is told. Others are `failed`.
-_TOLD_TO_PEERS = ("queue_timeout", "nonfinite_logits")
+_PEER_REASONS = ("queue_timeout", "nonfinite_logits")
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class Leg:
 
     `attached`: the request still waits for this handoff. `admitted`: P has pages for the whole prompt.
 
-    On D, `ready`: the request may be queued once P has admitted it. `brought`: groups that P sends (None: all).
+    On D, `ready`: the request may be queued once P has admitted it. `sent_groups`: groups that P sends (None: all).
     `wanted`: per group, the entries that P may write. `proven`: per group, the end of the entries that digests have
     proven final. `quarantined`: pages that the request has given up. `registered`: when it got pages, in monotonic
     seconds.
@@ -52,7 +52,7 @@ class Leg:
     attached: bool = True
     admitted: bool = False
     ready: bool = False
-    brought: frozenset[str] | None = None
+    sent_groups: frozenset[str] | None = None
     wanted: dict[str, Interval] = field(default_factory=dict)
     proven: dict[str, int] = field(default_factory=dict)
     quarantined: BlockTables | None = None
@@ -78,13 +78,13 @@ class RequestArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class PagesLetGo:
+class PagesReleased:
     """P: the request's pages are no longer read."""
 
     request: Request
 
 
-Effect = RequestFailed | RequestArrived | PagesLetGo
+Effect = RequestFailed | RequestArrived | PagesReleased
 
 
 class HandoffLegs:
@@ -97,7 +97,7 @@ class HandoffLegs:
         metrics: EngineMetrics,
         ends: Callable[[Request, int], bool],
         vocab_size: int,
-        most_drafts: int,
+        max_drafts: int,
         recovery: Recovery,
         handoff_timeout_s: float,
         alter_seeds: Callable[[Seeds], Seeds] | None = None,
@@ -106,7 +106,7 @@ class HandoffLegs:
         kv_stream: KVStream = "chunk",
         layers: LayerStream | None = None,
     ) -> None:
-        """`ends(request, token)`: whether `token` ends the request if it comes next. `most_drafts`: limit of the drafts
+        """`ends(request, token)`: whether `token` ends the request if it comes next. `max_drafts`: limit of the drafts
         that come with the first token. `alter_seeds`: hook by which the `faulty` transport corrupts seeds.
         `drafter_state_bytes`: length of `Seeds.drafter_states`, 0 if this engine's drafter needs none. `kv_stream` off:
         nothing is declared before the prefill ends. `layers`: given if `kv_stream` is `layer`."""
@@ -114,14 +114,14 @@ class HandoffLegs:
         self.alter_seeds = alter_seeds
         self._clock = clock or SystemClock()
         self._ends = ends
-        self.vocab_size, self.most_drafts = vocab_size, most_drafts
+        self.vocab_size, self.max_drafts = vocab_size, max_drafts
         self.drafter_state_bytes, self.kv_stream, self.layers = drafter_state_bytes, kv_stream, layers
         self.recovery = recovery
         self.handoff_timeout_s = handoff_timeout_s
         self.open: dict[AttemptKey, Leg] = {}
         self._recomputing: dict[Request, float] = {}  # when its old pages should be free, in monotonic seconds
 
-    def opened(self, request: Request) -> None:
+    def open_leg(self, request: Request) -> None:
         """Tell the agent of a new leg. D may ask for a prefill leg at any time; a decode leg is announced to P."""
         assert request.ticket is not None
         self.open[request.ticket.key] = Leg(request)
@@ -147,7 +147,7 @@ class HandoffLegs:
             del scheduler.announced[request]
             scheduler.enqueue(request)
 
-    def admitted(self, requests: Iterable[Request]) -> None:
+    def admit(self, requests: Iterable[Request]) -> None:
         """Tell the agent of prefill legs that have their pages, so that D allocates its own."""
         for request in requests:
             leg = self.open.get(request.ticket.key) if request.ticket is not None else None
@@ -164,7 +164,7 @@ class HandoffLegs:
             ticket = request.ticket
             assert ticket is not None
             leg = self.open[ticket.key]
-            destination = scheduler.start_receive(request, leg.brought)
+            destination = scheduler.start_receive(request, leg.sent_groups)
             if destination is None:
                 break
             scheduler.receive_queue.popleft()
@@ -199,12 +199,12 @@ class HandoffLegs:
         if request.finish_reason is None:
             # If the request has ended, no drafter has run, and D wants nothing.
             final = self._final(request, seeded=True)
-        carried = request.carried if request.finish_reason is None else None
+        mtp_hidden = request.mtp_hidden if request.finish_reason is None else None
         seeds = Seeds(
             first_token=request.token_ids[n],
             first_logprobs=request.first_logprobs,
             draft_token_ids=list(request.draft_ids),
-            drafter_states=b"" if carried is None else carried.astype("<f4").tobytes(),
+            drafter_states=b"" if mtp_hidden is None else mtp_hidden.astype("<f4").tobytes(),
         )
         if self.alter_seeds is not None:
             seeds = self.alter_seeds(seeds)
@@ -216,7 +216,7 @@ class HandoffLegs:
         computed, drafted = min(request.num_computed, n), min(request.num_drafted, n)
         return {name: cache.num_final(name, n, computed, drafted, seeded=seeded) for name in cache.pools}
 
-    def keeps_pages(self, request: Request, error: str | None) -> bool:
+    def abort_leg(self, request: Request, error: str | None) -> bool:
         """Abort the leg of a request that ended early. True if its pages must wait until the agent has proven them
         quiet."""
         leg = self.open.get(request.ticket.key) if request.ticket is not None else None
@@ -224,7 +224,7 @@ class HandoffLegs:
             return False
         assert request.ticket is not None
         reason = (error or "").partition(":")[0]
-        reason = reason if reason in _TOLD_TO_PEERS else "failed"
+        reason = reason if reason in _PEER_REASONS else "failed"
         self.agent.abort(request.ticket.key, "aborted" if request.finish_reason == "abort" else reason)
         if request.role == "decode":
             self._quarantine(leg)
@@ -252,7 +252,7 @@ class HandoffLegs:
                 return []
             return self._failed(leg, f"{event.reason}: {event.message}", event.recoverable)
         if isinstance(event, DecodeAdmitted):
-            leg.admitted, leg.brought = True, event.groups
+            leg.admitted, leg.sent_groups = True, event.groups
             self._enqueue(leg)
             return []
         del self.open[event.key]
@@ -266,7 +266,7 @@ class HandoffLegs:
             metrics.num_handoffs[event.outcome] += 1
             if request.status in (RequestStatus.WAITING, RequestStatus.RUNNING):
                 return [RequestFailed(request, f"handoff_failed: {event.outcome}")]
-            return [PagesLetGo(request)]
+            return [PagesReleased(request)]
         effects: list[Effect] = []
         if isinstance(event, DecodeCommitted):
             metrics.num_handoffs["committed"] += 1
@@ -298,12 +298,12 @@ class HandoffLegs:
 
     def _fault(self, request: Request, seeds: Seeds, finished: bool) -> str | None:
         ids = [seeds.first_token, *seeds.draft_token_ids]
-        if not all(0 <= i < self.vocab_size for i in ids) or len(seeds.draft_token_ids) > self.most_drafts:
+        if not all(0 <= i < self.vocab_size for i in ids) or len(seeds.draft_token_ids) > self.max_drafts:
             return "token ids out of range or too many drafts"
         if request.num_output > 0 and seeds.first_token != request.token_ids[request.prefill_len]:
             return "the first token is not the last one known"
         # A drafter that starts cold takes no states, and a request that has ended has none.
-        num_bytes = 0 if finished or request.cold_from is not None else self.drafter_state_bytes
+        num_bytes = 0 if finished or request.draft_prefix_len is not None else self.drafter_state_bytes
         if num_bytes and len(seeds.drafter_states) != num_bytes:
             return f"the drafter's states have {len(seeds.drafter_states)} bytes, not {num_bytes}"
         if request.num_output == 0 and request.params.logprobs is not None and seeds.first_logprobs is None:

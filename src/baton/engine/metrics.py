@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from baton.distribution import SECONDS, Distribution
 from baton.handoff.agent.stats import AgentStats
+from baton.histogram import SECONDS, Histogram
 from baton.openai.http.metrics import Row, counter, gauge, histogram
 from baton.wire import EngineLoad
 
@@ -38,13 +38,13 @@ class EngineMetrics:
     handoff_runs: int = 0
     handoff_failures: Counter[str] = field(default_factory=Counter)
     prompt_sources: Counter[PromptSource] = field(default_factory=Counter)
-    step_tokens: Distribution = field(default_factory=lambda: Distribution(STEP_TOKENS))
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))
     cache_config: Mapping[str, str] = field(default_factory=dict)
-    inference_time: Distribution = field(default_factory=lambda: Distribution(SECONDS))
-    queue_time: Distribution = field(default_factory=lambda: Distribution(SECONDS))
-    prefill_time: Distribution = field(default_factory=lambda: Distribution(SECONDS))
-    register_to_commit: Distribution = field(default_factory=lambda: Distribution(SECONDS))
-    commit_to_first_step: Distribution = field(default_factory=lambda: Distribution(SECONDS))
+    inference_time: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    queue_time: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    prefill_time: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    register_to_commit: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    commit_to_first_step: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     recoveries: Counter[str] = field(default_factory=Counter)
     agent: AgentStats = field(default_factory=AgentStats)
     refused_tickets: int | None = None

@@ -159,7 +159,7 @@ _COLUMNS = ("row", "draft", "position", "log_min_p", "top_k", "top_p", "repetiti
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class PromptLogprobs:
     """Rows whose next token is a prompt token that needs a logprob: [M] each, rows ascending. `num_top`: how many most
     likely tokens to report as well."""
 
@@ -182,7 +182,7 @@ class StepPlan:
     sampling: Sampling | None = None
     logit_rows: IntArray = field(default_factory=_none)
     feature_rows: IntArray = field(default_factory=_none)
-    scored: Scored | None = None
+    scored: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +220,11 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True)
 class DraftResult:
-    """`drafts`: at most `num_drafts` tokens per request. `carried` float32 [R, K - 1, E]: rows for the next plan of a
-    drafter with K modules (zeros if a module needs none); empty for other drafters."""
+    """`drafts`: at most `num_drafts` tokens per request. `mtp_hidden` float32 [R, K - 1, E]: rows for the next plan of
+    a drafter with K modules (zeros if a module needs none); empty for other drafters."""
 
     drafts: list[list[int]]
-    carried: npt.NDArray[np.float32]
+    mtp_hidden: npt.NDArray[np.float32]
 
 
 def one_request(token_ids: Sequence[int], tables: Mapping[str, Sequence[int]], states: Container[str] = ()) -> Rows:

@@ -9,9 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.drafters.chain import ModuleChain
-from baton.engine.plan import DraftPlan, DraftSlots, Int32Array, IntArray, PlanSpec, Rows, Scored, StateSlots, StepPlan
+from baton.engine.plan import (
+    DraftPlan,
+    DraftSlots,
+    Int32Array,
+    IntArray,
+    PlanSpec,
+    PromptLogprobs,
+    Rows,
+    StateSlots,
+    StepPlan,
+)
 from baton.engine.request import Request
-from baton.engine.sampling.sampling_state import ToSample, noise_of, sampling_of
+from baton.engine.sampling.sampling_state import SamplingRows, noise_of, sampling_of
 from baton.engine.scheduler import ScheduledRows
 from baton.kv.geometry import NULL_PAGE
 from baton.kv.interval import known_entries
@@ -47,7 +57,9 @@ def is_sampled(rows: ScheduledRows) -> bool:
     return rows.start + rows.num_rows == len(request.token_ids) and request.params.max_tokens > 0
 
 
-def choosable(scheduled: Sequence[ScheduledRows]) -> tuple[dict[Request, Allowed | None], dict[Request, Exception]]:
+def allowed_tokens(
+    scheduled: Sequence[ScheduledRows],
+) -> tuple[dict[Request, Allowed | None], dict[Request, Exception]]:
     """The allowed tokens of each sampled request (None: all), and the requests that have none or whose grammar
     failed."""
     allowed: dict[Request, Allowed | None] = {}
@@ -65,12 +77,12 @@ def choosable(scheduled: Sequence[ScheduledRows]) -> tuple[dict[Request, Allowed
 def step_plan(
     scheduled: Sequence[ScheduledRows], allowed: Mapping[Request, Allowed | None], spec: PlanSpec, rejection: bool
 ) -> tuple[StepPlan, list[SampledRequest]]:
-    """The target's plan. `allowed`: from `choosable`."""
+    """The target's plan. `allowed`: from `allowed_tokens`."""
     ids: list[int] = []
     sample_rows: list[int] = []
     logit_rows: list[int] = []
     sampled: list[SampledRequest] = []
-    to_sample: list[ToSample] = []
+    to_sample: list[SamplingRows] = []
     scored: list[tuple[int, int, int]] = []
     for rows in scheduled:
         request, stop = rows.request, rows.start + rows.num_rows
@@ -81,14 +93,14 @@ def step_plan(
             first = len(ids) - rows.num_rows - rows.start
             scored += [
                 (first + at - 1, request.token_ids[at], request.params.prompt_logprobs)
-                for at in request.to_score(rows.start, stop)
+                for at in request.logprob_positions(rows.start, stop)
             ]
         if not is_sampled(rows):
             continue
         wanted = range(len(ids) - (1 if request.is_prefilling else rows.num_rows), len(ids))
         sampled.append(SampledRequest(request, len(sample_rows), len(logit_rows)))
         if not request.sampler.plain_greedy:
-            to_sample.append(ToSample(request.sampler, len(sample_rows), request.draft_ids, allowed.get(request)))
+            to_sample.append(SamplingRows(request.sampler, len(sample_rows), request.draft_ids, allowed.get(request)))
         if request.params.logprobs is not None:
             logit_rows += range(len(sample_rows), len(sample_rows) + len(wanted))
         sample_rows += wanted
@@ -100,7 +112,7 @@ def step_plan(
     sampling = sampling_of(to_sample, rejection)
     plan = StepPlan(rows_of_step, _array(sample_rows), sampling, _array(logit_rows))
     if scored:
-        plan = replace(plan, scored=Scored(*(_array(list(column)) for column in zip(*scored, strict=True))))
+        plan = replace(plan, scored=PromptLogprobs(*(_array(list(column)) for column in zip(*scored, strict=True))))
     return plan, sampled
 
 
@@ -142,8 +154,8 @@ def _chain(draft_rows: Sequence[DraftRows], num_modules: int) -> ModuleChain:
     """The entries of each module that have become computable since the last draft plan, and the carried rows."""
     modules = range(1, num_modules + 1)
     spans = np.zeros((len(draft_rows), num_modules, 2), dtype=np.int64)
-    carried_row = np.full((len(draft_rows), num_modules - 1), -1)
-    carried: list[npt.NDArray[np.float32]] = []
+    mtp_hidden_row = np.full((len(draft_rows), num_modules - 1), -1)
+    mtp_hidden: list[npt.NDArray[np.float32]] = []
     ahead: list[IntArray] = []
     for index, rows in enumerate(draft_rows):
         request = rows.request
@@ -152,10 +164,10 @@ def _chain(draft_rows: Sequence[DraftRows], num_modules: int) -> ModuleChain:
             ends = [known_entries(module, num_known, computed) for module in modules]
             spans[index, :, bound] = np.maximum(ends, request.first_drafted)
         ahead.append(_array(request.token_ids[rows.stop + 1 : rows.stop + num_modules]))
-        if request.carried is not None:
-            carried_row[index] = np.arange(num_modules - 1) + len(carried) * (num_modules - 1)
-            carried.append(request.carried)
-    return ModuleChain(spans, ahead, carried_row, *([np.concatenate(carried)] if carried else ()))
+        if request.mtp_hidden is not None:
+            mtp_hidden_row[index] = np.arange(num_modules - 1) + len(mtp_hidden) * (num_modules - 1)
+            mtp_hidden.append(request.mtp_hidden)
+    return ModuleChain(spans, ahead, mtp_hidden_row, *([np.concatenate(mtp_hidden)] if mtp_hidden else ()))
 
 
 def _rows(ids: list[int], spans: Sequence[tuple[int, int]], requests: Sequence[Request], groups: Sequence[str]) -> Rows:

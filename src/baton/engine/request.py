@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.sampling.sampling_state import SamplerState
+from baton.engine.sampling.sampling_state import SamplingState
 from baton.errors import RequestError
 from baton.kv.prefix import salted_root
 from baton.kv.tables import BlockTables
@@ -26,7 +26,7 @@ class RequestStatus(enum.Enum):
     RECEIVING = enum.auto()
     """Decode leg: destination pages are registered with the prefill side."""
     RUNNING = enum.auto()
-    HELD = enum.auto()
+    AWAITING_RELEASE = enum.auto()
     """Prefill leg: computed. The handoff still needs the pages."""
     FINISHED = enum.auto()
     """Ended for the client. The handoff agent may still hold the pages until they are quiet."""
@@ -38,8 +38,8 @@ FOLLOWS: dict[RequestStatus, frozenset[RequestStatus]] = {
         {RequestStatus.WAITING, RequestStatus.RECEIVING, RequestStatus.RUNNING, RequestStatus.FINISHED}
     ),
     RequestStatus.RECEIVING: frozenset({RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED}),
-    RequestStatus.RUNNING: frozenset({RequestStatus.WAITING, RequestStatus.HELD, RequestStatus.FINISHED}),
-    RequestStatus.HELD: frozenset({RequestStatus.FINISHED}),
+    RequestStatus.RUNNING: frozenset({RequestStatus.WAITING, RequestStatus.AWAITING_RELEASE, RequestStatus.FINISHED}),
+    RequestStatus.AWAITING_RELEASE: frozenset({RequestStatus.FINISHED}),
     RequestStatus.FINISHED: frozenset(),
 }
 
@@ -52,10 +52,10 @@ class Request:
     known output (preemption, failover) prefills all tokens but the last, without sampling, and drafts from the last
     one on, so its drafts are those of an uninterrupted run. A handoff moves the same tokens, [0, prefill_len).
 
-    - `cold_from`: if a handoff brought no drafter KV, the local prefix hit of the drafter's groups.
+    - `draft_prefix_len`: if a handoff brought no drafter KV, the local prefix hit of the drafter's groups.
     - `first_drafted`: the position of the first entry in the drafter's pages. Not 0 if a drafter that needs target
       features got no KV for the prompt and begins after it.
-    - `num_known_drafted`, `carried` float32 [K - 1, E]: for a drafter with several modules, the tokens known at its
+    - `num_known_drafted`, `mtp_hidden` float32 [K - 1, E]: for a drafter with several modules, the tokens known at its
       last run, and the rows for its next one (`baton.drafters.chain`).
     - `arrival`: the order of arrival at this engine. `queued_at`: its time (monotonic seconds).
     - `started`: it has had pages, or recomputes after a failed handoff. `started_at`: when its prompt was first
@@ -65,7 +65,7 @@ class Request:
     def __init__(
         self,
         wire: GenerateRequest,
-        sampler: SamplerState,
+        sampler: SamplingState,
         ticket: SignedTicket | None = None,
         matcher: Matcher | None = None,
     ) -> None:
@@ -90,14 +90,14 @@ class Request:
         self.num_computed = 0
         self.num_drafted = 0
         self.first_drafted = 0
-        self.cold_from: int | None = None
+        self.draft_prefix_len: int | None = None
         self.num_known_drafted = 0
-        self.carried: npt.NDArray[np.float32] | None = None
+        self.mtp_hidden: npt.NDArray[np.float32] | None = None
         self.num_cached = 0
         self.draft_ids: list[int] = []
         # Cached tokens get no logits, so a prompt with logprobs gets a salt of its own and no prefix hits.
         scores = self.params.prompt_logprobs is not None
-        self.prompt_scores: list[TokenLogprobs | None] = [None] * (self.num_prompt if scores else 0)
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None] * (self.num_prompt if scores else 0)
         salt = secrets.token_hex(16) if scores else wire.cache_salt
         self.kv = BlockTables(salted_root(salt))
         self.is_salted = salt is not None
@@ -108,7 +108,7 @@ class Request:
     def status(self) -> RequestStatus:
         return self._status
 
-    def become(self, status: RequestStatus) -> None:
+    def transition(self, status: RequestStatus) -> None:
         """Change the status. Raises `RuntimeError` for a transition that is not in `FOLLOWS`."""
         if status not in FOLLOWS[self._status]:
             raise RuntimeError(f"request {self.request_id!r} cannot be {status.name} after {self._status.name}")
@@ -124,7 +124,7 @@ class Request:
         return None if self.started_at is None else self.started_at - self.queued_at
 
     @property
-    def place(self) -> tuple[bool, int]:
+    def queue_key(self) -> tuple[bool, int]:
         """Sort key in queues: requests that have started first, then by arrival."""
         return not self.started, self.arrival
 
@@ -162,13 +162,13 @@ class Request:
     def is_prefilling(self) -> bool:
         return self.num_computed < self.prefill_len
 
-    def to_score(self, start: int, stop: int) -> range:
+    def logprob_positions(self, start: int, stop: int) -> range:
         """The prompt positions whose logprobs come from rows [start, stop): a row gives that of the next token."""
-        return range(start + 1, min(stop + 1, len(self.prompt_scores)))
+        return range(start + 1, min(stop + 1, len(self.prompt_logprobs)))
 
     def forget_computed(self) -> None:
         """Reset everything that depends on the request's pages."""
         self.num_computed = self.num_drafted = self.first_drafted = 0
-        self.cold_from = None
-        self.num_known_drafted, self.carried = 0, None
+        self.draft_prefix_len = None
+        self.num_known_drafted, self.mtp_hidden = 0, None
         self.draft_ids = []

@@ -11,7 +11,7 @@ import msgspec
 from baton.comparison import token_identity
 from baton.engine.request import Request
 from baton.engine.sampling.bad_words import BadWords
-from baton.engine.sampling.sampling_state import SamplerState
+from baton.engine.sampling.sampling_state import SamplingState
 from baton.errors import ForbiddenError, IncompatiblePeerError, ProtocolError, RequestError, WrongEngineError
 from baton.handoff.protocol.ticket import SignedTicket, request_digest
 from baton.log_limit import LogLimit
@@ -70,7 +70,7 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
         params = msgspec.structs.replace(params, seed=seed)
     wire = msgspec.structs.replace(wire, sampling_params=params)
     barred = BadWords(tokens_of(params.bad_words, engine.tokenizer, info.vocab_size))
-    sampler = SamplerState(params, prompt[:num_prompt], info.vocab_size, info.eos_token_ids, barred)
+    sampler = SamplingState(params, prompt[:num_prompt], info.vocab_size, info.eos_token_ids, barred)
     sampler.advance(prompt[num_prompt:])
     return Request(wire, sampler, ticket, _matcher(engine, wire, prompt[num_prompt:]))
 

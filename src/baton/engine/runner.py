@@ -16,12 +16,12 @@ from torch import Tensor
 
 from baton.drafters.base import ChainDrafter, DraftBatch, Drafter, num_modules
 from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
-from baton.engine.attention.latent import Latents
+from baton.engine.attention.latent import PagedLatentAttention
 from baton.engine.attention.scan import StateBatch, scan
 from baton.engine.memory.draft_states import DraftStates
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.plan import DraftPlan, DraftResult, Int32Array, IntArray, PlanSpec, Rows, Written
-from baton.engine.sampling.sampler import DraftChoice
+from baton.engine.sampling.sampler import DraftSampler
 from baton.kv.spec import GroupSpec, Owner
 from baton.models.base import CausalLM
 from baton.models.cache import LatentHeads, Recurrence
@@ -80,7 +80,7 @@ class _LayerCache:
         heads: LatentHeads | None = None,
     ) -> Tensor:
         memory, index = self._layers[layer_id]
-        latents = Latents(memory.planes, index, self._batches[memory.spec.name])
+        latents = PagedLatentAttention(memory.planes, index, self._batches[memory.spec.name])
         out = latents.attend(q_THD, latent_TC, rope_TR, scale, heads)
         if self._written is not None:
             self._written(layer_id)
@@ -196,21 +196,21 @@ class ModelRunner:
             num_drafts=plan.num_drafts,
             contexts=plan.contexts,
             pages=_DraftPages(self, self._draft_layers, tables, plan.first_entry, states),
-            choose=DraftChoice(plan.noise, first, self.model.vocab_size, self._constrained(plan)),
+            choose=DraftSampler(plan.noise, first, self.model.vocab_size, self._constrained(plan)),
             chain=plan.chain,
         )
         extended = drafter.extend(batch)
         for group, source, destination in states.left_out():
             pages = self.kv[group].pages
             pages[destination].copy_(pages[source])
-        carried = np.zeros((0, 0, 0), dtype=np.float32)
+        mtp_hidden = np.zeros((0, 0, 0), dtype=np.float32)
         if plan.chain is not None:
-            carried = cast(ChainDrafter, drafter).carried(extended).float().cpu().numpy()
+            mtp_hidden = cast(ChainDrafter, drafter).mtp_hidden(extended).float().cpu().numpy()
         if not plan.num_drafts.any():
-            return DraftResult([[] for _ in plan.num_drafts], carried)
+            return DraftResult([[] for _ in plan.num_drafts], mtp_hidden)
         drafts = drafter.draft(batch, extended)
         _check_drafts(drafts, plan.num_drafts.tolist(), self.model.vocab_size, _name(drafter))
-        return DraftResult(drafts, carried)
+        return DraftResult(drafts, mtp_hidden)
 
     def _constrained(self, plan: DraftPlan) -> Constrained | None:
         return self._matchers.at(plan.constraints) if plan.constraints and self._matchers is not None else None

@@ -51,7 +51,7 @@ class Scheduler:
     def enqueue(self, request: Request) -> None:
         """Queue a request: a decode leg that needs its handoff in `receive_queue`, others in `waiting`."""
         queue = self.receive_queue if request.role == "decode" and not request.started else self.waiting
-        at = next((i for i, other in enumerate(queue) if other.place > request.place), len(queue))
+        at = next((i for i, other in enumerate(queue) if other.queue_key > request.queue_key), len(queue))
         queue.insert(at, request)
 
     def schedule(self) -> list[ScheduledRows]:
@@ -75,7 +75,7 @@ class Scheduler:
         while self.waiting and budget > 0 and self._num_active < self.max_num_seqs:
             request = self.waiting[0]
             # Neither queue overtakes the other, so neither starves.
-            if self.receive_queue and self.receive_queue[0].place < request.place:
+            if self.receive_queue and self.receive_queue[0].queue_key < request.queue_key:
                 break
             if not self._admit(request, budget):
                 break
@@ -119,7 +119,7 @@ class Scheduler:
 
     def _recompute_first(self, request: Request) -> None:
         request.set_prefill_length()
-        request.become(RequestStatus.WAITING)
+        request.transition(RequestStatus.WAITING)
         request.started = True
         self.enqueue(request)
 
@@ -142,7 +142,7 @@ class Scheduler:
         request.num_known_drafted = len(request.token_ids)
         if request.num_output == 0:
             request.num_cached = hit
-        request.become(RequestStatus.RUNNING)
+        request.transition(RequestStatus.RUNNING)
         request.started = True
         self.running.append(request)
         return True
@@ -152,17 +152,17 @@ class Scheduler:
         found = self.cache.find(request.kv, request.token_ids, request.prefill_len)
         return request.prefill_len - min(hit.num_tokens for hit in found.values())
 
-    def start_receive(self, request: Request, brought: Container[str] | None = None) -> Destination | None:
+    def start_receive(self, request: Request, sent_groups: Container[str] | None = None) -> Destination | None:
         """Allocate a decode leg's pages (`KVCache.attach_destination`). Returns None if there is no room yet."""
-        behind = bool(self.waiting) and self.waiting[0].place < request.place
+        behind = bool(self.waiting) and self.waiting[0].queue_key < request.queue_key
         if self._num_active >= self.max_num_seqs or behind:
             return None
-        destination = self.cache.attach_destination(request.kv, request.token_ids, request.prefill_len, brought)
+        destination = self.cache.attach_destination(request.kv, request.token_ids, request.prefill_len, sent_groups)
         if destination is not None:
             cold = [hit for name, hit in destination.hits.items() if name not in destination.wanted]
-            request.cold_from = min(cold, default=None)
+            request.draft_prefix_len = min(cold, default=None)
             request.num_cached = min(destination.hits.values())
-            request.become(RequestStatus.RECEIVING)
+            request.transition(RequestStatus.RECEIVING)
             request.started = True
             self.receiving.add(request)
         return destination
@@ -170,7 +170,7 @@ class Scheduler:
     def commit_receive(self, request: Request) -> None:
         """Run a committed decode leg from the next step on."""
         self.receiving.discard(request)
-        request.become(RequestStatus.RUNNING)
+        request.transition(RequestStatus.RUNNING)
         self.running.append(request)
 
     def remove(self, request: Request) -> None:

@@ -7,28 +7,53 @@ time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from baton.clock import Clock
 from baton.drafters.chain import ModuleChain
+from baton.engine.handoff import HandoffLegs
+from baton.engine.metrics import EngineMetrics
 from baton.engine.plan import NOT_FINITE, DraftPlan, DraftSlots, Noise, StepPlan, StepResult, one_request
-from baton.engine.planning import DraftRows, SampledRequest, choosable, draft_plan, step_plan
+from baton.engine.planning import DraftRows, SampledRequest, allowed_tokens, draft_plan, step_plan
 from baton.engine.request import Request
-from baton.engine.sampling.sampling_state import token_logprobs
+from baton.engine.sampling.logprobs import token_logprobs
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.sampling.verifier import Verified, verify
-from baton.engine.scheduler import ScheduledRows
+from baton.engine.scheduler import ScheduledRows, Scheduler
 from baton.errors import NonFiniteLogitsError, RequestError, refusal
+from baton.kv.cache import KVCache
 from baton.wire import TokenChunk, TokenLogprobs
 
 if TYPE_CHECKING:
-    from baton.engine.core import EngineCore
+    # A step needs no torch.
+    from baton.engine.executor import Executor
 
 log = logging.getLogger(__name__)
+
+
+class StepContext(Protocol):
+    """What a step needs of its engine (`EngineCore`)."""
+
+    executor: Executor
+    scheduler: Scheduler
+    cache: KVCache
+    legs: HandoffLegs | None
+    metrics: EngineMetrics
+    clock: Clock
+    emit: Callable[[TokenChunk, bool], None]
+    eos_ids: frozenset[int]
+    max_model_len: int
+    rejection: bool
+    drafts_from_tokens: bool
+
+    def num_drafts(self, request: Request) -> int:
+        """How many drafts a request gets."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +64,7 @@ class StepOutcome:
     failed: dict[Request, Exception] = field(default_factory=dict)
 
 
-def compute(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
+def compute(core: StepContext, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
     """Run the scheduled rows and emit their tokens.
 
     Raises a request's error if all requests fail and a trivial one fails too: the engine is broken.
@@ -56,7 +81,7 @@ def compute(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> StepOutcome
     return computed
 
 
-def told(request: Request, error: Exception) -> str:
+def client_error(request: Request, error: Exception) -> str:
     """Error text for the client of a failed request. Of internal errors it has only the type; the log has the rest."""
     if isinstance(error, RequestError):
         log.info("%s ends: %s", request.request_id, error)
@@ -68,7 +93,7 @@ def told(request: Request, error: Exception) -> str:
     return f"step_failed: {type(error).__name__}"
 
 
-def _note_starts(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:
+def _note_starts(core: StepContext, scheduled: Sequence[ScheduledRows]) -> None:
     """Record the queue time of requests that run for the first time. Handoff metrics cover decode legs."""
     for rows in scheduled:
         request = rows.request
@@ -77,9 +102,9 @@ def _note_starts(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:
             core.metrics.queue_time.observe(now - request.queued_at)
 
 
-def _together(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
+def _together(core: StepContext, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
     layers = core.legs.layers if core.legs is not None else None
-    allowed, refused = choosable(scheduled)
+    allowed, refused = allowed_tokens(scheduled)
     if refused:
         others = [rows for rows in scheduled if rows.request not in refused]
         return _joined([StepOutcome(failed=dict(refused)), *([_together(core, others)] if others else [])])
@@ -119,7 +144,7 @@ def _joined(parts: Sequence[StepOutcome]) -> StepOutcome:
     return whole
 
 
-def _works(core: EngineCore) -> bool:
+def _works(core: StepContext) -> bool:
     """Whether target and drafter can compute one token in spare pages. True without spare pages."""
     tables = core.cache.spare()
     if tables is None:
@@ -145,7 +170,7 @@ def _works(core: EngineCore) -> bool:
     return True
 
 
-def _one_row(core: EngineCore) -> ModuleChain | None:
+def _one_row(core: StepContext) -> ModuleChain | None:
     """The module chain for the first row of a request, for which only the first module has an entry."""
     num_modules = core.executor.spec.num_modules
     if num_modules == 1:
@@ -155,13 +180,13 @@ def _one_row(core: EngineCore) -> ModuleChain | None:
     return ModuleChain(spans, [np.zeros(0, dtype=np.int64)], np.full((1, num_modules - 1), -1))
 
 
-def _choose(core: EngineCore, one: SampledRequest, choices: Sequence[int], result: StepResult) -> None:
+def _choose(core: StepContext, one: SampledRequest, choices: Sequence[int], result: StepResult) -> None:
     request = one.request
     verified = verify(request.draft_ids, choices, one.first_choice)
     _append(core, request, verified, result.logits[one.first_logits :])
 
 
-def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.NDArray[np.float32]) -> None:
+def _append(core: StepContext, request: Request, verified: Verified, logits: npt.NDArray[np.float32]) -> None:
     num_drafts, request.draft_ids = len(request.draft_ids), []
     kept, reason, stop_reason = until_stop(request, verified.token_ids, core.eos_ids, core.max_model_len)
     # Rows after a rejected draft or after the end do not matter.
@@ -170,8 +195,7 @@ def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.
         raise NonFiniteLogitsError(f"the model's logits for position {position} are not finite")
     logprobs: list[TokenLogprobs] | None = None
     if request.params.logprobs is not None:
-        num_top = request.params.logprobs
-        logprobs = [token_logprobs(logits[i], token, num_top) for i, token in enumerate(kept)]
+        logprobs = token_logprobs(logits[: len(kept)], kept, [request.params.logprobs] * len(kept))
     position = request.num_output
     request.token_ids += kept
     request.sampler.advance(kept)
@@ -204,7 +228,7 @@ def _append(core: EngineCore, request: Request, verified: Verified, logits: npt.
         stop_reason=stop_reason,
         num_cached_tokens=request.num_cached,
         queued_s=request.queued_s if position == 0 else None,
-        prompt_logprobs=(request.prompt_scores or None) if position == 0 else None,
+        prompt_logprobs=(request.prompt_logprobs or None) if position == 0 else None,
     )
     # A prefill leg's stream stays open until its pages are free: only an open stream shows that the client has left.
     core.emit(chunk, reason is not None)
@@ -218,8 +242,8 @@ def _note_scores(
     left = iter(scores)
     failed: dict[Request, Exception] = {}
     for rows in scheduled:
-        for position in rows.request.to_score(rows.start, rows.start + rows.num_rows):
-            score = rows.request.prompt_scores[position] = next(left)
+        for position in rows.request.logprob_positions(rows.start, rows.start + rows.num_rows):
+            score = rows.request.prompt_logprobs[position] = next(left)
             if score is None:
                 failed[rows.request] = NonFiniteLogitsError(
                     f"the model's logits for position {position} of the prompt are not finite"
@@ -227,20 +251,20 @@ def _note_scores(
     return failed
 
 
-def _end_without_tokens(core: EngineCore, scheduled: Sequence[ScheduledRows]) -> None:
+def _end_without_tokens(core: StepContext, scheduled: Sequence[ScheduledRows]) -> None:
     """End requests that want only prompt logprobs (`max_tokens` 0) when their prompt is computed."""
     for rows in scheduled:
         request = rows.request
         if request.params.max_tokens == 0 and rows.start + rows.num_rows == request.prefill_len:
             request.finish_reason = "length"
             chunk = TokenChunk(
-                request_id=request.request_id, finish_reason="length", prompt_logprobs=request.prompt_scores
+                request_id=request.request_id, finish_reason="length", prompt_logprobs=request.prompt_logprobs
             )
             core.emit(chunk, True)
 
 
 def _advance(
-    core: EngineCore, scheduled: Sequence[ScheduledRows], plan: StepPlan, failed: Container[Request]
+    core: StepContext, scheduled: Sequence[ScheduledRows], plan: StepPlan, failed: Container[Request]
 ) -> list[DraftRows]:
     """Update how far each request is computed. Returns the drafter's rows."""
     draft_rows: list[DraftRows] = []
@@ -281,7 +305,7 @@ def _catch_up(late: Sequence[tuple[Request, int]], budget: int) -> list[DraftRow
     return found
 
 
-def _draft(core: EngineCore, draft_rows: Sequence[DraftRows]) -> dict[Request, Exception]:
+def _draft(core: StepContext, draft_rows: Sequence[DraftRows]) -> dict[Request, Exception]:
     """Run the drafter. Rows that are run again after a failure write the same KV."""
     if not draft_rows:
         return {}
@@ -289,8 +313,8 @@ def _draft(core: EngineCore, draft_rows: Sequence[DraftRows]) -> dict[Request, E
         result = core.executor.draft(draft_plan(draft_rows, core.executor.spec, core.rejection))
         for index, (rows, ids) in enumerate(zip(draft_rows, result.drafts, strict=True)):
             rows.request.drafted(ids)
-            if len(result.carried):
-                rows.request.carried = result.carried[index]
+            if len(result.mtp_hidden):
+                rows.request.mtp_hidden = result.mtp_hidden[index]
     except Exception as error:
         if len(draft_rows) == 1:
             return {draft_rows[0].request: error}

@@ -108,11 +108,11 @@ class KVCache:
         return found
 
     def attach_destination(
-        self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, brought: Container[str] | None = None
+        self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, sent_groups: Container[str] | None = None
     ) -> Destination | None:
         """Allocate the destination pages of a handoff: for all `num_tokens` tokens and the next one.
 
-        `brought`: the groups that the peer sends, None for all. Nothing is wanted of the other groups. Those whose
+        `sent_groups`: the groups that the peer sends, None for all. Nothing is wanted of the other groups. Those whose
         entries need the target's features get no hit and enter nothing into the prefix cache, because their missing
         entries are never computed. Those that need tokens only start at their common hit.
 
@@ -120,7 +120,7 @@ class KVCache:
         before a window's first wanted entry are null. Returns None, without changes, if there are too few pages.
         """
         found = self._look_up(tables, tokens, num_tokens)
-        cold = [name for name in self.pools if brought is not None and name not in brought]
+        cold = [name for name in self.pools if sent_groups is not None and name not in sent_groups]
         hits = {name: rules.hit(found[name].num_tokens, num_tokens) for name, rules in self.rules.items()}
         lost = {name for name in cold if self.rules[name].module is not None}
         hits |= dict.fromkeys(lost, 0)

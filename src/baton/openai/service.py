@@ -23,7 +23,7 @@ from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.structured import named
 from baton.openai.tokens import detokenize, tokenize
 from baton.openai.tools import NO_PARSING, Parsing
-from baton.waiting import Queue
+from baton.waiting import AdmissionLimit
 
 # Longer bodies are planned on a worker thread, so that tokenising them does not block streams.
 _MAX_INLINE_BYTES = 4096
@@ -44,7 +44,7 @@ class OpenAIService:
         per_request: PerRequestMetrics = NO_METRICS,
     ) -> None:
         """`max_queued_requests`: choices that may wait for their first token; None: the backend has its own limit."""
-        self.queue = Queue(max_queued_requests)
+        self.queue = AdmissionLimit(max_queued_requests)
         self._backend = backend
         self._parsing, self._per_request = parsing, per_request
         self._metrics = metrics

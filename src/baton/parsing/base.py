@@ -46,7 +46,7 @@ class Parser(Protocol):
         ...
 
 
-class Words:
+class ContentBuffer:
     """Makes `Content` from the text before, between and after calls. Text next to a call that is only white space is
     dropped, because templates write it there; any other text is unchanged. vLLM's parsers do the same before the first
     call, and `qwen3_xml` after it, in streams."""
@@ -77,8 +77,8 @@ def split_at(text: str, *markers: str) -> tuple[str, str, str]:
     that may begin one."""
     found = min((m for m in markers if m in text), key=text.index, default="")
     if found:
-        before, _, behind = text.partition(found)
-        return before, found, behind
+        before, _, rest = text.partition(found)
+        return before, found, rest
     for size in range(min(max(map(len, markers)) - 1, len(text)), 0, -1):
         if any(marker.startswith(text[-size:]) for marker in markers):
             return text[:-size], "", text[-size:]

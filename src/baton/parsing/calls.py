@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from baton.parsing.base import CallDelta, ParsedEvent, Words
+from baton.parsing.base import CallDelta, ContentBuffer, ParsedEvent
 from baton.parsing.json_call import JsonCall
 
 
 class JsonCalls:
     """Parses JSON calls one after another. Text that turns out not to be a call goes to `words`."""
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, content: ContentBuffer) -> None:
         self.count = 0
-        self._words = words
+        self._content = content
         self._call = JsonCall()
         self._lead = ""
         self._told = False
@@ -29,7 +29,7 @@ class JsonCalls:
             if self._call.state == "done":
                 events = self._tell()
                 self.count += 1
-                self._words.call()
+                self._content.call()
                 return events, text[at:], True
         return self._tell(), "", None
 
@@ -38,7 +38,7 @@ class JsonCalls:
         if name is None or not pieces:
             return []
         if not self._told:
-            self._words.call()
+            self._content.call()
         first, self._told = not self._told, True
         return [CallDelta(self.count, name if first else None, pieces)]
 
@@ -48,7 +48,7 @@ class JsonCalls:
             events = self._tell()
             self.count += 1
             return events
-        return self._words.push(self._lead + self._call.raw)
+        return self._content.push(self._lead + self._call.raw)
 
     def finish(self) -> list[ParsedEvent]:
         return self._tell() if self._told else self._drop()

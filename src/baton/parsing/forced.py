@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.parsing.base import CallDelta, Content, ParsedEvent, Words
+from baton.parsing.base import CallDelta, Content, ContentBuffer, ParsedEvent
 from baton.parsing.calls import JsonCalls
 
 
@@ -10,8 +10,8 @@ class RequiredParser:
     """`[{"name": ..., "parameters": {...}}, ...]`."""
 
     def __init__(self) -> None:
-        self._words = Words()
-        self._calls = JsonCalls(self._words)
+        self._content = ContentBuffer()
+        self._calls = JsonCalls(self._content)
         self._inside = False
         self._separators = ""
         self._failed = False  # the last call was malformed: what follows is content
@@ -23,7 +23,7 @@ class RequiredParser:
                 rest = text.lstrip(" \t\r\n[,]")
                 separators, text = text[: len(text) - len(rest)], rest
                 if self._failed:
-                    events += self._words.push(separators)
+                    events += self._content.push(separators)
                 else:
                     self._separators += separators
                 if not text:
@@ -36,7 +36,7 @@ class RequiredParser:
         return events
 
     def finish(self) -> list[ParsedEvent]:
-        return (self._calls.finish() if self._inside else []) + self._words.finish()
+        return (self._calls.finish() if self._inside else []) + self._content.finish()
 
 
 class NamedParser:

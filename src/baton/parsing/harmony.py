@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from baton.parsing.base import CallDelta, Content, ParsedEvent, Parser, Reasoning, Words, split_at
+from baton.parsing.base import CallDelta, Content, ContentBuffer, ParsedEvent, Parser, Reasoning, split_at
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
@@ -27,7 +27,7 @@ class HarmonyParser:
     """Text outside of messages is content."""
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
-        self._words = Words()
+        self._content = ContentBuffer()
         self._held = ""
         self._where = "start"
         self._header = ""
@@ -47,7 +47,7 @@ class HarmonyParser:
                 self._where = "header" if lead.startswith(_TO) else "outside"
             elif self._where == "outside":
                 before, found, text = split_at(text, _START, _CHANNEL)
-                events += self._words.push(before)
+                events += self._content.push(before)
                 if not found:
                     self._held = text
                     break
@@ -62,7 +62,7 @@ class HarmonyParser:
                     text = text[at + len(_MESSAGE) :]
                     self._begin(events)
                 else:
-                    events += self._words.push(self._header + text[:_MAX_HEADER])
+                    events += self._content.push(self._header + text[:_MAX_HEADER])
                     self._where, self._header, text = "outside", "", text[_MAX_HEADER:]
             else:
                 before, found, text = split_at(text, *_ENDS)
@@ -83,7 +83,7 @@ class HarmonyParser:
         channel = _NAME.match(header.partition(_CHANNEL)[2])
         if function is not None:
             self._kind = "call"
-            self._words.call()
+            self._content.call()
             events.append(CallDelta(self._count, function[1], ""))
         else:
             self._kind = "analysis" if channel is not None and channel[1] == "analysis" else "final"
@@ -97,7 +97,7 @@ class HarmonyParser:
         elif self._kind == "analysis":
             events.append(Reasoning(text))
         else:
-            events += self._words.push(text)
+            events += self._content.push(text)
 
     def _end(self, events: list[ParsedEvent]) -> None:
         self._where = "outside"
@@ -113,8 +113,8 @@ class HarmonyParser:
             self._body(held, events)
             self._end(events)
         else:
-            events += self._words.push(self._header + held)
-        return events + self._words.finish()
+            events += self._content.push(self._header + held)
+        return events + self._content.finish()
 
 
 class HarmonyReasoning:

@@ -17,7 +17,7 @@ class HermesParser(MarkedParser):
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(_OPEN)
-        self._calls = JsonCalls(self._words)
+        self._calls = JsonCalls(self._content)
 
     def _opened(self, marker: str) -> None:
         self._where = "call"
@@ -38,6 +38,6 @@ class HermesParser(MarkedParser):
 
     def finish(self) -> list[ParsedEvent]:
         if self._where == "call":
-            return self._calls.finish() + self._words.finish()
+            return self._calls.finish() + self._content.finish()
         held = "" if self._where == "close" and not self._held.strip() else self._held
-        return self._words.push(held) + self._words.finish()
+        return self._content.push(held) + self._content.finish()

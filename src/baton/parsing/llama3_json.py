@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from baton.parsing.base import ParsedEvent, Words
+from baton.parsing.base import ContentBuffer, ParsedEvent
 from baton.parsing.calls import JsonCalls
 
 _TAG = "<|python_tag|>"
@@ -16,8 +16,8 @@ class Llama3JsonParser:
     """Calls from the first character on. After anything else, the rest is content."""
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
-        self._words = Words()
-        self._calls = JsonCalls(self._words)
+        self._content = ContentBuffer()
+        self._calls = JsonCalls(self._content)
         self._held = ""
         self._where = "start"
 
@@ -26,7 +26,7 @@ class Llama3JsonParser:
         events: list[ParsedEvent] = []
         while text:
             if self._where == "words":
-                return events + self._words.push(text)
+                return events + self._content.push(text)
             if self._where == "call":
                 more, text, is_call = self._calls.push(text)
                 events += more
@@ -47,7 +47,7 @@ class Llama3JsonParser:
 
     def finish(self) -> list[ParsedEvent]:
         if self._where == "call":
-            return self._calls.finish() + self._words.finish()
+            return self._calls.finish() + self._content.finish()
         if self._where == "between":
             self._held = self._held.strip(" \t\r\n;,")
-        return self._words.push(self._held) + self._words.finish()
+        return self._content.push(self._held) + self._content.finish()

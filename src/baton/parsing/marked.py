@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from baton.parsing.base import ParsedEvent, Words, split_at
+from baton.parsing.base import ContentBuffer, ParsedEvent, split_at
 
 
 class MarkedParser(ABC):
@@ -13,7 +13,7 @@ class MarkedParser(ABC):
 
     def __init__(self, *markers: str) -> None:
         self.markers = markers
-        self._words = Words()
+        self._content = ContentBuffer()
         self._held = ""
         self._where = "words"
 
@@ -24,7 +24,7 @@ class MarkedParser(ABC):
             rest: str | None = None
             if self._where == "words":
                 before, found, text = split_at(text, *self.markers)
-                events += self._words.push(before)
+                events += self._content.push(before)
                 if found:
                     self._opened(found)
                     continue

@@ -28,7 +28,7 @@ class MistralParser(MarkedParser):
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(_OPEN)
-        self._calls = JsonCalls(self._words)
+        self._calls = JsonCalls(self._content)
         self._value = JsonValue()
 
     def _opened(self, marker: str) -> None:
@@ -56,11 +56,11 @@ class MistralParser(MarkedParser):
         if name and (not behind or behind.startswith("{")):
             if not behind:
                 return None
-            self._words.call()
+            self._content.call()
             events.append(CallDelta(self._calls.count, name.group(), ""))
             self._value, self._where = JsonValue(), "arguments"
             return behind
-        events += self._words.push(_OPEN)
+        events += self._content.push(_OPEN)
         self._where = "words"
         return text
 
@@ -74,7 +74,7 @@ class MistralParser(MarkedParser):
         events.append(CallDelta(self._calls.count, None, more))
         if self._value.done:
             self._calls.count += 1
-            self._words.call()
+            self._content.call()
             self._where = "words"
         return text[len(more) :]
 
@@ -99,6 +99,6 @@ class MistralParser(MarkedParser):
 
     def finish(self) -> list[ParsedEvent]:
         if self._where == "call":
-            return self._calls.finish() + self._words.finish()
+            return self._calls.finish() + self._content.finish()
         lead = _OPEN if self._where == "start" else ""
-        return self._words.push(lead + self._held) + self._words.finish()
+        return self._content.push(lead + self._held) + self._content.finish()

@@ -60,7 +60,7 @@ class Qwen3XmlParser(MarkedParser):
             self._begin(name[0], events)
             return text[name.end() + 1 :]
         self._where = "words"
-        events += self._words.push(_BARE)
+        events += self._content.push(_BARE)
         return text
 
     def _function(self, text: str, events: list[ParsedEvent]) -> str | None:
@@ -71,13 +71,13 @@ class Qwen3XmlParser(MarkedParser):
             if start.startswith(begun) or (begun.startswith(start) and not re.search(r"[<>\s]", begun[len(start) :])):
                 return None
             self._where = "words"
-            events += self._words.push(_OPEN)
+            events += self._content.push(_OPEN)
             return text
         self._begin(found[1], events)
         return text[found.end() :]
 
     def _begin(self, name: str, events: list[ParsedEvent]) -> None:
-        self._words.call()
+        self._content.call()
         self._name, self._keys, self._where = name, set(), "inside"
         events.append(CallDelta(self._count, self._name, "{"))
 
@@ -100,7 +100,7 @@ class Qwen3XmlParser(MarkedParser):
         if end is not None or not (begun.startswith(_VALUE) or _may_begin(begun)):
             events.append(CallDelta(self._count, None, "}"))
             self._count += 1
-            self._words.call()
+            self._content.call()
             self._where = "words"
             return text if end is None else text[end.end() :]
         return None
@@ -115,7 +115,7 @@ class Qwen3XmlParser(MarkedParser):
             closed = _END.match(self._held) is not None
             return [CallDelta(self._count, None, "}")] if closed else []
         lead = self._lead if self._where == "call" else ""
-        return self._words.push(lead + self._held) + self._words.finish()
+        return self._content.push(lead + self._held) + self._content.finish()
 
 
 def _may_begin(text: str) -> bool:

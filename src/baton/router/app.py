@@ -34,7 +34,7 @@ from baton.router.routes import WHYS
 from baton.router.scrape import Shared, families
 from baton.router.timers import RouterTimers
 from baton.text import ContentFormatOption, Tokenizer
-from baton.waiting import MAX_QUEUED_REQUESTS, Queue
+from baton.waiting import MAX_QUEUED_REQUESTS, AdmissionLimit
 from baton.wire import EngineLoad, Mode, Recovery, Role
 
 EngineKind = Literal["baton", "vllm"]
@@ -263,11 +263,11 @@ def _describe(engine: PooledEngine, load: EngineLoad | None) -> dict[str, object
     }
 
 
-def _report(backend: RouterBackend, queue: Queue) -> str:
+def _report(backend: RouterBackend, queue: AdmissionLimit) -> str:
     return f", waiting {queue.num_waiting}; {backend.decisions.summary()}"
 
 
-def _rows(backend: RouterBackend, queue: Queue) -> Iterator[Row]:
+def _rows(backend: RouterBackend, queue: AdmissionLimit) -> Iterator[Row]:
     yield gauge("router_requests_waiting", "Choices without a token yet.", queue.num_waiting)
     for outcome in backend.OUTCOMES:
         yield counter("router_handoffs", "Handoffs by outcome.", backend.handoffs[outcome], outcome=outcome)

@@ -1,71 +1,109 @@
-"""A process that checks grammars by compiling them: `python -m baton.structured.checker`.
-
-The compiler cannot be interrupted, and a hostile grammar may crash it, so each grammar is compiled here first. Input:
-one JSON value per line, first `[tokenizer.json, vocab_size, eos_ids]`, then sources. Output per line: a JSON string
-that says what is wrong, or is empty. The process ends with its input.
-"""
+"""Checks grammars in a separate process, with a time limit."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import resource
+import os
+import selectors
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
 
-from llguidance import LLMatcher, LLTokenizer
+from baton.structured.source import refused
 
-from baton.structured.source import limits
-from baton.structured.vocabulary import vocabulary
-
-# Far more than a valid grammar can take within `limits`, with the vocabulary.
-_MAX_MEMORY = 4 << 30
-# The first steps are tried too, because a slow step would block an engine.
-_NUM_STEPS = 16
-_STRIDE = 7919
-_MAX_STEP_S = 0.25
+START_LIMIT_S = 60.0
+CHECK_LIMIT_S = 5.0
 
 
-def problem(tokens: LLTokenizer, source: str) -> str:
-    """What is wrong with a grammar or its first steps; empty if nothing is."""
-    matcher = LLMatcher(tokens, source, log_level=0, limits=limits())
-    if matcher.is_error():
-        return matcher.get_error()
-    for step in range(_NUM_STEPS):
-        began = time.thread_time()
-        allowed = _ids(matcher.compute_bitmask())
-        if matcher.is_error():
-            return matcher.get_error()
-        if not allowed:
-            return "" if step else "it allows no output"
-        matcher.try_consume_tokens([allowed[step * _STRIDE % len(allowed)]])
-        if time.thread_time() - began > _MAX_STEP_S:
-            return "one step of it takes too much work"
-        if matcher.is_stopped():
-            return matcher.get_error() if matcher.is_error() else ""
-    return ""
+class Checker:
+    """Runs `baton.structured.check_process`, started with the first grammar. Thread-safe; checks one grammar at a
+    time."""
 
+    def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer_json, self._vocab_size, self._eos_ids = tokenizer_json, vocab_size, list(eos_ids)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
 
-def _ids(bits: bytes) -> list[int]:
-    return [8 * index + bit for index, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
+    def check(self, source: str) -> None:
+        """Raise `RequestError` for a grammar that cannot be compiled, or not in time."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._end()
+                self._start()
+            try:
+                problem = self._ask(source, CHECK_LIMIT_S)
+            except TimeoutError:
+                self._end()
+                raise refused(f"it takes more than {CHECK_LIMIT_S:g} s to compile") from None
+            except (OSError, ValueError):
+                self._end()
+                raise refused("it takes too much memory or nests too deeply to be compiled") from None
+            if problem:
+                raise refused(problem)
 
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
 
-def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
-    tokenizer_json, vocab_size, eos_ids = json.loads(sys.stdin.readline())
-    try:
-        tokens = vocabulary(tokenizer_json, vocab_size, eos_ids)
-    except ValueError as error:
-        say(str(error))
-        return
-    say("")
-    for line in sys.stdin:
-        say(problem(tokens, json.loads(line)))
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "baton.structured.check_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            # One compute thread; a new session, so that Ctrl-C does not reach it.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        try:
+            problem = self._ask([self._tokenizer_json(), self._vocab_size, self._eos_ids], START_LIMIT_S)
+        except (TimeoutError, OSError, ValueError):
+            problem = "the process that checks grammars did not start"
+        if problem:
+            self._end()
+            raise refused(problem)
 
+    def _ask(self, value: object, limit_s: float) -> str:
+        """The process's answer to `value`. Raises `TimeoutError`, and `OSError` or `ValueError` if it has ended."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + limit_s
+        unsent, said = memoryview(json.dumps(value).encode() + b"\n"), bytearray()
+        # A process that hangs before it reads must not block the write: a tokenizer is larger than a pipe.
+        stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(stdin, False)
+        with selectors.DefaultSelector() as ready:
+            ready.register(stdin, selectors.EVENT_WRITE)
+            ready.register(stdout, selectors.EVENT_READ)
+            while not said.endswith(b"\n"):
+                remaining_s = deadline - time.monotonic()
+                events = ready.select(remaining_s) if remaining_s > 0 else []
+                if not events:
+                    raise TimeoutError
+                for key, _ in events:
+                    if key.fd == stdin:
+                        unsent = unsent[os.write(stdin, unsent) :]
+                        if not unsent:
+                            ready.unregister(stdin)
+                        continue
+                    data = os.read(stdout, 1 << 16)
+                    if not data:
+                        raise ValueError("the process ended")
+                    said += data
+        return str(json.loads(said))
 
-def say(text: str) -> None:
-    sys.stdout.write(json.dumps(text) + "\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()

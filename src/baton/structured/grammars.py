@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.structured.checking import Checker
+from baton.structured.checker import Checker
 from baton.structured.matcher import Compiled, Matcher
 from baton.structured.source import limits, refused, source_of
 from baton.structured.vocabulary import vocabulary

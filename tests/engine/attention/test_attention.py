@@ -219,7 +219,7 @@ def test_null_pages_are_not_read(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize(("module", "maker"), [("sdpa", "_make_plan"), ("paged_cpu", "Where")])
+@pytest.mark.parametrize(("module", "maker"), [("sdpa", "_make_plan"), ("paged_cpu", "BatchAddresses")])
 def test_layers_of_two_groups_that_alternate_share_a_plan_each(
     module: str, maker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +228,9 @@ def test_layers_of_two_groups_that_alternate_share_a_plan_each(
     made = []
     real = getattr(source, maker)
     counted = types.SimpleNamespace(of=lambda *given: made.append(0) or real.of(*given))
-    monkeypatch.setattr(source, maker, counted if maker == "Where" else lambda *given: made.append(0) or real(*given))
+    monkeypatch.setattr(
+        source, maker, counted if maker == "BatchAddresses" else lambda *given: made.append(0) or real(*given)
+    )
     q, k, v = random_qkv(8, 2, 1, 8, seed=5)
     pools = [Pool(1, 8, 4, [8], torch.float32) for _ in range(2)]
     batches = [pool.batch({0: (0, 8)}) for pool in pools]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.base import AttnBatch
-from baton.engine.attention.latent import Latents
+from baton.engine.attention.latent import PagedLatentAttention
 from baton.engine.attention.scan import StateBatch, scan
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.plan import StateSlots
@@ -61,7 +61,7 @@ class Pool:
         batch = AttnBatch(query_start, positions, self.table[list(spans)])
         if heads is not None:
             q = q[..., : NOPE + ROPE]
-        out = Latents(self.memory.planes, 1, batch).attend(q, latent, rope, SCALE, heads)
+        out = PagedLatentAttention(self.memory.planes, 1, batch).attend(q, latent, rope, SCALE, heads)
         return list(torch.split(out, counts))
 
 

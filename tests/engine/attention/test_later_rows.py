@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.base import AttnBatch, AttnRows
-from baton.engine.attention.latent import Latents
+from baton.engine.attention.latent import PagedLatentAttention
 from baton.engine.attention.registry import get_backend
 from baton.models.layers import mamba2_torch
 from baton.models.layers.headwise import headwise, invariant_headwise
@@ -158,7 +158,7 @@ def _latents(dtype: torch.dtype, expands: bool, random: np.random.Generator, val
 
     def attend(q: Tensor, latent: Tensor, keys: Tensor) -> Tensor:
         plane = torch.full((batch.page_table.size + 1, 1, page_size, 1, width + rope), 0.5, dtype=dtype)
-        latents = Latents([plane], 0, batch)
+        latents = PagedLatentAttention([plane], 0, batch)
         latents._is_cheaper_expanded = lambda *_: True  # type: ignore[method-assign]
         return latents.attend(q, latent, keys, 0.2, heads)
 

@@ -15,7 +15,7 @@ import pytest
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig, SpeculativeConfig
-from baton.engine.ranks.lockstep import Bells, Lockstep
+from baton.engine.ranks.lockstep import Lockstep, WakeSockets
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.models.layers.expert_parallel import ExpertRanks
 from baton.wire import SamplingParams
@@ -110,7 +110,7 @@ async def test_the_end_of_one_is_the_end_of_all(tmp_path: Path, settings: dict[s
         await asyncio.to_thread(second._thread.join, 10.0)
         # In reality its process and its sockets would end now.
         assert isinstance(core.peers, Lockstep)
-        core.peers.bells.close()
+        core.peers.wake_sockets.close()
         with pytest.raises(EngineUnavailableError, match="EngineUnavailableError"):
             await answer(first, "1", PROMPTS[1])
         await asyncio.to_thread(first._thread.join, 10.0)
@@ -144,17 +144,17 @@ class _Rounds:
         return [word, *self.words]
 
 
-class _Bells:
+class _WakeSockets:
     def __init__(self) -> None:
-        self.heard, self.rung = -1, list[int]()
+        self.last_wave, self.woken = -1, list[int]()
 
-    def ring(self, wave: int) -> None:
-        self.rung.append(wave)
+    def wake(self, wave: int) -> None:
+        self.woken.append(wave)
 
 
-def test_who_wakes_by_itself_rings_once_a_wave_and_old_rings_wake_nobody() -> None:
-    rounds, bells = _Rounds(), _Bells()
-    lockstep = Lockstep(rounds, bells)  # type: ignore[arg-type]
+def test_a_rank_with_new_work_wakes_the_others_once_a_wave_and_wakes_of_old_waves_are_ignored() -> None:
+    rounds, wake_sockets = _Rounds(), _WakeSockets()
+    lockstep = Lockstep(rounds, wake_sockets)  # type: ignore[arg-type]
 
     def computes() -> bool:
         if not rounds.begun:
@@ -166,49 +166,49 @@ def test_who_wakes_by_itself_rings_once_a_wave_and_old_rings_wake_nobody() -> No
     assert lockstep.turn(lambda: False, False), "another has computed, and may need this one again"
     rounds.words = [0]
     assert not lockstep.turn(lambda: False, False)
-    assert (rounds.said, bells.rung) == ([0, 0], []), "all are awake at first"
+    assert (rounds.said, wake_sockets.woken) == ([0, 0], []), "all are awake at first"
     assert not lockstep.turn(lambda: False, False)
     assert len(rounds.said) == 2, "a sleeping rank that has nothing to compute makes no round"
     assert lockstep.turn(computes, False)
     assert lockstep.turn(computes, False)
     assert not lockstep.turn(lambda: False, False)
-    assert bells.rung == [1]
-    bells.heard = 1
+    assert wake_sockets.woken == [1]
+    wake_sockets.last_wave = 1
     assert not lockstep.turn(lambda: False, False)
     assert len(rounds.said) == 5, "that wave is over"
-    bells.heard = 2
+    wake_sockets.last_wave = 2
     assert not lockstep.turn(lambda: False, False)
-    assert (len(rounds.said), bells.rung) == (6, [1])
+    assert (len(rounds.said), wake_sockets.woken) == (6, [1])
 
 
 def test_a_rank_that_is_told_to_stop_goes_on_until_all_are() -> None:
-    rounds, bells = _Rounds(), _Bells()
-    lockstep = Lockstep(rounds, bells)  # type: ignore[arg-type]
+    rounds, wake_sockets = _Rounds(), _WakeSockets()
+    lockstep = Lockstep(rounds, wake_sockets)  # type: ignore[arg-type]
     rounds.words = [0]
     lockstep.turn(lambda: False, False)
     assert not lockstep.may_sleep(True), "the others do not know yet"
     lockstep.turn(lambda: False, True)
-    assert (rounds.said[-1], bells.rung, lockstep.ended) == (2, [1], False)
+    assert (rounds.said[-1], wake_sockets.woken, lockstep.ended) == (2, [1], False)
     assert lockstep.may_sleep(True)
-    rounds.words, bells.heard = [3], 2
+    rounds.words, wake_sockets.last_wave = [3], 2
     lockstep.turn(lambda: False, True)
     assert lockstep.ended
 
 
-def test_bells_are_heard_with_their_waves(tmp_path: Path) -> None:
-    bells = [Bells(str(tmp_path), rank, 2) for rank in range(2)]
+def test_wakes_come_with_their_waves(tmp_path: Path) -> None:
+    wake_sockets = [WakeSockets(str(tmp_path), rank, 2) for rank in range(2)]
     woken = threading.Event()
-    bells[1].listen(woken.set)
-    bells[0].ring(7)
+    wake_sockets[1].listen(woken.set)
+    wake_sockets[0].wake(7)
     assert woken.wait(10)
-    bells[0].ring(5)
-    bells[1].close()
-    assert bells[1].heard == 7
+    wake_sockets[0].wake(5)
+    wake_sockets[1].close()
+    assert wake_sockets[1].last_wave == 7
     with pytest.raises(EngineUnavailableError, match="data-parallel rank 1 has gone"):
-        bells[0].ring(8)
-    bells[0].close()
+        wake_sockets[0].wake(8)
+    wake_sockets[0].close()
     with pytest.raises(ConfigError, match="data_parallel_store"):
-        Bells(str(tmp_path / "none"), 0, 2)
+        WakeSockets(str(tmp_path / "none"), 0, 2)
 
 
 @pytest.mark.parametrize(

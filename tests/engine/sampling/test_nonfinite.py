@@ -394,7 +394,7 @@ def test_drafts_under_a_grammar_and_every_verifier(verifier: str, monkeypatch: p
 
     def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
         result = whole(self, plan)
-        return DraftResult([[*ids[:1], *[BAD] * (len(ids) - 1)] for ids in result.drafts], result.carried)
+        return DraftResult([[*ids[:1], *[BAD] * (len(ids) - 1)] for ids in result.drafts], result.mtp_hidden)
 
     monkeypatch.setattr(LocalExecutor, "draft", draft)
     spec = SpeculativeConfig.parse(json.dumps({**EAGLE3, "verifier": verifier}))

@@ -13,37 +13,38 @@ import torch
 
 from baton.engine.plan import Sampling
 from baton.engine.sampling import sampler
+from baton.engine.sampling.logprobs import token_logprobs
 from baton.engine.sampling.noise import gumbel, gumbel_rows, uniform
-from baton.engine.sampling.sampler import DraftChoice, choose
-from baton.engine.sampling.sampling_state import SamplerState, ToSample, noise_of, sampling_of, token_logprobs
+from baton.engine.sampling.sampler import DraftSampler, choose
+from baton.engine.sampling.sampling_state import SamplingRows, SamplingState, noise_of, sampling_of
 from baton.engine.sampling.verifier import Verified, rejection_choice, verify
 from baton.errors import RequestError
-from baton.wire import SamplingParams
+from baton.wire import SamplingParams, TokenLogprobs
 from tests.engine.sampling.plain_sampler import PlainSampler
 
 VOCAB = 12
 
 
-def state(prompt: tuple[int, ...] = (1, 2), **params: object) -> SamplerState:
-    return SamplerState(SamplingParams(**{"max_tokens": 64, "seed": 5, **params}), prompt, VOCAB, [0])  # type: ignore[arg-type]
+def state(prompt: tuple[int, ...] = (1, 2), **params: object) -> SamplingState:
+    return SamplingState(SamplingParams(**{"max_tokens": 64, "seed": 5, **params}), prompt, VOCAB, [0])  # type: ignore[arg-type]
 
 
 def logits(seed: int, rows: int = 4) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(rows, VOCAB)).astype(np.float32) * 2
 
 
-def sampling(asked: Sequence[tuple[SamplerState, Sequence[int]]], rejection: bool = False) -> Sampling:
+def sampling(asked: Sequence[tuple[SamplingState, Sequence[int]]], rejection: bool = False) -> Sampling:
     """The sampling data of requests whose rows are side by side."""
     starts = np.cumsum([0, *(1 + len(drafts) for _, drafts in asked)]).tolist()
     found = sampling_of(
-        [ToSample(one, at, drafts) for (one, drafts), at in zip(asked, starts, strict=False)], rejection
+        [SamplingRows(one, at, drafts) for (one, drafts), at in zip(asked, starts, strict=False)], rejection
     )
     assert found is not None
     return found
 
 
 def verify_all(
-    asked: Sequence[tuple[SamplerState, Sequence[int]]], rows: np.ndarray, rejection: bool = False
+    asked: Sequence[tuple[SamplingState, Sequence[int]]], rows: np.ndarray, rejection: bool = False
 ) -> list[Verified]:
     """Verify requests with their drafts in one batch; `rows` [all rows, V]."""
     choices = choose(torch.from_numpy(rows), sampling(asked, rejection)).tolist()
@@ -54,7 +55,7 @@ def verify_all(
     return found
 
 
-def verify_one(one: SamplerState, rows: np.ndarray, drafts: Sequence[int]) -> Verified:
+def verify_one(one: SamplingState, rows: np.ndarray, drafts: Sequence[int]) -> Verified:
     return verify_all([(one, drafts)], rows)[0]
 
 
@@ -66,7 +67,7 @@ def processed(rows: torch.Tensor, asked: Sampling) -> torch.Tensor:
     return found
 
 
-def scores(one: SamplerState, row: np.ndarray, drafts_before: Sequence[int]) -> np.ndarray:
+def scores(one: SamplingState, row: np.ndarray, drafts_before: Sequence[int]) -> np.ndarray:
     """Processed logits of the row after those drafts."""
     rows = torch.from_numpy(np.stack([row] * (1 + len(drafts_before))))
     last: np.ndarray = processed(rows, sampling([(one, drafts_before)]))[-1].numpy()
@@ -201,7 +202,7 @@ def test_a_batch_is_sampled_as_its_requests_one_by_one(
             params = any_params(random, vocab_size)
             prompt = random.integers(0, vocab_size, 8).tolist()
             output = random.integers(0, 40, int(random.integers(0, 10))).tolist()
-            one, by_definition = (kind(params, prompt, vocab_size, [0]) for kind in (SamplerState, PlainSampler))
+            one, by_definition = (kind(params, prompt, vocab_size, [0]) for kind in (SamplingState, PlainSampler))
             one.advance(output)
             by_definition.advance(output)
             rows = (random.normal(size=(4, vocab_size)) * 3).astype(np.float32)
@@ -245,7 +246,7 @@ def test_drafts_are_picked_as_the_target_would(
     logits = random.normal(size=(6, len(target_ids))).astype(np.float32)
     params = [SamplingParams(seed=i, temperature=t) for i, t in enumerate(temperatures)]
     first, requests, step = np.arange(20, 27), np.array([0, 1, 2, 4, 5, 6]), 2
-    picked = DraftChoice(noise_of(params), first, vocab_size)(
+    picked = DraftSampler(noise_of(params), first, vocab_size)(
         torch.from_numpy(logits), requests, step, torch.from_numpy(target_ids) if mapped else None
     )
     expected = []
@@ -258,10 +259,32 @@ def test_drafts_are_picked_as_the_target_would(
 
 
 def test_logprobs_are_normalised_and_sorted() -> None:
-    entry = token_logprobs(logits(1)[0], 3, VOCAB)
+    (entry,) = token_logprobs(logits(1)[:1], [3], [VOCAB])
     assert sum(np.exp(value) for _, value in entry.top) == pytest.approx(1.0)
     assert [v for _, v in entry.top] == sorted((v for _, v in entry.top), reverse=True)
     assert entry.logprob == dict(entry.top)[3]
+
+
+def test_logprobs_of_a_row_are_those_by_definition_in_any_batch() -> None:
+    """To the bit, with ties, for any number of tokens."""
+    random = np.random.default_rng(7)
+    rows = random.normal(size=(9, 1031)).astype(np.float32)
+    rows[::2] = np.round(rows[::2])
+    num_top, token_ids = [0, 1, 2, 5, 20, 20, 1030, 1031, 2000], random.integers(0, 1031, 9).tolist()
+    expected = []
+    for row, token, count in zip(rows, token_ids, num_top, strict=True):
+        wide = row.astype(np.float64)
+        wide -= wide.max()
+        wide -= np.log(np.exp(wide).sum())
+        top = [(int(i), float(wide[i])) for i in np.argsort(-wide, kind="stable")[:count]]
+        expected.append(TokenLogprobs(float(wide[token]), top))
+    assert token_logprobs(rows, token_ids, num_top) == expected
+    for at in range(len(rows)):
+        assert token_logprobs(rows[at : at + 1], token_ids[at : at + 1], num_top[at : at + 1]) == [expected[at]]
+    ranked = token_logprobs(rows, token_ids, num_top, ranks=True)
+    assert [one.rank for one in ranked] == [
+        int((row > row[i]).sum()) + 1 for row, i in zip(rows, token_ids, strict=True)
+    ]
 
 
 def test_every_seed_has_noise_of_its_own() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttnBatch, slot_error
 from baton.engine.attention.latent_cpu import absorbed
-from baton.engine.attention.sdpa import spoil, without_hidden
+from baton.engine.attention.sdpa import mark_nonfinite_rows, zero_nonfinite
 from baton.kernels.cpu.scalar import supports
 from baton.models.cache import LatentHeads
 
@@ -27,7 +27,7 @@ _ROW_BLOCK = 16
 _MOST_EXPANDED = 1 << 28
 
 
-class Latents:
+class PagedLatentAttention:
     """One layer's latents. `planes`: one or two [pages, layers, page_size, 1, width]; the widths add up to W."""
 
     def __init__(self, planes: Sequence[Tensor], layer: int, batch: AttnBatch) -> None:
@@ -114,9 +114,9 @@ class Latents:
         mask = None
         if len(positions) < len(keys):
             mask = torch.from_numpy(np.arange(len(keys))[None, :] <= positions[:, None]).to(self._device)
-        k, v, spoiled_T = without_hidden(k, v, mask)
+        k, v, nonfinite_T = zero_nonfinite(k, v, mask)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-        return spoil(out[0].transpose(0, 1)[..., : heads.value_dim], spoiled_T)
+        return mark_nonfinite_rows(out[0].transpose(0, 1)[..., : heads.value_dim], nonfinite_T)
 
     def _absorbed(self, batch: AttnBatch, q_THW: Tensor, latent_dim: int, scale: float) -> Tensor:
         if supports(self._device, q_THW.dtype) and all(plane.dtype == q_THW.dtype for plane in self._planes):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.base import AttnBatch, slot_error
-from baton.engine.attention.paged_cpu import Where
+from baton.engine.attention.paged_cpu import BatchAddresses
 from baton.kernels.cpu.latent_attention import ATTEND, FAULT
 from baton.kernels.cpu.omp import arguments, float_bits, threads_for
 
@@ -28,10 +28,10 @@ def absorbed(
     query, out = q_THW.contiguous(), torch.empty(num_rows, heads, latent_dim, dtype=q_THW.dtype)
     if not num_rows:
         return out
-    where = Where.of(batch)
+    where = BatchAddresses.of(batch)
     threads = threads_for(where.num_pairs * heads * width, _PARALLEL_WORK)
     longest = int(np.diff(batch.query_start).max()) * heads
-    first, second = _told(planes[0]), _told(planes[1]) if len(planes) > 1 else (planes[0].data_ptr(), 0, 0, 0, 0)
+    first, second = _layout(planes[0]), _layout(planes[1]) if len(planes) > 1 else (planes[0].data_ptr(), 0, 0, 0, 0)
     given = arguments(
         0,
         num_rows,
@@ -57,7 +57,7 @@ def absorbed(
     return out
 
 
-def _told(plane: Tensor) -> tuple[int, ...]:
+def _layout(plane: Tensor) -> tuple[int, ...]:
     """A plane [pages, layers, page_size, 1, width] for the kernel: address, width, strides in bytes."""
     page, layer, row = (stride * plane.itemsize for stride in plane.stride()[:3])
     return plane.data_ptr(), plane.shape[4], page, layer, row

@@ -18,7 +18,7 @@ _PARALLEL_WORK = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class BatchAddresses:
     """Addresses of a batch's arrays, which it keeps alive, for all layers of a forward."""
 
     batch: AttnBatch
@@ -28,7 +28,7 @@ class Where:
     num_pairs: int
 
     @classmethod
-    def of(cls, batch: AttnBatch) -> Where:
+    def of(cls, batch: AttnBatch) -> BatchAddresses:
         arrays = (
             np.ascontiguousarray(batch.positions, dtype=np.int64),
             np.ascontiguousarray(batch.query_start, dtype=np.int32),
@@ -47,7 +47,7 @@ class PagedCpuBackend:
     batch_invariant = True
 
     def __init__(self) -> None:
-        self._where: dict[int, Where] = {}
+        self._where: dict[int, BatchAddresses] = {}
 
     def write_and_attend(self, kv: Tensor, layer: int, rows: AttnRows, batch: AttnBatch, window: int | None) -> Tensor:
         if kv.dtype not in (torch.float32, torch.bfloat16):
@@ -56,7 +56,7 @@ class PagedCpuBackend:
             raise ConfigError("kv", "paged_cpu needs a contiguous region")
         where = self._where.get(kv.data_ptr())  # each group has a region of its own
         if where is None or where.batch is not batch:
-            where = self._where[kv.data_ptr()] = Where.of(batch)
+            where = self._where[kv.data_ptr()] = BatchAddresses.of(batch)
         num_rows, heads, size = rows.q_THD.shape
         q, k, v, width = _side_by_side(rows.q_THD.to(kv.dtype), rows.k_TGD.to(kv.dtype), rows.v_TGD.to(kv.dtype))
         sinks = None if rows.sinks_H is None else rows.sinks_H.float().contiguous()

@@ -57,18 +57,18 @@ class SdpaBackend:
             q = rows.q_THD[request.rows].transpose(0, 1).unsqueeze(0)
             k = kv[request.pages, layer, 0, request.offsets].transpose(0, 1).unsqueeze(0)
             v = kv[request.pages, layer, 1, request.offsets].transpose(0, 1).unsqueeze(0)
-            k, v, spoiled_T = without_hidden(k, v, request.mask)
+            k, v, nonfinite_T = zero_nonfinite(k, v, request.mask)
             mask = request.mask
             if rows.sinks_H is not None:
                 k, v, mask = _with_sinks(k, v, mask, rows.sinks_H)
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rows.scale, enable_gqa=True)
-            out[request.rows] = spoil(attended[0].transpose(0, 1), spoiled_T)
+            out[request.rows] = mark_nonfinite_rows(attended[0].transpose(0, 1), nonfinite_T)
         return out
 
 
-def without_hidden(k: Tensor, v: Tensor, mask_TS: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Set non-finite tokens of k and v [1, heads, S, D] to 0. Also returns which rows [T] see one, for `spoil`; None if
-    there is none. Without `mask_TS`, row i sees keys 0 to i.
+def zero_nonfinite(k: Tensor, v: Tensor, mask_TS: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Set non-finite tokens of k and v [1, heads, S, D] to 0. Also returns which rows [T] see one, for
+    `mark_nonfinite_rows`; None if there is none. Without `mask_TS`, row i sees keys 0 to i.
 
     A mask alone does not hide such a token: its score is added to minus infinity, its value is multiplied by 0, and
     both give NaN.
@@ -81,13 +81,13 @@ def without_hidden(k: Tensor, v: Tensor, mask_TS: Tensor | None) -> tuple[Tensor
     if bad_S.device.type == "cpu" and not bad_S.any():
         return k, v, None
     bad_S1 = bad_S[:, None]
-    spoiled_T = bad_S.cumsum(dim=0) > 0 if mask_TS is None else (mask_TS & bad_S).any(dim=1)
-    return k.masked_fill(bad_S1, 0.0), v.masked_fill(bad_S1, 0.0), spoiled_T
+    nonfinite_T = bad_S.cumsum(dim=0) > 0 if mask_TS is None else (mask_TS & bad_S).any(dim=1)
+    return k.masked_fill(bad_S1, 0.0), v.masked_fill(bad_S1, 0.0), nonfinite_T
 
 
-def spoil(out_THD: Tensor, spoiled_T: Tensor | None) -> Tensor:
+def mark_nonfinite_rows(out_THD: Tensor, nonfinite_T: Tensor | None) -> Tensor:
     """Set the rows that see a non-finite token to NaN."""
-    return out_THD if spoiled_T is None else out_THD.masked_fill(spoiled_T[:, None, None], torch.nan)
+    return out_THD if nonfinite_T is None else out_THD.masked_fill(nonfinite_T[:, None, None], torch.nan)
 
 
 def _with_sinks(k: Tensor, v: Tensor, mask: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:

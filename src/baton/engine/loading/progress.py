@@ -51,12 +51,12 @@ class _Lines:
 
     def __init__(self, step: str, progress: Callable[[str], None]) -> None:
         self._step, self._progress = step, progress
-        self._began = self._told = time.monotonic()
+        self._began = self._reported = time.monotonic()
 
     def watch(self, read: int, total: int) -> None:
         now = time.monotonic()
-        if now - self._told < _EVERY_S or read == total:
+        if now - self._reported < _EVERY_S or read == total:
             return
-        self._told = now
+        self._reported = now
         size = f"{read / 2**30:.1f} of {total / 2**30:.1f} GiB"
         self._progress(f"{self._step}: {read / total:.0%}, {size}, {now - self._began:.0f} s")

@@ -40,7 +40,7 @@ class Exchange:
         self._group.allgather([as_bytes], [own.view(-1).view(torch.uint8)]).wait()
         return parts
 
-    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
         """All-to-all: send `parts[r]` (uint8) to rank r. Returns the part from each rank, of `sizes` bytes."""
         came = torch.empty(sum(sizes), dtype=torch.uint8)
         own = torch.cat(list(parts))
@@ -61,7 +61,7 @@ def expert_ranks(config: EngineConfig, store: str) -> ExpertRanks:
     rank, size = config.data_parallel_rank, config.data_parallel_size
     exchange = functools.cache(lambda: Exchange(store, rank, size))
     return ExpertRanks(
-        rank, size, lambda tensor: exchange().gather(tensor), lambda parts, sizes: exchange().swap(parts, sizes)
+        rank, size, lambda tensor: exchange().gather(tensor), lambda parts, sizes: exchange().all_to_all(parts, sizes)
     )
 
 

@@ -31,7 +31,7 @@ class RankExecutor:
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
         """As `LocalExecutor.execute`. Raises `EngineUnavailableError` if a rank failed or has ended."""
         computed = self._together(Compute(replace(plan, sampling=None)), lambda: self.local.compute(plan, written))
-        return self.local.chosen(plan, computed)
+        return self.local.sample(plan, computed)
 
     def draft(self, plan: DraftPlan) -> DraftResult:
         """As `LocalExecutor.draft`. Raises as `execute` does."""
@@ -39,7 +39,7 @@ class RankExecutor:
         own = digest(result)
         for rank, answer in enumerate(answers, 1):
             if answer.drafts not in (own, None):
-                raise EngineUnavailableError(self._followers.fail(f"rank {rank} has other drafts than rank 0"))
+                raise EngineUnavailableError(self._followers.kill_all(f"rank {rank} has other drafts than rank 0"))
         return result
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
@@ -56,7 +56,7 @@ class RankExecutor:
         try:
             result = own()
         except Exception as error:
-            raise self._followers.blame(error) from error
+            raise self._followers.fail_after(error) from error
         return result, self._followers.answered()
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 END_LIMIT_S = 10.0
 # A dying rank's connections close before its parent can see the exit status.
-BLAME_LIMIT_S = 0.5
+EXIT_STATUS_LIMIT_S = 0.5
 
 
 class Followers:
@@ -76,7 +76,7 @@ class Followers:
         try:
             return tensor_rank(self._config, self._store, 0)
         except RuntimeError as error:
-            raise self.blame(error) from error
+            raise self.fail_after(error) from error
 
     def watch(self, on_end: Callable[[str], None]) -> None:
         """Call `on_end(cause)` from another thread when a process ends by itself."""
@@ -86,7 +86,7 @@ class Followers:
     def _wait(self, rank: int, process: subprocess.Popen[bytes], on_end: Callable[[str], None]) -> None:
         status = process.wait()
         if not self._closing:
-            on_end(self.fail(f"rank {rank} ended with status {status}"))
+            on_end(self.kill_all(f"rank {rank} ended with status {status}"))
 
     def order(self, message: Order) -> None:
         """Send an order to all ranks; call `answered` next. Raises `EngineUnavailableError`."""
@@ -100,7 +100,7 @@ class Followers:
         try:
             self._pipes[rank - 1].send_bytes(message if isinstance(message, bytes) else encode(message))
         except OSError as error:
-            raise EngineUnavailableError(self.fail(f"rank {rank} has gone: {error}")) from None
+            raise EngineUnavailableError(self.kill_all(f"rank {rank} has gone: {error}")) from None
 
     def answered(self) -> list[Done]:
         """Wait for the answers of all ranks to an order. Raises `EngineUnavailableError`."""
@@ -111,9 +111,9 @@ class Followers:
             try:
                 answer = decode_answer(pipe.recv_bytes(MAX_MESSAGE_BYTES))
             except (OSError, EOFError, msgspec.MsgspecError) as error:
-                raise EngineUnavailableError(self.fail(f"rank {rank} has gone: {error!r}")) from None
+                raise EngineUnavailableError(self.kill_all(f"rank {rank} has gone: {error!r}")) from None
             if isinstance(answer, Failed):
-                raise EngineUnavailableError(self.fail(f"rank {rank} failed: {answer.cause}"))
+                raise EngineUnavailableError(self.kill_all(f"rank {rank} failed: {answer.cause}"))
             assert isinstance(answer, Done)
             answers.append(answer)
         # Ranks that answer have connected. Remove the file now, so that a killed process leaves none.
@@ -125,7 +125,7 @@ class Followers:
             self._directory.close()
             self._directory = None
 
-    def share(self, pool: KVMemory, aux_layers: Sequence[int]) -> None:
+    def send_allocation(self, pool: KVMemory, aux_layers: Sequence[int]) -> None:
         """Send each rank the location of its pages and the drafter's auxiliary layers; call `answered` next.
 
         Raises `EngineUnavailableError`, and `ConfigError` if other processes cannot access the pages.
@@ -137,18 +137,18 @@ class Followers:
                 files = {g.name: file_of(region) for (g, _), region in named if isinstance(region, np.ndarray)}
             self._send(rank, Allocate(dict(pool.size.num_pages), files, list(aux_layers)))
 
-    def blame(self, error: Exception) -> EngineUnavailableError:
+    def fail_after(self, error: Exception) -> EngineUnavailableError:
         """End all ranks after `error` in rank 0's part of an order. Returns the exception to raise, which names another
         rank as the cause if one has ended."""
-        deadline = time.monotonic() + BLAME_LIMIT_S
+        deadline = time.monotonic() + EXIT_STATUS_LIMIT_S
         while not self._closing and time.monotonic() < deadline:
             for rank, process in enumerate(self._processes, 1):
                 if process.poll() is not None:
-                    return EngineUnavailableError(self.fail(f"rank {rank} ended with status {process.returncode}"))
+                    return EngineUnavailableError(self.kill_all(f"rank {rank} ended with status {process.returncode}"))
             time.sleep(0.01)
-        return EngineUnavailableError(self.fail(f"rank 0 failed: {type(error).__name__}: {error}"))
+        return EngineUnavailableError(self.kill_all(f"rank 0 failed: {type(error).__name__}: {error}"))
 
-    def fail(self, cause: str) -> str:
+    def kill_all(self, cause: str) -> str:
         """Kill the other ranks. Returns the cause of the first failure."""
         if self._failure is None:
             self._failure = cause

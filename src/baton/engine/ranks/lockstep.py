@@ -2,7 +2,7 @@
 (`models.expert_parallel`); while none does, all sleep. The core itself knows only `Peers`.
 
 Turns between two idle periods form a *wave*, numbered alike on all ranks. A rank that gets work while all are idle
-rings for the others with the wave's number. A ring for a wave that is over wakes nobody.
+wakes the others with the wave's number. A wake for a wave that is over is ignored.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Peers(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """An engine that shares no experts."""
 
     ended = True
@@ -61,90 +61,90 @@ class Alone:
         pass
 
 
-class Bells:
+class WakeSockets:
     """Wakes other ranks by datagrams, between Unix sockets in the ranks' directory.
 
-    `heard`: the last wave that was rung for, -1 before the first.
+    `last_wave`: the last wave that another rank sent, -1 before the first.
     """
 
     def __init__(self, directory: str, rank: int, size: int) -> None:
-        self.heard = -1
+        self.last_wave = -1
         self._directory, self._rank, self._size = Path(directory), rank, size
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._thread: threading.Thread | None = None
         try:
-            self._socket.bind(self._bell(rank))
+            self._socket.bind(self._path(rank))
         except OSError as error:
             self._socket.close()
             raise ConfigError("data_parallel_store", f"{directory} has no room for rank {rank}: {error}") from None
 
-    def _bell(self, rank: int) -> str:
+    def _path(self, rank: int) -> str:
         return str(self._directory / f"bell-{rank}")
 
     def listen(self, woken: Callable[[], None]) -> None:
-        """From now on call `woken`, on another thread, when another rank rings."""
+        """From now on call `woken`, on another thread, when another rank wakes this one."""
         self._thread = threading.Thread(target=self._listen, args=(woken,), daemon=True, name="baton-bell")
         self._thread.start()
 
     def _listen(self, woken: Callable[[], None]) -> None:
         while data := self._socket.recv(_WAVE.size):
             if len(data) == _WAVE.size:
-                self.heard = max(self.heard, *_WAVE.unpack(data))
+                self.last_wave = max(self.last_wave, *_WAVE.unpack(data))
                 woken()
 
-    def ring(self, wave: int) -> None:
+    def wake(self, wave: int) -> None:
         """Wake the others. Raises `EngineUnavailableError` if one is gone."""
         for rank in range(self._size):
             if rank == self._rank:
                 continue
             try:
-                self._socket.sendto(_WAVE.pack(wave), self._bell(rank))
+                self._socket.sendto(_WAVE.pack(wave), self._path(rank))
             except OSError as error:
                 raise EngineUnavailableError(f"data-parallel rank {rank} has gone: {error}") from None
 
     def close(self) -> None:
         if self._thread is not None:
             with contextlib.suppress(OSError):
-                self._socket.sendto(b"", self._bell(self._rank))
+                self._socket.sendto(b"", self._path(self._rank))
             self._thread.join()
         self._socket.close()
         with contextlib.suppress(OSError):
-            os.unlink(self._bell(self._rank))
+            os.unlink(self._path(self._rank))
 
 
 class Lockstep:
     """One rank's turns. It starts awake, because ranks compute while they are built, each when it gets there."""
 
-    def __init__(self, shared: ExpertRanks, bells: Bells) -> None:
+    def __init__(self, shared: ExpertRanks, wake_sockets: WakeSockets) -> None:
         self.ended = False
-        self.shared, self.bells = shared, bells
-        self._wave, self._awake, self._told = 0, True, False
+        self.shared, self.wake_sockets = shared, wake_sockets
+        self._wave, self._awake, self._stop_sent = 0, True, False
         shared.begins = self._begin
 
     def turn(self, step: Callable[[], bool], stops: bool) -> bool:
         """As `Peers.turn`. Returns when all ranks have made their turn. Raises `EngineUnavailableError` if one is
         gone."""
         computed = step()
-        news = stops and not self._told
-        if not (self._awake or self.shared.begun or self._is_called or news):
+        notifies = stops and not self._stop_sent
+        if not (self._awake or self.shared.begun or self._is_woken or notifies):
             return False
-        words = self.shared.finish(_COMPUTED * computed + _STOPS * stops)
-        self._told = stops
-        self.ended = all(word & _STOPS for word in words)
-        self._awake = not self.ended and any(word & _COMPUTED for word in words)
+        messages = self.shared.finish(_COMPUTED * computed + _STOPS * stops)
+        self._stop_sent = stops
+        self.ended = all(message & _STOPS for message in messages)
+        self._awake = not self.ended and any(message & _COMPUTED for message in messages)
         self._wave += not self._awake
         return self._awake
 
     def may_sleep(self, stops: bool) -> bool:
-        return not self._awake and stops == self._told and not self.ended
+        return not self._awake and stops == self._stop_sent and not self.ended
 
     @property
-    def _is_called(self) -> bool:
-        return self.bells.heard >= self._wave
+    def _is_woken(self) -> bool:
+        return self.wake_sockets.last_wave >= self._wave
 
     def _begin(self) -> None:
-        if not self._awake and not self._is_called:
-            self.bells.ring(self._wave)
+        if not self._awake and not self._is_woken:
+            self.wake_sockets.wake(self._wave)
 
     def close(self) -> None:
-        self.bells.close()
+        self.wake_sockets.close()

@@ -71,7 +71,7 @@ def serve(pipe: Connection) -> None:
         drafted = None
         match _next(pipe):
             case Compute(plan):
-                executor.follow(plan)
+                executor.compute_follower(plan)
             case Draft(plan):
                 if drafts:
                     drafted = digest(executor.draft(plan))

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from baton.engine.plan import Scored
+from baton.engine.plan import PromptLogprobs
+from baton.engine.sampling.logprobs import token_logprobs
 from baton.engine.sampling.nonfinite import rows_not_finite
 from baton.wire import TokenLogprobs
 
 
-def scores_of(logits_MV: Tensor, scored: Scored) -> list[TokenLogprobs | None]:
-    """The logprob and rank of each row's token, and the most likely tokens, ties by lower id. None for a row whose
-    logits are not all finite. Batch-invariant: sums are NumPy's in float64, row by row."""
+def prompt_logprobs(logits_MV: Tensor, wanted: PromptLogprobs) -> list[TokenLogprobs | None]:
+    """The logprob and rank of each row's token, and the most likely tokens. None for a row whose logits are not all
+    finite."""
     not_finite = rows_not_finite(logits_MV)
-    wide = logits_MV.double().cpu().numpy()
-    wide[not_finite] = 0.0
-    wide -= wide.max(axis=1, keepdims=True)
-    wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
-    own = wide[np.arange(len(wide)), scored.token]
-    ranks = (wide > own[:, None]).sum(axis=1) + 1
-    tops = [_likeliest(row, count) for row, count in zip(wide, scored.num_top.tolist(), strict=True)]
+    if len(not_finite):
+        logits_MV = logits_MV.index_fill(0, torch.from_numpy(not_finite).to(logits_MV.device), 0.0)
+    rows = logits_MV.float().cpu().numpy()
     found: list[TokenLogprobs | None] = [
-        TokenLogprobs(value, top, rank) for value, top, rank in zip(own.tolist(), tops, ranks.tolist(), strict=True)
+        *token_logprobs(rows, wanted.token.tolist(), wanted.num_top.tolist(), ranks=True)
     ]
     for row in not_finite.tolist():
         found[row] = None
     return found
-
-
-def _likeliest(row: npt.NDArray[np.float64], count: int) -> list[tuple[int, float]]:
-    if not count:
-        return []
-    # Sorting the whole vocabulary would take milliseconds per row.
-    least = np.partition(row, -min(count, len(row)))[-min(count, len(row))]
-    among = np.flatnonzero(row >= least)
-    order = among[np.argsort(-row[among], kind="stable")][:count]
-    return [(int(token), float(row[token])) for token in order]

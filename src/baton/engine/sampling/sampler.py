@@ -152,7 +152,7 @@ def _outside_nucleus(scores: FloatArray, top_p: float) -> IntArray:
     return order[int(np.searchsorted(cumulative, top_p, side="left")) + 1 :]
 
 
-class DraftChoice:
+class DraftSampler:
     """Chooses drafts with the noise that the target will see at their positions, or greedily if there is none.
 
     `first_position` [R]: position of each request's first draft.

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.engine.plan import Entries, FloatArray, IntArray, Masks, Noise, Sampling
 from baton.engine.sampling.bad_words import BadWords
 from baton.structured import Allowed
 from baton.structured.matcher import Bits
-from baton.wire import SamplingParams, TokenLogprobs
+from baton.wire import SamplingParams
 
 # Token ids, and one value for each.
 ForTokens = tuple[IntArray, FloatArray]
 
 
-class SamplerState:
+class SamplingState:
     """A request's sampling parameters and the token counts for penalties. Mutated only by `advance`.
 
     `columns`: log(min_p), top_k, top_p, repetition, frequency and presence penalty, as in a plan.
@@ -126,24 +125,24 @@ def _count(counts: dict[int, int], token_ids: Sequence[int]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ToSample:
+class SamplingRows:
     """A request's rows with logits, from `first_row` on: for the next token, and after each draft. `allowed`: the
     allowed tokens; None: all."""
 
-    state: SamplerState
+    state: SamplingState
     first_row: int
     drafts: Sequence[int]
     allowed: Allowed | None = None
 
     def masked(self, row: int) -> ForTokens | None:
-        """`SamplerState.masked`, except for rows where only the tokens that end the output are allowed."""
+        """`SamplingState.masked`, except for rows where only the tokens that end the output are allowed."""
         masked = self.state.masked(row)
         if masked is None or self.allowed is None or row >= len(self.allowed.bits):
             return masked
         return masked if self.allowed.has_other_than(row, masked[0]) else None
 
 
-def sampling_of(asked: Sequence[ToSample], rejection: bool) -> Sampling | None:
+def sampling_of(asked: Sequence[SamplingRows], rejection: bool) -> Sampling | None:
     """The `Sampling` of these requests; None without requests."""
     if not asked:
         return None
@@ -177,7 +176,7 @@ def noise_of(params: Sequence[SamplingParams]) -> Noise:
     )
 
 
-def _masks(asked: Sequence[ToSample]) -> Masks:
+def _masks(asked: Sequence[SamplingRows]) -> Masks:
     rows: list[int] = []
     bits = [np.zeros((0, 0), dtype=np.uint8)]
     first = 0
@@ -199,12 +198,3 @@ def _entries(by_row: Sequence[ForTokens | None]) -> Entries:
         token=np.concatenate([ids for ids, _ in some]),
         value=np.concatenate([values for _, values in some]),
     )
-
-
-def token_logprobs(logits: npt.NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:
-    """The logprob of `token` under the raw logits [V], and the `num_top` most likely tokens, best first."""
-    wide = logits.astype(np.float64)
-    wide -= wide.max()
-    wide -= np.log(np.exp(wide).sum())
-    top: npt.NDArray[np.int64] | list[int] = np.argsort(-wide, kind="stable")[:num_top] if num_top else []
-    return TokenLogprobs(float(wide[token]), [(int(i), float(wide[i])) for i in top])

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from baton.distribution import RUNS, SECONDS, Distribution
 from baton.errors import reason_label
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.copies import CopyLedger
+from baton.histogram import RUNS, SECONDS, Histogram
 
 _BY_RANK = (
     *("bytes", "runs", "hidden_bytes", "retries", "repairs", "bad_pieces", "lost_leases", "rejected", "malformed"),
@@ -24,16 +24,16 @@ class CopyStats:
     """Copies that this side issued: seconds to plan one, to hand it to the transport (`post`), and from then to its
     end; runs per copy; bytes of successful ones, by group."""
 
-    plan: Distribution = field(default_factory=lambda: Distribution(SECONDS))
-    post: Distribution = field(default_factory=lambda: Distribution(SECONDS))
-    transfer: Distribution = field(default_factory=lambda: Distribution(SECONDS))
-    runs: Distribution = field(default_factory=lambda: Distribution(RUNS))
+    plan: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    post: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    transfer: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    runs: Histogram = field(default_factory=lambda: Histogram(RUNS))
     bytes: Counter[str] = field(default_factory=Counter)
 
     def over_ranks(self, others: Sequence[CopyStats]) -> CopyStats:
         all_ = (self, *others)
         plan, post, transfer, runs = (
-            Distribution.sum_of([getattr(one, name) for one in all_]) for name in ("plan", "post", "transfer", "runs")
+            Histogram.sum_of([getattr(one, name) for one in all_]) for name in ("plan", "post", "transfer", "runs")
         )
         return CopyStats(plan, post, transfer, runs, sum((one.bytes for one in all_), Counter()))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.distribution import Distribution
+from baton.histogram import Histogram
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 30.0)
 _ITL_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 2.5)
@@ -29,7 +30,7 @@ _VLLM_HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
 )
 
 # Name, type ("counter", "gauge" or "histogram"), help, labels, value.
-Row = tuple[str, str, str, Mapping[str, str], float | Distribution]
+Row = tuple[str, str, str, Mapping[str, str], float | Histogram]
 
 
 def counter(name: str, text: str, value: float, **labels: str) -> Row:
@@ -41,7 +42,7 @@ def gauge(name: str, text: str, value: float, **labels: str) -> Row:
     return f"baton:{name}", "gauge", text, labels, float(value)
 
 
-def histogram(name: str, text: str, value: Distribution, **labels: str) -> Row:
+def histogram(name: str, text: str, value: Histogram, **labels: str) -> Row:
     return f"baton:{name}", "histogram", text, labels, value
 
 
@@ -113,8 +114,8 @@ class FrontMetrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> prometheus_client.Histogram:
+        return prometheus_client.Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
 
 def exposed(families: Iterable[Metric]) -> bytes:
@@ -147,10 +148,10 @@ class RowCollector(Collector):
                 families[name] = _FAMILIES[kind](name, text, labels=list(labels))
             family, values = families[name], [str(label) for label in labels.values()]
             if isinstance(family, HistogramMetricFamily):
-                assert isinstance(value, Distribution)
+                assert isinstance(value, Histogram)
                 family.add_metric(values, value.buckets(), value.total)
             else:
-                assert not isinstance(value, Distribution)
+                assert not isinstance(value, Histogram)
                 family.add_metric(values, value)
         yield from families.values()
 

@@ -10,7 +10,7 @@ SECONDS = (2e-5, 1e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 
 RUNS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16_384, 65_536)
 
 
-class Distribution:
+class Histogram:
     """Written by one thread. Others may read at any time, but counts may be inconsistent with each other."""
 
     __slots__ = ("_bounds", "_counts", "total")
@@ -26,7 +26,7 @@ class Distribution:
         self.total += value
 
     @classmethod
-    def sum_of(cls, many: Sequence[Distribution]) -> Distribution:
+    def sum_of(cls, many: Sequence[Histogram]) -> Histogram:
         """The sum of distributions with the same bounds."""
         found = cls(many[0]._bounds)
         found._counts = [sum(counts) for counts in zip(*(one._counts for one in many), strict=True)]
