@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
+from baton.openai.chat_answer import respond_as_chat
 from baton.openai.conversation import chat_prompt, chat_text
 from baton.openai.format import Json
-from baton.openai.http.errors import to_api_error
+from baton.openai.http.errors import ApiError
 from baton.openai.messages.blocks import Blocks
 from baton.openai.messages.errors import error_event
 from baton.openai.messages.requests import named_here, read, read_count, to_chat
-from baton.openai.output import SampleOutput
+from baton.openai.output import Delta, SampleOutput
 from baton.openai.plan import Plan, check_model, plan_chat, template_variables
 from baton.openai.requests import checked
-from baton.openai.service import OpenAIService, prepend
+from baton.openai.service import OpenAIService
 from baton.openai.tools import NO_PARSING, CheckedTools, Parsing
 
 
@@ -62,68 +62,57 @@ def count_tokens(body: bytes, model: ServedModel) -> Json:
 
 async def respond(service: OpenAIService, asked: MessagePlan) -> bytes | AsyncGenerator[bytes, None]:
     """Return a body, or server-sent events to stream."""
-    plan = asked.plan
-    outputs = service.begin(plan)
-    blocks = Blocks(outputs[0], asked.id)
-    if plan.stream:
-        events = _events(service, asked, outputs, blocks)
-        # Wait for the first event: a refusal must set the HTTP status.
-        return prepend(await anext(events), events)
-    async with contextlib.aclosing(service.run(plan, outputs)) as deltas:
-        async for _, delta in deltas:
-            for _event in blocks.push(delta, plan.reader is not None):
-                pass
-    return msgspec.json.encode(_message(asked, outputs[0], blocks.blocks) | _end(blocks))
+    outputs = service.begin(asked.plan)
+    return await respond_as_chat(service, asked.plan, outputs, MessageAnswer(asked, outputs[0]))
 
 
-async def _events(
-    service: OpenAIService, asked: MessagePlan, outputs: list[SampleOutput], blocks: Blocks
-) -> AsyncGenerator[bytes, None]:
-    plan, (output,) = asked.plan, outputs
-    begun = False
-    try:
-        async with contextlib.aclosing(service.run(plan, outputs)) as deltas:
-            async for _, delta in deltas:
-                if not begun:
-                    begun = True
-                    nothing: Json = {"stop_reason": None, "stop_sequence": None}
-                    yield _event({"type": "message_start", "message": _message(asked, output, []) | nothing})
-                for event in blocks.push(delta, plan.reader is not None):
-                    yield _event(event)
-        yield _event({"type": "message_delta", "delta": _end(blocks), "usage": _usage(asked, output)})
-        yield _event({"type": "message_stop"})
-    except Exception as error:
-        if not begun:
-            raise
-        yield error_event(to_api_error(error))
+class MessageAnswer:
+    """A `ChatAnswer`: a message."""
 
+    def __init__(self, asked: MessagePlan, output: SampleOutput) -> None:
+        self._asked, self._output = asked, output
+        self._blocks = Blocks(output, asked.id)
 
-def _message(asked: MessagePlan, output: SampleOutput, content: list[Json]) -> Json:
-    return {
-        "id": asked.id,
-        "type": "message",
-        "role": "assistant",
-        "model": asked.plan.model.name,
-        "content": content,
-        "usage": _usage(asked, output),
-    }
+    def begin(self) -> Iterable[Json]:
+        nothing: Json = {"stop_reason": None, "stop_sequence": None}
+        yield {"type": "message_start", "message": self._message([]) | nothing}
 
+    def push(self, delta: Delta) -> Iterable[Json]:
+        return self._blocks.push(delta, self._asked.plan.reader is not None)
 
-def _end(blocks: Blocks) -> Json:
-    reason, sequence = blocks.stop_reason()
-    return {"stop_reason": reason, "stop_sequence": sequence}
+    def end(self) -> Iterable[Json]:
+        yield {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
+        yield {"type": "message_stop"}
 
+    def body(self) -> bytes:
+        return msgspec.json.encode(self._message(self._blocks.blocks) | self._end())
 
-def _usage(asked: MessagePlan, output: SampleOutput) -> Json:
-    """Anthropic's usage: `input_tokens` excludes cached tokens."""
-    cached = output.num_cached_tokens
-    return {
-        "input_tokens": len(asked.plan.prompts[0]) - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": len(output.token_ids),
-    }
+    def encode(self, event: Json) -> bytes:
+        return f"event: {event['type']}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
 
+    def encode_error(self, error: ApiError) -> bytes:
+        return error_event(error)
 
-def _event(event: Json) -> bytes:
-    return f"event: {event['type']}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
+    def _message(self, content: list[Json]) -> Json:
+        return {
+            "id": self._asked.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._asked.plan.model.name,
+            "content": content,
+            "usage": self._usage(),
+        }
+
+    def _end(self) -> Json:
+        reason, sequence = self._blocks.stop_reason()
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _usage(self) -> Json:
+        """Anthropic's usage: `input_tokens` excludes cached tokens."""
+        cached = self._output.num_cached_tokens
+        return {
+            "input_tokens": len(self._asked.plan.prompts[0]) - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": len(self._output.token_ids),
+        }

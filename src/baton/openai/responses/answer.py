@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,14 +10,15 @@ import msgspec
 
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
+from baton.openai.chat_answer import respond_as_chat
 from baton.openai.format import Json, usage
-from baton.openai.http.errors import to_api_error
-from baton.openai.output import SampleOutput
+from baton.openai.http.errors import ApiError
+from baton.openai.output import Delta, SampleOutput
 from baton.openai.plan import Plan, plan_chat
 from baton.openai.requests import checked
 from baton.openai.responses.items import Items
 from baton.openai.responses.requests import ResponsesRequest, field_here, named_here, read, to_chat
-from baton.openai.service import OpenAIService, prepend
+from baton.openai.service import OpenAIService
 from baton.openai.tools import NO_PARSING, Parsing
 
 
@@ -47,44 +47,41 @@ def make_response_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PA
 
 async def respond(service: OpenAIService, asked: ResponsePlan) -> bytes | AsyncGenerator[bytes, None]:
     """Return a body, or server-sent events to stream."""
-    plan = asked.plan
-    outputs = service.begin(plan)
-    items = Items(asked.id, outputs[0], plan.tells_reasoning)
-    if plan.stream:
-        events = _events(service, asked, outputs, items)
-        # Wait for the first event: a refusal must set the HTTP status.
-        return prepend(await anext(events), events)
-    async with contextlib.aclosing(service.run(plan, outputs)) as deltas:
-        async for _, delta in deltas:
-            for _event in items.push(delta, plan.reader is not None):
-                pass
-    return msgspec.json.encode(_response(asked, items, outputs[0]))
+    outputs = service.begin(asked.plan)
+    return await respond_as_chat(service, asked.plan, outputs, ResponseAnswer(asked, outputs[0]))
 
 
-async def _events(
-    service: OpenAIService, asked: ResponsePlan, outputs: list[SampleOutput], items: Items
-) -> AsyncGenerator[bytes, None]:
-    plan, (output,) = asked.plan, outputs
-    numbers = iter(range(1 << 62))
-    begun = False
-    try:
-        async with contextlib.aclosing(service.run(plan, outputs)) as deltas:
-            async for _, delta in deltas:
-                if not begun:
-                    begun = True
-                    for kind in ("created", "in_progress"):
-                        yield _event(numbers, {"type": f"response.{kind}", "response": _response(asked, items, None)})
-                for event in items.push(delta, plan.reader is not None):
-                    yield _event(numbers, event)
-        whole = _response(asked, items, output)
-        yield _event(numbers, {"type": f"response.{whole['status']}", "response": whole})
-    except Exception as error:
-        if not begun:
-            raise
-        told = to_api_error(error)
-        failed = _response(asked, items, None) | {"status": "failed"}
-        failed["error"] = {"code": "server_error", "message": told.message}
-        yield _event(numbers, {"type": "response.failed", "response": failed})
+class ResponseAnswer:
+    """A `ChatAnswer`: a response, of which streamed events are numbered."""
+
+    def __init__(self, asked: ResponsePlan, output: SampleOutput) -> None:
+        self._asked, self._output = asked, output
+        self._items = Items(asked.id, output, asked.plan.tells_reasoning)
+        self._num_events = 0
+
+    def begin(self) -> Iterable[Json]:
+        for kind in ("created", "in_progress"):
+            yield {"type": f"response.{kind}", "response": _response(self._asked, self._items, None)}
+
+    def push(self, delta: Delta) -> Iterable[Json]:
+        return self._items.push(delta, self._asked.plan.reader is not None)
+
+    def end(self) -> Iterable[Json]:
+        whole = _response(self._asked, self._items, self._output)
+        yield {"type": f"response.{whole['status']}", "response": whole}
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(_response(self._asked, self._items, self._output))
+
+    def encode(self, event: Json) -> bytes:
+        body = msgspec.json.encode(event | {"sequence_number": self._num_events})
+        self._num_events += 1
+        return f"event: {event['type']}\ndata: ".encode() + body + b"\n\n"
+
+    def encode_error(self, error: ApiError) -> bytes:
+        failed = _response(self._asked, self._items, None) | {"status": "failed"}
+        failed["error"] = {"code": "server_error", "message": error.message}
+        return self.encode({"type": "response.failed", "response": failed})
 
 
 def _response(asked: ResponsePlan, items: Items, output: SampleOutput | None) -> Json:
@@ -132,8 +129,3 @@ def _usage(plan: Plan, output: SampleOutput) -> Json:
         "output_tokens_details": {"reasoning_tokens": min(num_reasoning, counted.completion_tokens)},
         "total_tokens": counted.prompt_tokens + counted.completion_tokens,
     }
-
-
-def _event(numbers: Iterator[int], event: Json) -> bytes:
-    body = msgspec.json.encode(event | {"sequence_number": next(numbers)})
-    return f"event: {event['type']}\ndata: ".encode() + body + b"\n\n"

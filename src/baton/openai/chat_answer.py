@@ -1,0 +1,77 @@
+"""How an API that runs its requests as chats answers: with one body, or with a stream of events."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Iterable
+from typing import Protocol
+
+from baton.openai.format import Json
+from baton.openai.http.errors import ApiError, to_api_error
+from baton.openai.output import Delta, SampleOutput
+from baton.openai.plan import Plan
+from baton.openai.service import OpenAIService, prepend
+
+
+class ChatAnswer(Protocol):
+    """Turns the output of one choice into the objects of an API."""
+
+    def begin(self) -> Iterable[Json]:
+        """The first events of a stream."""
+        ...
+
+    def push(self, delta: Delta) -> Iterable[Json]:
+        """Add a delta, while the result is iterated. Returns its events."""
+        ...
+
+    def end(self) -> Iterable[Json]:
+        """The last events of a stream."""
+        ...
+
+    def body(self) -> bytes:
+        """The response, if it is not streamed."""
+        ...
+
+    def encode(self, event: Json) -> bytes:
+        """A server-sent event."""
+        ...
+
+    def encode_error(self, error: ApiError) -> bytes:
+        """The event that ends a stream with an error."""
+        ...
+
+
+async def respond_as_chat(
+    service: OpenAIService, plan: Plan, outputs: list[SampleOutput], answer: ChatAnswer
+) -> bytes | AsyncGenerator[bytes, None]:
+    """Return a body, or server-sent events to stream. `outputs`: of `service.begin(plan)`."""
+    if plan.stream:
+        events = _events(service, plan, outputs, answer)
+        # Wait for the first event: a refusal must set the HTTP status.
+        return prepend(await anext(events), events)
+    async with contextlib.aclosing(service.run(plan, outputs)) as deltas:
+        async for _, delta in deltas:
+            for _event in answer.push(delta):
+                pass
+    return answer.body()
+
+
+async def _events(
+    service: OpenAIService, plan: Plan, outputs: list[SampleOutput], answer: ChatAnswer
+) -> AsyncGenerator[bytes, None]:
+    begun = False
+    try:
+        async with contextlib.aclosing(service.run(plan, outputs)) as deltas:
+            async for _, delta in deltas:
+                if not begun:
+                    begun = True
+                    for event in answer.begin():
+                        yield answer.encode(event)
+                for event in answer.push(delta):
+                    yield answer.encode(event)
+        for event in answer.end():
+            yield answer.encode(event)
+    except Exception as error:
+        if not begun:
+            raise
+        yield answer.encode_error(to_api_error(error))
