@@ -19,8 +19,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-# The flags, the log and the pure half of the handoff: they need seconds and no compiler.
-SLICE = ("tests/cli", "tests/kv", "tests/handoff/planning/test_planner.py")
+# What depends on versions of Python, transformers and aiohttp, and the pure half of the handoff: two minutes.
+SLICE = (
+    *("tests/cli", "tests/kv", "tests/text", "tests/parsing", "tests/openai/http"),
+    "tests/handoff/planning/test_planner.py",
+)
 _PIP = ("-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", "constraints.txt")
 
 
