@@ -134,6 +134,14 @@ def test_links_lead_somewhere() -> None:
             assert "://" in link or (document.parent / link).exists(), f"{document.name}: {link}"
 
 
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    """Links between pages are checked by `make docs`."""
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\nnot_in_nav:")[0]
+    pages = re.findall(r"[\w/]+\.md", navigation)
+    assert len(pages) == len(set(pages))
+    assert {ROOT / page for page in pages} == {*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")}
+
+
 def test_names_exist(text: str) -> None:
     """Classes and names with underscores, including those of vLLM: they must occur in the code."""
     source = "\n".join(path.read_text() for tree in TREES for path in (ROOT / tree).rglob("*.py"))
