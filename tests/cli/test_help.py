@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 
 import pytest
 import typer
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 import baton.cli
 from baton.cli.help import panel_of
+from tests.cli.logging_state import restored
 
 
 def shown(*arguments: str, columns: int = 80) -> str:
@@ -23,6 +25,18 @@ def test_sentences_on_commands_fit() -> None:
     commands = shown().partition("Commands:")[2]
     assert commands.count("\n  ") == 7
     assert "..." not in commands
+
+
+@pytest.mark.parametrize("arguments", [[], ["bench"], ["--help"], ["--version"]])
+def test_a_command_line_of_one_word_or_none(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+    with pytest.raises(SystemExit), restored():
+        baton.cli.main()
+    streams = capsys.readouterr()
+    assert re.search(r"Commands:|^\d+\.\d+", streams.out + streams.err)
+    assert "Traceback" not in streams.err
 
 
 @pytest.mark.parametrize("command", ["serve", "up", "router", "generate"])

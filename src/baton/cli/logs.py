@@ -76,7 +76,7 @@ def logs() -> bool:
 def wants_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Whether a command line asks for JSON logs, which then also report its own errors."""
     last = environment.get(f"{FLAG_VARIABLES}LOG_FORMAT")
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for argument, following in zip(arguments, [*arguments, None][1:], strict=True):
         if argument == "--log-format":
             last = following
         elif argument.startswith("--log-format="):
