@@ -81,7 +81,9 @@ def config(folder: Path, name: str, role: str, model: Model, rank: int, size: in
             use_mla=False,
             has_inner_state=False,
             enable_sleep_mode=False,
-            hf_config=SimpleNamespace(),
+            tokenizer=path,
+            tokenizer_revision=None,
+            hf_config=SimpleNamespace(to_dict=dict),
             hf_text_config=SimpleNamespace(eos_token_id=2),
             get_total_num_hidden_layers=lambda: layers,
             get_total_num_kv_heads=lambda: heads,
@@ -114,6 +116,7 @@ def config(folder: Path, name: str, role: str, model: Model, rank: int, size: in
         ),
         device_config=SimpleNamespace(device_type="cpu"),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        structured_outputs_config=SimpleNamespace(backend="auto"),
         model_config=checkpoint("target", 2, model.heads[0]),
         compilation_config=SimpleNamespace(
             is_custom_op_enabled=lambda name: True, static_forward_context={layer: object() for layer in LAYERS}
