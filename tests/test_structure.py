@@ -82,6 +82,7 @@ ROOMS: dict[str, set[str]] = {
         "verify",
         "deployment",
     },
+    "doctor": {"handoff.session", "openai", "router"},
     "cli": {
         "parsing",
         "handoff.session",
@@ -93,6 +94,7 @@ ROOMS: dict[str, set[str]] = {
         "router",
         "verify",
         "bench",
+        "doctor",
         "deployment",
     },
 }

@@ -309,6 +309,8 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     - `clock`: its monotonic clock in seconds when it answered. Tickets expire by this clock.
     - `data_parallel_rank`: its rank among the engines started together, or in a vLLM server.
     - `sampling_defaults`: for parameters that the client leaves out, applied by the front door.
+    - `kv_transport`: the `transports.registry.transport_name` of what moves its KV; empty: it does not tell, or hands
+      nothing off.
     """
 
     engine_id: str
@@ -321,6 +323,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     clock: float = 0.0
     data_parallel_rank: int | None = None
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
+    kv_transport: str = ""
 
 
 class EngineInfo(EngineIdentity, frozen=True, kw_only=True):

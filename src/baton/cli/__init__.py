@@ -11,6 +11,7 @@ import typer
 
 from baton import __version__
 from baton.cli.bench import app as bench_app
+from baton.cli.doctor import doctor_command
 from baton.cli.generate import generate_command
 from baton.cli.help import GroupedCommand
 from baton.cli.keys import keys_command
@@ -71,6 +72,7 @@ app.command("router", cls=GroupedCommand, epilog=_ROUTER, short_help="The front 
 app.command("generate", cls=GroupedCommand, short_help="Answer one prompt, in this process.")(generate_command)
 app.command("keys", short_help="Make keys for engines and routers.")(keys_command)
 app.command("verify", short_help="Prove that two servers answer alike.")(verify_command)
+app.command("doctor", short_help="Find what cannot be handed off between running servers.")(doctor_command)
 app.add_typer(bench_app, name="bench")
 
 

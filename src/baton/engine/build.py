@@ -46,7 +46,7 @@ from baton.structured import Grammars
 from baton.text import Tokenizer
 from baton.transports.base import Transport
 from baton.transports.mapped.shm import ShmTransport
-from baton.transports.registry import create_transport, default_integrity
+from baton.transports.registry import create_transport, default_integrity, transport_name
 from baton.transports.remote.file import open_store
 from baton.wire import EngineInfo, Integrity
 
@@ -281,6 +281,7 @@ def _info(
         sampling_defaults=config.sampling_defaults(),
         data_parallel_rank=config.data_parallel_rank if config.data_parallel_size > 1 else None,
         token_api=config.role != "both" or config.token_api,
+        kv_transport=transport_name(config.kv_transfer_config.kv_transport) if control_addresses else "",
     )
 
 

@@ -84,6 +84,15 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
     return name, query
 
 
+def transport_name(text: str) -> str:
+    """What may be told of a URI: its scheme, and NIXL's back-end if it names one. Raises `ConfigError` as `parse_uri`
+    does.
+    """
+    scheme, query = parse_uri(text)
+    scheme = scheme.rpartition("+")[2]
+    return f"{scheme} {query['backend']}" if "backend" in query else scheme
+
+
 def with_path(text: str, path: str) -> str:
     """`text` as a URI. If it is the transport `file` without a path, `path` is added.
 

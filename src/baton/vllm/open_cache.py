@@ -17,7 +17,7 @@ from baton.handoff.protocol.digests import Digester, MemoryDigester
 from baton.handoff.session.config import own_bind
 from baton.handoff.session.keys import KeyRing
 from baton.transports.base import DeviceMemory, Transport
-from baton.transports.registry import create_transport
+from baton.transports.registry import create_transport, transport_name
 from baton.vllm import compat
 from baton.vllm.config import PluginConfig
 from baton.vllm.geometry import CacheLayout, describe
@@ -116,6 +116,7 @@ def open_cache(
         num_speculative_tokens=compat.num_speculative_tokens(config),
         data_parallel_rank=compat.data_parallel_rank(config),
         sampling_defaults=compat.sampling_defaults(config),
+        kv_transport=transport_name(settings.kv_transport),
     )
     return OpenCache(side, rank, identity, agent, transport)
 

@@ -74,6 +74,13 @@ def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
     return made
 
 
+def public_names(directory: str | Path) -> set[str]:
+    """The engines whose public keys a key directory holds. Raises `ConfigError` if others may write to it."""
+    folder = Path(directory) / "public"
+    check_own(folder, "keys")
+    return {path.stem for path in folder.glob("*.pub") if _NAME.fullmatch(path.stem)}
+
+
 class Keys(Protocol):
     """An engine's key pair for control sockets, in Z85, and the engines that it admits.
 
@@ -155,8 +162,8 @@ class KeyRing:
 
     def _refresh(self) -> None:
         try:
-            check_own(self._public_dir, "keys")
-            files = sorted(path for path in self._public_dir.glob("*.pub") if _NAME.fullmatch(path.stem))
+            names = sorted(public_names(self._public_dir.parent))
+            files = [self._public_dir / f"{name}.pub" for name in names]
             stamp = [(path.name, path.stat().st_mtime_ns) for path in files]
         except OSError as error:
             raise ConfigError("keys", f"cannot read {self._public_dir}: {error.strerror}") from error

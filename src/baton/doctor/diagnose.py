@@ -1,0 +1,97 @@
+"""A whole check-up: what is asked, in which order, and all findings about it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from baton.doctor.ask import ask, read_clock
+from baton.doctor.facts import Checkup, Finding, Problem, RouterFacts, Server, Trial
+from baton.doctor.host import check_host, read_host
+from baton.doctor.keys import check_keys
+from baton.doctor.pairs import check_pairs
+from baton.doctor.routers import check_router
+from baton.doctor.servers import check_servers
+from baton.doctor.trial import try_handoff
+from baton.errors import BatonError
+from baton.openai.answers import printable
+
+# Between two readings of a clock, so that their difference says something.
+CLOCK_S = 1.0
+
+
+async def check_up(
+    urls: Sequence[str],
+    router_url: str | None = None,
+    keys: str | None = None,
+    timeout_s: float = 10.0,
+    api_key: str | None = None,
+    clock_s: float = CLOCK_S,
+) -> Checkup:
+    """Ask the servers at base URLs, and a router with its engines, which may be among `urls` too. A handoff is tried if
+    the router has engines of both roles."""
+    began = time.monotonic()
+    found = await asyncio.gather(*(ask(url, timeout_s, api_key) for url in [*urls, *filter(None, [router_url])]))
+    routers = [one for one in found if isinstance(one, RouterFacts)]
+    servers = [one for one in found if isinstance(one, Server)]
+    router, notes = routers[0] if routers else None, []
+    if router_url is not None and not isinstance(found[-1], RouterFacts):
+        last = servers.pop()
+        why = Problem("not_a_router", f"a {last.kind} server answers") if last.problem is None else last.problem
+        router = RouterFacts(url=router_url, problem=why)
+    if router is not None and router.problem is None:
+        known = {server.url for server in servers}
+        ids = {server.identity.engine_id for server in servers if server.identity is not None}
+        more = [engine.url for engine in router.engines if engine.url not in known and engine.engine_id not in ids]
+        asked = await asyncio.gather(*(ask(url, timeout_s, api_key) for url in more))
+        ranks = [one for one in asked if isinstance(one, Server) and _is_rank(one)]
+        notes += [f"{one.url} is a data-parallel rank: only the router's word about it was read" for one in ranks]
+        servers += [one for one in asked if isinstance(one, Server) and not _is_rank(one)]
+    trial = await _trial(router, servers, timeout_s, api_key)
+    await asyncio.sleep(max(0.0, clock_s - (time.monotonic() - began)))
+    servers = list(await asyncio.gather(*(_read_again(server, timeout_s, api_key) for server in servers)))
+    return Checkup(
+        servers=tuple(servers),
+        router=router,
+        host=read_host(),
+        trial=trial,
+        key_findings=() if keys is None else tuple(check_keys(keys, servers)),
+        notes=tuple(notes),
+    )
+
+
+def findings_of(checkup: Checkup) -> list[Finding]:
+    """All findings, each once."""
+    found = [
+        *check_servers(checkup.servers),
+        *check_pairs(checkup.servers),
+        *checkup.key_findings,
+        *check_host(checkup),
+        *check_router(checkup),
+    ]
+    return list(dict.fromkeys(found))
+
+
+async def _trial(
+    router: RouterFacts | None, servers: Sequence[Server], timeout_s: float, api_key: str | None
+) -> Trial | None:
+    if router is None or router.problem is not None or not router.ready:
+        return None
+    if not {"prefill", "decode"} <= {engine.role for engine in router.engines}:
+        return None
+    lengths = [server.max_model_len for server in servers if server.max_model_len is not None]
+    try:
+        return await try_handoff(router.url, min(lengths, default=None), timeout_s, api_key)
+    except BatonError as error:
+        return Trial(problem=printable(str(error)))
+
+
+async def _read_again(server: Server, timeout_s: float, api_key: str | None) -> Server:
+    reading = await read_clock(server, timeout_s, api_key)
+    return server if reading is None else dataclasses.replace(server, clocks=(*server.clocks, reading))
+
+
+def _is_rank(server: Server) -> bool:
+    return server.problem is not None and server.problem.name == "rank_unknown"

@@ -1,0 +1,204 @@
+"""What a check-up has collected, and what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import urlsplit
+
+from baton.comparison import facts_of
+from baton.handoff.session.keys import is_local
+from baton.wire import EngineIdentity, LegRole, Role
+
+EngineMake = Literal["baton", "vllm", "sglang", "unknown"]
+BOTH: tuple[LegRole, ...] = ("prefill", "decode")
+# Two hosts whose monotonic clocks are this close are taken for one.
+_SAME_CLOCK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a server tells nothing or serves nobody. `name` is a finding's."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A server's clock, `told` in its own monotonic seconds, when ours showed `own` (the middle of the question), with
+    half the time that the question took as `error_s`."""
+
+    own: float
+    told: float
+    error_s: float
+
+    @property
+    def offset(self) -> float:
+        return self.told - self.own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """What an engine's server tells.
+
+    - `roles`: the legs that it takes; both for one that does not tell.
+    - `connector`: "Baton" for its own engines, else the KV connector; None: none is known.
+    - `settings`: what must be equal on P and D besides the facts of `identity`, by name. A missing one is not told.
+    - `clocks`: readings, in the order in which they were taken.
+    - `unreached`: control addresses on which nothing listens.
+    - `not_told`: what it does not tell, and how it would.
+    - `page_size`: in tokens.
+    """
+
+    url: str
+    kind: EngineMake = "unknown"
+    problem: Problem | None = None
+    version: str | None = None
+    model: str | None = None
+    max_model_len: int | None = None
+    identity: EngineIdentity | None = None
+    roles: tuple[LegRole, ...] = BOTH
+    connector: str | None = None
+    token_api: bool = True
+    max_num_seqs: int = 0
+    settings: Mapping[str, str] = field(default_factory=dict)
+    clocks: tuple[Reading, ...] = ()
+    unreached: tuple[str, ...] = ()
+    not_told: tuple[str, ...] = ()
+    page_size: str | None = None
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def control_addresses(self) -> Sequence[str]:
+        return () if self.identity is None else self.identity.control_addresses
+
+    def facts(self) -> dict[str, object]:
+        """The facts of its fingerprint."""
+        return {} if self.identity is None else facts_of(self.identity.fingerprint)
+
+    def is_here(self) -> bool:
+        """Whether it runs on this host, as far as its URL and its clock tell: a forwarded port has another clock."""
+        near = not self.clocks or abs(self.clocks[0].offset) < _SAME_CLOCK_S + self.clocks[0].error_s
+        return near and is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    return is_local(f"tcp://[{host}]:1" if ":" in host else f"tcp://{host}:1")
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Of a control address, `tcp://HOST:PORT` or `curve://ENGINE@HOST:PORT`; None for one that is dialled otherwise."""
+    parts = urlsplit(address)
+    try:
+        return (parts.hostname, parts.port) if parts.hostname and parts.port else None
+    except ValueError:
+        return None
+
+
+def is_local_address(address: str) -> bool:
+    """Whether a control address can be dialled on its own host only."""
+    found = host_and_port(address)
+    return address.startswith("ipc://") if found is None else is_loopback(found[0])
+
+
+def same_host(one: Server, other: Server) -> bool:
+    """Whether two servers run on one host: by their clocks if both tell them, else by their URLs."""
+    if one.clocks and other.clocks:
+        a, b = one.clocks[0], other.clocks[0]
+        return abs(a.offset - b.offset) < _SAME_CLOCK_S + a.error_s + b.error_s
+    return one.host == other.host or (is_loopback(one.host) and is_loopback(other.host))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterEntry:
+    """An engine as a router sees it. `problem`: why the router does not use it."""
+
+    url: str
+    role: Role
+    engine_id: str | None = None
+    problem: str | None = None
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterFacts:
+    """What a router tells."""
+
+    url: str
+    problem: Problem | None = None
+    version: str | None = None
+    ready: bool = False
+    engines: tuple[RouterEntry, ...] = ()
+
+    @property
+    def is_here(self) -> bool:
+        return is_loopback(urlsplit(self.url).hostname or "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Limits of this host, as this process has them; bytes. `memlock` None: unlimited. `shm_bytes` None: there is no
+    /dev/shm. `rdma`: RDMA devices.
+    """
+
+    memlock: int | None = None
+    num_files: int = 2**20
+    shm_bytes: int | None = None
+    shm_free: int = 0
+    rdma: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One handoff tried through a router. Counts are increases while it ran, of other requests too.
+
+    - `problem`: what the router answered instead of tokens.
+    - `handoffs`, `failures`, `decisions`: of the router, by outcome, reason and place.
+    - `refused`: what engines refused, by kind.
+    - `num_bytes`, `num_runs`: of KV that decode engines received; None: they do not tell.
+    """
+
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    problem: str | None = None
+    handoffs: Mapping[str, int] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
+    decisions: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[str, int] = field(default_factory=dict)
+    num_bytes: int | None = None
+    num_runs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that prevents handoffs or service. Reads `name: server: setting is value, other: cure`; `other` tells
+    the other server's value, or the one that is needed."""
+
+    name: str
+    server: str
+    setting: str
+    value: str
+    other: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.server}: {self.setting} is {self.value}, {self.other}: {self.cure}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkup:
+    """Everything that was collected. `host` None: limits were not read. `key_findings`: of the key directory."""
+
+    servers: tuple[Server, ...] = ()
+    router: RouterFacts | None = None
+    host: Host | None = None
+    trial: Trial | None = None
+    key_findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,87 @@
+"""Limits of this host, and what servers that run here need of them."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from baton.doctor.facts import Checkup, Finding, Host, Server
+
+_SHM, _RDMA = Path("/dev/shm"), Path("/sys/class/infiniband")
+_MiB = 2**20
+# What containers get by default, too little for KV or for vLLM's message queues.
+_DEFAULT_SHM = 64 * _MiB
+_LEAST_FREE_SHM = 16 * _MiB
+# Per running request: the client's connection and two legs. Files, pipes and engines' sockets come on top.
+_FILES_PER_REQUEST, _OTHER_FILES = 3, 256
+_LEAST_FILES = 1024
+
+
+def read_host() -> Host:
+    """This host's, with the soft limits of this process."""
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    size, free = None, 0
+    if _SHM.is_dir():
+        found = os.statvfs(_SHM)
+        size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return Host(
+        memlock=None if memlock == resource.RLIM_INFINITY else memlock,
+        num_files=2**31 if files == resource.RLIM_INFINITY else files,
+        shm_bytes=size,
+        shm_free=free,
+        rdma=tuple(sorted(path.name for path in _RDMA.iterdir())) if _RDMA.is_dir() else (),
+    )
+
+
+def check_host(checkup: Checkup) -> Iterator[Finding]:
+    """Findings about this host's limits, as far as servers of the check-up run here. Pure."""
+    host = checkup.host
+    here = [server for server in checkup.servers if server.problem is None and server.is_here()]
+    if host is None or not (here or (checkup.router is not None and checkup.router.is_here)):
+        return
+    if host.rdma and host.memlock is not None and any(_registers(server) for server in here):
+        yield Finding(
+            "memlock",
+            "this host",
+            "ulimit -l",
+            f"{host.memlock // 1024} KiB",
+            f"where {', '.join(host.rdma)} must pin the KV cache",
+            "start the servers with ulimit -l unlimited (LimitMEMLOCK=infinity, --ulimit memlock=-1)",
+        )
+    if here and host.shm_bytes is not None:
+        yield from _shm(host.shm_bytes, host.shm_free)
+    needed = _files(here)
+    if host.num_files < needed:
+        yield Finding(
+            "nofile",
+            "this host",
+            "ulimit -n",
+            str(host.num_files),
+            f"where {needed} are needed",
+            "start router and servers with a higher ulimit -n (LimitNOFILE), or with a smaller --max-num-seqs",
+        )
+
+
+def _shm(size: int, free: int) -> Iterator[Finding]:
+    cure = "enlarge it (--shm-size of a container, an emptyDir of medium Memory), or remove what is left in it"
+    if size <= _DEFAULT_SHM:
+        what = "all that containers have by default, where engines keep KV and message queues in it"
+        yield Finding("shm", "this host", "the size of /dev/shm", f"{size // _MiB} MiB", what, cure)
+    elif free < _LEAST_FREE_SHM:
+        what = f"of {size // _MiB} MiB"
+        yield Finding("shm", "this host", "the free space of /dev/shm", f"{free // _MiB} MiB", what, cure)
+
+
+def _registers(server: Server) -> bool:
+    """Whether its transport registers memory with RDMA devices."""
+    if server.kind == "baton":
+        return server.settings.get("kv_transport", "").partition(" ")[0] in ("nixl", "mooncake")
+    return server.connector is not None
+
+
+def _files(here: list[Server]) -> int:
+    told = [server.max_num_seqs for server in here if "decode" in server.roles]
+    return max(_LEAST_FILES, _FILES_PER_REQUEST * sum(told) + _OTHER_FILES)

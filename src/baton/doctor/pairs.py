@@ -1,0 +1,88 @@
+"""Compares servers: everything that must be equal on prefill and decode servers. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from baton.comparison import differing_facts
+from baton.doctor.facts import Finding, Server
+
+# What to do about a difference, by the beginning of its name. The first that fits counts.
+_CURES: tuple[tuple[str, str], ...] = (
+    ("version", "run one version everywhere"),
+    ("engine", "run one version everywhere"),
+    ("served_model_name", "start both with the same --served-model-name"),
+    ("max_model_len", "start both with the same --max-model-len: longer requests cannot be handed off"),
+    ("seed", "start both with the same --seed, or none"),
+    ("kv_transport", "start both with the same kv_transport and NIXL back-end"),
+    ("nixl_backends", 'name the same "backends" in kv_connector_extra_config of both'),
+    ("block_size", 'start both with the same --block-size (BatonConnector also takes "granularity": "token")'),
+    ("page_size", "start both with the same --page-size"),
+    ("cache", "start both with the same --kv-cache-dtype"),
+    ("kv_cache_dtype", "start both with the same --kv-cache-dtype"),
+    ("kv_cache_layout", "set the same VLLM_KV_CACHE_LAYOUT for both"),
+    ("disaggregation_transfer_backend", "start both with the same --disaggregation-transfer-backend"),
+    ("model.dtype", "start both with the same --dtype"),
+    ("dtype", "start both with the same --dtype"),
+    ("model.tokenizer", "give both the same tokenizer files"),
+    ("model", "start both from the same checkpoint and revision"),
+    ("output.sampling_defaults", "give both the same generation_config.json, --generation-config and overrides"),
+    ("sampling_defaults", "give both the same generation_config.json, --generation-config and overrides"),
+    ("output.grammars", "install the same grammar library, or start both with the same backend"),
+    ("output", "start both from the same checkpoint and generation config"),
+    ("sampler.batch_invariant", "start both with --batch-invariant, or both without"),
+    ("sampler", "run one version of Baton everywhere"),
+    ("numerics", "run both on one type of CPU with the same libraries, --attention-backend and OMP_NUM_THREADS, or "
+                 "without --batch-invariant"),
+    ("drafter.method", 'name the same "method" in --speculative-config of both'),
+    ("drafter.verifier", 'name the same "verifier" in --speculative-config of both'),
+    ("drafter.num_speculative_tokens", 'name the same "num_speculative_tokens" in --speculative-config of both'),
+    ("drafter.weights", 'name the same drafter "model" in --speculative-config of both'),
+    ("drafter", 'start both with the same --speculative-config, or let drafters differ ("draft_kv")'),
+    ("num_speculative_tokens", 'name the same "num_speculative_tokens" in --speculative-config of both'),
+    ("speculative", "start both with the same speculative flags"),
+    ("group", "start both from the same checkpoint, with the same drafter and attention backend: their KV has other "
+              "layouts"),
+)  # fmt: skip
+_OTHERWISE = "start both with the same value"
+_MAX_SHOWN = 120
+
+
+def check_pairs(servers: Sequence[Server]) -> Iterator[Finding]:
+    """Every difference of a server from the reference: the one with whose facts most servers agree, the first of
+    those."""
+    for kind in dict.fromkeys(server.kind for server in servers):
+        alike = [server for server in servers if server.kind == kind and server.problem is None]
+        if len(alike) < 2:
+            continue
+        reference = _reference(alike)
+        for server in alike:
+            if server is not reference:
+                yield from _differences(reference, server)
+
+
+def _reference(servers: Sequence[Server]) -> Server:
+    keys = [(tuple(sorted(map(repr, s.facts().items()))), tuple(sorted(s.settings.items()))) for s in servers]
+    counts = Counter(keys)
+    return servers[max(range(len(servers)), key=lambda i: (counts[keys[i]], -i))]
+
+
+def _differences(reference: Server, server: Server) -> Iterator[Finding]:
+    found: dict[str, tuple[object, object]] = {}
+    if reference.identity is not None and server.identity is not None:
+        found |= differing_facts(reference.facts(), server.facts())[0]
+    both = sorted(reference.settings.keys() & server.settings.keys())
+    found |= {
+        name: (reference.settings[name], server.settings[name])
+        for name in both
+        if reference.settings[name] != server.settings[name]
+    }
+    for name, (theirs, own) in found.items():
+        cure = next((cure for start, cure in _CURES if name.startswith(start)), _OTHERWISE)
+        yield Finding(name, server.url, name, _shown(own), f"{reference.url} has {_shown(theirs)}", cure)
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} ..."

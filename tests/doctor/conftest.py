@@ -1,0 +1,5 @@
+"""The directory of the fakes of `tests/server`."""
+
+from tests.router.conftest import directory
+
+__all__ = ["directory"]
