@@ -338,4 +338,6 @@ def test_who_the_engine_is() -> None:
         "num_speculative_tokens": 0,
         "clock": NOW,
         "data_parallel_rank": None,
+        "sampling_defaults": {},
+        "kv_transport": "",
     }
