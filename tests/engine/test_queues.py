@@ -214,7 +214,7 @@ def test_a_limit_to_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             for engine in (*one.prefills, *one.decodes):
                 engine.step()
         late = time.monotonic() + 6.0
-        monkeypatch.setattr("baton.handoff.session.base.time.monotonic", lambda: late)
+        monkeypatch.setattr("baton.clock.time.monotonic", lambda: late)
         one.decodes[0].step()
         monkeypatch.undo()
         assert streams["1"].error == "queue_timeout: no room within 5 s"

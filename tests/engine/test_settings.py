@@ -136,6 +136,7 @@ INFO: dict[str, Row] = {
     "default_seed": ENGINE["seed"],
     "sampling_defaults": facts("output.sampling_defaults"),
     "token_api": "it opens a route",
+    "kv_transport": TRANSFER["kv_transport"],
     # Of vLLM servers.
     "truncate_prefill": "it says which prompt the router gives a prefill leg",
     "roles": ENGINE["role"],
