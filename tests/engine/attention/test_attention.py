@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import types
-
 import numpy as np
 import pytest
 import torch
@@ -219,22 +216,18 @@ def test_null_pages_are_not_read(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize(("module", "maker"), [("sdpa", "_make_plan"), ("paged_cpu", "BatchAddresses")])
-def test_layers_of_two_groups_that_alternate_share_a_plan_each(
-    module: str, maker: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ON_CPU)
+def test_layers_of_two_groups_that_alternate_share_a_plan_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a model whose windowed and full layers alternate."""
-    source = importlib.import_module(f"baton.engine.attention.{module}")
     made = []
-    real = getattr(source, maker)
-    counted = types.SimpleNamespace(of=lambda *given: made.append(0) or real.of(*given))
+    plan = AttnBatch.plan
     monkeypatch.setattr(
-        source, maker, counted if maker == "BatchAddresses" else lambda *given: made.append(0) or real(*given)
+        AttnBatch, "plan", lambda batch, key, make: plan(batch, key, lambda: made.append(key) or make())
     )
     q, k, v = random_qkv(8, 2, 1, 8, seed=5)
     pools = [Pool(1, 8, 4, [8], torch.float32) for _ in range(2)]
     batches = [pool.batch({0: (0, 8)}) for pool in pools]
-    backend = get_backend(module, "cpu")
+    backend = get_backend(name, "cpu")
     for layer in (0, 1):
         for pool, batch in zip(pools, batches, strict=True):
             backend.write_and_attend(pool.kv, layer, AttnRows(q, k, v, 0.3), batch, None)

@@ -5,13 +5,16 @@ Shape suffixes: T rows of the step, R requests, H query heads, G key-value heads
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from baton.errors import BatonError
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -24,6 +27,14 @@ class AttnBatch:
     query_start: np.ndarray  # int32 [R + 1]: rows of request r are query_start[r] .. query_start[r + 1]
     positions: np.ndarray  # int64 [T]: position of each row, the index of its slot in the request's KV
     page_table: np.ndarray  # int32 [R, max_pages]: page ids of this group, in token order
+    _plans: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def plan(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The result of `make`, computed once per `key` for all layers of this forward."""
+        if key not in self._plans:
+            self._plans[key] = make()
+        plan: T = self._plans[key]
+        return plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ _PARALLEL_WORK = 1 << 17
 class BatchAddresses:
     """Addresses of a batch's arrays, which it keeps alive, for all layers of a forward."""
 
-    batch: AttnBatch
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
     addresses: tuple[int, int, int]
     # Upper bound on the (row, visible key) pairs.
@@ -29,6 +28,11 @@ class BatchAddresses:
 
     @classmethod
     def of(cls, batch: AttnBatch) -> BatchAddresses:
+        """Computed once per batch."""
+        return batch.plan("addresses", lambda: cls._make(batch))
+
+    @classmethod
+    def _make(cls, batch: AttnBatch) -> BatchAddresses:
         arrays = (
             np.ascontiguousarray(batch.positions, dtype=np.int64),
             np.ascontiguousarray(batch.query_start, dtype=np.int32),
@@ -36,7 +40,7 @@ class BatchAddresses:
         )
         positions, query_start, page_table = (int(array.ctypes.data) for array in arrays)
         num_pairs = int(arrays[0].sum()) + arrays[0].size
-        return cls(batch, arrays, (positions, query_start, page_table), num_pairs)
+        return cls(arrays, (positions, query_start, page_table), num_pairs)
 
 
 class PagedCpuBackend:
@@ -46,17 +50,12 @@ class PagedCpuBackend:
     name = "paged_cpu"
     batch_invariant = True
 
-    def __init__(self) -> None:
-        self._where: dict[int, BatchAddresses] = {}
-
     def write_and_attend(self, kv: Tensor, layer: int, rows: AttnRows, batch: AttnBatch, window: int | None) -> Tensor:
         if kv.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError("dtype", f"paged_cpu attends in float32 or bfloat16, not {kv.dtype}")
         if not kv.is_contiguous():
             raise ConfigError("kv", "paged_cpu needs a contiguous region")
-        where = self._where.get(kv.data_ptr())  # each group has a region of its own
-        if where is None or where.batch is not batch:
-            where = self._where[kv.data_ptr()] = BatchAddresses.of(batch)
+        where = BatchAddresses.of(batch)
         num_rows, heads, size = rows.q_THD.shape
         q, k, v, width = _side_by_side(rows.q_THD.to(kv.dtype), rows.k_TGD.to(kv.dtype), rows.v_TGD.to(kv.dtype))
         sinks = None if rows.sinks_H is None else rows.sinks_H.float().contiguous()

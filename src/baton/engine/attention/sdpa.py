@@ -29,26 +29,17 @@ class _Request:
 class _Plan:
     """A batch's indices on the device, for all layers with the same window and page size."""
 
-    batch: AttnBatch
     pages: Tensor
     offsets: Tensor
     requests: list[_Request]
 
 
 class SdpaBackend:
-    """Keeps the indices of the latest batch, per window and page size, for its other layers."""
-
     name = "sdpa"
     batch_invariant = False
 
-    def __init__(self) -> None:
-        self._plans: dict[tuple[int, int | None], _Plan] = {}
-
     def write_and_attend(self, kv: Tensor, layer: int, rows: AttnRows, batch: AttnBatch, window: int | None) -> Tensor:
-        key = (kv.data_ptr(), window)  # each group has a region of its own
-        plan = self._plans.get(key)
-        if plan is None or plan.batch is not batch:
-            plan = self._plans[key] = _make_plan(kv, batch, window)
+        plan = batch.plan(("sdpa", kv.shape, window), lambda: _make_plan(kv, batch, window))
         kv[plan.pages, layer, 0, plan.offsets] = rows.k_TGD
         kv[plan.pages, layer, 1, plan.offsets] = rows.v_TGD
         out = torch.empty_like(rows.q_THD, memory_format=torch.contiguous_format)
@@ -129,7 +120,7 @@ def _make_plan(kv: Tensor, batch: AttnBatch, window: int | None) -> _Plan:
                 mask=torch.from_numpy(mask).to(device),
             )
         )
-    return _Plan(batch, _index(row_pages, device), _index(batch.positions % page_size, device), requests)
+    return _Plan(_index(row_pages, device), _index(batch.positions % page_size, device), requests)
 
 
 def _pages(page_table: np.ndarray, owner: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:

@@ -34,7 +34,6 @@ class _Plan:
     """A batch's indices on the device, for all layers with one page size and one number of query heads per KV head.
     `tiles` int32 [programs, 2]: a request, and the first of its rows that the program attends."""
 
-    batch: AttnBatch
     query_start: Tensor
     positions: Tensor
     page_table: Tensor
@@ -43,8 +42,6 @@ class _Plan:
 
 
 class TritonBackend:
-    """Keeps the indices of the latest batch for its other layers."""
-
     name = "triton"
     batch_invariant = True
 
@@ -54,17 +51,13 @@ class TritonBackend:
         except ImportError as error:
             raise ConfigError("attention_backend", f"triton is not installed: {error}") from error
         self._kernels: Any = kernels
-        self._plans: dict[tuple[int, int], _Plan] = {}
 
     def write_and_attend(self, kv: Tensor, layer: int, rows: AttnRows, batch: AttnBatch, window: int | None) -> Tensor:
         q_THD, k_TGD, v_TGD, sinks_H = rows.q_THD, rows.k_TGD, rows.v_TGD, rows.sinks_H
         num_rows, num_heads, head_dim = q_THD.shape
         page_size, num_kv_heads = kv.shape[3], kv.shape[4]
         group = num_heads // num_kv_heads
-        key = (kv.data_ptr(), group)  # each group has a region of its own
-        plan = self._plans.get(key)
-        if plan is None or plan.batch is not batch:
-            plan = self._plans[key] = _make_plan(kv, batch, group)
+        plan = batch.plan(("triton", kv.shape, group), lambda: _make_plan(kv, batch, group))
         out = torch.empty((num_rows, num_heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
         if not num_rows:
             return out
@@ -114,7 +107,6 @@ def _make_plan(kv: Tensor, batch: AttnBatch, group: int) -> _Plan:
     ]
     slots = pages * page_size + batch.positions % page_size
     return _Plan(
-        batch,
         _on(batch.query_start.astype(np.int32), device),
         _on(batch.positions.astype(np.int64), device),
         _on(batch.page_table.astype(np.int32), device),
