@@ -73,7 +73,11 @@ class OverloadedError(BatonError):
 
 
 class EngineUnavailableError(BatonError):
-    """No engine can take the request now (HTTP 503)."""
+    """No engine can take the request now (HTTP 503). `status`: the HTTP status with which a server refused it."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class EngineLostError(EngineUnavailableError):

@@ -6,26 +6,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import re
 import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
-from baton.doctor.ask_vllm import ask_vllm, read_cache
+from baton.doctor.ask_vllm import ask_vllm, identify, read_cache
 from baton.doctor.facts import BOTH, Problem, Reading, RouterEntry, RouterFacts, Server
 from baton.doctor.servers import dialled_addresses
-from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError
-from baton.openai.answers import decode, printable
+from baton.errors import BatonError, EngineLostError, EngineUnavailableError, OverloadedError, ProtocolError
+from baton.openai.answers import Model, decode, printable
 from baton.openai.client import OpenAIClient, connected
 from baton.timeouts import timeout
-from baton.wire import EngineIdentity, EngineInfo, LegRole, Role
+from baton.wire import EngineInfo, LegRole, Role
 
 T = TypeVar("T")
 # In the text of a server that ends.
 _ENDING = ("draining", "shutting down")
-_STATUS = re.compile(r": HTTP (\d{3}):")
 # What must be equal on SGLang's prefill and decode servers, by its names.
 _SGLANG = (
     "version",
@@ -87,8 +85,9 @@ async def read_clock(server: Server, timeout_s: float, api_key: str | None = Non
         return None
     with contextlib.suppress(BatonError):
         async with connected(server.url, timeout_s, api_key) as client:
-            found = await (_ask_baton(client) if server.kind == "baton" else ask_vllm(client))
-            return found.clocks[0] if found.clocks else None
+            if server.kind == "baton":
+                return (await _identify(client))[1]
+            return (await identify(client, await client.model()))[1]
     return None
 
 
@@ -113,23 +112,27 @@ async def _ask(client: OpenAIClient, url: str) -> Server | RouterFacts:
             ),
         )
     try:
-        owner = (await client.model()).owned_by
+        model = await client.model()
     except ProtocolError as error:
         raise _NotAnEngineError(str(error)) from None
-    if owner == "sglang":
-        return await _ask_sglang(client)
-    if owner != "vllm":
+    if model.owned_by == "sglang":
+        return await _ask_sglang(client, model)
+    if model.owned_by != "vllm":
         with contextlib.suppress(_MissingError, ProtocolError):
             await _get(client, "/version", _Version)
-            return await ask_vllm(client)
-        raise _NotAnEngineError(f"its model is owned by {owner!r}")
-    return await ask_vllm(client)
+            return await ask_vllm(client, model)
+        raise _NotAnEngineError(f"its model is owned by {model.owned_by!r}")
+    return await ask_vllm(client, model)
+
+
+async def _identify(client: OpenAIClient) -> tuple[EngineInfo, Reading]:
+    asked = time.monotonic()
+    info = await _get(client, "/inference/v1/info", EngineInfo)
+    return info, Reading.of(asked, info.clock)
 
 
 async def _ask_baton(client: OpenAIClient) -> Server:
-    before = time.monotonic()
-    info = await _get(client, "/inference/v1/info", EngineInfo)
-    reading = _reading(before, info)
+    info, reading = await _identify(client)
     version = await _version(client)
     cache = await read_cache(client)
     roles: tuple[LegRole, ...] = BOTH if info.role == "both" else (info.role,)
@@ -158,13 +161,12 @@ async def _ask_baton(client: OpenAIClient) -> Server:
     )
 
 
-async def _ask_sglang(client: OpenAIClient) -> Server:
+async def _ask_sglang(client: OpenAIClient, model: Model) -> Server:
     told: dict[str, Any] = {}
     for path in ("/server_info", "/get_server_info"):
         with contextlib.suppress(_MissingError):
             told = await _get(client, path, dict[str, Any])
             break
-    model = await client.model()
     return Server(
         url=client.url,
         kind="sglang",
@@ -194,11 +196,6 @@ async def _dialled(server: Server, timeout_s: float) -> Server:
     return dataclasses.replace(server, unreached=tuple(one for one in found if one))
 
 
-def _reading(before: float, identity: EngineIdentity) -> Reading:
-    now = time.monotonic()
-    return Reading((before + now) / 2, identity.clock, (now - before) / 2)
-
-
 async def _version(client: OpenAIClient) -> str | None:
     try:
         return printable((await _get(client, "/version", _Version)).version)
@@ -220,8 +217,8 @@ async def _get(client: OpenAIClient, path: str, kind: type[T]) -> T:
     except EngineLostError:
         raise
     except EngineUnavailableError as error:
-        if status_of(error) in (400, 404, 405):
-            raise _MissingError(str(error)) from None
+        if error.status in (400, 404, 405):
+            raise _MissingError(str(error), error.status) from None
         raise
     try:
         return decode(body, kind)
@@ -229,18 +226,14 @@ async def _get(client: OpenAIClient, path: str, kind: type[T]) -> T:
         raise _MissingError(str(error)) from None
 
 
-def status_of(error: BaseException) -> int | None:
-    """The HTTP status that an error of `OpenAIClient` names."""
-    found = _STATUS.search(str(error))
-    return int(found[1]) if found else None
-
-
 def _problem(error: BatonError) -> Problem:
-    text, status = printable(str(error)), status_of(error)
+    text = printable(str(error))
+    status = error.status if isinstance(error, EngineUnavailableError) else None
     if status in (401, 403):
         return Problem("api_key", text)
     if isinstance(error, ProtocolError) or status == 404:
         return Problem("not_an_engine", text)
     if status == 503 and any(word in text for word in _ENDING):
         return Problem("draining", text)
-    return Problem("unhealthy" if status is not None else "unreachable", text)
+    answered = status is not None or isinstance(error, OverloadedError)
+    return Problem("unhealthy" if answered else "unreachable", text)

@@ -35,9 +35,8 @@ async def read_cache(client: OpenAIClient) -> Mapping[str, str]:
         return {}
 
 
-async def ask_vllm(client: OpenAIClient) -> Server:
-    """Raises the errors of `OpenAIClient`."""
-    model = await client.model()
+async def ask_vllm(client: OpenAIClient, model: Model) -> Server:
+    """Ask the server of `model`. Raises the errors of `OpenAIClient`."""
     version = await _json(client, "/version")
     info = await _json(client, "/server_info?config_format=json")
     try:
@@ -46,7 +45,7 @@ async def ask_vllm(client: OpenAIClient) -> Server:
         samples = []
     cache = _cache_of(samples)
     nixl = any(sample.name.startswith(_NIXL) for sample in samples)
-    identity, reading = (None, None) if nixl else await _identify(client, model)
+    identity, reading = (None, None) if nixl else await identify(client, model)
     transfer = _dict(_dict(info, "vllm_config"), "kv_transfer_config")
     named = transfer.get("kv_connector")
     connector = "BatonConnector" if identity is not None else str(named or "a NIXL connector") if nixl else None
@@ -97,20 +96,19 @@ def _cache_of(samples: Sequence[Sample]) -> Mapping[str, str]:
     return next((sample.labels for sample in samples if sample.name == _CACHE), {})
 
 
-async def _identify(client: OpenAIClient, model: Model) -> tuple[VllmIdentity | None, Reading | None]:
+async def identify(client: OpenAIClient, model: Model) -> tuple[VllmIdentity | None, Reading | None]:
     """The identity, by a completion of one token as routers send it; other connectors ignore its parameters."""
     params = {BATON_PARAM: msgspec.to_builtins(LegParams(role="identify"))}
     body = {"model": model.id, "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
-    before = time.monotonic()
+    asked = time.monotonic()
     found = (await client.complete(body)).kv_transfer_params or {}
-    now = time.monotonic()
     if BATON_PARAM not in found:
         return None, None
     try:
         identity = msgspec.convert(found[BATON_PARAM], VllmIdentity)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"{client.url}: its BatonConnector's identity is malformed: {error}") from None
-    return identity, Reading((before + now) / 2, identity.clock, (now - before) / 2)
+    return identity, Reading.of(asked, identity.clock)
 
 
 def _told_settings(info: Mapping[str, Any] | None, transfer: Mapping[str, Any]) -> dict[str, str | None]:

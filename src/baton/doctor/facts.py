@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -33,6 +34,12 @@ class Reading:
     own: float
     told: float
     error_s: float
+
+    @classmethod
+    def of(cls, asked: float, told: float) -> Reading:
+        """A clock that is `told` now, and was asked for at `asked`."""
+        now = time.monotonic()
+        return cls((asked + now) / 2, told, (now - asked) / 2)
 
     @property
     def offset(self) -> float:

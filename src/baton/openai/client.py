@@ -190,7 +190,7 @@ async def _refused(response: aiohttp.ClientResponse, url: str) -> EngineUnavaila
     if 300 <= status < 400:
         text = "redirects are not followed"
     message = f"{url}: HTTP {status}: {printable(text)}"
-    return OverloadedError(message) if status == 429 else EngineUnavailableError(message)
+    return OverloadedError(message) if status == 429 else EngineUnavailableError(message, status)
 
 
 async def _read_start(response: aiohttp.ClientResponse, limit: int) -> bytes:
