@@ -15,13 +15,10 @@ import contextlib
 import json
 import os
 import random
-import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +26,12 @@ from typing import Any
 import aiohttp
 
 from baton.bench.client import Streamed, stream_completion
+from baton.deployment import BATON
+from simulation.served import served
 
 ROOT = Path(__file__).parent.parent
 TARGET = "models/baton-demo-llama"
 SPECULATIVE = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
-_START_S = 180.0
 _WARM_UP = 4
 _RESAMPLES = 2000
 
@@ -57,48 +55,17 @@ def checked_out(commit: str) -> Iterator[Path]:
             subprocess.run(["git", "worktree", "remove", "--force", tree], check=True, cwd=ROOT)
 
 
-def command(tree: Path, *arguments: str) -> tuple[list[str], dict[str, Any]]:
-    """The command `baton ARGUMENTS` with the code of `tree`, and the other arguments for `subprocess`."""
-    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
-    return [sys.executable, "-m", "baton.cli", *arguments], {"cwd": tree, "env": environment}
+def environment(tree: Path) -> dict[str, str]:
+    """The variables with which `baton` runs the code of `tree`."""
+    return {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
 
 
-@contextlib.contextmanager
-def served(tree: Path, target: str, speculative: dict[str, Any] | None, log: Path) -> Iterator[str]:
-    """The URL of a deployment with the code of `tree`. Raises `RuntimeError` if it does not start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = [
-        "--prefill",
-        "1",
-        "--decode",
-        "1",
-        "--port",
-        str(port),
-        "--batch-invariant",
-        "--max-local-prefill-length",
-        "0",
-    ]
+def up(target: str, speculative: dict[str, Any] | None) -> list[str]:
+    """The arguments of `baton` for a deployment that hands off every prompt."""
+    flags = ["--prefill", "1", "--decode", "1", "--batch-invariant", "--max-local-prefill-length", "0"]
     if speculative:
         flags += ["--speculative-config", json.dumps(speculative)]
-    arguments, how = command(tree, "up", target, *flags)
-    with log.open("w") as out:
-        process = subprocess.Popen(arguments, stdout=out, stderr=out, **how)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + _START_S
-        while True:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{url}/health", timeout=2).close()
-                break
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{tree} does not serve:\n{log.read_text()[-2000:]}")
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
+    return ["up", target, *flags]
 
 
 async def ask(
@@ -126,9 +93,16 @@ async def ask(
 def verify_s(tree: Path, target: str, speculative: dict[str, Any] | None) -> float:
     """Seconds of one `baton verify`. Raises `CalledProcessError` if it finds a difference."""
     flags = ["--speculative-config", json.dumps(speculative)] if speculative else []
-    arguments, how = command(tree, "verify", target, "--lengths", "1-48", *flags)
+    command = [*BATON, "verify", target, "--lengths", "1-48", *flags]
     began = time.monotonic()
-    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **how)
+    subprocess.run(
+        command,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=tree,
+        env={**os.environ, **environment(tree)},
+    )
     return time.monotonic() - began
 
 
@@ -154,7 +128,9 @@ def main() -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         with contextlib.ExitStack() as servers:
             urls = [
-                servers.enter_context(served(tree, target, speculative, directory / f"{side}.log"))
+                servers.enter_context(
+                    served(up(target, speculative), directory / f"{side}.log", tree, environment(tree))
+                )[1]
                 for side, tree in enumerate(trees)
             ]
             answers = asyncio.run(ask(urls, options.pairs, options.prompt, options.output, range(10, 250)))

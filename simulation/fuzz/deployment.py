@@ -12,23 +12,17 @@ All processes must survive, every answer must be right, and memory, open files a
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
-import multiprocessing
-import os
-import queue
 import random
-import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,11 +31,13 @@ import aiohttp
 from zmq.utils import z85
 
 from baton.bench.client import stream_completion
-from baton.deployment import BATON
+from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import KeyRing, make_keys
 from baton.openai.http.limits import HttpLimits
+from simulation.fuzz.command import parse, print_faults, print_times
 from simulation.fuzz.messages import Usage, growth
-from simulation.fuzz.strangers import Target, attack
+from simulation.fuzz.strangers import Target, waves
+from simulation.served import served
 
 _MODEL = str(Path(__file__).parents[2] / "models" / "baton-demo-llama")
 _NAMES = ("P", "D", "router")
@@ -71,51 +67,20 @@ def deployed(keys: Path | None) -> Iterator[dict[str, tuple[subprocess.Popen[byt
     """Start P, D and a router as processes. Yields each one's process and URL by name. Raises `RuntimeError` if one
     does not start.
     """
-    with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as name:
+    with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as name, contextlib.ExitStack() as stack:
         directory = Path(name)
-        ticket_key = directory / "ticket.key"
-        ticket_key.write_bytes(os.urandom(32))
-        ticket_key.chmod(0o600)
-        trust = ["--keys", str(keys)] if keys is not None else ["--ticket-key-file", str(ticket_key)]
+        trust = ["--ticket-key-file", str(directory / "ticket.key")] if keys is None else ["--keys", str(keys)]
+        load_or_create_key(directory / "ticket.key")
         common = [*trust, "--log-level", "error"]
-        urls = {name: f"http://127.0.0.1:{_free_port()}" for name in _NAMES}
-        engine = ["serve", _MODEL, "--kv-cache-memory", "100M", *common]
-        arguments = {
-            "P": [*engine, "--role", "prefill", "--engine-id", "P"],
-            "D": [*engine, "--role", "decode", "--engine-id", "D"],
-            "router": ["router", "--prefill", urls["P"], "--decode", urls["D"], *common, *_HAND_OFF_ALL],
-        }
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        processes = {}
-        try:
-            for name in _NAMES:
-                log = (directory / name).open("wb")
-                command = [*BATON, *arguments[name], "--port", urls[name].rpartition(":")[2]]
-                processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-                _await_health(processes[name], urls[name], directory / name)
-            yield {name: (processes[name], urls[name]) for name in _NAMES}
-        finally:
-            for process in processes.values():
-                process.kill()
-                process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
-def _await_health(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while True:
-        with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"{url}/health", timeout=2).close()
-            return
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"{url} does not answer:\n{log.read_text()[-2000:]}")
-        time.sleep(0.1)
+        started: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
+        for engine, role in (("P", "prefill"), ("D", "decode")):
+            flags = ["--kv-cache-memory", "100M", "--role", role, "--engine-id", engine]
+            started[engine] = stack.enter_context(served(["serve", _MODEL, *flags, *common], directory / engine))
+        urls = ["--prefill", started["P"][1], "--decode", started["D"][1]]
+        started["router"] = stack.enter_context(
+            served(["router", *urls, *common, *_HAND_OFF_ALL], directory / "router.log")
+        )
+        yield started
 
 
 class Client:
@@ -167,7 +132,6 @@ class Client:
 
 def run(frames: int, seed: int = 0, processes: int = 1, with_keys: bool = False, settle_s: float = _SETTLE_S) -> Report:
     report = Report()
-    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as name, contextlib.ExitStack() as stack:
         keys = Path(name) / "keys" if with_keys else None
         if keys is not None:
@@ -178,21 +142,9 @@ def run(frames: int, seed: int = 0, processes: int = 1, with_keys: bool = False,
         client.await_before()
         targets = _targets(deployment, keys)
         began = time.monotonic()
-        # A first attack warms up; growth is measured over the second.
-        for wave, share in enumerate((frames // 5, frames - frames // 5)):
-            sent: Any = spawn.Queue()
-            args = [(seed * 1000 + wave * 100 + i, share // processes, targets, sent) for i in range(processes)]
-            attackers = [spawn.Process(target=attack, args=one, daemon=True) for one in args]
-            for attacker in attackers:
-                attacker.start()
-            for attacker in attackers:
-                attacker.join()
-                if attacker.exitcode:
-                    report.faults.append(f"an attacker ended with {attacker.exitcode}")
-                    continue
-                with contextlib.suppress(queue.Empty):
-                    num_frames, num_connections = sent.get(timeout=5.0)
-                    report.frames, report.connections = report.frames + num_frames, report.connections + num_connections
+        for wave in waves(targets, frames, processes, seed):
+            report.frames, report.connections = report.frames + wave.frames, report.connections + wave.connections
+            report.faults += wave.faults
             time.sleep(settle_s)
             ended = {name: process.poll() for name, (process, _) in deployment.items()}
             report.faults += [f"{name} ended with {code}" for name, code in ended.items() if code is not None]
@@ -220,34 +172,15 @@ def _targets(deployment: dict[str, tuple[Any, str]], keys: Path | None) -> list[
     return found
 
 
-def tell(report: Report) -> None:
+def main() -> int:
+    """Returns 0 if all checks passed."""
+    options = parse("simulation.fuzz.deployment", __doc__, "--frames", 1, "engines have a key directory")
+    report = run(options.frames, options.seed, options.processes, options.keys)
     print(f"sent       {report.frames} frames in {report.connections} connections, {report.seconds:.0f} s")
-    for name, times in (("before", report.before), ("during", report.during)):
-        if times:
-            cuts = statistics.quantiles(times, n=100)
-            figures = (
-                f"median {cuts[49] * 1000:.1f} ms, p99 {cuts[98] * 1000:.1f} ms, slowest {max(times) * 1000:.0f} ms"
-            )
-            print(f"{name:<10} {len(times)} answers, {figures}")
+    print_times("answers", report.before, report.during)
     for usage in report.usage:
         print("usage      " + "; ".join(f"{name} {one}" for name, one in usage.items()))
-    for fault in report.faults[:20]:
-        print(f"FAULT      {fault}")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if all checks passed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m simulation.fuzz.deployment", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--frames", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=1, help="attacking processes")
-    parser.add_argument("--keys", action="store_true", help="engines have a key directory")
-    options = parser.parse_args(arguments)
-    report = run(options.frames, options.seed, options.processes, options.keys)
-    tell(report)
-    return 1 if report.faults else 0
+    return print_faults(report.faults)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Every handoff must be served, and memory, open files and threads must not grow.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import multiprocessing
 import os
@@ -36,6 +35,7 @@ from baton.handoff.protocol.messages import AttemptKey, Hello
 from baton.handoff.session.curve import as_client
 from baton.handoff.session.keys import KeyRing, Keys, TicketKeys, make_keys
 from baton.transports.registry import create_transport
+from simulation.fuzz.command import parse, print_faults
 from simulation.fuzz.frames import FrameMaker
 from simulation.fuzz.pair import HANDOFF_LIMIT_S, SPENT, Traffic, attacked
 
@@ -244,13 +244,8 @@ def growth(before: Usage, after: Usage) -> list[str]:
 
 def main() -> int:
     """Returns 0 if all checks passed."""
-    description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m simulation.fuzz.messages", description=description)
-    parser.add_argument("--messages", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2, help="attacking processes")
-    parser.add_argument("--keys", action="store_true", help="CURVE on, the attackers hold an authorised key")
-    arguments = parser.parse_args()
+    keys = "CURVE on, the attackers hold an authorised key"
+    arguments = parse("simulation.fuzz.messages", __doc__, "--messages", 2, keys)
     logging.getLogger("baton").setLevel(logging.CRITICAL)
     report = run(arguments.messages, arguments.seed, arguments.processes, arguments.keys)
     rate = report.received / report.seconds
@@ -260,9 +255,7 @@ def main() -> int:
     print(f"after      {report.after}")
     for name, stats in report.stats.items():
         print(f"{name:<10} {stats}")
-    for fault in report.faults:
-        print(f"FAULT      {fault}")
-    return 1 if report.faults else 0
+    return print_faults(report.faults)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,14 @@ P and D must survive, every handoff must be served, and memory, open files and t
 
 from __future__ import annotations
 
-import argparse
 import logging
 import multiprocessing
-import queue
-import statistics
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnContext, SpawnProcess
-from multiprocessing.queues import Queue
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from zmq.utils import z85
@@ -31,9 +27,10 @@ from zmq.utils import z85
 from baton.handoff.agent.attempts import TOMBSTONE_S
 from baton.handoff.session.curve import HANDSHAKE_MS
 from baton.handoff.session.keys import KeyRing, make_keys
+from simulation.fuzz.command import parse, print_faults, print_times
 from simulation.fuzz.messages import Usage, growth
 from simulation.fuzz.pair import SHORT_LIFE_S, Traffic, attacked
-from simulation.fuzz.strangers import Target, attack
+from simulation.fuzz.strangers import Target, Wave, waves
 
 _NUM_BEFORE = 200  # handoffs before the attack
 _PAUSE_S = 0.002  # between two handoffs
@@ -131,40 +128,26 @@ def run(frames: int, seed: int = 0, processes: int = 2, with_keys: bool = False,
         victims.start()
         there.close()
         try:
-            return _run(spawn, victims, here, frames, seed, processes, keys, settle_s)
+            return _run(victims, here, frames, seed, processes, keys, settle_s)
         finally:
             victims.kill()
             victims.join()
 
 
 def _run(
-    spawn: SpawnContext,
-    victims: SpawnProcess,
-    pipe: Connection,
-    frames: int,
-    seed: int,
-    processes: int,
-    keys: str | None,
-    settle_s: float,
+    victims: SpawnProcess, pipe: Connection, frames: int, seed: int, processes: int, keys: str | None, settle_s: float
 ) -> Report:
-    sent: Queue[tuple[int, int]] = spawn.Queue()
     found: Victims | None = None
+    sent: list[Wave] = []
     usage: list[Usage] = []
     faults: list[str] = []
     began = time.monotonic()
     try:
         targets = [_target(address, keys) for address in pipe.recv()]
         began = time.monotonic()
-        # A first attack warms up; growth is measured over the second.
-        for wave, share in enumerate((frames // 5, frames - frames // 5)):
-            args = [(seed * 1000 + wave * 100 + i, share // processes, targets, sent) for i in range(processes)]
-            attackers = [spawn.Process(target=attack, args=one, daemon=True) for one in args]
-            for attacker in attackers:
-                attacker.start()
-            for attacker in attackers:
-                attacker.join()
-                if attacker.exitcode:
-                    faults.append(f"an attacker ended with {attacker.exitcode}")
+        for wave in waves(targets, frames, processes, seed):
+            sent.append(wave)
+            faults += wave.faults
             pipe.send(settle_s)
             usage.append(pipe.recv())
         pipe.send(None)
@@ -173,17 +156,12 @@ def _run(
         victims.join(_END_S)
         faults.append(f"P and D ended with {victims.exitcode}")
     seconds = time.monotonic() - began
-    totals: list[tuple[int, int]] = []
-    while len(totals) < 2 * processes:
-        try:
-            totals.append(sent.get(timeout=1.0))
-        except queue.Empty:
-            break
     if len(usage) == 2 and settle_s:
         faults += growth(*usage)
     if found is not None and found.read:
         faults.append(f"{found.read} frames of nobody were read")
-    return Report(sum(n for n, _ in totals), sum(n for _, n in totals), seconds, found, usage, faults)
+    num_frames, num_connections = sum(wave.frames for wave in sent), sum(wave.connections for wave in sent)
+    return Report(num_frames, num_connections, seconds, found, usage, faults)
 
 
 def _target(address: str, keys: str | None) -> Target:
@@ -195,16 +173,8 @@ def _target(address: str, keys: str | None) -> Target:
 
 def main() -> int:
     """Returns 0 if all checks passed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m simulation.fuzz.sockets", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--frames", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2, help="attacking processes")
-    parser.add_argument(
-        "--keys", action="store_true", help="a key directory, of which the attackers know what is public"
-    )
-    arguments = parser.parse_args()
+    keys = "a key directory, of which the attackers know what is public"
+    arguments = parse("simulation.fuzz.sockets", __doc__, "--frames", 2, keys)
     report = run(arguments.frames, arguments.seed, arguments.processes, arguments.keys)
     rate = report.frames / report.seconds
     print(
@@ -212,15 +182,10 @@ def main() -> int:
     )
     if report.victims is not None:
         print(f"refused    {report.victims.refused} connections")
-        for name, times in (("before", report.victims.before), ("during", report.victims.during)):
-            cuts = [1000 * cut for cut in statistics.quantiles(times, n=100)]
-            figures = f"median {cuts[49]:.1f} ms, p99 {cuts[98]:.1f} ms, slowest {max(times) * 1000:.0f} ms"
-            print(f"{name:<10} {len(times)} handoffs, {figures}")
+        print_times("handoffs", report.victims.before, report.victims.during)
     for one in report.usage:
         print(f"usage      {one}")
-    for fault in report.faults:
-        print(f"FAULT      {fault}")
-    return 1 if report.faults else 0
+    return print_faults(report.faults)
 
 
 if __name__ == "__main__":

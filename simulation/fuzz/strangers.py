@@ -8,6 +8,7 @@ that its bytes cause here counts.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 import socket
@@ -22,6 +23,7 @@ from simulation.fuzz.zmtp import Handshake, Step, ZmtpMaker
 
 _HELD = 64  # connections that one attacker leaves open
 _ANSWER_S = 0.2
+_COUNTS_S = 5.0
 _WELCOME_BYTES = 64 + 2 + 168
 
 
@@ -33,6 +35,34 @@ class Target:
     port: int
     public: bytes | None = None
     http: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """What was sent by one wave of attackers, and those that ended badly."""
+
+    frames: int
+    connections: int
+    faults: list[str]
+
+
+def waves(targets: Sequence[Target], frames: int, processes: int, seed: int) -> Iterator[Wave]:
+    """Attack twice: a first attack with a fifth of `frames` warms up, and growth is measured over the second. Yields
+    when all attackers have exited.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    for wave, share in enumerate((frames // 5, frames - frames // 5)):
+        sent: Queue[tuple[int, int]] = spawn.Queue()
+        args = [(seed * 1000 + wave * 100 + i, share // processes, targets, sent) for i in range(processes)]
+        attackers = [spawn.Process(target=attack, args=one, daemon=True) for one in args]
+        for attacker in attackers:
+            attacker.start()
+        for attacker in attackers:
+            attacker.join()
+        codes = [attacker.exitcode for attacker in attackers if attacker.exitcode]
+        totals = [sent.get(timeout=_COUNTS_S) for _ in range(processes - len(codes))]
+        faults = [f"an attacker ended with {code}" for code in codes]
+        yield Wave(sum(n for n, _ in totals), sum(n for _, n in totals), faults)
 
 
 def attack(seed: int, frames: int, targets: Sequence[Target], sent: Queue[tuple[int, int]]) -> None:
