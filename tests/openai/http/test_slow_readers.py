@@ -122,6 +122,39 @@ async def fronts(
         yield await stack.enter_async_context(narrow(app)), engines
 
 
+def app_of_endless_streams(ended: list[str], access: Access = OPEN) -> web.Application:
+    """Notes the paths of streams that end."""
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = Stream()
+        try:
+            while True:
+                await response.send(request, b" " * 1000)
+                await asyncio.sleep(0.01)
+        finally:
+            ended.append(request.path)
+
+    app = new_app(FrontMetrics(), HttpLimits(write_s=0.4), access)
+    app.router.add_post("/{name}", endless)
+    return app
+
+
+def app_of_large_answers(sockets: list[Any], size: int, close: bool, access: Access = OPEN) -> web.Application:
+    """Notes the sockets of requests."""
+
+    async def large(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        sockets.append(request.transport.get_extra_info("socket"))
+        response = json_response("x" * size)
+        if close:
+            response.force_close()
+        return response
+
+    app = new_app(FrontMetrics(), HttpLimits(write_s=0.3), access)
+    app.router.add_post("/large", large)
+    return app
+
+
 @pytest.mark.parametrize("front", ["engine", "router", "pair"])
 async def test_streams_that_nobody_reads_hold_no_place(
     directory: Path, session: aiohttp.ClientSession, readers: Callable[..., Reader], front: str
@@ -179,19 +212,7 @@ async def test_what_waits_for_all_readers_is_bounded(
 
 async def test_who_trickles_is_cut_off_and_who_keeps_up_is_not(readers: Callable[..., Reader]) -> None:
     ended: list[str] = []
-
-    async def endless(request: web.Request) -> web.StreamResponse:
-        response = Stream()
-        try:
-            while True:
-                await response.send(request, b" " * 1000)
-                await asyncio.sleep(0.01)
-        finally:
-            ended.append(request.path)
-
-    app = new_app(FrontMetrics(), HttpLimits(write_s=0.4))
-    app.router.add_post("/{name}", endless)
-    async with narrow(app) as url:
+    async with narrow(app_of_endless_streams(ended)) as url:
         trickles = asyncio.create_task(readers(url, "/trickles").until_cut(10, 0.01))
         keeps_up = asyncio.create_task(readers(url, "/keeps-up").until_cut())
         await until(lambda: ended)
@@ -238,18 +259,7 @@ async def test_a_slow_reader_has_time_for_each_byte_and_no_less() -> None:
 async def test_whole_answers_that_nobody_reads_are_cut_off_too(close: bool, readers: Callable[..., Reader]) -> None:
     """However many requests were pipelined, one answer waits, and not forever; also on a closing connection."""
     sockets: list[Any] = []
-
-    async def large(request: web.Request) -> web.StreamResponse:
-        assert request.transport is not None
-        sockets.append(request.transport.get_extra_info("socket"))
-        response = json_response("x" * 2**20)
-        if close:
-            response.force_close()
-        return response
-
-    app = new_app(FrontMetrics(), HttpLimits(write_s=0.3))
-    app.router.add_post("/large", large)
-    async with narrow(app) as url:
+    async with narrow(app_of_large_answers(sockets, 2**20, close)) as url:
         reader = readers(url, "/large")
         for _ in range(20):
             reader.ask("/large")

@@ -16,12 +16,19 @@ from aiohttp import web
 from baton.openai import FrontMetrics
 from baton.openai.http.access import Access
 from baton.openai.http.app import json_response, new_app
-from baton.openai.http.connections import Stream
 from baton.openai.http.limits import HttpLimits
 from baton.timeouts import timeout
 from tests.openai.http.test_doors import CERT, trusting
 from tests.openai.http.test_doors import KEY as KEY_FILE
-from tests.openai.http.test_slow_readers import LIMIT_S, LONG, Reader, fronts, narrow
+from tests.openai.http.test_slow_readers import (
+    LIMIT_S,
+    LONG,
+    Reader,
+    app_of_endless_streams,
+    app_of_large_answers,
+    fronts,
+    narrow,
+)
 from tests.server.fake_serving import until
 
 TLS = Access(ssl_certfile=CERT, ssl_keyfile=KEY_FILE)
@@ -111,19 +118,7 @@ async def test_who_trickles_is_cut_off_and_who_keeps_up_is_not(
     readers: Callable[..., Awaitable[TlsReader]],
 ) -> None:
     ended: list[str] = []
-
-    async def endless(request: web.Request) -> web.StreamResponse:
-        response = Stream()
-        try:
-            while True:
-                await response.send(request, b" " * 1000)
-                await asyncio.sleep(0.01)
-        finally:
-            ended.append(request.path)
-
-    app = new_app(FrontMetrics(), HttpLimits(write_s=0.4), TLS)
-    app.router.add_post("/{name}", endless)
-    async with narrow(app) as url:
+    async with narrow(app_of_endless_streams(ended, TLS)) as url:
         trickles = asyncio.create_task((await readers(url, "/trickles")).until_cut(10, 0.01))
         keeps_up = asyncio.create_task((await readers(url, "/keeps-up")).until_cut())
         await until(lambda: ended)
@@ -139,18 +134,7 @@ async def test_whole_answers_that_nobody_reads_are_cut_off_too(
     size: int, close: bool, readers: Callable[..., Awaitable[TlsReader]]
 ) -> None:
     sockets: list[Any] = []
-
-    async def large(request: web.Request) -> web.StreamResponse:
-        assert request.transport is not None
-        sockets.append(request.transport.get_extra_info("socket"))
-        response = json_response("x" * size)
-        if close:
-            response.force_close()
-        return response
-
-    app = new_app(FrontMetrics(), HttpLimits(write_s=0.3), TLS)
-    app.router.add_post("/large", large)
-    async with narrow(app) as url:
+    async with narrow(app_of_large_answers(sockets, size, close, TLS)) as url:
         await readers(url, "/large")
         await until(lambda: sockets and sockets[0].fileno() == -1)
 
