@@ -240,7 +240,8 @@ def test_a_signal_while_loading_ends_the_process(directory: str) -> None:
     while b"loading nothing" not in seen:
         seen += os.read(read, 4096)
     os.close(read)
-    for _ in range(3):  # as `timeout` and an impatient shell do
+    deadline = time.monotonic() + 10
+    while child.poll() is None and time.monotonic() < deadline:  # as `timeout` and an impatient shell do
         child.terminate()
     assert child.wait(10) == 128 + signal.SIGTERM
 

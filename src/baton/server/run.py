@@ -94,7 +94,8 @@ def ending_on_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # else the process is ending
+            signal.signal(signal.SIGTERM, previous)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
