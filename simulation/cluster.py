@@ -45,7 +45,7 @@ class Cluster:
         self.processes: dict[str, Process] = {}
         self.by_uid: dict[str, Process] = {}
         self.ranks: dict[str, Rank] = {}  # of all incarnations, by uid
-        self.streams: list[Stream] = []  # all legs that reached an engine
+        self.streams: list[Stream] = []  # all legs that a router sent, also those that have not reached an engine
         self._waits: dict[tuple[str, AttemptKey], float] = {}  # when an attempt was first seen on a rank of D
         self.roles: dict[str, LegRole] = {f"P{i}": "prefill" for i in range(world.settings.num_prefill)}
         self.roles |= {f"D{i}": "decode" for i in range(world.settings.num_decode)}
@@ -118,7 +118,6 @@ class Cluster:
             stream.cut(0.0, 0.01)
             return
         stream.process = process
-        self.streams.append(stream)
         process.post(lambda: self._take_leg(stream, process))
 
     def _take_leg(self, stream: Stream, process: Process) -> None:

@@ -41,7 +41,7 @@ _SAME_TRANSFER = 0.5
 @dataclass(slots=True, eq=False)
 class Request:
     """One client's request. `story` holds the correct tokens, from the moment a router plans it; `sent` counts received
-    tokens.
+    tokens; `ended_at` is the time of its `outcome`.
     """
 
     index: int
@@ -51,6 +51,7 @@ class Request:
     story: Story | None = None
     sent: int = 0
     outcome: str = ""
+    ended_at: float = 0.0
     rungs: set[str] = field(default_factory=set)
 
     @property
@@ -244,7 +245,7 @@ class Router:
     def _finish(self, request: Request, outcome: str) -> None:
         if request.outcome:
             return
-        request.outcome = outcome
+        request.outcome, request.ended_at = outcome, self.world.now
         self.world.progress()
         self.world.note("router", f"{request.name} ends: {outcome}")
 
@@ -278,11 +279,18 @@ class Router:
             process = stream.process
             if stream.router is not self or not stream.open or process is None or not process.paused or process.dead:
                 continue
-            # A leg is read for a while after its request has ended through the other leg.
             name = stream.request.request_id
-            ended = bool(self.clients[name.partition(".")[0]].outcome)
-            drained = timers.drain if ended or process.role == "prefill" else 0.0
-            if now - max(stream.began, process.paused_at) > longest + drained:
+            request = self.clients[name.partition(".")[0]]
+            since = max(stream.began, process.paused_at)
+            handoff = stream.request.handoff
+            if handoff is not None and handoff.role == "prefill":
+                # The decode engine notices a lost prefill engine by itself, and the leg ends with the request.
+                if not request.outcome:
+                    continue
+                since = max(since, request.ended_at)
+            # A leg is read for a while after its request has ended through the other leg.
+            drained = timers.drain if request.outcome else 0.0
+            if now - since > longest + drained:
                 self.world.fail(
                     "held_by_silence", f"{name} waits for {process.name}, silent since {process.paused_at:.2f}"
                 )

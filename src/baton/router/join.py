@@ -104,8 +104,8 @@ async def join_legs(
     no engine can compute it, and P's error ends the stream.
 
     Raises `LegFailed` if the decode leg, or the only one, is lost, or if no engine took the prefill leg. A prefill leg
-    that is lost later is ignored if the decode engine `notices` (it recovers, or reports what it misses); otherwise
-    this raises `LegFailed`, unless the decode leg has sent tokens.
+    that is lost later is closed when the request ends, not drained, if the decode engine `notices` (it recovers, or
+    reports what it misses) or has sent tokens; otherwise this raises `LegFailed`.
     """
     alone = len(legs) == 1
     # The first token depends on the prefill leg alone, so its request is sent first.
@@ -134,6 +134,8 @@ async def join_legs(
                     raise item
                 elif not decoding and not (notices and isinstance(item, EngineLostError)):
                     raise LegFailed(leg, item)
+                else:
+                    ended.add(leg)  # lost: nothing is left to drain after the request
             elif isinstance(item, TokenChunk):
                 decoding = True
                 if item.finish_reason == "abort":

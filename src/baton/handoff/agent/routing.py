@@ -68,6 +68,8 @@ class Routing:
             self._server_left(session, message)
         elif session.hello is None:
             raise ProtocolError("a session begins with HELLO")
+        if session.hello is None:
+            return  # a claim without its proof, perhaps of a successor that dies before it sends one
         # Only messages of a proven peer are signs of life.
         session.last_heard = self._clock.monotonic()
         if isinstance(message, Renew):
