@@ -15,7 +15,7 @@ from baton.handoff.protocol.events import (
     DecodeReleased,
     PrefillReleased,
 )
-from baton.handoff.protocol.messages import Cancel, Cancelled, Register, Renew
+from baton.handoff.protocol.messages import Cancel, Cancelled, Hello, Register, Renew
 from baton.handoff.session.base import Connection
 from baton.handoff.session.config import Timers
 from baton.kv.interval import Interval
@@ -148,6 +148,23 @@ def test_an_engine_that_never_answers_is_given_up_within_the_lease(world: World)
     assert len(d.node.sessions.servers) == 1
     world.run(100)
     assert d.node.sessions.servers == {}
+
+
+def test_half_a_handshake_keeps_nobody_alive(world: World) -> None:
+    """The dead engine's answer is repeated, or each of its successors dies before the session begins."""
+    p, d = Node(world, "P"), Node(world, "D")
+    d.node.open_decode(world.ticket(p, d, "push"), {"target": Interval(0, N)}, {"target": [3, 4]})
+    while not p.sent(Hello):
+        world.run(STEP)
+    p.paused = True
+    (answer,) = [message for _, message in p.channel.sent if isinstance(message, Hello)]
+    (session,) = d.node.sessions.servers.values()
+    for _ in range(round(TIMERS.lease) + 2):
+        d.node.on_message(session.connection, answer)
+        world.run(1)
+        assert session.hello is None
+    assert d.failures() == ["unreachable_peer"]
+    assert d.node.stats().rejected == 0
 
 
 def test_an_engine_that_comes_late_hears_that_the_attempt_is_over(world: World) -> None:

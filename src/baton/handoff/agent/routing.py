@@ -69,7 +69,7 @@ class Routing:
         elif session.hello is None:
             raise ProtocolError("a session begins with HELLO")
         if session.hello is None:
-            return  # a claim without its proof, perhaps of a successor that dies before it sends one
+            return  # the handshake goes on, perhaps with one successor after another that dies in it
         # Only messages of a proven peer are signs of life.
         session.last_heard = self._clock.monotonic()
         if isinstance(message, Renew):
