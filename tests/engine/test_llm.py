@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton import LLM, SamplingParams
-from baton.errors import RequestError
+from baton.errors import ConfigError, RequestError
 
 DEMO = "models/baton-demo-llama"
 TEXT = "The for statement"
@@ -51,6 +51,33 @@ def test_chat_is_the_template_before_generate(llm: LLM) -> None:
     assert [result.prompt for result in llm.chat([CHAT, CHAT], GREEDY)] == [text, text]
     (open_ended,) = llm.chat(CHAT, GREEDY, add_generation_prompt=False)
     assert open_ended.prompt == tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)
+
+
+def test_chat_takes_the_template_and_how_it_reads_content(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    def shown(**settings: Any) -> str | None:
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        (output,) = llm.chat([{"role": "user", "content": parts}], GREEDY, False, **settings)
+        return output.prompt
+
+    own = llm.chat(CHAT, GREEDY)[0].prompt
+    printed = "{{ messages[0].content | tojson }}{{ tools | length if tools }}"
+    lists = '[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]'
+    assert shown(chat_template=printed) == shown(chat_template=printed, chat_template_content_format="string")
+    assert shown(chat_template=printed) == '"a\\nb"'
+    assert not caplog.text
+    assert shown(chat_template=printed, chat_template_content_format="openai") == lists
+    assert "chat_template_content_format is openai, but the chat template seems to read string" in caplog.text
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert shown(chat_template=printed, tools=tools) == '"a\\nb"1'
+    loops = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+    assert shown(chat_template=loops) == "<a><b>"
+    # The model's own template with another format, and then unchanged.
+    assert lists.replace('"', "'") in str(shown(chat_template_content_format="openai"))
+    assert llm.chat(CHAT, GREEDY)[0].prompt == own
+    with pytest.raises(ConfigError, match="chat_template_content_format: 'json' is not one of auto, string, openai"):
+        shown(chat_template_content_format="json")
+    with pytest.raises(ConfigError, match="chat_template: the chat template does not compile"):
+        shown(chat_template="{% if %}")
 
 
 def test_without_a_tokenizer_ids_go_in_and_come_out(llm: LLM) -> None:

@@ -17,6 +17,7 @@ from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
 from baton.errors import ConfigError, RequestError
 from baton.openai.output import SampleOutput
+from baton.text.content_format import ContentFormatOption
 from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs, check_salt
 
 # Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
@@ -98,15 +99,26 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormatOption = "auto",
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of many, with the model's chat template. Raises as `generate` does."""
+        """Answer one conversation, or each of many. `chat_template`: Jinja text in place of the model's templates.
+        `chat_template_content_format`: whether the template gets the content of messages as one `string`, or as a list
+        of parts (`openai`); `auto` detects it. `tools`: those that the model may call, as in the OpenAI API.
+
+        Raises `RequestError` for messages that the template refuses, `ConfigError` for a bad template or format, and
+        as `generate` does.
+        """
         chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        tokenizer, prompts = self._engine.tokenizer, []
+        tokenizer = self._engine.tokenizer.with_templates(chat_template, chat_template_content_format)
+        prompts = []
         for chat in chats:
-            text = tokenizer.apply_chat_template(chat, add_generation_prompt, chat_template_kwargs)
+            text = tokenizer.apply_chat_template(chat, add_generation_prompt, chat_template_kwargs, tools)
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)

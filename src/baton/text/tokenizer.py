@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import tokenizers
 
-from baton.errors import CheckpointError, RequestError
+from baton.errors import CheckpointError, ConfigError, RequestError
 from baton.text.added_tokens import DeclaredTokens
 from baton.text.content_format import ContentFormatOption
 from baton.text.files import read_object
@@ -40,8 +41,9 @@ class Tokenizer:
     ) -> None:
         """`chat_templates` by name: `tool_use` for chats with tools, `default` for all others."""
         self._backend = backend
-        special = special_tokens or {}
-        self._templates = {name: ChatTemplate(text, special, content_format) for name, text in chat_templates.items()}
+        self._special_tokens = dict(special_tokens or {})
+        self._sources = dict(chat_templates)
+        self._templates = self._compiled(self._sources, content_format)
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         # The longest token in characters: a text longer than n times this has more than n tokens.
@@ -88,6 +90,27 @@ class Tokenizer:
             chat_templates=own if chat_template is None else {DEFAULT: chat_template},
             content_format=chat_template_content_format,
         )
+
+    def with_templates(self, chat_template: str | None, content_format: ContentFormatOption) -> Tokenizer:
+        """A tokenizer with the same vocabulary. Its template is `chat_template`, or its templates are this one's.
+
+        Raises `ConfigError` for text that is not Jinja, and for an unknown `content_format`.
+        """
+        if content_format not in (formats := get_args(ContentFormatOption)):
+            raise ConfigError("chat_template_content_format", f"{content_format!r} is not one of {', '.join(formats)}")
+        if chat_template is None and content_format == "auto":
+            return self
+        sources = self._sources if chat_template is None else {DEFAULT: chat_template}
+        other = copy.copy(self)
+        other._sources = sources
+        try:
+            other._templates = self._compiled(sources, content_format)
+        except CheckpointError as error:
+            raise ConfigError("chat_template", str(error)) from None
+        return other
+
+    def _compiled(self, sources: Mapping[str, str], content_format: ContentFormatOption) -> dict[str, ChatTemplate]:
+        return {name: ChatTemplate(text, self._special_tokens, content_format) for name, text in sources.items()}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`. `add_special_tokens` lets the tokenizer add its own, such as BOS. Releases the GIL."""
