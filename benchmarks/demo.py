@@ -16,11 +16,11 @@ import openai
 
 from baton.bench.client import Streamed, stream_completion
 from baton.deployment import Deployment
+from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.compare import acceptance
 from baton.verify.observe import Case, Observed, make_cases
 from baton.verify.sides import EngineSide
-from baton.wire import SamplingParams
 from benchmarks.scrape import scrape
 from benchmarks.smollm2 import QUESTIONS, NotAvailableError, chat_ids, smollm2
 

@@ -15,7 +15,7 @@ import numpy as np
 from baton.engine.plan import DraftPlan, DraftResult, DraftSlots, PlanSpec, Rows, StepPlan, StepResult, Written
 from baton.engine.request import Request
 from baton.kv.spec import Owner
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from simulation.modelled.memory import GroupMemory
 from simulation.story import VOCAB, Story, extend
 

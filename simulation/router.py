@@ -23,8 +23,9 @@ from baton.router.connectors.baton import EngineConnector
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
+from baton.sampling_params import SamplingParams
 from baton.timeouts import timeout
-from baton.wire import GenerateRequest, Mode, SamplingParams, TokenChunk
+from baton.wire import GenerateRequest, Mode, TokenChunk
 from simulation.legs import SimClient
 from simulation.modelled.eventloop import SimLoop
 from simulation.process import TICKET_KEY

@@ -10,7 +10,7 @@ from random import Random
 
 from baton.handoff.agent.attempts import TOMBSTONE_S
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from simulation.cluster import Cluster
 from simulation.engine import MAX_OUTPUT
 from simulation.router import Request

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 
 VOCAB = 48
 EOS = 0

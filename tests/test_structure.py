@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import importlib.util
 import pkgutil
@@ -29,6 +30,7 @@ COMMON = {
     "baton.errors",
     "baton.log_limit",
     "baton.parent",
+    "baton.sampling_params",
     "baton.timeouts",
     "baton.waiting",
     "baton.wire",
@@ -173,6 +175,22 @@ def test_imports_point_one_way(room: str) -> None:
             seam = SEAMS.get(room)
             if seam is not None and {other} == {room_of(next(iter(seam)))} and other != room:
                 assert name in seam, f"{module_of(path)} imports {name}"
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, the first again at the end; empty if there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports inside functions and for type checkers count too: they only hide a circle."""
+    modules = {module_of(path): imports(path) for path in SOURCES}
+    assert circle({name: found - {name} for name, found in modules.items()}) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) != []
 
 
 @pytest.mark.parametrize("room", PURE)

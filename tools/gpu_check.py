@@ -30,12 +30,12 @@ from baton.bench.client import stream_completion
 from baton.deployment import Deployment
 from baton.engine.llm import LLM
 from baton.kv.geometry import CopyList
+from baton.sampling_params import SamplingParams
 from baton.testing.conformance import measure
 from baton.testing.transport_memory import OnDevice
 from baton.testing.transport_peer import SpawnedPeer
 from baton.transports.registry import create_transport
 from baton.verify.observe import make_cases
-from baton.wire import SamplingParams
 from tests.support.checkpoints import make_checkpoint, make_drafter
 
 DEVICE = "cuda:0"

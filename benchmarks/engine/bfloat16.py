@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from benchmarks.parity.models import TARGETS
 from tests.engine.engines import stepped
 

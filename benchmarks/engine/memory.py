@@ -74,7 +74,8 @@ def measure(path: str, pool: int) -> dict[str, int]:
     from baton.engine.build import build_engine
     from baton.engine.config import EngineConfig
     from baton.engine.requests import make_request
-    from baton.wire import GenerateRequest, SamplingParams
+    from baton.sampling_params import SamplingParams
+    from baton.wire import GenerateRequest
 
     torch.set_num_threads(1)
     before = status("VmHWM")

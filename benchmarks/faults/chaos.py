@@ -26,10 +26,11 @@ import aiohttp
 
 from baton.bench.client import stream_completion
 from baton.errors import BatonError, EngineLostError
+from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import Case, Observed, make_cases
 from baton.verify.sides import EngineSide
-from baton.wire import Recovery, SamplingParams
+from baton.wire import Recovery
 from benchmarks.demo import MODELS
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.faults.injected import (

@@ -22,10 +22,10 @@ import aiohttp
 
 from baton.bench.client import Streamed, stream_completion
 from baton.errors import BatonError, OverloadedError
+from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import Case, Observed, make_cases
 from baton.verify.sides import EngineSide
-from baton.wire import SamplingParams
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.faults.hostile import hostile_clients, unread_and_deflated

@@ -25,10 +25,10 @@ import aiohttp
 
 from baton.bench.client import Streamed, stream_completion
 from baton.errors import BatonError
+from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import Case, make_cases
 from baton.verify.sides import EngineSide
-from baton.wire import SamplingParams
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.faults.supervised import Supervised
 from benchmarks.scrape import get_json

@@ -22,11 +22,11 @@ import aiohttp
 from baton.bench.client import stream_completion
 from baton.errors import BatonError
 from baton.openai.client import OpenAIClient
+from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.transports.process import stat_of
 from baton.verify.observe import Case, Observed, make_cases
 from baton.verify.sides import EngineSide
-from baton.wire import SamplingParams
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.scrape import own_mib, process_status, until_idle

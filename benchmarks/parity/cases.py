@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.engine.engines import Mode
 
 MODES: tuple[Mode, Mode] = ("push", "pull")

@@ -15,7 +15,7 @@ from baton.engine.executor import LocalExecutor
 from baton.engine.ranks.executor import RankExecutor
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from benchmarks.parity.cases import ALL_SIZES, CHUNK, MAX_MODEL_LEN, Case, block_sizes
 from benchmarks.parity.models import DRAFTERS, NUM_DRAFTS, TARGETS, MakeTarget
 from tests.engine.engines import Pair, Stepped, Stream, pair, request, stepped

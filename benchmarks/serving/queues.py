@@ -21,9 +21,9 @@ import aiohttp
 
 from baton.bench.client import stream_completion
 from baton.errors import BatonError
+from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
-from baton.wire import SamplingParams
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.deployment import BreakableDeployment
 

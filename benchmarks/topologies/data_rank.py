@@ -22,7 +22,8 @@ import torch
 
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig
-from baton.wire import GenerateRequest, SamplingParams
+from baton.sampling_params import SamplingParams
+from baton.wire import GenerateRequest
 
 _PAUSE_S = 0.05
 

@@ -19,7 +19,8 @@ from baton.bench.client import stream_completion
 from baton.errors import BatonError
 from baton.handoff.protocol.ticket import TICKET_LIFE_S, Ticket, mint, request_digest
 from baton.openai.client import OpenAIClient
-from baton.wire import EngineIdentity, Mode, SamplingParams
+from baton.sampling_params import SamplingParams
+from baton.wire import EngineIdentity, Mode
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.wire import SamplingParams, StructuredOutputsParams
+from baton.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from baton.engine.llm import LLM

@@ -19,9 +19,9 @@ from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.router import RouterConfig, build_app
+from baton.sampling_params import SamplingParams
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from baton.wire import SamplingParams
 from tests.server.fake_serving import KEY, FakeEngine, served, write_tokenizer
 from tests.support.checkpoints import make_checkpoint
 

@@ -13,7 +13,7 @@ from baton.errors import ProtocolError, WrongEngineError
 from baton.handoff.protocol.messages import Cancelled, Hello, Nack, Register
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Redeemer, SignedTicket, Ticket, mint, request_digest
 from baton.kv.interval import Interval
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.attacks.attacker import TICKET_KEY, Scene
 from tests.support.tickets import make_ticket
 

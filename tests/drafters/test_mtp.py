@@ -16,7 +16,7 @@ from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, DraftResult
 from baton.errors import CheckpointError
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.drafters.test_drafters import edit
 from tests.engine.engines import stepped
 from tests.engine.models.test_transformers_equality import load_reference

@@ -20,7 +20,8 @@ import pytest
 
 from baton.deployment import BATON
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
-from baton.wire import EngineInfo, SamplingParams
+from baton.sampling_params import SamplingParams
+from baton.wire import EngineInfo
 from tests.e2e.running import environment, running
 from tests.support.checkpoints import make_checkpoint, make_drafter
 

@@ -12,10 +12,10 @@ import pytest
 from baton.deployment import Deployment
 from baton.errors import EngineUnavailableError
 from baton.openai.client import connected
+from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case, Observed, make_cases, observe_client
 from baton.verify.sides import EngineSide
-from baton.wire import SamplingParams
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3, "draft_kv": "prefer"}

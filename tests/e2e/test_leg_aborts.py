@@ -15,7 +15,8 @@ import pytest
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.router.client import BatonClient, new_session
 from baton.router.timers import RouterTimers
-from baton.wire import EngineInfo, GenerateRequest, HandoffParams, Mode, SamplingParams, TokenChunk
+from baton.sampling_params import SamplingParams
+from baton.wire import EngineInfo, GenerateRequest, HandoffParams, Mode, TokenChunk
 from benchmarks.deployment import BreakableDeployment
 from tests.e2e.test_aborts import await_idle, resident_bytes
 

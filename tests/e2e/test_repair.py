@@ -10,10 +10,10 @@ import aiohttp
 import pytest
 
 from baton.bench.client import stream_completion
+from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import Case, make_cases
 from baton.verify.sides import EngineSide
-from baton.wire import SamplingParams
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.scrape import scrape
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from baton.openai.client import connected
+from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.compare import compare
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case, Observed, make_cases, observe_client
 from baton.verify.sides import EngineSide
-from baton.wire import SamplingParams
 from tests.e2e.leftovers import orphaned_segments
 from tests.e2e.running import END_LIMIT_S, running_up
 from tests.support.remote_uris import SCHEMES, uri_of

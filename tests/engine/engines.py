@@ -18,7 +18,8 @@ from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfi
 from baton.engine.executor import LocalExecutor
 from baton.engine.requests import make_request
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
-from baton.wire import FinishReason, GenerateRequest, HandoffParams, SamplingParams, TokenChunk, TokenLogprobs
+from baton.sampling_params import SamplingParams
+from baton.wire import FinishReason, GenerateRequest, HandoffParams, TokenChunk, TokenLogprobs
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}

@@ -28,7 +28,8 @@ from baton.engine.step import StepOutcome
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval
-from baton.wire import GenerateRequest, HandoffParams, SamplingParams, TokenChunk
+from baton.sampling_params import SamplingParams
+from baton.wire import GenerateRequest, HandoffParams, TokenChunk
 from tests.kv.test_cache import LOOKAHEAD, WINDOW, Memory
 
 EOS = 13

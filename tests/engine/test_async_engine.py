@@ -16,7 +16,7 @@ from baton.engine.config import EngineConfig, KVTransferConfig
 from baton.engine.request import Request
 from baton.errors import EngineUnavailableError, OverloadedError
 from baton.handoff.protocol.ticket import load_or_create_key
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.engine.engines import TARGET, request
 
 

@@ -16,7 +16,8 @@ from baton.engine.config import EngineConfig, SpeculativeConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.runner import ModelRunner
 from baton.errors import EngineUnavailableError, RequestError
-from baton.wire import SamplingParams, TokenChunk
+from baton.sampling_params import SamplingParams
+from baton.wire import TokenChunk
 from tests.engine.engines import EAGLE3, TARGET, request, stepped
 from tests.support.drafters_tokens import draft_model
 

@@ -10,7 +10,8 @@ import pytest
 from baton.engine.core import EngineCore
 from baton.engine.request import FOLLOWS, Request, RequestStatus
 from baton.engine.sampling.sampling_state import SamplingState
-from baton.wire import FinishReason, SamplingParams
+from baton.sampling_params import SamplingParams
+from baton.wire import FinishReason
 from tests.engine.engines import pair, request, stepped
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

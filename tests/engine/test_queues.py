@@ -15,9 +15,10 @@ import pytest
 from baton.engine.config import KVTransferConfig
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.openai.http.errors import error_of_chunk, to_api_error
+from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
-from baton.wire import HandoffParams, SamplingParams
+from baton.wire import HandoffParams
 from tests.engine.engines import TARGET, Mode, Stepped, Stream, request, stepped
 
 PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5

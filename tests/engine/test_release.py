@@ -14,7 +14,7 @@ from baton.engine.build import Engine
 from baton.engine.config import KVTransferConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.llm import LLM
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.engine.engines import pair
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)

@@ -11,9 +11,9 @@ import pytest
 
 from baton.engine.requests import make_request
 from baton.errors import RequestError
+from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
-from baton.wire import SamplingParams
 from tests.engine.engines import TARGET, Mode, Pair, Stepped, Stream, pair, request, stepped
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)

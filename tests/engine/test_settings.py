@@ -22,8 +22,9 @@ from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfi
 from baton.engine.loading.generation_config import GENERATION_FIELDS
 from baton.handoff.protocol.ticket import request_digest
 from baton.models.loading.loader import _CONFIG_NOISE
+from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer
-from baton.wire import EngineInfo, GenerateRequest, SamplingParams, StructuredOutputsParams, VllmIdentity
+from baton.wire import EngineInfo, GenerateRequest, VllmIdentity
 from tests.support.checkpoints import make_checkpoint, make_drafter
 
 Facts = frozenset[str]

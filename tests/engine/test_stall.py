@@ -14,7 +14,7 @@ import pytest
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError, EngineStalledError
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.engine.engines import TARGET, pair, request, stepped
 
 LIMIT_S = 30.0

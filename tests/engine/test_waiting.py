@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.kv import pool as page_pool
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.engine.engines import request, stepped
 
 PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5

@@ -18,9 +18,10 @@ import pytest
 from baton.openai import FrontMetrics, service
 from baton.openai.conversation import MAX_MESSAGES
 from baton.router.client import _leg_body
+from baton.sampling_params import SamplingParams
 from baton.server import build_app
 from baton.text import Tokenizer
-from baton.wire import GenerateRequest, HandoffParams, PromptIds, SamplingParams
+from baton.wire import GenerateRequest, HandoffParams, PromptIds
 from tests.server.fake_serving import MAX_MODEL_LEN, FakeEngine, served
 
 

@@ -13,9 +13,10 @@ import pydantic
 import pytest
 
 from baton.openai.tools import Parsing
+from baton.sampling_params import StructuredOutputsParams
 from baton.server import build_app
 from baton.text import Tokenizer
-from baton.wire import StructuredOutputsParams, TokenChunk
+from baton.wire import TokenChunk
 from tests.openai.test_tools import with_client
 from tests.server.fake_serving import FakeEngine, served, write_tokenizer
 

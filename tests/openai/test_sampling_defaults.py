@@ -9,9 +9,9 @@ import aiohttp
 import msgspec
 import pytest
 
+from baton.sampling_params import MAX_TOKEN_ID, SamplingDefaults, SamplingParams
 from baton.server import build_app
 from baton.text import Tokenizer
-from baton.wire import MAX_TOKEN_ID, SamplingDefaults, SamplingParams
 from tests.router.test_recovery import Cluster
 from tests.server.fake_serving import MAX_MODEL_LEN, FakeEngine, served
 

@@ -14,7 +14,8 @@ from aiohttp import web
 from baton.errors import EngineUnavailableError, ProtocolError, RequestError
 from baton.router.client import BatonClient, new_session
 from baton.router.timers import RouterTimers
-from baton.wire import MAX_TOKEN_ID, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from baton.sampling_params import MAX_TOKEN_ID, SamplingParams
+from baton.wire import GenerateRequest, TokenChunk, TokenLogprobs
 from tests.server.fake_serving import served
 
 REQUEST = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())

@@ -11,7 +11,8 @@ import pytest
 from baton.router import backend
 from baton.router.join import Joined, TokenMismatch
 from baton.router.timers import RouterTimers
-from baton.wire import GenerateRequest, SamplingParams
+from baton.sampling_params import SamplingParams
+from baton.wire import GenerateRequest
 
 
 async def test_who_leaves_as_a_near_tie_is_measured_has_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,10 +28,11 @@ from baton.router.client import BatonClient, new_session
 from baton.router.join import Joined
 from baton.router.pool import EnginePool
 from baton.router.timers import RouterTimers
+from baton.sampling_params import SamplingParams
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
 from baton.timeouts import timeout
-from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk, TokenLogprobs
 from tests.server import fake_serving
 from tests.server.fake_serving import ADMIN, ADMIN_TOKEN, KEY, FakeEngine, served, status_of, until
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from baton import LLM, SamplingParams
-from baton.wire import StructuredOutputsParams
+from baton.sampling_params import StructuredOutputsParams
 from tests.support.checkpoints import make_checkpoint
 
 

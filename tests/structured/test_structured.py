@@ -16,11 +16,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import baton.structured.grammars as grammars_module
 from baton.errors import RequestError
+from baton.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from baton.structured import DraftMatchers, Grammars, Known, Matcher
 from baton.structured.checker import Checker
 from baton.structured.vocabulary import vocabulary
 from baton.text import Tokenizer
-from baton.wire import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 
 DEMO = "models/baton-demo-llama"
 SCHEMA = StructuredOutputsParams(

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import ConfigError
+from baton.sampling_params import SamplingParams
 from baton.verify import Case, Observed, compare
 from baton.verify.acceptance import Acceptance
 from baton.verify.compare import acceptance
 from baton.verify.options import Bounds, parse_lengths, parse_modes
 from baton.verify.report import format_reports
 from baton.verify.sides import Answers
-from baton.wire import SamplingParams
 
 CASE = Case((1, 2, 3), SamplingParams())
 ANSWER = Observed(

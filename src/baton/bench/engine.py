@@ -12,8 +12,9 @@ import torch
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.executor import LocalExecutor
 from baton.engine.llm import LLM
+from baton.sampling_params import SamplingParams
 from baton.verify.observe import make_cases
-from baton.wire import GenerateRequest, SamplingParams
+from baton.wire import GenerateRequest
 
 STEPS = 60
 ROUNDS = 5

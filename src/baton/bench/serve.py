@@ -15,9 +15,9 @@ import aiohttp
 from baton.bench.client import stream_completion
 from baton.deployment import Deployment
 from baton.openai.client import connected
+from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
-from baton.wire import SamplingParams
 
 WARM_UP = 3
 BREAK_S = 0.05

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from baton.cli.options import EngineOptions, ModelArgument, with_options
-from baton.wire import GenerateRequest, SamplingParams
+from baton.sampling_params import SamplingParams
+from baton.wire import GenerateRequest
 
 
 @with_options

@@ -18,13 +18,14 @@ from baton.deployment import Deployment, check_shared_transport
 from baton.engine.config import SpeculativeConfig
 from baton.engine.loading.hub import checkpoint_directory
 from baton.errors import ConfigError
+from baton.sampling_params import MAX_LOGPROBS, SamplingParams
 from baton.verify.compare import compare
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case
 from baton.verify.options import DEFAULT_LENGTHS, MODES, Bounds, choose_cases, find_bos, parse_modes
 from baton.verify.prompts import num_doubled
 from baton.verify.report import format_reports, report_json
 from baton.verify.sides import Answers, DeploymentSide, EngineSide, ServerSide
-from baton.wire import MAX_LOGPROBS, Recovery, SamplingParams
+from baton.wire import Recovery
 
 _Engines = Annotated[int, typer.Option(min=1, help="Engines of that role in the deployment.")]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.drafters.base import DraftBatch
 from baton.drafters.chain import IntArray
-from baton.drafters.mtp import Mtp
+from baton.drafters.mtp_head import MtpHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Extended:
     mtp_hidden: Tensor
 
 
-class MtpChain(Mtp):
+class MtpChain(MtpHead):
     """See the module's docstring. If more drafts are wanted than there are modules, the last module runs again."""
 
     def extend(self, batch: DraftBatch) -> Extended:  # type: ignore[override]

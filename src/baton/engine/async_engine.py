@@ -18,8 +18,9 @@ from baton.engine.requests import make_request
 from baton.errors import EngineStalledError, EngineUnavailableError, RequestError
 from baton.handoff.agent.agent import HandoffAgent
 from baton.kernels.cpu.affinity import bind_team
+from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.waiting import AdmissionLimit
-from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingParams, StructuredOutputsParams, TokenChunk
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 

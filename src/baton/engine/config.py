@@ -18,8 +18,9 @@ from baton.handoff.session.config import DEFAULT_HANDOFF_TIMEOUT_S
 from baton.handoff.session.keys import check_bind, ticket_key_file
 from baton.kv.cache import CHECKPOINT_TOKENS
 from baton.kv.interval import MAX_TOKENS
+from baton.sampling_params import MAX_WORD, SamplingDefaults
 from baton.transports.registry import check_device, check_keys, parse_uri
-from baton.wire import MAX_WORD, Integrity, KVStream, Recovery, Role, SamplingDefaults
+from baton.wire import Integrity, KVStream, Recovery, Role
 
 Verifier = Literal["coupled", "rejection"]
 DraftKV = Literal["require", "prefer", "drop"]

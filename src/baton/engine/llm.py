@@ -17,8 +17,9 @@ from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
 from baton.errors import ConfigError, RequestError
 from baton.openai.output import SampleOutput
+from baton.sampling_params import SamplingParams
 from baton.text.content_format import ContentFormatOption
-from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs, check_salt
+from baton.wire import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs, check_salt
 
 # Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -13,8 +13,9 @@ from baton.engine.sampling.sampling_state import SamplingState
 from baton.errors import RequestError
 from baton.kv.prefix import salted_root
 from baton.kv.tables import BlockTables
+from baton.sampling_params import SamplingParams
 from baton.structured import Allowed, Matcher
-from baton.wire import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
+from baton.wire import FinishReason, GenerateRequest, TokenLogprobs
 
 if TYPE_CHECKING:
     from baton.handoff.protocol.ticket import SignedTicket

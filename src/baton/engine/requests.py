@@ -15,10 +15,11 @@ from baton.engine.sampling.sampling_state import SamplingState
 from baton.errors import ForbiddenError, IncompatiblePeerError, ProtocolError, RequestError, WrongEngineError
 from baton.handoff.protocol.ticket import SignedTicket, request_digest
 from baton.log_limit import LogLimit
+from baton.sampling_params import MIN_TEMPERATURE, seed_word
 from baton.structured import Matcher
 from baton.structured.source import PARAM
 from baton.text.bad_words import tokens_of
-from baton.wire import MIN_TEMPERATURE, EngineInfo, GenerateRequest, LegRole, seed_word
+from baton.wire import EngineInfo, GenerateRequest, LegRole
 
 if TYPE_CHECKING:
     from baton.engine.build import Engine

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from baton.errors import ProtocolError
-from baton.wire import TokenId
+from baton.sampling_params import TokenId
 
 _MAX_MESSAGE = 300
 _TOKEN = "token_id:"

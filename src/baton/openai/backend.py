@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.comparison import token_identity
+from baton.sampling_params import NO_DEFAULTS, SamplingDefaults, SamplingParams
 from baton.text import Tokenizer
-from baton.wire import NO_DEFAULTS, EngineInfo, GenerateRequest, Mode, SamplingDefaults, SamplingParams, TokenChunk
+from baton.wire import EngineInfo, GenerateRequest, Mode, TokenChunk
 
 
 @dataclass(frozen=True, slots=True)

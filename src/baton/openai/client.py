@@ -22,7 +22,7 @@ from baton.errors import (
     ProtocolError,
 )
 from baton.openai.answers import ChatCompletion, Completion, Model, Models, decode, printable, read_error
-from baton.wire import TokenId
+from baton.sampling_params import TokenId
 
 MAX_BODY_BYTES = 32 * 2**20
 # Compressed bodies would defeat the limits on their size, so clients neither ask for nor decode them.

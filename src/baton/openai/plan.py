@@ -24,8 +24,9 @@ from baton.openai.requests import (
 )
 from baton.openai.tools import NO_PARSING, CheckedTools, NamedChoice, Parsing
 from baton.parsing import Parser
+from baton.sampling_params import SamplingParams
 from baton.text.bad_words import tokens_of
-from baton.wire import GenerateRequest, Mode, PromptIds, SamplingParams
+from baton.wire import GenerateRequest, Mode, PromptIds
 
 MAX_CHOICES = 256  # prompts times n in one request
 MAX_SCORES = 1 << 19  # prompt logprobs in one request, some 100 bytes each

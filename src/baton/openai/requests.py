@@ -13,16 +13,15 @@ from baton.openai.fields import NOTHING_ELSE, Refused, refuse_unserved
 from baton.openai.http.caller import note_user
 from baton.openai.structured import ResponseFormat, StructuredOutputs, structured_params
 from baton.openai.tools import NO_TOOLS, CheckedTools, Tool, ToolCall, ToolChoice
-from baton.wire import (
+from baton.sampling_params import (
     MAX_LOGPROBS,
     NO_DEFAULTS,
-    Mode,
     SamplingDefaults,
     SamplingParams,
     StructuredOutputsParams,
-    check_salt,
     seed_word,
 )
+from baton.wire import Mode, check_salt
 
 _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`\Z")
 _MISSING = re.compile(r"required field `([^`]+)`")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from baton.errors import RequestError
-from baton.wire import StructuredOutputsParams
+from baton.sampling_params import StructuredOutputsParams
 
 FIELD = "structured_outputs"
 _SCHEMA = "response_format.json_schema.schema"

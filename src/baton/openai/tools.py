@@ -12,7 +12,7 @@ import msgspec
 from baton.errors import ConfigError, RequestError
 from baton.parsing import REASONING_PARSERS, TOOL_PARSERS, Parser
 from baton.parsing.forced import NamedParser, Plain, RequiredParser
-from baton.wire import StructuredOutputsParams
+from baton.sampling_params import StructuredOutputsParams
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,256}")

@@ -32,8 +32,9 @@ from baton.router.near_tie import measure_gap
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import OnLost, PooledEngine
 from baton.router.routes import PREFIX_MISSING, Decisions, Route, Routes
+from baton.sampling_params import SamplingParams
 from baton.timeouts import timeout
-from baton.wire import GenerateRequest, LegRole, Mode, Recovery, SamplingParams, TokenChunk, recovers
+from baton.wire import GenerateRequest, LegRole, Mode, Recovery, TokenChunk, recovers
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from baton.router.client import EngineClient
 from baton.router.join import Joined, TokenMismatch
-from baton.wire import MAX_LOGPROBS, GenerateRequest, SamplingParams
+from baton.sampling_params import MAX_LOGPROBS, SamplingParams
+from baton.wire import GenerateRequest
 
 
 async def measure_gap(client: EngineClient, joined: Joined, mismatch: TokenMismatch) -> float | None:

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from baton.openai.answers import Choice, token_id
-from baton.wire import FinishReason, GenerateRequest, SamplingDefaults, SamplingParams, TokenChunk, TokenLogprobs
+from baton.sampling_params import SamplingDefaults, SamplingParams
+from baton.wire import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
 
 # vLLM's seeds are signed.
 _SEED_BITS = 63

@@ -21,7 +21,8 @@ from baton.openai.client import failures, read_body, read_events, read_samples
 from baton.router.client import EngineClient, error_of_response
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import completion_body, render_bodies, rendered_defaults, to_chunk
-from baton.wire import EngineInfo, EngineLoad, GenerateRequest, SamplingDefaults, TokenChunk
+from baton.sampling_params import SamplingDefaults
+from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 if TYPE_CHECKING:
     from baton.router.pooled_engine import PooledEngine

@@ -27,8 +27,9 @@ from baton.openai.records import SequenceRecord, reporting
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.routes import add_health, add_openai_routes
 from baton.openai.tools import NO_PARSING, Parsing
+from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
-from baton.wire import EngineInfo, GenerateRequest, Mode, SamplingParams, TokenChunk
+from baton.wire import EngineInfo, GenerateRequest, Mode, TokenChunk
 
 if TYPE_CHECKING:
     from baton.engine.async_engine import AsyncEngine

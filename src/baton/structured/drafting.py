@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import RequestError
+from baton.sampling_params import StructuredOutputsParams
 from baton.structured.grammars import Grammars
 from baton.structured.matcher import Bits, Matcher
-from baton.wire import StructuredOutputsParams
 
 # Number of requests whose matcher is kept; others are rebuilt from their tokens.
 MAX_REQUESTS = 1024

@@ -8,12 +8,12 @@ from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLTokenizer
 
+from baton.sampling_params import StructuredOutputsParams
 from baton.structured.checker import Checker
 from baton.structured.matcher import Compiled, Matcher
 from baton.structured.source import limits, refused, source_of
 from baton.structured.vocabulary import vocabulary
 from baton.text import Tokenizer
-from baton.wire import StructuredOutputsParams
 
 MAX_COMPILED = 128
 

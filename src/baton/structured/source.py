@@ -9,7 +9,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 
 from baton.errors import RequestError
-from baton.wire import MAX_GRAMMAR_CHARS, StructuredOutputsParams
+from baton.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 
 PARAM = "structured_outputs"
 _OPTIONS = "x-guidance"

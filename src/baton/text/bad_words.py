@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 from baton.errors import RequestError
+from baton.sampling_params import MAX_BAD_WORDS
 from baton.text.tokenizer import Tokenizer
-from baton.wire import MAX_BAD_WORDS
 
 PARAM = "bad_words"
 

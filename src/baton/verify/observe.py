@@ -14,9 +14,9 @@ from tqdm import tqdm
 from baton.errors import BatonError, ProtocolError
 from baton.openai.answers import Completion, Logprobs, token_id, tokens_of
 from baton.openai.client import OpenAIClient
+from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.prompts import Chat
-from baton.wire import SamplingParams
 
 REQUEST_TIMEOUT_S = 300.0
 _PIPED_INTERVAL_S = 10.0

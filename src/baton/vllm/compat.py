@@ -16,11 +16,12 @@ from baton.errors import ConfigError
 from baton.kv.interval import Kind
 from baton.kv.spec import Owner
 from baton.models.loading.loader import fingerprint, tokenizer_hash
+from baton.sampling_params import SamplingDefaults
 from baton.vllm.geometry import KernelLayout, WorkerHeads
 from baton.vllm.groups import CacheTable
 from baton.vllm.ranks import gather
 from baton.vllm.states import Mamba2State, StatePart
-from baton.wire import KVStream, SamplingDefaults
+from baton.wire import KVStream
 
 SUPPORTED = ((0, 30), (0, 31), (0, 32))
 WITH_RANKS = "0.32"

@@ -20,9 +20,10 @@ import msgspec
 from baton.errors import ProtocolError
 from baton.handoff.protocol.ticket import Redeemer, SignedTicket, request_digest, verify
 from baton.log_limit import LogLimit
+from baton.sampling_params import SamplingParams
 from baton.vllm.groups import CacheTable
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
-from baton.wire import BATON_PARAM, LegParams, SamplingParams, VllmIdentity
+from baton.wire import BATON_PARAM, LegParams, VllmIdentity
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())

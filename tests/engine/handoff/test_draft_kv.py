@@ -16,7 +16,7 @@ from baton.comparison import differing_facts
 from baton.engine.config import SpeculativeConfig
 from baton.engine.plan import DraftPlan, DraftResult
 from baton.errors import ConfigError
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.engine.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, pair, stepped
 from tests.support.checkpoints import make_checkpoint
 from tests.support.drafters_tokens import draft_model, ngram, windowed_draft_model

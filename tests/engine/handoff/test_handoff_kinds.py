@@ -21,7 +21,7 @@ from baton.engine.plan import DraftResult
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval, Rules
 from baton.kv.tables import BlockTables
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.engine.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, kv_of, pair, request, stepped
 from tests.support.checkpoints import make_checkpoint, make_drafter
 

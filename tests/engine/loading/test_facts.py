@@ -17,7 +17,8 @@ from baton.engine.loading import facts
 from baton.engine.requests import make_request
 from baton.errors import IncompatiblePeerError
 from baton.models.base import CausalLM
-from baton.wire import GenerateRequest, SamplingParams
+from baton.sampling_params import SamplingParams
+from baton.wire import GenerateRequest
 from tests.engine.engines import TARGET, pair
 
 

@@ -16,7 +16,7 @@ from baton.engine.executor import LocalExecutor
 from baton.engine.memory.draft_states import DraftStates
 from baton.engine.plan import DraftPlan, DraftResult, DraftSlots, Noise, Rows
 from baton.models import load_model
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.engine.engines import Mode, Stepped, Stream, pair, request, stepped
 from tests.support.kinds import WholeSequence
 

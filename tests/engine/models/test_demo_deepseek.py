@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton.engine.config import SpeculativeConfig
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.engine.engines import Mode, Stream, pair, stepped
 
 TARGET = "models/baton-demo-deepseek"

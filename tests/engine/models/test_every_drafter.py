@@ -22,7 +22,7 @@ from baton.kv.cache import KVCache
 from baton.models.config import ModelConfig, RawConfig
 from baton.models.glm4_moe import Glm4Moe
 from baton.models.loading.loader import load_model
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.engine.engines import Mode, Stepped, pair, request, stepped
 from tests.support.checkpoints import make_checkpoint, make_drafter
 from tests.support.drafters_layers import latent_head, make_mtp_checkpoint, mtp

@@ -17,7 +17,7 @@ from baton.errors import ConfigError
 from baton.kv.cache import KVCache
 from baton.kv.interval import Rules
 from baton.kv.tables import BlockTables
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.engine.engines import Mode, Pair, Stream, pair, request, stepped
 from tests.support import kinds
 from tests.support.checkpoints import make_drafter

@@ -15,7 +15,7 @@ from baton.engine.config import KVTransferConfig, SpeculativeConfig
 from baton.errors import CheckpointError
 from baton.kv.tables import BlockTables
 from baton.models import load_model
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.engine.engines import Mode, Stepped, Stream, pair, request, stepped
 from tests.support.checkpoints import make_drafter
 

@@ -19,7 +19,7 @@ from baton.engine.plan import Rows
 from baton.errors import CheckpointError
 from baton.models import load_model
 from baton.models.registry import model_class
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.engine.engines import Mode, Stepped, pair, stepped
 from tests.engine.models.test_transformers_equality import judge, load_reference, make_predictable
 from tests.support.checkpoints import make_drafter

@@ -18,7 +18,7 @@ import torch
 from baton import LLM
 from baton.engine.config import SpeculativeConfig
 from baton.models import CausalLM, KVLayerSpec, load_model
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from tests.engine.engines import Mode, pair, request, stepped
 from tests.engine.handoff.test_handoff_kinds import both_ways, drop_one_page_more, prompt_of, want_one_page_less
 from tests.engine.models.test_transformers_equality import load_reference

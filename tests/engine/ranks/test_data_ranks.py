@@ -18,7 +18,7 @@ from baton.engine.config import EngineConfig, SpeculativeConfig
 from baton.engine.ranks.lockstep import Lockstep, WakeSockets
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.models.layers.expert_parallel import ExpertRanks
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 from benchmarks.parity.models import TARGETS
 from tests.engine.engines import TARGET, request
 

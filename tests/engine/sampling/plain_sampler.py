@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from baton.engine.sampling.noise import gumbel, uniform
 from baton.engine.sampling.verifier import Verified
-from baton.wire import SamplingParams
+from baton.sampling_params import SamplingParams
 
 Row = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]

@@ -11,9 +11,9 @@ import pytest
 
 from baton.engine.sampling.bad_words import BadWords
 from baton.errors import RequestError
+from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer
 from baton.text.bad_words import tokens_of
-from baton.wire import SamplingParams, StructuredOutputsParams
 from tests.engine.engines import TARGET, Stepped, pair, request, stepped
 
 POOL = {"kv_cache_memory": 16 << 20}

@@ -29,8 +29,8 @@ from baton.handoff.protocol.events import DecodeProgress
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.router import RouterConfig
 from baton.router.app import build_app as build_router
+from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.server import build_app
-from baton.wire import SamplingParams, StructuredOutputsParams
 from tests.engine.engines import EAGLE3, TARGET, Stepped, pair, request, stepped
 from tests.server.fake_serving import served
 from tests.support.checkpoints import make_checkpoint

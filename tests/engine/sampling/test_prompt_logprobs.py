@@ -12,7 +12,8 @@ from baton.engine.plan import PromptLogprobs
 from baton.engine.requests import make_request
 from baton.engine.sampling.prompt_logprobs import prompt_logprobs
 from baton.errors import RequestError
-from baton.wire import GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from baton.sampling_params import SamplingParams
+from baton.wire import GenerateRequest, TokenChunk, TokenLogprobs
 from tests.engine.engines import EAGLE3, TARGET
 
 PROMPT = [int(i) for i in np.random.default_rng(0).integers(5, 2000, 150)]

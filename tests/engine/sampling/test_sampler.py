@@ -19,7 +19,8 @@ from baton.engine.sampling.sampler import DraftSampler, choose
 from baton.engine.sampling.sampling_state import SamplingRows, SamplingState, noise_of, sampling_of
 from baton.engine.sampling.verifier import Verified, rejection_choice, verify
 from baton.errors import RequestError
-from baton.wire import SamplingParams, TokenLogprobs
+from baton.sampling_params import SamplingParams
+from baton.wire import TokenLogprobs
 from tests.engine.sampling.plain_sampler import PlainSampler
 
 VOCAB = 12

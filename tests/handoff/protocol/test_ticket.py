@@ -22,7 +22,8 @@ from baton.handoff.protocol.ticket import (
     request_digest,
     verify,
 )
-from baton.wire import EngineIdentity, SamplingParams
+from baton.sampling_params import SamplingParams
+from baton.wire import EngineIdentity
 from tests.support.tickets import make_ticket
 
 KEY = b"k" * 32

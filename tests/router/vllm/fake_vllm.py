@@ -13,7 +13,8 @@ from typing import Any, Literal
 from aiohttp import web
 
 from baton.handoff.protocol import ticket as tickets
-from baton.wire import LegRole, SamplingParams
+from baton.sampling_params import SamplingParams
+from baton.wire import LegRole
 from tests.server.fake_serving import KEY, served
 
 # vLLM's `SamplingParams`.

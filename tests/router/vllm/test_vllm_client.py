@@ -30,16 +30,8 @@ from baton.router.connectors.base import Connector, ConnectorConfig
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import completion_body, to_chunk
 from baton.router.vllm_client import VllmClient
-from baton.wire import (
-    NO_DEFAULTS,
-    GenerateRequest,
-    Role,
-    SamplingDefaults,
-    SamplingParams,
-    StructuredOutputsParams,
-    TokenChunk,
-    TokenLogprobs,
-)
+from baton.sampling_params import NO_DEFAULTS, SamplingDefaults, SamplingParams, StructuredOutputsParams
+from baton.wire import GenerateRequest, Role, TokenChunk, TokenLogprobs
 from tests.router.vllm.fake_vllm import FakeVllm, token_at
 
 PROMPT = [10, 11, 12, 13]

@@ -11,7 +11,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.sample.ops.bad_words import apply_bad_words
 
-from baton import wire
+from baton import sampling_params
 from baton.engine.sampling.bad_words import BadWords
 from baton.errors import RequestError
 from baton.text import Tokenizer
@@ -60,7 +60,7 @@ def test_what_is_no_word_there_is_none_here(words: list[str]) -> None:
 
 
 def refused_here(words: tuple[str, ...]) -> None:
-    wire.SamplingParams(bad_words=words).check()
+    sampling_params.SamplingParams(bad_words=words).check()
     tokens_of(words, Tokenizer.load(MODEL), 2048)
 
 

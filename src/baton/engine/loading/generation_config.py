@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from baton.errors import ConfigError, RequestError
-from baton.wire import SamplingDefaults, SamplingParams
+from baton.sampling_params import SamplingDefaults, SamplingParams
 
 # generation_config.json fields that vLLM uses, and the sampling parameters that they set.
 GENERATION_FIELDS = {

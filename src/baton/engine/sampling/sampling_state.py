@@ -9,9 +9,9 @@ import numpy as np
 
 from baton.engine.plan import Entries, FloatArray, IntArray, Masks, Noise, Sampling
 from baton.engine.sampling.bad_words import BadWords
+from baton.sampling_params import SamplingParams
 from baton.structured import Allowed
 from baton.structured.matcher import Bits
-from baton.wire import SamplingParams
 
 # Token ids, and one value for each.
 ForTokens = tuple[IntArray, FloatArray]

@@ -26,7 +26,8 @@ from baton.directories import own_secret
 from baton.errors import ConfigError, EngineUnavailableError, ProtocolError, TicketExpiredError, WrongEngineError
 from baton.handoff.plan.topology import MAX_RANKS
 from baton.handoff.protocol.messages import AttemptKey, Name, TransferId
-from baton.wire import MAX_TICKET_CHARS, LegRole, Mode, SamplingParams
+from baton.sampling_params import SamplingParams
+from baton.wire import MAX_TICKET_CHARS, LegRole, Mode
 
 TICKET_LIFE_S = 120
 # Engines remember ended attempts for this long, so no ticket may live longer.

@@ -17,7 +17,8 @@ from baton.router.client import EngineClient
 from baton.router.join import Chunks
 from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
-from baton.wire import GenerateRequest, LegRole, Mode, Role, SamplingParams
+from baton.sampling_params import SamplingParams
+from baton.wire import GenerateRequest, LegRole, Mode, Role
 
 # Parameters that need more of the first token than its id, and the values at which they do not.
 _NOT_SEEDED = {

@@ -13,7 +13,8 @@ from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
 from baton.router.vllm_api import can_resume
 from baton.router.vllm_client import VllmClient
-from baton.wire import EngineIdentity, EngineInfo, GenerateRequest, Role, SamplingParams
+from baton.sampling_params import SamplingParams
+from baton.wire import EngineIdentity, EngineInfo, GenerateRequest, Role
 
 
 class VllmConnector(Connector):

@@ -19,16 +19,8 @@ from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.join import Chunks
 from baton.router.pooled_engine import PooledEngine
 from baton.router.vllm_client import VllmClient
-from baton.wire import (
-    BATON_PARAM,
-    GenerateRequest,
-    LegParams,
-    LegRole,
-    Mode,
-    Role,
-    SamplingParams,
-    VllmIdentity,
-)
+from baton.sampling_params import SamplingParams
+from baton.wire import BATON_PARAM, GenerateRequest, LegParams, LegRole, Mode, Role, VllmIdentity
 
 
 class VllmBatonConnector(VllmConnector):

@@ -20,7 +20,8 @@ from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.join import Chunks
 from baton.router.pooled_engine import PooledEngine
 from baton.router.vllm_client import VllmClient
-from baton.wire import NO_DEFAULTS, EngineIdentity, GenerateRequest, LegRole, Mode, Role, TokenChunk
+from baton.sampling_params import NO_DEFAULTS
+from baton.wire import EngineIdentity, GenerateRequest, LegRole, Mode, Role, TokenChunk
 
 log = logging.getLogger(__name__)
 
