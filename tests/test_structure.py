@@ -50,6 +50,7 @@ ROOMS: dict[str, set[str]] = {
     "models": {"kernels"},
     "drafters": {"models"},
     "openai": {"text", "parsing"},
+    "observe": set(),
     "engine": {
         "kv",
         "kvstore",
@@ -66,7 +67,7 @@ ROOMS: dict[str, set[str]] = {
         "openai",
     },
     "server": {"engine", "openai", "text"},
-    "router": {"openai", "text", "handoff.protocol"},
+    "router": {"openai", "observe", "text", "handoff.protocol"},
     "vllm": {"kv", "handoff.plan", "handoff.protocol", "handoff.session", "handoff.agent", "transports", "models"},
     "testing": {"kv", "kvstore", "transports"},
     "deployment": {"handoff.session", "handoff.protocol", "transports", "engine"},

@@ -51,6 +51,8 @@ async def test_all_there_is(directory: Path, more: dict[str, Any]) -> None:
         "num_accepted_draft_tokens": 10,
         "num_draft_tokens": 10,
         "num_spec_tokens": K,
+        "first_verification": {"num_accepted_draft_tokens": 2, "num_draft_tokens": 2},
+        "later_verifications": {"num_accepted_draft_tokens": 8, "num_draft_tokens": 8},
         "per_step_accepted": [2] * 5,
         "per_step_drafted": [2] * 5,
     }

@@ -224,8 +224,8 @@ class FakeEngine:
                 token_ids=[t ^ 1 for t in tokens] if self.fail == "wrong" and role == "decode" else tokens,
                 position=position,
                 logprobs=None if params.logprobs is None else [_logprobs(t, params.logprobs) for t in tokens],
-                accepted=[self.accept] if count > 1 else [],
-                drafted=[self.accept] if count > 1 else [],
+                accepted=[self.accept] if position else [],
+                drafted=[self.accept or 1] if position else [],
                 finish_reason=reason if ends else None,  # type: ignore[arg-type]
                 num_cached_tokens=1,
                 queued_s=self.queued_s if position == 0 and role != "decode" else None,

@@ -50,7 +50,8 @@ class Call:
 
 class SampleOutput:
     """The growing output of one `GenerateRequest`: the sum of the deltas, and of each verification the number of
-    `accepted` and `drafted` tokens. With a `parser` also `content`, `reasoning` and `calls`. `times` is set at the end.
+    `accepted` and `drafted` tokens. With a `parser` also `content`, `reasoning` and `calls`. `times` and `route`, the
+    backend's reason for the route if there was a choice, are set at the end.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class SampleOutput:
         self.accepted: list[int] = []
         self.drafted: list[int] = []
         self.times: Times | None = None
+        self.route: str | None = None
         self.num_cached_tokens = 0
         self.queued_s: float | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = []

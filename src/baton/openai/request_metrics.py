@@ -27,6 +27,8 @@ class PerRequestMetrics:
         found = _times(output) if self.enable_per_request_metrics else {}
         if self.per_request_spec_decode_metrics != "none":
             told = _spec_decode(output, plan.model.num_speculative_tokens)
+            if told and output.route is not None:
+                told["route"] = output.route
             if told and self.per_request_spec_decode_metrics == "detailed":
                 told |= {"per_step_accepted": output.accepted, "per_step_drafted": output.drafted}
             found |= {"speculative_decoding": told} if told else {}
@@ -69,4 +71,11 @@ def _spec_decode(output: SampleOutput, num_spec_tokens: int) -> dict[str, Any]:
         "num_accepted_draft_tokens": num_accepted,
         "num_draft_tokens": num_drafted,
         "num_spec_tokens": num_spec_tokens,
+        "first_verification": _part(rounds[:1], output.drafted[:1]),
+        "later_verifications": _part(rounds[1:], output.drafted[1:]),
     }
+
+
+def _part(accepted: Sequence[int], drafted: Sequence[int]) -> dict[str, int]:
+    """Of a request that was handed off, the first verification is that of the drafts of the prefill engine."""
+    return {"num_accepted_draft_tokens": sum(accepted), "num_draft_tokens": sum(drafted)}

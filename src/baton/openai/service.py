@@ -184,6 +184,7 @@ class OpenAIService:
                     record.num_cached_tokens = output.num_cached_tokens
                     if delta.finish_reason is not None:
                         output.times = record.times
+                        output.route = record.route if record.engines else None
                         record.end(delta.finish_reason)
                     yield delta
                     if delta.finish_reason is not None:

@@ -28,6 +28,7 @@ from baton.router.backend import RouterBackend
 from baton.router.client import new_session
 from baton.router.connectors import BATON_ENGINES, create_connector
 from baton.router.connectors.base import ConnectorConfig
+from baton.router.observed import ObservedBackend
 from baton.router.pool import EnginePool, Policy
 from baton.router.pooled_engine import PooledEngine
 from baton.router.routes import WHYS
@@ -153,10 +154,11 @@ async def build_app(config: RouterConfig) -> web.Application:
         config.access,
         families=Shared(lambda: families(metrics.registry.collect(), pool.engines)).get,
     )
-    service = OpenAIService(backend, metrics, config.max_queued_requests, config.parsing, config.per_request)
+    observed = ObservedBackend(backend)
+    service = OpenAIService(observed, metrics, config.max_queued_requests, config.parsing, config.per_request)
     add_openai_routes(app, service)
-    metrics.registry.register(RowCollector(lambda: _rows(backend, service.queue)))
-    _add_router_routes(app, backend, Admin(config.admin_token, config.host_names))
+    metrics.registry.register(RowCollector(lambda: [*_rows(backend, service.queue), *observed.rows()]))
+    _add_router_routes(app, observed, Admin(config.admin_token, config.host_names))
     app.cleanup_ctx.append(lambda _: _lifetime(session, backend))
     app.cleanup_ctx.append(lambda _: reporting(metrics, lambda: _report(backend, service.queue)))
     return app
@@ -172,8 +174,9 @@ async def _lifetime(session: aiohttp.ClientSession, backend: RouterBackend) -> A
     await session.close()
 
 
-def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admin) -> None:
-    pool, shown = backend.pool, Shared(lambda: _status(backend))
+def _add_router_routes(app: web.Application, observed: ObservedBackend, admin: Admin) -> None:
+    backend = observed.backend
+    pool, shown = backend.pool, Shared(lambda: _status(observed))
 
     async def health(request: web.Request) -> web.StreamResponse:
         """Whether requests are served."""
@@ -202,7 +205,7 @@ def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admi
         admin.check(request)
         await _body(request, _Nothing)
         await pool.rebind()
-        return json_response(await _status(backend))
+        return json_response(await _status(observed))
 
     async def drain(request: web.Request) -> web.StreamResponse:
         """Remove an engine once its requests have ended."""
@@ -226,7 +229,8 @@ async def _body(request: web.Request, kind: type[T]) -> T:
         raise RequestError(f"the request body is malformed: {error}") from None
 
 
-async def _status(backend: RouterBackend) -> dict[str, object]:
+async def _status(observed: ObservedBackend) -> dict[str, object]:
+    backend = observed.backend
 
     async def load(engine: PooledEngine) -> EngineLoad | None:
         try:
@@ -247,6 +251,7 @@ async def _status(backend: RouterBackend) -> dict[str, object]:
         "decisions": backend.decisions.describe(),
         "recoveries": dict(backend.recoveries),
         "near_ties": backend.near_ties,
+        "acceptance": observed.describe(),
     }
 
 
