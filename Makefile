@@ -28,7 +28,7 @@ demo: $(STAMP)
 	@$(BIN)/python -m benchmarks.demo
 
 test: $(TRANSPORTS)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 conformance: $(TRANSPORTS)
 	@$(BIN)/python -m baton.testing.conformance

@@ -14,7 +14,7 @@ from simulation.scenario import run_seed
 FOUND_AT = {
     "abort_then_reuse": 83,
     "an_id_is_a_session": 17,
-    "any_bye_is_quiet": 167,
+    "any_bye_is_quiet": 285,
     "blocking_connect": 1086,
     "cancel_once": 16,
     "cancelled_while_copying": 111,
@@ -44,7 +44,7 @@ FOUND_AT = {
     "strangers_are_signs_of_life": 186,
     "timeout_frees_source": 30,
     "timeout_then_reuse": 264,
-    "unfenced_is_fenced": 30,
+    "unfenced_is_fenced": 444,
     "unknown_is_quiet": 16,
     "unproven_is_kept": 17,
     "whoever_lives_agrees": 28,
