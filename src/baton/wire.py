@@ -192,7 +192,9 @@ class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """`GET /inference/v1/load`: a snapshot of an engine's load and handoffs."""
+    """`GET /inference/v1/load`: a snapshot of an engine's load and handoffs. `num_prefix_queries`, `num_prefix_hits`:
+    prompt tokens looked up and found in its prefix cache since it started; 0 if it does not tell.
+    """
 
     num_running: int
     num_waiting: int
@@ -201,3 +203,5 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_referenced_pages: int
     num_quarantined_pages: int
     num_cached_pages: int
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0

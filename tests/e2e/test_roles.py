@@ -44,7 +44,7 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int], **mor
 
 async def decisions(session: aiohttp.ClientSession, url: str) -> dict[str, int]:
     found = (await get_json(session, f"{url}/status"))["decisions"]
-    return {name: count for name, count in found.items() if count and name != "summary"}
+    return {name: count for name, count in found.items() if count and name not in ("summary", "last")}
 
 
 async def accepted(session: aiohttp.ClientSession, engine: str) -> list[float]:

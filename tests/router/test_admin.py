@@ -30,6 +30,9 @@ JSON = {"Content-Type": "application/json"}
         ({**ADMIN, "Content-Type": "application/x-www-form-urlencoded"}, 415),
         ({**ADMIN, **JSON, "Origin": "http://evil.example"}, 403),
         ({**ADMIN, **JSON, "Origin": "null"}, 403),
+        ({**ADMIN, **JSON, "Origin": "http://localhost:8000"}, 403),  # another port is another server
+        ({**ADMIN, **JSON, "Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
+        ({**ADMIN, **JSON, "Host": "evil.example", "Origin": "http://evil.example"}, 403),
         ({**ADMIN, **JSON, "Host": "evil.example"}, 403),
         ({**ADMIN, **JSON, "Host": "evil.example:8000"}, 403),
         ({**ADMIN, **JSON, "Host": "localhost:8000"}, 200),

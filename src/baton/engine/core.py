@@ -131,6 +131,8 @@ class EngineCore:
             num_referenced_pages=sum(pool.num_referenced for pool in pools),
             num_quarantined_pages=sum(pool.num_quarantined for pool in pools),
             num_cached_pages=sum(pool.num_cached for pool in pools),
+            num_prefix_queries=self.metrics.num_prompt_tokens,
+            num_prefix_hits=self.metrics.num_cached_tokens,
         )
 
     def forget_metrics(self) -> None:

@@ -21,8 +21,8 @@ _MIN_TOKEN_CHARS = 16
 
 
 class Admin:
-    """Checks administrative requests: they need `token`, and must not come from a web page. Without a token all are
-    refused.
+    """Checks administrative requests: they need `token`, and must not come from another server's web page; the router's
+    own is `/dashboard`. Without a token all are refused.
 
     `names`: the router's host names besides this machine's own. The Host header must be one of them or an IP address: a
     foreign web page can point its own host name at the router (DNS rebinding), but not an address.
@@ -32,12 +32,17 @@ class Admin:
         self._token = token
         self._names = {"localhost", socket.gethostname().lower(), *(name.lower() for name in names)}
 
+    @property
+    def enabled(self) -> bool:
+        return self._token is not None
+
     def check(self, request: web.Request) -> None:
         """Raise `ForbiddenError`, `UnauthorizedError` or `HTTPUnsupportedMediaType` if the request is refused."""
         if self._token is None:
             raise ForbiddenError("administration is off: start the router with --admin-token-file")
-        if "Origin" in request.headers:
-            raise ForbiddenError("administration is not for web pages")
+        origin = request.headers.get("Origin")
+        if origin is not None and origin != f"{request.scheme}://{request.host}":
+            raise ForbiddenError("administration is not for other servers' web pages")
         if not self._is_own(request.host):
             raise ForbiddenError("administration is not for this Host")
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")

@@ -28,6 +28,7 @@ from baton.router.backend import RouterBackend
 from baton.router.client import new_session
 from baton.router.connectors import BATON_ENGINES, create_connector
 from baton.router.connectors.base import ConnectorConfig
+from baton.router.dashboard import add_dashboard
 from baton.router.observed import ObservedBackend
 from baton.router.pool import EnginePool, Policy
 from baton.router.pooled_engine import PooledEngine
@@ -214,6 +215,7 @@ def _add_router_routes(app: web.Application, observed: ObservedBackend, admin: A
         return json_response(_describe(pool.drain(asked.url), None))
 
     add_health(app, health)
+    add_dashboard(app, observed, shown.get, admin.enabled)
     app.router.add_get("/status", status)
     app.router.add_post("/instances/add", add)
     app.router.add_post("/instances/remove", remove)

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 _PATIENCE_STEP_S = 0.1
 MayMove = Callable[[PooledEngine], bool]
+OnRecovery = Callable[[str, Recovery, BaseException], None]
 
 
 class RouterBackend:
@@ -51,7 +52,7 @@ class RouterBackend:
     first token, `source` if the decode engine asks for another source or was never reached, `full` if it was lost.
     `handoffs` counts attempts by outcome: `started`, `completed`, `finished_early` (the first token was the last),
     `aborted` (a stop string was found, the client left, or tokens did not match), `failed` (by reason in `failures`).
-    `recoveries` counts by rung.
+    `recoveries` counts by rung; `on_recovery` is called with the request's id, the rung and the cause.
 
     If two engines sample different tokens, the client keeps the one it has. The decode engine continues from there if
     the prefill engine sees a near-tie (at most `near_tie` nats, counted in `near_ties`); otherwise the request fails.
@@ -77,6 +78,7 @@ class RouterBackend:
         self.handoffs: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.recoveries: Counter[str] = Counter()
+        self.on_recovery: OnRecovery = lambda request_id, rung, cause: None
         self.near_ties = 0
         self.num_active_handoffs = 0
         self._connector = connector
@@ -172,6 +174,7 @@ class RouterBackend:
             if joined.token_ids and not self._connector.can_resume(request.sampling_params):
                 raise failed.error
             self.recoveries[rung] += 1
+            self.on_recovery(request.request_id, rung, failed)
             logger.warning("%s: going on from %d tokens: %s", request.request_id, len(joined.token_ids), failed)
             tried.append(lost)
             route = None

@@ -1,14 +1,19 @@
-"""The router's backend with observers: each request's route and verifications are counted when it ends."""
+"""The router's backend with observers: each request has a timeline, and its verifications are counted."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from baton.observe.acceptance import HANDED_OFF, AcceptanceTotals, Group, RequestAcceptance
 from baton.observe.alarm import AcceptanceAlarms
+from baton.observe.recent import RecentRequests
+from baton.observe.timeline import RequestTimeline
 from baton.openai import ServedModel
 from baton.openai.backend import OnRoute
+from baton.openai.http.caller import CALLER
 from baton.openai.http.metrics import Row, gauge, histogram
 from baton.router.backend import RouterBackend
 from baton.sampling_params import SamplingParams
@@ -26,6 +31,9 @@ class ObservedBackend:
         self.backend = backend
         self.totals = AcceptanceTotals()
         self.alarms = AcceptanceAlarms()
+        self.recent = RecentRequests()
+        self._running: dict[str, RequestTimeline] = {}
+        backend.on_recovery = self._on_recovery
 
     @property
     def allows_kv_mode(self) -> bool:
@@ -40,31 +48,50 @@ class ObservedBackend:
     async def generate(
         self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's chunks, and count their verifications after the last."""
-        group: Group | None = None
-        num_tokens, resumed = 0, False
-        accepted: list[int] = []
-        drafted: list[int] = []
+        """Yield the request's chunks, and note what happens to it."""
+        caller, name = CALLER.get(), request.request_id
+        http_id = "" if caller is None else caller.request_id
+        num_prompt = len(request.prompt_token_ids)
+        timeline = RequestTimeline(name, http_id, time.monotonic(), time.time(), num_prompt)
 
         def routed(why: str, engines: Sequence[str] = ()) -> None:
-            nonlocal group, resumed
-            resumed |= num_tokens > 1
-            group = Group(why, engines[0] if why == HANDED_OFF else "", engines[-1])
+            timeline.on_route(time.monotonic(), why, engines)
             if on_route is not None:
                 on_route(why, engines)
 
-        async with contextlib.aclosing(self.backend.generate(request, kv_mode, routed)) as chunks:
-            async for chunk in chunks:
-                num_tokens += len(chunk.token_ids)
-                accepted += chunk.accepted
-                drafted += chunk.drafted
-                if chunk.finish_reason in ("stop", "length") and group is not None and not resumed and any(drafted):
-                    self._count(RequestAcceptance(group, accepted, drafted))
-                yield chunk
+        self._running[name] = timeline
+        self.recent.begin(timeline)
+        try:
+            async with contextlib.aclosing(self.backend.generate(request, kv_mode, routed)) as chunks:
+                async for chunk in chunks:
+                    timeline.on_tokens(time.monotonic(), len(chunk.token_ids), chunk.accepted, chunk.drafted)
+                    if chunk.finish_reason is not None:
+                        self._ended(timeline, chunk)
+                    yield chunk
+        except (asyncio.CancelledError, GeneratorExit):
+            timeline.on_end(time.monotonic(), "abort")
+            raise
+        except Exception as error:
+            timeline.on_end(time.monotonic(), "error", str(error) or type(error).__name__)
+            raise
+        finally:
+            self._running.pop(name, None)
+            timeline.on_end(time.monotonic(), "abort")
+            self.recent.end(timeline)
 
-    def _count(self, request: RequestAcceptance) -> None:
-        self.totals.observe(request)
-        self.alarms.observe(request)
+    def _ended(self, timeline: RequestTimeline, chunk: TokenChunk) -> None:
+        timeline.on_end(time.monotonic(), chunk.finish_reason or "", chunk.error or "")
+        if chunk.finish_reason not in ("stop", "length") or timeline.resumed or not any(timeline.drafted):
+            return
+        prefill = timeline.engines[0] if timeline.route == HANDED_OFF else ""
+        group = Group(timeline.route, prefill, timeline.engines[-1])
+        acceptance = RequestAcceptance(group, timeline.accepted, timeline.drafted)
+        self.totals.observe(acceptance)
+        self.alarms.observe(acceptance)
+
+    def _on_recovery(self, request_id: str, rung: str, cause: BaseException) -> None:
+        if (timeline := self._running.get(request_id)) is not None:
+            timeline.on_recovery(time.monotonic(), rung, str(cause))
 
     def describe(self) -> dict[str, object]:
         """Acceptance and its alarms, for `/status`."""
@@ -76,6 +103,8 @@ class ObservedBackend:
 
     def rows(self) -> Iterator[Row]:
         """Acceptance and its alarms, for `/metrics`."""
+        for stage, count in self.recent.stages().items():
+            yield gauge("router_requests_by_stage", "Running requests by stage.", count, stage=stage)
         for group, totals in self.totals:
             labels = {"route": group.route, "prefill_engine": group.prefill, "decode_engine": group.decode}
             text = "Accepted drafts of a request's first verification."

@@ -59,7 +59,9 @@ class Decisions:
 
     def describe(self) -> dict[str, object]:
         counts: dict[str, object] = {why: self.counts[why] for why in WHYS}
-        return {"summary": self.summary(), **counts, "stale": self.stale}
+        last = Counter(self._last)
+        recent = {why: last[why] for why in WHYS if last[why]}
+        return {"summary": self.summary(), **counts, "stale": self.stale, "last": recent}
 
     def summary(self) -> str:
         last = Counter(self._last)

@@ -134,6 +134,8 @@ class VllmClient(EngineClient):
             num_referenced_pages=0,
             num_quarantined_pages=0,
             num_cached_pages=0,
+            num_prefix_queries=int(sum(found.get("vllm:prefix_cache_queries_total", ()))),
+            num_prefix_hits=int(sum(found.get("vllm:prefix_cache_hits_total", ()))),
         )
 
     async def metrics(self) -> dict[str, list[float]]:

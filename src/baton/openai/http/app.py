@@ -27,6 +27,8 @@ from baton.openai.records import log_refusal
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RETRY_AFTER_S = 1
+# Not counted as requests, so that a shutdown does not wait for them: a page that is open ends by itself.
+_UNCOUNTED = ("/metrics", "/dashboard/events")
 MESSAGES = "/v1/messages"
 
 
@@ -103,7 +105,7 @@ def new_app(
             return _error_reply(request, error)
 
         try:
-            with contextlib.nullcontext() if endpoint == "/metrics" else drain.running():
+            with contextlib.nullcontext() if endpoint in _UNCOUNTED else drain.running():
                 keys.check(request)
                 response = await handler(request)
             status = response.status

@@ -1,0 +1,90 @@
+"""The router's routes for its dashboard: the page, its events, and one request by id."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from baton import __version__
+from baton.errors import BatonError
+from baton.observe.dashboard import dashboard_page
+from baton.openai.http.app import DRAIN, json_response
+from baton.openai.http.connections import Stream
+from baton.router.observed import ObservedBackend
+
+_BUSY_S, _IDLE_S, _POLL_S = 1.0, 3.0, 0.25
+_MAX_PAGES = 32  # that are open at the same time
+
+
+def add_dashboard(
+    app: web.Application,
+    observed: ObservedBackend,
+    status: Callable[[], Awaitable[dict[str, object]]],
+    admin_enabled: bool,
+) -> None:
+    """Add `/dashboard`. `status` returns `/status`, shared by all open pages."""
+    num_open = 0
+
+    async def page(request: web.Request) -> web.StreamResponse:
+        """The dashboard."""
+        made = dashboard_page()
+        headers = {"Content-Security-Policy": made.policy, "Cache-Control": "no-cache"}
+        return web.Response(text=made.html, content_type="text/html", headers=headers)
+
+    async def snapshot() -> bytes:
+        told = {
+            **await status(),
+            **observed.recent.describe(time.monotonic()),
+            "model": _model(observed),
+            "version": __version__,
+            "admin": admin_enabled,
+            "now": time.time(),
+        }
+        return msgspec.json.encode(told)
+
+    async def events(request: web.Request) -> web.StreamResponse:
+        """The dashboard's content, as server-sent events."""
+        nonlocal num_open
+        if num_open >= _MAX_PAGES:
+            raise web.HTTPServiceUnavailable(reason="too many dashboards are open")
+        num_open += 1
+        try:
+            response = Stream(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            await response.prepare(request)
+            while not app[DRAIN].begun:
+                num_seen = observed.recent.num_begun
+                await response.send(request, b"data: " + await snapshot() + b"\n\n")
+                waited = 0.0
+                while waited < _IDLE_S and not app[DRAIN].begun:
+                    await asyncio.sleep(_POLL_S)
+                    waited += _POLL_S
+                    busy = observed.recent.num_running or observed.recent.num_begun != num_seen
+                    if busy and waited >= _BUSY_S:
+                        break
+            await response.write_eof()
+            return response
+        finally:
+            num_open -= 1
+
+    async def one_request(request: web.Request) -> web.StreamResponse:
+        """The timeline of a recent request, by its id or `X-Request-Id`."""
+        now = time.monotonic()
+        found = observed.recent.find(request.match_info["id"])
+        if not found:
+            raise web.HTTPNotFound(reason="no recent request has this id")
+        return json_response({"choices": [one.describe(now) for one in found]})
+
+    app.router.add_get("/dashboard", page)
+    app.router.add_get("/dashboard/events", events)
+    app.router.add_get("/dashboard/requests/{id}", one_request)
+
+
+def _model(observed: ObservedBackend) -> str | None:
+    try:
+        return observed.model().name
+    except BatonError:
+        return None
