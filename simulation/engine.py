@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from baton.engine.core import EngineCore
-from baton.engine.handoff import HandoffLegs
+from baton.engine.handoff import HandoffLegs, LegSettings
 from baton.engine.layer_stream import LayerStream
+from baton.engine.mailbox import Mailbox
 from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus
 from baton.engine.requests import make_request
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import Scheduler
+from baton.engine.step import DecodingLimits
 from baton.errors import BatonError
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import (
@@ -91,32 +93,30 @@ class Engine:
             whole = [memory.spec for memory in process.memories]
             few = random.choice((1, 1, 200))
             layers = LayerStream(self.agent, self.cache, whole, len(process.ranks) > 1, few)
-        timeout = settings.timers.handoff
         self.legs = HandoffLegs(
             self.agent,
             self.scheduler,
             self.metrics,
             ends,
-            VOCAB,
-            settings.num_drafts,
-            settings.recovery,
-            timeout,
-            clock=process.clock,
-            kv_stream="chunk" if layers is None else "layer",
-            layers=layers,
+            LegSettings(
+                vocab_size=VOCAB,
+                max_drafts=settings.num_drafts,
+                recovery=settings.recovery,
+                handoff_timeout_s=settings.timers.handoff,
+                kv_stream="chunk" if layers is None else "layer",
+            ),
+            process.clock,
+            layers,
         )
         store: Any = SimPrefixStore(self) if settings.has("prefix_store") else None
         self.core = EngineCore(
             executor,
             self.scheduler,
             self.legs,
-            list(process.model.eos),
-            longest,
-            settings.num_drafts,
-            False,
+            DecodingLimits(frozenset(process.model.eos), longest, settings.num_drafts),
             self._emit,
             store,
-            clock=process.clock,
+            mailbox=Mailbox(process.clock),
         )
         fingerprint = json.dumps(process.config.fingerprint, sort_keys=True)
         info = SimpleNamespace(

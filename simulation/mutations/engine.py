@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from baton.engine import step
 from baton.engine.handoff import HandoffLegs, Leg
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
+from baton.engine.step import StepRunner
 from baton.kv import pool, prefix
 from baton.kv.cache import KVCache
 from baton.kv.interval import Rules
@@ -40,16 +40,17 @@ def _state_clipped_by_tokens() -> list[Patch]:
 
 @mutation("nothing is declared before the drafter has run")
 def _first_token_before_draft() -> list[Patch]:
-    original = step._draft
+    original = StepRunner._draft
 
-    def draft(core: Any, draft_rows: Sequence[Any]) -> Any:
+    def draft(self: StepRunner, draft_rows: Sequence[Any]) -> Any:
         for rows in draft_rows:
             if rows.request.role == "prefill":
                 rows.request.num_drafted = rows.stop
-                core.legs.declare(rows.request)
-        return original(core, draft_rows)
+                assert self.legs is not None
+                self.legs.declare(rows.request)
+        return original(self, draft_rows)
 
-    return [(step, "_draft", draft)]
+    return [(StepRunner, "_draft", draft)]
 
 
 # ---------------------------------------------------------------- the prefix cache

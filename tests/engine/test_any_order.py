@@ -6,8 +6,7 @@ prefix store and the clients act at random times, and peers write into their pag
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -15,16 +14,15 @@ from typing import Any
 
 import pytest
 
-from baton.engine import core as core_module
 from baton.engine.core import EngineCore
-from baton.engine.handoff import HandoffLegs
+from baton.engine.handoff import HandoffLegs, LegSettings
 from baton.engine.metrics import EngineMetrics
 from baton.engine.plan import PlanSpec
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import ScheduledRows, Scheduler
-from baton.engine.step import StepOutcome
+from baton.engine.step import DecodingLimits, StepOutcome
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval
@@ -82,10 +80,12 @@ class Engine:
             return until_stop(request, [token], {EOS}, CONTEXT)[1] is not None
 
         agent: Any = self
-        self.legs = HandoffLegs(agent, self.scheduler, metrics, ends, 100, LOOKAHEAD, recovery, 1000.0)
+        self.legs = HandoffLegs(agent, self.scheduler, metrics, ends, LegSettings(100, LOOKAHEAD, recovery, 1000.0))
+        limits = DecodingLimits(frozenset([EOS]), CONTEXT, LOOKAHEAD)
         # Steps are modelled, so no plan is ever made.
         executor: Any = SimpleNamespace(spec=PlanSpec((), (), (), True, False))
-        self.core = EngineCore(executor, self.scheduler, self.legs, [EOS], CONTEXT, LOOKAHEAD, False, self.emit, agent)
+        self.core = EngineCore(executor, self.scheduler, self.legs, limits, self.emit, agent)
+        self.core.steps.compute = self.compute  # type: ignore[method-assign]
         self.prefills: dict[AttemptKey, Attempt] = {}
         self.decodes: dict[AttemptKey, Attempt] = {}
         self.loads: list[Callable[[], None]] = []
@@ -286,7 +286,7 @@ class Engine:
 
     # ------------------------------------------------------------ a step
 
-    def compute(self, core: EngineCore, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
+    def compute(self, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
         done = StepOutcome()
         for rows in scheduled:
             request, stop = rows.request, rows.start + rows.num_rows
@@ -307,7 +307,7 @@ class Engine:
                 request.finish_reason, request.draft_ids = reason, []
                 name = request.request_id
                 chunk = TokenChunk(request_id=name, token_ids=new, position=position, finish_reason=reason)
-                core.emit(chunk, reason is not None)
+                self.core.emit(chunk, reason is not None)
             request.num_computed = stop if prefilling else len(request.token_ids) - 1
             for name, pool in self.memory.cache.pools.items():
                 table = request.kv.pages[name]
@@ -320,7 +320,7 @@ class Engine:
                 if name != "draft" or reason is None:
                     self.put(name, table, request.token_ids, rows.start, request.num_computed)
             if reason is None:
-                drafts = core.num_drafts(request) if request.num_computed >= request.prefill_len else 0
+                drafts = self.core.limits.num_drafts(request) if request.num_computed >= request.prefill_len else 0
                 request.draft_ids = [self.random.randint(10, 18) for _ in range(drafts)]
                 done.draft_rows.append(DraftRows(request, 0, rows.start, request.num_computed, drafts))
         return done
@@ -358,19 +358,11 @@ class Engine:
         assert set(self.ended.values()) <= {1}
 
 
-@contextlib.contextmanager
-def stepping(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patched:
-        patched.setattr(core_module, "compute", engine.compute)
-        yield
-
-
 @pytest.mark.parametrize("part", range(4))
-def test_every_request_ends_once_exact_and_leaves_nothing(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_ends_once_exact_and_leaves_nothing(part: int) -> None:
     for seed in range(part, 120, 4):
         engine = Engine(seed)
-        with stepping(engine, monkeypatch):
-            try:
-                engine.run()
-            except Exception as error:
-                raise AssertionError(f"seed {seed}") from error
+        try:
+            engine.run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}") from error

@@ -76,7 +76,7 @@ def test_plans_and_results_may_travel(verifier: str) -> None:
     with stepped(**settings) as here, stepped(**settings) as there:
         local = there.core.executor
         assert isinstance(local, LocalExecutor)
-        there.core.executor = distant = Distant(local)  # type: ignore[assignment]
+        there.core.steps.executor = distant = Distant(local)  # type: ignore[assignment]
         expected = answers(here)
         assert answers(there) == expected
         assert any(sum(accepted) for _, accepted in expected)

@@ -72,21 +72,21 @@ def test_idle_time_and_short_turns_count_for_nothing(monkeypatch: pytest.MonkeyP
     with stepped() as one:
         core = one.core
         now[0] += 1000.0
-        assert core.busy_s() == 0.0
+        assert core.mailbox.busy_s() == 0.0
         core.post(lambda: None)
         now[0] += 7.0
-        assert core.busy_s() == 7.0  # no thread takes it
+        assert core.mailbox.busy_s() == 7.0  # no thread takes it
         seen: list[float] = []
 
         def slow() -> None:
             now[0] += 5.0
-            seen.append(core.busy_s())
+            seen.append(core.mailbox.busy_s())
 
         core.post(slow)
         core.stop()  # so that the iteration does not sleep at its end
         core.turn()
         assert seen == [5.0]
-        assert core.busy_s() == 0.0
+        assert core.mailbox.busy_s() == 0.0
 
 
 def test_calls_are_taken_while_others_look_at_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,12 +94,12 @@ def test_calls_are_taken_while_others_look_at_them(monkeypatch: pytest.MonkeyPat
 
     class Calls(deque[Any]):
         def popleft(self) -> Any:
-            assert core._wake._is_owned()  # type: ignore[attr-defined]
+            assert core.mailbox._wake._is_owned()  # type: ignore[attr-defined]
             return super().popleft()
 
     with stepped() as one:
         core = one.core
-        monkeypatch.setattr(core, "_posted", Calls())
+        monkeypatch.setattr(core.mailbox, "_posted", Calls())
         done: list[int] = []
         core.post(lambda: done.append(1))
         core.drain()

@@ -115,7 +115,7 @@ class AsyncEngine:
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise EngineUnavailableError(self._dead)
-        busy_s = self._engine.core.busy_s()
+        busy_s = self._engine.core.mailbox.busy_s()
         if busy_s > self._stall_timeout_s:
             raise EngineStalledError(f"the engine thread has been at one step for {busy_s:.0f} s")
 

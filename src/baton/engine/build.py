@@ -17,30 +17,34 @@ from baton.engine.attention.registry import get_backend
 from baton.engine.config import EngineConfig
 from baton.engine.core import EmitChunk, EngineCore
 from baton.engine.executor import Executor, LocalExecutor
-from baton.engine.handoff import HandoffLegs
+from baton.engine.handoff import HandoffLegs, LegSettings
 from baton.engine.layer_stream import LayerStream
 from baton.engine.loading.checkpoints import Loaded, load_checkpoints
 from baton.engine.loading.facts import engine_facts
+from baton.engine.mailbox import Mailbox
 from baton.engine.memory.group_memory import GroupMemory
-from baton.engine.memory.kv_memory import kv_memory, model_groups
+from baton.engine.memory.kv_memory import KVMemory, kv_memory, model_groups
 from baton.engine.memory.pool_size import Memory, PoolSize
 from baton.engine.metrics import EngineMetrics
 from baton.engine.ranks.agents import make_agents
 from baton.engine.ranks.collective import expert_ranks
 from baton.engine.ranks.executor import RankExecutor
-from baton.engine.ranks.followers import start_followers
+from baton.engine.ranks.followers import Followers, start_followers
 from baton.engine.ranks.lockstep import Lockstep, WakeSockets
+from baton.engine.request import Request
 from baton.engine.runner import ModelRunner, plan_spec
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import Scheduler
-from baton.errors import BatonError, ConfigError, EngineUnavailableError, HandoffError
+from baton.engine.step import DecodingLimits
+from baton.errors import ConfigError, EngineUnavailableError, HandoffError
 from baton.handoff.agent.agent import AgentConfig, HandoffAgent, Timers
-from baton.handoff.agent.instance import Agent
+from baton.handoff.agent.instance import Agent, InstanceAgent
 from baton.handoff.protocol.messages import MAX_DRAFTS
 from baton.handoff.protocol.ticket import Redeemer, load_or_create_key
 from baton.handoff.session.config import DEFAULT_MAX_RETRIES, own_bind
 from baton.handoff.session.keys import KeyRing
 from baton.kv.cache import KVCache
+from baton.kv.spec import GroupSpec
 from baton.kvstore.prefix_store import PrefixStore
 from baton.structured import Grammars
 from baton.text import Tokenizer
@@ -98,6 +102,20 @@ def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str]
     return engine
 
 
+@dataclass(frozen=True, slots=True)
+class _Computing:
+    """What computes: this rank's model and the other ranks. `whole`: the groups over all ranks. `peers`: the other
+    data-parallel ranks, if they share experts."""
+
+    loaded: Loaded
+    executor: Executor
+    followers: Followers
+    peers: Lockstep | None
+    whole: list[GroupSpec]
+    pool: KVMemory
+    facts: dict[str, str]
+
+
 def _build(
     config: EngineConfig, emit: EmitChunk, progress: Callable[[str], None], undo: contextlib.ExitStack
 ) -> Engine:
@@ -112,6 +130,59 @@ def _build(
     for _ in range(config.num_ranks if ticket_key else 0):
         transports.append(create_transport(config.kv_transfer_config.kv_transport))
         undo.callback(transports[-1].close)
+    computing = _load(config, device, transports, progress, undo)
+    loaded, pool, facts = computing.loaded, computing.pool, computing.facts
+    cache = KVCache(
+        computing.whole,
+        pool.size.num_pages,
+        config.num_drafts,
+        computing.executor.copy_page,
+        config.enable_prefix_caching,
+        config.mamba_block_size,
+    )
+    scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
+    spec, eos_ids = config.speculative_config, frozenset(loaded.tokenizer.eos_token_ids)
+    rejection = spec is not None and spec.verifier == "rejection"
+    limits = DecodingLimits(eos_ids, pool.size.max_model_len, config.num_drafts, rejection)
+    mailbox, incarnation = Mailbox(), secrets.token_hex(8)
+    agents: Sequence[HandoffAgent] = ()
+    legs: HandoffLegs | None = None
+    if transports and ticket_key is not None:
+        identity = _agent_config(config, incarnation, facts, ticket_key, keys)
+        agents, instance = _agents(config, identity, computing, transports, mailbox, undo)
+        layers = None
+        if config.kv_stream == "layer":
+            layers = LayerStream(instance, cache, computing.whole, config.num_ranks > 1)
+        legs = _legs(config, instance, layers, scheduler, loaded, limits, transports[0])
+    core = EngineCore(
+        computing.executor,
+        scheduler,
+        legs,
+        limits,
+        emit,
+        prefix_store=_prefix_store(config, facts, cache, pool.kv),
+        queue_timeout_s=config.queue_timeout_s,
+        mailbox=mailbox,
+    )
+    if computing.peers is not None:
+        core.peers = computing.peers
+        computing.peers.wake_sockets.listen(lambda: mailbox.post(lambda: None))
+    for agent in agents:
+        agent.start()
+    computing.followers.watch(lambda cause: mailbox.post(EngineUnavailableError(cause)))
+    info = _info(config, loaded, pool.size, facts, incarnation, [agent.address for agent in agents], cache)
+    redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None
+    return Engine(info, core, loaded.tokenizer, agents, transports, redeemer, loaded.grammars)
+
+
+def _load(
+    config: EngineConfig,
+    device: torch.device,
+    transports: Sequence[Transport],
+    progress: Callable[[str], None],
+    undo: contextlib.ExitStack,
+) -> _Computing:
+    """Start the other ranks, load the checkpoints and allocate the KV of all ranks."""
     uses_shm = bool(transports) and transports[0].scheme.rpartition("+")[2] == ShmTransport.scheme
     memory = Memory.measure(device, uses_shm)
     followers = start_followers(config, progress)
@@ -130,78 +201,53 @@ def _build(
     own = [group for group, _ in pool.parts[0]]
     followers.send_allocation(pool, drafter.aux_layers if drafter is not None else ())
     backend = get_backend(config.attention_backend, config.device)
-    spec = config.speculative_config
     facts = engine_facts(config, loaded.hf_config, whole, own, model, drafter, backend, loaded.tokenizer.eos_token_ids)
     followers.answered()
     local = LocalExecutor(ModelRunner(model, drafter, own, pool.kv, backend, device, loaded.grammars))
-    spec_of_all = plan_spec(whole, drafter)
-    executor: Executor = local if config.num_ranks == 1 else RankExecutor(local, followers, spec_of_all)
-    cache = KVCache(
-        whole,
-        pool.size.num_pages,
-        config.num_drafts,
-        executor.copy_page,
-        config.enable_prefix_caching,
-        config.mamba_block_size,
+    executor: Executor = local
+    if config.num_ranks > 1:
+        executor = RankExecutor(local, followers, plan_spec(whole, drafter))
+    return _Computing(loaded, executor, followers, peers, whole, pool, facts)
+
+
+def _agent_config(
+    config: EngineConfig, incarnation: str, facts: dict[str, str], ticket_key: bytes, keys: KeyRing | None
+) -> AgentConfig:
+    return AgentConfig(
+        engine_id=config.engine_id,
+        incarnation=incarnation,
+        bind=own_bind(config.kv_transfer_config.control_bind, config.data_parallel_rank),
+        fingerprint=facts,
+        ticket_key=ticket_key,
+        keys=keys,
+        timers=Timers(handoff=config.kv_transfer_config.handoff_timeout_s),
+        integrity=_integrity(config),
+        max_retries=0 if config.recovery == "none" else DEFAULT_MAX_RETRIES,
     )
-    scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
-    incarnation = secrets.token_hex(8)
-    agents: Sequence[HandoffAgent] = ()
-    legs: HandoffLegs | None = None
-    core: EngineCore
-    if transports and ticket_key is not None:
-        identity = AgentConfig(
-            engine_id=config.engine_id,
-            incarnation=incarnation,
-            bind=own_bind(config.kv_transfer_config.control_bind, config.data_parallel_rank),
-            fingerprint=facts,
-            ticket_key=ticket_key,
-            keys=keys,
-            timers=Timers(handoff=config.kv_transfer_config.handoff_timeout_s),
-            integrity=_integrity(config),
-            max_retries=0 if config.recovery == "none" else DEFAULT_MAX_RETRIES,
-        )
-        agents, instance = make_agents(
-            identity,
-            whole,
-            pool,
-            transports,
-            lambda event: core.post(lambda: core.on_handoff(event)),
-            lambda: core.busy_s() > config.stall_timeout_s,
-            lambda why: core.post(lambda: _end(HandoffError("agent_lost", why))),
-            config.data_parallel_rank if config.data_parallel_size > 1 else None,
-        )
-        for agent in agents:
-            undo.callback(agent.close)
-        layers = LayerStream(instance, cache, whole, config.num_ranks > 1) if config.kv_stream == "layer" else None
-        legs = _legs(config, instance, layers, scheduler, loaded, pool.size.max_model_len, transports[0])
-    core = EngineCore(
-        executor,
-        scheduler,
-        legs,
-        loaded.tokenizer.eos_token_ids,
-        pool.size.max_model_len,
-        config.num_drafts,
-        spec is not None and spec.verifier == "rejection",
-        emit,
-        _prefix_store(config, facts, cache, pool.kv),
-        config.queue_timeout_s,
+
+
+def _agents(
+    config: EngineConfig,
+    identity: AgentConfig,
+    computing: _Computing,
+    transports: Sequence[Transport],
+    mailbox: Mailbox,
+    undo: contextlib.ExitStack,
+) -> tuple[list[HandoffAgent], InstanceAgent]:
+    """The agents of all ranks, and the one that combines them. They report to the engine's thread by its mailbox."""
+    agents, instance = make_agents(
+        identity,
+        computing.whole,
+        computing.pool,
+        transports,
+        emit=mailbox.post,
+        stalled=lambda: mailbox.busy_s() > config.stall_timeout_s,
+        lost=lambda why: mailbox.post(HandoffError("agent_lost", why)),
+        data_rank=config.data_parallel_rank if config.data_parallel_size > 1 else None,
     )
-    if peers is not None:
-        core.peers = peers
-        peers.wake_sockets.listen(lambda: core.post(lambda: None))
     for agent in agents:
-        agent.start()
-    followers.watch(lambda cause: core.post(lambda: _end(EngineUnavailableError(cause))))
-    info = _info(config, loaded, pool.size, facts, incarnation, [agent.address for agent in agents], cache)
-    redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None
-    return Engine(info, core, loaded.tokenizer, agents, transports, redeemer, loaded.grammars)
-
-
-def _end(error: BatonError) -> None:
-    """End the engine thread, which calls this, and with it the engine: what the ranks' memory holds, and who writes to
-    it, is no longer known."""
-    raise error
+        undo.callback(agent.close)
+    return agents, instance
 
 
 def _join(config: EngineConfig, undo: contextlib.ExitStack) -> Lockstep | None:
@@ -228,24 +274,23 @@ def _legs(
     layers: LayerStream | None,
     scheduler: Scheduler,
     loaded: Loaded,
-    max_model_len: int,
+    limits: DecodingLimits,
     transport: Transport,
 ) -> HandoffLegs:
-    eos_ids, spec = frozenset(loaded.tokenizer.eos_token_ids), config.speculative_config
-    return HandoffLegs(
-        agent,
-        scheduler,
-        EngineMetrics(),
-        lambda request, token: until_stop(request, [token], eos_ids, max_model_len)[1] is not None,
-        loaded.model.vocab_size,
-        config.num_drafts if spec is not None and spec.draft_kv == "require" else MAX_DRAFTS,
-        config.recovery,
-        config.kv_transfer_config.handoff_timeout_s,
-        getattr(transport, "alter_seeds", None),
+    def ends(request: Request, token: int) -> bool:
+        return until_stop(request, [token], limits.eos_ids, limits.max_model_len)[1] is not None
+
+    spec = config.speculative_config
+    settings = LegSettings(
+        vocab_size=loaded.model.vocab_size,
+        max_drafts=config.num_drafts if spec is not None and spec.draft_kv == "require" else MAX_DRAFTS,
+        recovery=config.recovery,
+        handoff_timeout_s=config.kv_transfer_config.handoff_timeout_s,
         drafter_state_bytes=(num_modules(loaded.drafter) - 1) * loaded.model.hidden_size * 4,
         kv_stream=config.kv_stream,
-        layers=layers,
     )
+    alter_seeds = getattr(transport, "alter_seeds", None)
+    return HandoffLegs(agent, scheduler, EngineMetrics(), ends, settings, layers=layers, alter_seeds=alter_seeds)
 
 
 def _info(

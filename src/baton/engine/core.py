@@ -7,22 +7,21 @@ other threads use `post`.
 from __future__ import annotations
 
 import itertools
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from baton.clock import Clock, SystemClock
 from baton.engine.handoff import Effect, HandoffLegs, PagesReleased, RequestArrived, RequestFailed
+from baton.engine.mailbox import Mailbox
 from baton.engine.metrics import EngineMetrics
 from baton.engine.planning import DraftRows
 from baton.engine.ranks.lockstep import Peers, SingleRank
 from baton.engine.request import Request, RequestStatus
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import ScheduledRows, Scheduler
-from baton.engine.step import client_error, compute
+from baton.engine.step import DecodingLimits, StepRunner, client_error
+from baton.errors import BatonError
 from baton.handoff.protocol.events import HandoffEvent
 from baton.handoff.protocol.messages import Seeds
 from baton.wire import EngineLoad, FinishReason, TokenChunk
@@ -43,82 +42,65 @@ class EngineCore:
         executor: Executor,
         scheduler: Scheduler,
         legs: HandoffLegs | None,
-        eos_ids: Sequence[int],
-        max_model_len: int,
-        num_speculative_tokens: int,
-        rejection: bool,
+        limits: DecodingLimits,
         emit: EmitChunk,
         prefix_store: PrefixStore | None = None,
         queue_timeout_s: float = 0.0,
-        clock: Clock | None = None,
+        mailbox: Mailbox | None = None,
     ) -> None:
-        self.executor, self.scheduler, self.legs, self.emit = executor, scheduler, legs, emit
+        self.scheduler, self.legs, self.limits, self.emit = scheduler, legs, limits, emit
         self.cache = scheduler.cache
         self._reach = max(pool.reach for pool in self.cache.pools.values())
-        # A drafter that reads tokens only computes a prompt's missing entries later, in rows of its own.
-        self.drafts_from_tokens = {rules.module for rules in self.cache.rules.values()} - {0} == {None}
         self.prefix_store = prefix_store
-        self.eos_ids = frozenset(eos_ids)
-        self.max_model_len = max_model_len
-        self.num_speculative_tokens, self.rejection = num_speculative_tokens, rejection
-        self.queue_timeout_s, self.clock = queue_timeout_s, clock or SystemClock()
+        self.queue_timeout_s, self.mailbox = queue_timeout_s, mailbox or Mailbox()
+        self.clock = self.mailbox.clock
         self._arrivals = itertools.count(1)
         self.metrics = EngineMetrics() if legs is None else legs.metrics
+        self.steps = StepRunner(executor, scheduler, legs, limits, emit, self.metrics, self.clock)
         self.requests: dict[str, Request] = {}
-        self._posted: deque[tuple[float, Callable[[], None]]] = deque()
-        self._turn_started: float | None = None
-        self._wake = threading.Condition()
-        self._stopping = False
         self.peers: Peers = SingleRank()
         if prefix_store is not None:
             prefix_store.bind(self.post, lambda operation: self.metrics.prefix_store_failures.update((operation,)))
+
+    @property
+    def executor(self) -> Executor:
+        return self.steps.executor
 
     # ------------------------------------------------------------- other threads
 
     def post(self, call: Callable[[], None]) -> None:
         """Run `call` on the engine thread before its next step. Thread-safe."""
-        with self._wake:
-            self._posted.append((self.clock.monotonic(), call))
-            self._wake.notify()
+        self.mailbox.post(call)
 
     def stop(self) -> None:
         """Make `run` return. Thread-safe."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self.mailbox.stop()
 
     def run(self) -> None:
-        """Run turns until `stop`."""
-        while not (self._stopping and self.peers.ended):
+        """Run turns until `stop`. Raises an error that was posted: what the ranks' memory holds, and who writes to it,
+        is no longer known."""
+        while not (self.mailbox.stopping and self.peers.ended):
             self.turn()
 
     def turn(self) -> None:
-        """Run posted calls and one step. If there was nothing to compute, sleep until a call is posted."""
-        self._turn_started = self.clock.monotonic()
+        """Handle what was posted and run one step. If there was nothing to compute, sleep until something is posted."""
+        mailbox = self.mailbox
+        mailbox.begin_turn()
         self.drain()
-        goes_on = self.peers.turn(self.step, self._stopping)
-        self._turn_started = None
+        goes_on = self.peers.turn(self.step, mailbox.stopping)
+        mailbox.end_turn()
         if not goes_on:
-            with self._wake:
-                if not self._posted and self.peers.may_sleep(self._stopping):
-                    # Limits of requests that wait for pages are checked at least this often.
-                    self._wake.wait(0.5 if self.scheduler.has_work else None)
+            # Limits of requests that wait for pages are checked at least this often.
+            mailbox.sleep(self.peers.may_sleep, 0.5 if self.scheduler.has_work else None)
 
     def drain(self) -> None:
-        while self._posted:
-            with self._wake:  # `busy_s` reads the first
-                _, call = self._posted.popleft()
-            call()
-
-    def busy_s(self) -> float:
-        """Seconds since the current turn began or the oldest pending call was posted, whichever is more; 0 while idle.
-        Large if the thread hangs. Thread-safe."""
-        since = [self._turn_started]
-        with self._wake:
-            if self._posted:
-                since.append(self._posted[0][0])
-        began = [start for start in since if start is not None]
-        return self.clock.monotonic() - min(began) if began else 0.0
+        for item in self.mailbox.take():
+            if isinstance(item, BatonError):
+                raise item
+            if callable(item):
+                item()
+            else:
+                self.on_handoff(item)
 
     def load(self) -> EngineLoad:
         """A snapshot. Thread-safe."""
@@ -137,7 +119,7 @@ class EngineCore:
 
     def forget_metrics(self) -> None:
         """Reset all counters."""
-        self.metrics = EngineMetrics()
+        self.metrics = self.steps.metrics = EngineMetrics()
         if self.legs is not None:
             self.legs.metrics = self.metrics
 
@@ -251,7 +233,7 @@ class EngineCore:
             self.legs.admit(rows.request for rows in scheduled)
         if not scheduled:
             return False
-        done = compute(self, scheduled)
+        done = self.steps.compute(scheduled)
         for request, error in done.failed.items():
             self.finish(request, "error", client_error(request, error))
         self._finalise([rows for rows in scheduled if rows.request not in done.failed], done.draft_rows)
@@ -303,15 +285,11 @@ class EngineCore:
         paged = (name for name, rules in self.cache.rules.items() if rules.kind != "state")
         return min((self.cache.num_final(name, known, computed, drafted) for name in paged), default=computed)
 
-    def num_drafts(self, request: Request) -> int:
-        """How many drafts a request gets. They and the token after them fit into the context."""
-        return min(self.num_speculative_tokens, self.max_model_len - len(request.token_ids) - 1)
-
     def _committed(self, request: Request, seeds: Seeds) -> None:
         """Start decoding a received request. Its first step verifies the drafts that came with the first token."""
         request.num_computed = request.num_drafted = request.prefill_len
         if request.draft_prefix_len is not None:
-            if self.drafts_from_tokens:
+            if self.steps.drafts_from_tokens:
                 request.num_drafted = request.draft_prefix_len
             else:
                 request.first_drafted = request.prefill_len
@@ -324,7 +302,7 @@ class EngineCore:
             mtp_hidden = np.frombuffer(seeds.drafter_states, dtype="<f4").astype(np.float32)
             request.mtp_hidden = mtp_hidden.reshape(self.executor.spec.num_modules - 1, -1)
         # The prefill engine's context may be longer, and its drafter may draft more.
-        request.draft_ids = list(seeds.draft_token_ids[: self.num_drafts(request)])
+        request.draft_ids = list(seeds.draft_token_ids[: self.limits.num_drafts(request)])
         request.committed_at = request.runs_since = self.clock.monotonic()
         self.metrics.prompt_came(
             request.num_prompt, min(request.num_cached, request.num_prompt), "external_kv_transfer"
@@ -334,7 +312,9 @@ class EngineCore:
 
     def _finished_elsewhere(self, request: Request, seeds: Seeds) -> None:
         """End a decode leg whose request ended on P with its first token."""
-        _, reason, stop_reason = until_stop(request, [seeds.first_token], self.eos_ids, self.max_model_len)
+        _, reason, stop_reason = until_stop(
+            request, [seeds.first_token], self.limits.eos_ids, self.limits.max_model_len
+        )
         assert reason is not None
         self._end(request, reason)
         self._emit_seed(request, seeds, reason, stop_reason)

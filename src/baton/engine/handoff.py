@@ -87,6 +87,20 @@ class PagesReleased:
 Effect = RequestFailed | RequestArrived | PagesReleased
 
 
+@dataclass(frozen=True, slots=True)
+class LegSettings:
+    """`max_drafts`: limit of the drafts that come with the first token. `drafter_state_bytes`: length of
+    `Seeds.drafter_states`, 0 if this engine's drafter needs none. `kv_stream` off: nothing is declared before the
+    prefill ends."""
+
+    vocab_size: int
+    max_drafts: int
+    recovery: Recovery
+    handoff_timeout_s: float
+    drafter_state_bytes: int = 0
+    kv_stream: KVStream = "chunk"
+
+
 class HandoffLegs:
     """The open legs of one engine, by attempt."""
 
@@ -96,28 +110,21 @@ class HandoffLegs:
         scheduler: Scheduler,
         metrics: EngineMetrics,
         ends: Callable[[Request, int], bool],
-        vocab_size: int,
-        max_drafts: int,
-        recovery: Recovery,
-        handoff_timeout_s: float,
-        alter_seeds: Callable[[Seeds], Seeds] | None = None,
+        settings: LegSettings,
         clock: Clock | None = None,
-        drafter_state_bytes: int = 0,
-        kv_stream: KVStream = "chunk",
         layers: LayerStream | None = None,
+        alter_seeds: Callable[[Seeds], Seeds] | None = None,
     ) -> None:
-        """`ends(request, token)`: whether `token` ends the request if it comes next. `max_drafts`: limit of the drafts
-        that come with the first token. `alter_seeds`: hook by which the `faulty` transport corrupts seeds.
-        `drafter_state_bytes`: length of `Seeds.drafter_states`, 0 if this engine's drafter needs none. `kv_stream` off:
-        nothing is declared before the prefill ends. `layers`: given if `kv_stream` is `layer`."""
+        """`ends(request, token)`: whether `token` ends the request if it comes next. `layers`: given if `kv_stream` is
+        `layer`. `alter_seeds`: hook by which the `faulty` transport corrupts seeds."""
         self.agent, self.scheduler, self.cache, self.metrics = agent, scheduler, scheduler.cache, metrics
-        self.alter_seeds = alter_seeds
+        self.alter_seeds, self.layers = alter_seeds, layers
         self._clock = clock or SystemClock()
         self._ends = ends
-        self.vocab_size, self.max_drafts = vocab_size, max_drafts
-        self.drafter_state_bytes, self.kv_stream, self.layers = drafter_state_bytes, kv_stream, layers
-        self.recovery = recovery
-        self.handoff_timeout_s = handoff_timeout_s
+        self.vocab_size, self.max_drafts = settings.vocab_size, settings.max_drafts
+        self.drafter_state_bytes, self.kv_stream = settings.drafter_state_bytes, settings.kv_stream
+        self.recovery = settings.recovery
+        self.handoff_timeout_s = settings.handoff_timeout_s
         self.open: dict[AttemptKey, Leg] = {}
         self._recomputing: dict[Request, float] = {}  # when its old pages should be free, in monotonic seconds
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ from baton.engine.sampling.stopping import until_stop
 from baton.engine.sampling.verifier import Verified, verify
 from baton.engine.scheduler import ScheduledRows, Scheduler
 from baton.errors import NonFiniteLogitsError, RequestError, refusal
-from baton.kv.cache import KVCache
 from baton.wire import TokenChunk, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -36,24 +35,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class StepContext(Protocol):
-    """What a step needs of its engine (`EngineCore`)."""
+@dataclass(frozen=True, slots=True)
+class DecodingLimits:
+    """When requests end, how many drafts a verification has, and whether it is by rejection (else coupled)."""
 
-    executor: Executor
-    scheduler: Scheduler
-    cache: KVCache
-    legs: HandoffLegs | None
-    metrics: EngineMetrics
-    clock: Clock
-    emit: Callable[[TokenChunk, bool], None]
     eos_ids: frozenset[int]
     max_model_len: int
-    rejection: bool
-    drafts_from_tokens: bool
+    num_speculative_tokens: int = 0
+    rejection: bool = False
 
     def num_drafts(self, request: Request) -> int:
-        """How many drafts a request gets."""
-        ...
+        """How many drafts a request gets. They and the token after them fit into the context."""
+        return min(self.num_speculative_tokens, self.max_model_len - len(request.token_ids) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +57,227 @@ class StepOutcome:
     failed: dict[Request, Exception] = field(default_factory=dict)
 
 
-def compute(core: StepContext, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
-    """Run the scheduled rows and emit their tokens.
+class StepRunner:
+    """Runs the steps of one engine. `emit` gets each chunk, and whether it is the request's last."""
 
-    Raises a request's error if all requests fail and a trivial one fails too: the engine is broken.
-    """
-    _note_starts(core, scheduled)
-    computed = _together(core, scheduled)
-    for request, error in computed.failed.items():
-        if isinstance(error, NonFiniteLogitsError):
-            core.metrics.num_corrupted += 1
-            # Else prompts with the same prefix would fail even after the cause is gone.
-            core.cache.forget(request.kv)
-    if len(computed.failed) == len(scheduled) and not _works(core):
-        raise next(iter(computed.failed.values()))
-    return computed
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        legs: HandoffLegs | None,
+        limits: DecodingLimits,
+        emit: Callable[[TokenChunk, bool], None],
+        metrics: EngineMetrics,
+        clock: Clock,
+    ) -> None:
+        self.executor, self.scheduler, self.cache, self.legs = executor, scheduler, scheduler.cache, legs
+        self.limits, self.emit, self.metrics, self.clock = limits, emit, metrics, clock
+        # A drafter that reads tokens only computes a prompt's missing entries later, in rows of its own.
+        self.drafts_from_tokens = {rules.module for rules in self.cache.rules.values()} - {0} == {None}
+
+    def compute(self, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
+        """Run the scheduled rows and emit their tokens.
+
+        Raises a request's error if all requests fail and a trivial one fails too: the engine is broken.
+        """
+        self._note_starts(scheduled)
+        computed = self._together(scheduled)
+        for request, error in computed.failed.items():
+            if isinstance(error, NonFiniteLogitsError):
+                self.metrics.num_corrupted += 1
+                # Else prompts with the same prefix would fail even after the cause is gone.
+                self.cache.forget(request.kv)
+        if len(computed.failed) == len(scheduled) and not self._works():
+            raise next(iter(computed.failed.values()))
+        return computed
+
+    def _note_starts(self, scheduled: Sequence[ScheduledRows]) -> None:
+        """Record the queue time of requests that run for the first time. Handoff metrics cover decode legs."""
+        for rows in scheduled:
+            request = rows.request
+            if request.started_at is None and request.role != "decode":
+                now = request.started_at = request.runs_since = self.clock.monotonic()
+                self.metrics.queue_time.observe(now - request.queued_at)
+
+    def _together(self, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
+        layers = self.legs.layers if self.legs is not None else None
+        allowed, refused = allowed_tokens(scheduled)
+        if refused:
+            others = [rows for rows in scheduled if rows.request not in refused]
+            return _joined([StepOutcome(failed=dict(refused)), *([self._together(others)] if others else [])])
+        try:
+            plan, sampled = step_plan(scheduled, allowed, self.executor.spec, self.limits.rejection)
+            result = self.executor.execute(plan, layers.begin(scheduled) if layers is not None else None)
+        except Exception as error:
+            if layers is not None:
+                layers.withdraw()
+            if len(scheduled) == 1:
+                return StepOutcome(failed={scheduled[0].request: error})
+            log.warning("a step of %d requests failed, each is run alone: %r", len(scheduled), error)
+            return _joined([self._together([rows]) for rows in scheduled])
+        failed: dict[Request, Exception] = _note_scores(scheduled, result.scores)
+        choices = result.choices.tolist()
+        for one in sampled:
+            if one.request in failed:
+                continue
+            try:
+                self._choose(one, choices, result)
+            except Exception as error:
+                failed[one.request] = error
+        self._end_without_tokens([rows for rows in scheduled if rows.request not in failed])
+        draft_rows = self._advance(scheduled, plan, failed)
+        for drafted in draft_rows:
+            request = drafted.request
+            self.cache.plan_checkpoints(request.kv, request.token_ids, drafted.start, drafted.stop, "draft")
+        failed |= self._draft(draft_rows)
+        return StepOutcome([drafted for drafted in draft_rows if drafted.request not in failed], failed)
+
+    def _works(self) -> bool:
+        """Whether target and drafter can compute one token in spare pages. True without spare pages."""
+        tables = self.cache.spare()
+        if tables is None:
+            return True
+        try:
+            spec, one = self.executor.spec, np.array([1])
+            rows = one_request([0], tables.pages, (*spec.state_groups, *spec.draft_state_groups))
+            self.executor.execute(StepPlan(rows, sample_rows=np.array([0])))
+            if spec.drafts:
+                noise = Noise(np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint64), np.zeros(1))
+                contexts = (np.zeros(2, dtype=np.int64),) if spec.needs_contexts else ()
+                none = np.zeros(0, dtype=np.int64)
+                states = {
+                    name: DraftSlots(np.zeros(1, dtype=np.int64), rows.states[name].write[None], none, none, none)
+                    for name in spec.draft_state_groups
+                }
+                plan = DraftPlan(rows, np.array([0]), one, noise, contexts, chain=self._one_row(), states=states)
+                self.executor.draft(plan)
+        except Exception:
+            return False
+        finally:
+            self.cache.release(tables)
+        return True
+
+    def _one_row(self) -> ModuleChain | None:
+        """The module chain for the first row of a request, for which only the first module has an entry."""
+        num_modules = self.executor.spec.num_modules
+        if num_modules == 1:
+            return None
+        spans = np.zeros((1, num_modules, 2), dtype=np.int64)
+        spans[0, 0, 1] = 1
+        return ModuleChain(spans, [np.zeros(0, dtype=np.int64)], np.full((1, num_modules - 1), -1))
+
+    def _choose(self, one: SampledRequest, choices: Sequence[int], result: StepResult) -> None:
+        request = one.request
+        verified = verify(request.draft_ids, choices, one.first_choice)
+        self._append(request, verified, result.logits[one.first_logits :])
+
+    def _append(self, request: Request, verified: Verified, logits: npt.NDArray[np.float32]) -> None:
+        num_drafts, request.draft_ids = len(request.draft_ids), []
+        kept, reason, stop_reason = until_stop(
+            request, verified.token_ids, self.limits.eos_ids, self.limits.max_model_len
+        )
+        # Rows after a rejected draft or after the end do not matter.
+        if NOT_FINITE in kept:
+            position = len(request.token_ids) + kept.index(NOT_FINITE)
+            raise NonFiniteLogitsError(f"the model's logits for position {position} are not finite")
+        logprobs: list[TokenLogprobs] | None = None
+        if request.params.logprobs is not None:
+            logprobs = token_logprobs(logits[: len(kept)], kept, [request.params.logprobs] * len(kept))
+        position = request.num_output
+        request.token_ids += kept
+        request.sampler.advance(kept)
+        accepted: list[int] = []
+        drafted: list[int] = []
+        if num_drafts:
+            accepted, drafted = [min(verified.num_accepted, len(kept))], [num_drafts]
+            # As in vLLM, the drafter's counters include drafts after the request's end.
+            self.metrics.verified(num_drafts, verified.num_accepted)
+        self.metrics.num_generation_tokens += len(kept)
+        if request.committed_at is not None:
+            self.metrics.commit_to_first_step.observe(self.clock.monotonic() - request.committed_at)
+            request.committed_at = None
+        if position == 0:
+            self.metrics.num_cached_tokens += request.num_cached
+            self.metrics.prompt_came(request.num_prompt, request.num_cached, "local_compute")
+            if request.started_at is not None:
+                self.metrics.prefill_time.observe(self.clock.monotonic() - request.started_at)
+        request.finish_reason = reason
+        if request.role == "prefill":
+            request.first_logprobs = logprobs[0] if logprobs else None
+        chunk = TokenChunk(
+            request_id=request.request_id,
+            token_ids=kept,
+            position=position,
+            logprobs=logprobs,
+            accepted=accepted,
+            drafted=drafted,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=request.num_cached,
+            queued_s=request.queued_s if position == 0 else None,
+            prompt_logprobs=(request.prompt_logprobs or None) if position == 0 else None,
+        )
+        # A prefill leg's stream stays open until its pages are free: only an open one shows that the client has left.
+        self.emit(chunk, reason is not None)
+
+    def _end_without_tokens(self, scheduled: Sequence[ScheduledRows]) -> None:
+        """End requests that want only prompt logprobs (`max_tokens` 0) when their prompt is computed."""
+        for rows in scheduled:
+            request = rows.request
+            if request.params.max_tokens == 0 and rows.start + rows.num_rows == request.prefill_len:
+                request.finish_reason = "length"
+                chunk = TokenChunk(
+                    request_id=request.request_id, finish_reason="length", prompt_logprobs=request.prompt_logprobs
+                )
+                self.emit(chunk, True)
+
+    def _advance(
+        self, scheduled: Sequence[ScheduledRows], plan: StepPlan, failed: Container[Request]
+    ) -> list[DraftRows]:
+        """Update how far each request is computed. Returns the drafter's rows."""
+        draft_rows: list[DraftRows] = []
+        late: list[tuple[Request, int]] = []
+        for rows, first in zip(scheduled, plan.rows.query_start.tolist(), strict=False):
+            request = rows.request
+            if request in failed:
+                continue
+            if request.is_prefilling:
+                request.num_computed = rows.start + rows.num_rows
+                drafts, num_accepted = request.num_computed == request.prefill_len, 0
+            else:
+                request.num_computed = len(request.token_ids) - 1
+                drafts, num_accepted = True, request.num_computed - rows.start - 1
+            self.cache.accept(request.kv, num_accepted, request.num_computed)
+            if self.executor.spec.drafts and request.finish_reason is None:
+                num_drafts = self.limits.num_drafts(request) if drafts else 0
+                drafted = DraftRows(request, first, rows.start, request.num_computed, num_drafts)
+                if self.drafts_from_tokens and request.num_drafted < rows.start:
+                    late.append((request, num_drafts))
+                else:
+                    draft_rows.append(drafted)
+        return draft_rows + _catch_up(
+            late, self.scheduler.max_num_batched_tokens - sum(r.stop - r.start for r in draft_rows)
+        )
+
+    def _draft(self, draft_rows: Sequence[DraftRows]) -> dict[Request, Exception]:
+        """Run the drafter. Rows that are run again after a failure write the same KV."""
+        if not draft_rows:
+            return {}
+        try:
+            result = self.executor.draft(draft_plan(draft_rows, self.executor.spec, self.limits.rejection))
+            for index, (rows, ids) in enumerate(zip(draft_rows, result.drafts, strict=True)):
+                rows.request.drafted(ids)
+                if len(result.mtp_hidden):
+                    rows.request.mtp_hidden = result.mtp_hidden[index]
+        except Exception as error:
+            if len(draft_rows) == 1:
+                return {draft_rows[0].request: error}
+            log.warning("drafts of %d requests failed, each is run alone: %r", len(draft_rows), error)
+            failed: dict[Request, Exception] = {}
+            for rows in draft_rows:
+                failed |= self._draft([rows])
+            return failed
+        return {}
 
 
 def client_error(request: Request, error: Exception) -> str:
@@ -93,145 +292,12 @@ def client_error(request: Request, error: Exception) -> str:
     return f"step_failed: {type(error).__name__}"
 
 
-def _note_starts(core: StepContext, scheduled: Sequence[ScheduledRows]) -> None:
-    """Record the queue time of requests that run for the first time. Handoff metrics cover decode legs."""
-    for rows in scheduled:
-        request = rows.request
-        if request.started_at is None and request.role != "decode":
-            now = request.started_at = request.runs_since = core.clock.monotonic()
-            core.metrics.queue_time.observe(now - request.queued_at)
-
-
-def _together(core: StepContext, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
-    layers = core.legs.layers if core.legs is not None else None
-    allowed, refused = allowed_tokens(scheduled)
-    if refused:
-        others = [rows for rows in scheduled if rows.request not in refused]
-        return _joined([StepOutcome(failed=dict(refused)), *([_together(core, others)] if others else [])])
-    try:
-        plan, sampled = step_plan(scheduled, allowed, core.executor.spec, core.rejection)
-        result = core.executor.execute(plan, layers.begin(scheduled) if layers is not None else None)
-    except Exception as error:
-        if layers is not None:
-            layers.withdraw()
-        if len(scheduled) == 1:
-            return StepOutcome(failed={scheduled[0].request: error})
-        log.warning("a step of %d requests failed, each is run alone: %r", len(scheduled), error)
-        return _joined([_together(core, [rows]) for rows in scheduled])
-    failed: dict[Request, Exception] = _note_scores(scheduled, result.scores)
-    choices = result.choices.tolist()
-    for one in sampled:
-        if one.request in failed:
-            continue
-        try:
-            _choose(core, one, choices, result)
-        except Exception as error:
-            failed[one.request] = error
-    _end_without_tokens(core, [rows for rows in scheduled if rows.request not in failed])
-    draft_rows = _advance(core, scheduled, plan, failed)
-    for drafted in draft_rows:
-        request = drafted.request
-        core.cache.plan_checkpoints(request.kv, request.token_ids, drafted.start, drafted.stop, "draft")
-    failed |= _draft(core, draft_rows)
-    return StepOutcome([drafted for drafted in draft_rows if drafted.request not in failed], failed)
-
-
 def _joined(parts: Sequence[StepOutcome]) -> StepOutcome:
     whole = StepOutcome()
     for part in parts:
         whole.draft_rows.extend(part.draft_rows)
         whole.failed.update(part.failed)
     return whole
-
-
-def _works(core: StepContext) -> bool:
-    """Whether target and drafter can compute one token in spare pages. True without spare pages."""
-    tables = core.cache.spare()
-    if tables is None:
-        return True
-    try:
-        spec, one = core.executor.spec, np.array([1])
-        rows = one_request([0], tables.pages, (*spec.state_groups, *spec.draft_state_groups))
-        core.executor.execute(StepPlan(rows, sample_rows=np.array([0])))
-        if spec.drafts:
-            noise = Noise(np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint64), np.zeros(1))
-            contexts = (np.zeros(2, dtype=np.int64),) if spec.needs_contexts else ()
-            none = np.zeros(0, dtype=np.int64)
-            states = {
-                name: DraftSlots(np.zeros(1, dtype=np.int64), rows.states[name].write[None], none, none, none)
-                for name in spec.draft_state_groups
-            }
-            plan = DraftPlan(rows, np.array([0]), one, noise, contexts, chain=_one_row(core), states=states)
-            core.executor.draft(plan)
-    except Exception:
-        return False
-    finally:
-        core.cache.release(tables)
-    return True
-
-
-def _one_row(core: StepContext) -> ModuleChain | None:
-    """The module chain for the first row of a request, for which only the first module has an entry."""
-    num_modules = core.executor.spec.num_modules
-    if num_modules == 1:
-        return None
-    spans = np.zeros((1, num_modules, 2), dtype=np.int64)
-    spans[0, 0, 1] = 1
-    return ModuleChain(spans, [np.zeros(0, dtype=np.int64)], np.full((1, num_modules - 1), -1))
-
-
-def _choose(core: StepContext, one: SampledRequest, choices: Sequence[int], result: StepResult) -> None:
-    request = one.request
-    verified = verify(request.draft_ids, choices, one.first_choice)
-    _append(core, request, verified, result.logits[one.first_logits :])
-
-
-def _append(core: StepContext, request: Request, verified: Verified, logits: npt.NDArray[np.float32]) -> None:
-    num_drafts, request.draft_ids = len(request.draft_ids), []
-    kept, reason, stop_reason = until_stop(request, verified.token_ids, core.eos_ids, core.max_model_len)
-    # Rows after a rejected draft or after the end do not matter.
-    if NOT_FINITE in kept:
-        position = len(request.token_ids) + kept.index(NOT_FINITE)
-        raise NonFiniteLogitsError(f"the model's logits for position {position} are not finite")
-    logprobs: list[TokenLogprobs] | None = None
-    if request.params.logprobs is not None:
-        logprobs = token_logprobs(logits[: len(kept)], kept, [request.params.logprobs] * len(kept))
-    position = request.num_output
-    request.token_ids += kept
-    request.sampler.advance(kept)
-    accepted: list[int] = []
-    drafted: list[int] = []
-    if num_drafts:
-        accepted, drafted = [min(verified.num_accepted, len(kept))], [num_drafts]
-        # As in vLLM, the drafter's counters include drafts after the request's end.
-        core.metrics.verified(num_drafts, verified.num_accepted)
-    core.metrics.num_generation_tokens += len(kept)
-    if request.committed_at is not None:
-        core.metrics.commit_to_first_step.observe(core.clock.monotonic() - request.committed_at)
-        request.committed_at = None
-    if position == 0:
-        core.metrics.num_cached_tokens += request.num_cached
-        core.metrics.prompt_came(request.num_prompt, request.num_cached, "local_compute")
-        if request.started_at is not None:
-            core.metrics.prefill_time.observe(core.clock.monotonic() - request.started_at)
-    request.finish_reason = reason
-    if request.role == "prefill":
-        request.first_logprobs = logprobs[0] if logprobs else None
-    chunk = TokenChunk(
-        request_id=request.request_id,
-        token_ids=kept,
-        position=position,
-        logprobs=logprobs,
-        accepted=accepted,
-        drafted=drafted,
-        finish_reason=reason,
-        stop_reason=stop_reason,
-        num_cached_tokens=request.num_cached,
-        queued_s=request.queued_s if position == 0 else None,
-        prompt_logprobs=(request.prompt_logprobs or None) if position == 0 else None,
-    )
-    # A prefill leg's stream stays open until its pages are free: only an open stream shows that the client has left.
-    core.emit(chunk, reason is not None)
 
 
 def _note_scores(
@@ -251,47 +317,6 @@ def _note_scores(
     return failed
 
 
-def _end_without_tokens(core: StepContext, scheduled: Sequence[ScheduledRows]) -> None:
-    """End requests that want only prompt logprobs (`max_tokens` 0) when their prompt is computed."""
-    for rows in scheduled:
-        request = rows.request
-        if request.params.max_tokens == 0 and rows.start + rows.num_rows == request.prefill_len:
-            request.finish_reason = "length"
-            chunk = TokenChunk(
-                request_id=request.request_id, finish_reason="length", prompt_logprobs=request.prompt_logprobs
-            )
-            core.emit(chunk, True)
-
-
-def _advance(
-    core: StepContext, scheduled: Sequence[ScheduledRows], plan: StepPlan, failed: Container[Request]
-) -> list[DraftRows]:
-    """Update how far each request is computed. Returns the drafter's rows."""
-    draft_rows: list[DraftRows] = []
-    late: list[tuple[Request, int]] = []
-    for rows, first in zip(scheduled, plan.rows.query_start.tolist(), strict=False):
-        request = rows.request
-        if request in failed:
-            continue
-        if request.is_prefilling:
-            request.num_computed = rows.start + rows.num_rows
-            drafts, num_accepted = request.num_computed == request.prefill_len, 0
-        else:
-            request.num_computed = len(request.token_ids) - 1
-            drafts, num_accepted = True, request.num_computed - rows.start - 1
-        core.cache.accept(request.kv, num_accepted, request.num_computed)
-        if core.executor.spec.drafts and request.finish_reason is None:
-            num_drafts = core.num_drafts(request) if drafts else 0
-            drafted = DraftRows(request, first, rows.start, request.num_computed, num_drafts)
-            if core.drafts_from_tokens and request.num_drafted < rows.start:
-                late.append((request, num_drafts))
-            else:
-                draft_rows.append(drafted)
-    return draft_rows + _catch_up(
-        late, core.scheduler.max_num_batched_tokens - sum(r.stop - r.start for r in draft_rows)
-    )
-
-
 def _catch_up(late: Sequence[tuple[Request, int]], budget: int) -> list[DraftRows]:
     """Rows for requests that lack earlier drafter entries, in order, within the rest of the token budget. They get
     drafts once no entry is missing."""
@@ -303,24 +328,3 @@ def _catch_up(late: Sequence[tuple[Request, int]], budget: int) -> list[DraftRow
             found.append(DraftRows(request, 0, start, stop, num_drafts if stop == request.num_computed else 0))
             budget -= stop - start
     return found
-
-
-def _draft(core: StepContext, draft_rows: Sequence[DraftRows]) -> dict[Request, Exception]:
-    """Run the drafter. Rows that are run again after a failure write the same KV."""
-    if not draft_rows:
-        return {}
-    try:
-        result = core.executor.draft(draft_plan(draft_rows, core.executor.spec, core.rejection))
-        for index, (rows, ids) in enumerate(zip(draft_rows, result.drafts, strict=True)):
-            rows.request.drafted(ids)
-            if len(result.mtp_hidden):
-                rows.request.mtp_hidden = result.mtp_hidden[index]
-    except Exception as error:
-        if len(draft_rows) == 1:
-            return {draft_rows[0].request: error}
-        log.warning("drafts of %d requests failed, each is run alone: %r", len(draft_rows), error)
-        failed: dict[Request, Exception] = {}
-        for rows in draft_rows:
-            failed |= _draft(core, [rows])
-        return failed
-    return {}

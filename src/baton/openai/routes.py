@@ -37,7 +37,13 @@ _NOT_GENERATED = {
 
 def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
     """Add OpenAI's models, completions, chats and responses, Anthropic's messages, and vLLM's endpoints."""
+    _add_model(app, service)
+    _add_generation(app, service)
+    _add_refusals(app)
+    _add_pages(app, service)
 
+
+def _add_model(app: web.Application, service: OpenAIService) -> None:
     async def models(request: web.Request) -> web.StreamResponse:
         """The served model."""
         return json_response(service.models())
@@ -56,6 +62,13 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
         async with app[BODIES].read(request) as body:
             return json_response(await service.detokenize(body))
 
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models/{name:.+}", model)  # names of Hugging Face models have slashes
+    app.router.add_post("/tokenize", tokenize)
+    app.router.add_post("/detokenize", detokenize)
+
+
+def _add_generation(app: web.Application, service: OpenAIService) -> None:
     async def completions(request: web.Request) -> web.StreamResponse:
         """OpenAI's completions, whole or streamed."""
         return await reply(request, await service.answer(await plan(request, make_completion_plan)))
@@ -67,16 +80,6 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
     async def responses(request: web.Request) -> web.StreamResponse:
         """OpenAI's responses, whole or streamed. They are not stored."""
         return await reply(request, await respond(service, await plan(request, make_response_plan)))
-
-    async def no_response(request: web.Request) -> web.StreamResponse:
-        raise web.HTTPNotFound(reason="responses are not kept here: there is none to get, cancel or delete")
-
-    async def not_generated(request: web.Request) -> web.StreamResponse:
-        what = _NOT_GENERATED[request.path]
-        raise RequestError(
-            f"{request.path} is not served here: this model generates text, not {what}; use a server with a "
-            f"model for {what}, such as vLLM"
-        )
 
     async def messages(request: web.Request) -> web.StreamResponse:
         """Anthropic's messages, whole or streamed."""
@@ -92,19 +95,29 @@ def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
         async with app[BODIES].read(request) as body:
             return await service.plan(body, make)
 
-    app.router.add_get("/v1/models", models)
-    app.router.add_get("/v1/models/{name:.+}", model)  # names of Hugging Face models have slashes
-    app.router.add_post("/tokenize", tokenize)
-    app.router.add_post("/detokenize", detokenize)
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_post("/v1/responses", responses)
+    app.router.add_post(MESSAGES, messages)
+    app.router.add_post(f"{MESSAGES}/count_tokens", count)
+
+
+def _add_refusals(app: web.Application) -> None:
+    """Endpoints that clients may expect, with what to do instead."""
+
+    async def no_response(request: web.Request) -> web.StreamResponse:
+        raise web.HTTPNotFound(reason="responses are not kept here: there is none to get, cancel or delete")
+
+    async def not_generated(request: web.Request) -> web.StreamResponse:
+        what = _NOT_GENERATED[request.path]
+        raise RequestError(
+            f"{request.path} is not served here: this model generates text, not {what}; use a server with a "
+            f"model for {what}, such as vLLM"
+        )
+
     app.router.add_route("*", "/v1/responses/{id:.+}", no_response)
     for path in _NOT_GENERATED:
         app.router.add_route("*", path, not_generated)
-    app.router.add_post(MESSAGES, messages)
-    app.router.add_post(f"{MESSAGES}/count_tokens", count)
-    _add_pages(app, service)
 
 
 def add_health(app: web.Application, health: Handler) -> None:

@@ -23,7 +23,7 @@ NUM_TOP = 3
 def scored(llm: LLM, max_tokens: int, beside: int = 0, prompt: list[int] = PROMPT) -> list[TokenLogprobs | None]:
     """The logprobs of a prompt, while other requests run."""
     core, chunks = llm._engine.core, list[TokenChunk]()
-    core.emit = lambda chunk, last: chunks.append(chunk)
+    core.emit = core.steps.emit = lambda chunk, last: chunks.append(chunk)
     own = SamplingParams(max_tokens=max_tokens, temperature=0.0, prompt_logprobs=NUM_TOP, ignore_eos=True)
     requests = [("own", prompt, own)]
     for number in range(beside):

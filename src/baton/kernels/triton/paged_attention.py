@@ -32,18 +32,14 @@ def write(
 @triton.jit
 def attend(
     queries, kept, out, page_table, tiles, query_start, positions, sinks,
-    scale, window,
-    query_row, query_head,
-    kept_page, kept_plane, kept_slot, kept_head,
-    table_row, out_row, out_head,
+    scale, window, query_row, query_head,
+    kept_page, kept_plane, kept_slot, kept_head, table_row, out_row, out_head,
     PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend the rows of one tile, with the query heads of one KV head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    request = tl.load(tiles + 2 * tile)
-    first = tl.load(tiles + 2 * tile + 1)
+    request, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     stop = tl.load(query_start + request + 1)
     m = tl.arange(0, BLOCK_M)
     row = first + m // GROUP

@@ -123,20 +123,26 @@ def new_app(
         finally:
             metrics.requests.labels(endpoint, str(status)).inc()
 
-    async def show_metrics(request: web.Request) -> web.StreamResponse:
-        """Metrics for Prometheus."""
-        body = exposed(metrics.registry.collect() if families is None else await families())
-        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    text = "Whether the server ends, and takes no new requests."
-    metrics.registry.register(RowCollector(lambda: [gauge("draining", text, drain.begun)]))
     app = web.Application(middlewares=[shape_errors])
     app.on_response_prepare.extend((name_response, access.allow_origin))
     if (context := access.tls()) is not None:
         app[TLS] = context
     app[DRAIN], app[LIMITS], app[BODIES], app[KEYS] = drain, limits, Bodies(limits), keys
-    app.router.add_get("/metrics", show_metrics)
+    _add_metrics(app, metrics, families)
     return app
+
+
+def _add_metrics(
+    app: web.Application, metrics: FrontMetrics, families: Callable[[], Awaitable[Iterable[Metric]]] | None
+) -> None:
+    async def show_metrics(request: web.Request) -> web.StreamResponse:
+        """Metrics for Prometheus."""
+        body = exposed(metrics.registry.collect() if families is None else await families())
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    text, drain = "Whether the server ends, and takes no new requests.", app[DRAIN]
+    metrics.registry.register(RowCollector(lambda: [gauge("draining", text, drain.begun)]))
+    app.router.add_get("/metrics", show_metrics)
 
 
 def json_response(value: object, status: int = 200) -> web.Response:

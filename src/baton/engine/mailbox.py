@@ -1,0 +1,66 @@
+"""What other threads post to the engine's thread: calls, events of handoffs, and errors that end the engine."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from baton.clock import Clock, SystemClock
+from baton.errors import BatonError
+from baton.handoff.protocol.events import HandoffEvent
+
+Item = Callable[[], None] | HandoffEvent | BatonError
+
+
+class Mailbox:
+    """The queue of one engine's thread, which sleeps here. `post`, `stop` and `busy_s` are for any
+    thread."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock or SystemClock()
+        self._posted: deque[tuple[float, Item]] = deque()
+        self._turn_started: float | None = None
+        self._wake = threading.Condition()
+        self.stopping = False
+
+    def post(self, item: Item) -> None:
+        """Have the engine's thread handle `item` before its next step."""
+        with self._wake:
+            self._posted.append((self.clock.monotonic(), item))
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """End the engine's thread after its turn."""
+        with self._wake:
+            self.stopping = True
+            self._wake.notify()
+
+    def busy_s(self) -> float:
+        """Seconds since the current turn began or the oldest pending item was posted, whichever is more; 0 while idle.
+        Large if the thread hangs."""
+        since = [self._turn_started]
+        with self._wake:
+            if self._posted:
+                since.append(self._posted[0][0])
+        began = [start for start in since if start is not None]
+        return self.clock.monotonic() - min(began) if began else 0.0
+
+    def take(self) -> Iterator[Item]:
+        """What is posted, in order, until nothing is left."""
+        while self._posted:
+            with self._wake:  # `busy_s` reads the first
+                _, item = self._posted.popleft()
+            yield item
+
+    def begin_turn(self) -> None:
+        self._turn_started = self.clock.monotonic()
+
+    def end_turn(self) -> None:
+        self._turn_started = None
+
+    def sleep(self, may_sleep: Callable[[bool], bool], limit_s: float | None) -> None:
+        """Wait for an item, at most `limit_s`, if none is posted and `may_sleep(stopping)` allows it."""
+        with self._wake:
+            if not self._posted and may_sleep(self.stopping):
+                self._wake.wait(limit_s)
