@@ -15,11 +15,13 @@ from tests.support.checkpoints_gemma3 import make_gemma3
 from tests.support.checkpoints_gpt_oss import make_gpt_oss
 from tests.support.checkpoints_granite import make_granite
 from tests.support.checkpoints_moe import make_moe_checkpoint
+from tests.support.checkpoints_qwen_hybrid import make_qwen_hybrid
 from tests.support.drafters_layers import latent_head, make_mtp_checkpoint, mtp
 from tests.support.drafters_tokens import ngram, windowed_draft_model
 
 NUM_DRAFTS = 3
 THREE_MODULES = "deepseek_v3, three modules"
+WITH_ONE_MODULE = ("deepseek_v3", "glm4_moe", "qwen3_5_text", "qwen3_next")
 WINDOW = 9
 # Small enough that thousands of requests take minutes. All contexts are far below the maximum.
 TINY: dict[str, Any] = {
@@ -115,6 +117,8 @@ TARGETS: Mapping[str, MakeTarget] = {
     "gemma3_text": lambda path, seed: louder(make_gemma3(path, "gemma3", seed, **TINY, **_EVERY_THIRD_FULL)),
     "gpt_oss": lambda path, seed: louder(make_gpt_oss(path, "gpt_oss", seed, **TINY, sliding_window=WINDOW)),
     "granitemoehybrid": lambda path, seed: louder(make_granite(path, seed)),
+    "qwen3_5_text": lambda path, seed: louder(make_qwen_hybrid(path, seed=seed, with_mtp=True)),
+    "qwen3_next": lambda path, seed: louder(make_qwen_hybrid(path, "qwen3_next", seed, with_mtp=True)),
     "latents, window and states": every_kind,
     THREE_MODULES: with_modules("deepseek_v3", 3),
 }
@@ -128,7 +132,7 @@ DRAFTERS: Mapping[str, DrafterEntry] = {
     "eagle3, latents": DrafterEntry(lambda path, target, seed: latent_head(path, target, seed)),
     "mtp": DrafterEntry(
         lambda path, target, seed: mtp(),
-        lambda target: None if target in ("deepseek_v3", "glm4_moe") else "no checkpoints of its type have one module",
+        lambda target: None if target in WITH_ONE_MODULE else "no checkpoints of its type have one module",
     ),
     "mtp, three modules": DrafterEntry(
         lambda path, target, seed: mtp(),

@@ -28,6 +28,7 @@ from benchmarks.topologies.data_rank import beside
 from simulation.topologies import Shape
 from tests.engine.engines import Pair, Stream, pair
 from tests.support.checkpoints_granite import make_granite
+from tests.support.checkpoints_qwen_hybrid import make_qwen_hybrid
 
 # Target and drafter of the parity matrix: heads with heads, latents with heads, latents with latents, states.
 MODELS = {
@@ -36,6 +37,7 @@ MODELS = {
     "MLA target, MTP": ("deepseek_v3", "mtp"),
     "gpt-oss with 2 KV heads, EAGLE-3": ("gpt_oss", "eagle3"),
     "Mamba-2 hybrid": ("granitemoehybrid", "none"),
+    "Gated delta nets, MTP": ("qwen3_5_text", "mtp"),
     "GQA target, hybrid draft model": ("llama", "draft_model, states"),
 }
 # Played with data-parallel ranks only: for tensor ranks they add nothing to the models above.
@@ -47,6 +49,9 @@ MORE = {
 }
 # Models with heads that four ranks can share.
 MAKERS: dict[str, MakeTarget] = {
+    "Gated delta nets, MTP": lambda path, seed: louder(
+        make_qwen_hybrid(path, seed=seed, with_mtp=True, linear_num_key_heads=4)
+    ),
     "Mamba-2 hybrid": lambda path, seed: louder(make_granite(path, seed, mamba_n_heads=8)),
     "Mamba-2 hybrid with experts": lambda path, seed: louder(
         make_granite(path, seed, mamba_n_heads=8, num_local_experts=4)

@@ -64,7 +64,7 @@ def test_all_implementations_agree(name: str) -> None:
     one = layer(spec)
     kept = [0, 1, 63, 64, 100, LENGTH - 1]
     expected, states = run(one, x, begin(spec, x.dtype), [0, LENGTH], kept)
-    one._on_cpu = False
+    one._on_cpu = one.conv1d._on_cpu = False
     for by_row in (True, False):
         one._by_row = by_row
         found, found_states = run(one, x, begin(spec, x.dtype), [0, LENGTH], kept)

@@ -20,6 +20,7 @@ from baton.models.layers.parallel import Stage, TensorRank
 from baton.models.loading.loader import load_model, weight_table
 from tests.support.checkpoints_gpt_oss import make_gpt_oss
 from tests.support.checkpoints_granite import make_granite
+from tests.support.checkpoints_qwen_hybrid import make_qwen_hybrid
 from tests.support.rank_threads import on_ranks
 
 Checkpoint = Callable[..., Path]
@@ -38,12 +39,15 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe": EXPERTS,
     "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **EXPERTS, **LATENTS},
 }
+# Of a gated delta net.
+FOUR_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 # Models whose checkpoints keep the experts of a layer in one tensor.
 STACKED: dict[str, Callable[[Path], Path]] = {
     "gpt_oss": make_gpt_oss,
     "gpt_oss in MXFP4": functools.partial(make_gpt_oss, packed=True),
     "granite": functools.partial(make_granite, mamba_n_heads=8),
     "granite, experts": functools.partial(make_granite, mamba_n_heads=8, mamba_n_groups=4, num_local_experts=4),
+    "qwen3_next": functools.partial(make_qwen_hybrid, kind="qwen3_next", **FOUR_HEADS),
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.latent_cpu import absorbed
 from baton.engine.attention.registry import get_backend
-from baton.kernels.cpu import elementwise, mamba2, small_gemm
+from baton.kernels.cpu import causal_conv, elementwise, gated_delta, mamba2, small_gemm
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.scalar import as_array
 from baton.kv.geometry import CopyList
@@ -272,13 +272,13 @@ def states(random: Random) -> None:
     weight_KC, bias_C = _normal(random, taps, channels), _normal(random, channels)
     mixed = _empty(total, channels)
     with guard:
-        mamba2.convolve(
+        causal_conv.convolve(
             as_array(rows_TX), inner, as_array(conv), as_array(weight_KC), as_array(bias_C), starts, as_array(mixed)
         )
     kept = np.flatnonzero(random.random(total) < 0.5).astype(np.int64)
     last = _empty(len(kept), channels, taps - 1, dtype=dtype)
     with guard:
-        mamba2.last_inputs(as_array(rows_TX), inner, as_array(conv), starts, kept, as_array(last))
+        causal_conv.last_inputs(as_array(rows_TX), inner, as_array(conv), starts, kept, as_array(last))
     state = _normal(random, len(counts), heads, width * size)
     rate, dt_bias, skip = -_normal(random, heads).abs(), _normal(random, heads), _normal(random, heads)
     out, kept_states = _empty(total, inner), _empty(len(kept), heads, width * size)
@@ -342,6 +342,57 @@ def _gated(random: Random, dtype: torch.dtype) -> None:
     _compare(out, expected, dtype, 8 * expected.abs(), 2)
 
 
+def deltas(random: Random) -> None:
+    """Recurrence and gated norm of gated delta nets. For the convolution see `states`."""
+    key_heads, each, dtype = int(random.integers(1, 3)), int(random.integers(1, 4)), _dtype(random)
+    size, width, heads = int(random.integers(1, 20)), int(random.integers(1, 20)), key_heads * each
+    counts = [int(random.integers(1, 12)) for _ in range(int(random.integers(1, 4)))]
+    starts = np.cumsum([0, *counts]).astype(np.int32)
+    total, inner, keys = int(starts[-1]), heads * size, key_heads * width
+    rows_TX = _normal(random, total, inner + 2 * heads, dtype=dtype)
+    mixed, state = _normal(random, total, 2 * keys + inner), _normal(random, len(counts), heads, width * size)
+    rate, dt_bias = -_normal(random, heads).abs(), _normal(random, heads)
+    kept = np.flatnonzero(random.random(total) < 0.5).astype(np.int64)
+    out, kept_states = _empty(total, inner), _empty(len(kept), heads, width * size)
+    before = state.double().clone()
+    with guard:
+        gated_delta.scan(
+            as_array(rows_TX), inner, as_array(mixed), key_heads, as_array(state), as_array(rate), as_array(dt_bias),
+            starts, kept, as_array(out), as_array(kept_states),
+        )  # fmt: skip
+    place = {int(row): i for i, row in enumerate(kept)}
+    b, a = rows_TX[:, inner:].double().split(heads, dim=1)
+    beta, decay = b.sigmoid(), (F.softplus(a + dt_bias.double()) * rate.double()).exp()
+    q, k, v = mixed.double().split([keys, keys, inner], dim=1)
+    q, k = (
+        (part / (part.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(each, dim=1)
+        for part in (q.view(total, key_heads, width), k.view(total, key_heads, width))
+    )
+    q, v = q * width**-0.5, v.view(total, heads, size)
+    for r, count in enumerate(counts):
+        s, grown = before[r].view(heads, width, size).clone(), before[r].abs().amax()
+        for t in range(int(starts[r]), int(starts[r]) + count):
+            s = s * decay[t][:, None, None]
+            new = (v[t] - (s * k[t][:, :, None]).sum(1)) * beta[t][:, None]
+            s = s + k[t][:, :, None] * new[:, None]
+            grown = torch.maximum(grown, s.abs().amax()) + v[t].abs().amax()
+            magnitude = 16 * (1 + grown) * (1 + width)
+            _compare(out[t], (s * q[t][:, :, None]).sum(1).flatten(), torch.float32, magnitude, count * width)
+            if (i := place.get(t)) is not None:
+                _compare(kept_states[i], s.flatten(1), torch.float32, magnitude, count * width)
+    weight, normed, eps = _normal(random, size, dtype=dtype), _empty(total, inner, dtype=dtype), 1e-5
+    with guard:
+        gated_delta.gated_norm(as_array(out), as_array(rows_TX), as_array(weight), np.float32(eps), as_array(normed))
+    by_head = out.double().view(total, heads, size)
+    by_head = by_head * torch.rsqrt(by_head.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+    gates = F.silu(rows_TX[:, :inner].double())
+    expected = by_head.flatten(1) * gates
+    # Rounded to the dtype three more times on the way, which weighs more than the additions.
+    magnitude = 8 * (weight.double().abs() * size).repeat(heads) * (1 + gates.abs())
+    magnitude += 2.0**22 * 4 * _EPSILON[dtype] * expected.abs()
+    _compare(normed, expected, dtype, magnitude, size)
+
+
 def copies(random: Random) -> None:
     """Copies of byte runs: every run arrives, and no other byte changes."""
     lengths = random.integers(1, int(random.choice([40, 600, 9000])), int(random.integers(1, 40)))
@@ -374,6 +425,7 @@ FAMILIES: dict[str, Callable[[Random], None]] = {
     "rows": rows,
     "wide": wide,
     "states": states,
+    "deltas": deltas,
     "copies": copies,
     **({"products": products} if HAS_BF16_PAIRS else {}),
 }

@@ -1,4 +1,4 @@
-"""Drafting with a target's own multi-token prediction modules (DeepSeek-V3, GLM-4.5), stored in its checkpoint.
+"""Drafting with a target's own multi-token prediction modules (DeepSeek-V3, GLM-4.5, Qwen3.5), stored beside it.
 
 After the last module, the last module runs again on its own output, as in vLLM with one module (transformers stops at
 one draft per module).
@@ -6,19 +6,21 @@ one draft per module).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from baton.drafters.mtp_chain import MtpChain
 from baton.drafters.mtp_head import MtpHead
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
-from baton.models.config import RawConfig, get_bool
+from baton.models.config import RawConfig, get_bool, get_int
 from baton.models.layers.linear import Build
 from baton.models.loading.loader import fill
-from baton.models.loading.stored import read_config
+from baton.models.loading.stored import StoredTensors, read_config, text_config
 
-# Targets whose checkpoints store their modules this way, after the last layer.
-_TYPES = ("deepseek_v3", "glm4_moe")
-# A module's own tensors; all others belong to its layer.
+# A module's own tensors in DeepSeek's checkpoints; all others belong to its layer.
 _PARTS = ("enorm.", "hnorm.", "eh_proj.")
+# The same tensors in Qwen's.
+_QWEN_PARTS = {"pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm.", "fc.": "eh_proj.", "norm.": "norm."}
 # Copies of the target's tensors.
 _SHARED = ("embed_tokens.", "shared_head.head.")
 MAX_MODULES = 16
@@ -31,34 +33,72 @@ class Mtp(MtpHead):
     def load(cls, path: str, target: CausalLM, build: Build) -> MtpHead:
         """Build and fill the modules from the target's checkpoint directory `path`. Raises `CheckpointError` if some
         or all are missing."""
-        num = _num_modules(read_config(path))
+        num, place = _num_modules(text_config(read_config(path)))
         drafter: MtpHead = cls(target, build) if num == 1 else MtpChain(target, build, num)
-        num_target_layers = target.config.num_layers
+        num_layers, stored = target.config.num_layers, StoredTensors(path)
 
         def rename(name: str) -> str | None:
-            layer, _, rest = name.removeprefix("model.layers.").partition(".")
-            of_layer = name.startswith("model.layers.") and layer.isdecimal()
-            module = int(layer) - num_target_layers if of_layer else -1
-            if not 0 <= module < num or rest.startswith(_SHARED) or rest.endswith("rotary_emb.inv_freq"):
-                return None
-            if rest.startswith("shared_head."):
-                rest = rest.removeprefix("shared_head.")
-            elif not rest.startswith(_PARTS):
-                rest = f"layer.{rest}"
-            return f"layers.{module}.{rest}"
+            found = place(stored.name(name), num_layers)
+            return f"layers.{found[0]}.{found[1]}" if found is not None and found[0] < num else None
 
-        fill(drafter, path, rename)
+        fill(drafter, path, rename, target.unpack)
         return drafter.eval()
 
 
-def _num_modules(raw: RawConfig) -> int:
-    if raw.get("model_type") not in _TYPES:
-        known = ", ".join(_TYPES)
+def _after_the_last_layer(name: str, num_layers: int) -> tuple[int, str] | None:
+    """DeepSeek: module j is stored as layer `num_layers` + j. Returns a tensor's module and its name there."""
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    if not name.startswith("model.layers.") or not layer.isdecimal() or int(layer) < num_layers:
+        return None
+    if rest.startswith(_SHARED) or rest.endswith("rotary_emb.inv_freq"):
+        return None
+    if rest.startswith("shared_head."):
+        rest = rest.removeprefix("shared_head.")
+    elif not rest.startswith(_PARTS):
+        rest = f"layer.{rest}"
+    return int(layer) - num_layers, rest
+
+
+def _of_qwen(name: str, num_layers: int) -> tuple[int, str] | None:
+    """Qwen3-Next and Qwen3.5: one module under `mtp.`, its layer under `mtp.layers.0.`."""
+    own, _, rest = name.partition(".")
+    if own != "mtp" or rest.startswith(_SHARED):
+        return None
+    if rest.startswith("layers.0."):
+        return 0, f"layer.{rest.removeprefix('layers.0.')}"
+    for stored, part in _QWEN_PARTS.items():
+        if rest.startswith(stored):
+            return 0, part + rest.removeprefix(stored)
+    return 0, rest  # unknown, which `fill` refuses by name
+
+
+# Where the checkpoints of each type of target store a module's tensors.
+_PLACES: dict[str, Callable[[str, int], tuple[int, str] | None]] = {
+    "deepseek_v3": _after_the_last_layer,
+    "glm4_moe": _after_the_last_layer,
+    "qwen3_5_moe_text": _of_qwen,
+    "qwen3_5_text": _of_qwen,
+    "qwen3_next": _of_qwen,
+}
+
+
+def _num_modules(raw: RawConfig) -> tuple[int, Callable[[str, int], tuple[int, str] | None]]:
+    """The number of modules, and where their tensors are stored. Raises `CheckpointError`."""
+    place = _PLACES.get(str(raw.get("model_type")))
+    if place is None:
+        known = ", ".join(_PLACES)
         raise CheckpointError(f"drafter: mtp is for targets of type {known}, this is {raw.get('model_type')!r}")
+    if get_bool(raw, "mtp_hidden_states_first"):
+        raise CheckpointError("drafter: config.json: mtp_hidden_states_first is not supported")
+    if place is _of_qwen:
+        if get_int(raw, "mtp_num_hidden_layers", 1) != 1:
+            num = raw["mtp_num_hidden_layers"]
+            raise CheckpointError(f"drafter: config.json: mtp_num_hidden_layers is {num}, expected 1")
+        if get_bool(raw, "mtp_use_dedicated_embeddings"):
+            raise CheckpointError("drafter: config.json: mtp_use_dedicated_embeddings is not supported")
+        return 1, place
     # transformers reads the second name too.
     num = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 1))
     if type(num) is not int or not 1 <= num <= MAX_MODULES:
         raise CheckpointError(f"drafter: config.json: num_nextn_predict_layers is {num!r}, expected 1 to {MAX_MODULES}")
-    if get_bool(raw, "mtp_hidden_states_first"):
-        raise CheckpointError("drafter: config.json: mtp_hidden_states_first is not supported")
-    return num
+    return num, place

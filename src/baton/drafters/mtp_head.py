@@ -7,8 +7,6 @@ module j - 1 for the others. The target's LM head reads the output.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +14,7 @@ from baton.drafters.head import HeadDrafter
 from baton.models.base import CausalLM
 from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig
-from baton.models.layers.layernorm import RMSNorm
+from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, Linear
 
 
@@ -26,11 +24,11 @@ class Module(nn.Module):
     def __init__(self, target: CausalLM, config: ModelConfig, layer_id: int, build: Build) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.enorm = RMSNorm(hidden, config.rms_eps, build)
-        self.hnorm = RMSNorm(hidden, config.rms_eps, build)
+        self.enorm = make_norm(config, hidden, build)
+        self.hnorm = make_norm(config, hidden, build)
         self.eh_proj = Linear(2 * hidden, hidden, build)
         self.layer = target.layer(config, layer_id, build)
-        self.norm = RMSNorm(hidden, config.rms_eps, build)
+        self.norm = make_norm(config, hidden, build)
 
     def forward(self, embeds: Tensor, states: Tensor, cos_sin: tuple[Tensor, Tensor], attend: LayerCache) -> Tensor:
         x = self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(states)), dim=-1))
@@ -43,7 +41,7 @@ class MtpHead(HeadDrafter):
     aux_layers = ()
 
     def __init__(self, target: CausalLM, build: Build, num_modules: int = 1) -> None:
-        config = _modules_config(target.config, num_modules)
+        config = target.mtp_config(num_modules)
         super().__init__(config, [target.kv_layer(config, i) for i in range(num_modules)], target, set(), build)
         self.kv_modules = list(range(1, num_modules + 1))
         self.feature_size = config.hidden_size
@@ -55,10 +53,3 @@ class MtpHead(HeadDrafter):
         """One forward of the last module."""
         x = self.layers[-1](self._embed(next_ids_T), features_TF, self.rotary.at(positions_T), attend)
         return x, x
-
-
-def _modules_config(config: ModelConfig, num: int) -> ModelConfig:
-    """The target's config with `num` layers like its last one, with experts if the target has experts."""
-    moe = config.moe and dataclasses.replace(config.moe, layers=(True,) * num)
-    windows, ropes = config.windows[-1:] * num, config.layer_ropes[-1:] * num
-    return dataclasses.replace(config, num_layers=num, windows=windows, layer_ropes=ropes, moe=moe)

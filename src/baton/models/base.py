@@ -3,6 +3,7 @@ Hugging Face."""
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -135,6 +136,13 @@ class CausalLM(nn.Module, ABC):
         """Build a layer. Its forward takes the residual stream [T, E], the rows' rotary (cos, sin) and a `LayerCache`,
         and returns the next residual stream [T, E]."""
         return DecoderLayer(config, layer_id, build)
+
+    def mtp_config(self, num_modules: int) -> ModelConfig:
+        """The config of `num_modules` MTP modules: layers like the last, with experts if the model has experts."""
+        config = self.config
+        moe = config.moe and dataclasses.replace(config.moe, layers=(True,) * num_modules)
+        windows, ropes = config.windows[-1:] * num_modules, config.layer_ropes[-1:] * num_modules
+        return dataclasses.replace(config, num_layers=num_modules, windows=windows, layer_ropes=ropes, moe=moe)
 
     def stored_name(self, name: str) -> str | None:
         """This model's name of a checkpoint's tensor. None if the tensor is not loaded."""

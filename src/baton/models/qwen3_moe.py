@@ -21,7 +21,7 @@ class Qwen3Moe(CausalLM):
         if get_bool(raw, "use_sliding_window"):
             fields["windows"] = (get_int(raw, "sliding_window", 4096),) * fields["num_layers"]
         moe = MoESpec(
-            layers=_moe_layers(raw, fields["num_layers"]),
+            layers=moe_layers(raw, fields["num_layers"]),
             num_experts=get_int(raw, "num_experts" if "num_experts" in raw else "num_local_experts", 128),
             top_k=get_int(raw, "num_experts_per_tok", 8),
             intermediate_size=get_int(raw, "moe_intermediate_size", 768),
@@ -33,7 +33,7 @@ class Qwen3Moe(CausalLM):
         return DecoderLayer(config, layer_id, build, mlp=feed_forward(config, layer_id, build))
 
 
-def _moe_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
+def moe_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
     """Which layers have experts: every `decoder_sparse_step`th, except those in `mlp_only_layers`."""
     step, dense = get_int(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):

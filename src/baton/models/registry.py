@@ -18,7 +18,10 @@ MODELS = {
     "mistral": "baton.models.mistral:Mistral",
     "qwen2": "baton.models.qwen2:Qwen2",
     "qwen3": "baton.models.qwen3:Qwen3",
+    "qwen3_5_moe_text": "baton.models.qwen3_5:Qwen35Moe",
+    "qwen3_5_text": "baton.models.qwen3_5:Qwen35",
     "qwen3_moe": "baton.models.qwen3_moe:Qwen3Moe",
+    "qwen3_next": "baton.models.qwen3_next:Qwen3Next",
 }
 
 

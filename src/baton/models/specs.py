@@ -19,7 +19,7 @@ class MoESpec:
     group's score is that of its best expert, or the sum of its two best (`group_score`). `has_choice_bias`: scores are
     biased for the choice, not for the weights. With `renormalise` the chosen experts' weights are divided by their sum;
     then `scale` multiplies them. `shared_size`: width of the shared expert, an MLP that every row passes, 0 if there is
-    none.
+    none; with `has_shared_gate` its output is multiplied by the sigmoid of one more projection.
 
     Raises `CheckpointError` for impossible groups, fewer eligible experts than `top_k`, or more than `MAX_EXPERTS`.
     """
@@ -36,6 +36,7 @@ class MoESpec:
     top_groups: int = 1
     group_score: Literal["best", "two_best"] = "best"
     shared_size: int = 0
+    has_shared_gate: bool = False
 
     def __post_init__(self) -> None:
         if self.num_experts > MAX_EXPERTS:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import CheckpointError
+from baton.models.loading.stored import text_config
 
 # Suffixes of architecture names that are not text generators, and what they are.
 _OTHER_TASKS = {
@@ -60,7 +61,8 @@ def _why(directory: Path, config: Mapping[str, Any]) -> str | None:
 def _of_config(config: Mapping[str, Any], names: list[str]) -> str | None:
     if "modules.json" in names:
         return f"modules.json is of a sentence-transformers model, which makes embeddings: {_GENERATE}"
-    architectures = config.get("architectures")
+    # Of a model of text and images, the text model is served.
+    architectures = config.get("architectures") if text_config(config) is config else None
     for name in architectures if isinstance(architectures, list) else ():
         for ending, what in _OTHER_TASKS.items():
             if isinstance(name, str) and name.endswith(ending):

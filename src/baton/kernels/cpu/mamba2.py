@@ -1,10 +1,10 @@
-"""CPU kernels of Mamba-2: convolution, selective scan and gated norm, row by row.
+"""CPU kernels of Mamba-2: selective scan and gated norm, row by row. For the convolution see `causal_conv`.
 
 A row's arithmetic does not depend on the batch, and states are float32, so neither other rows nor chunks change a bit.
 This is also faster here than the usual chunks of matrix products: a head's state stays in the L1 cache while the rows
 of a request are scanned.
 
-Shapes: T rows of R requests, C channels of the convolution, H heads of P channels, N state numbers per channel.
+Shapes: T rows of R requests, H heads of P channels, N state numbers per channel.
 """
 
 from __future__ import annotations
@@ -20,51 +20,6 @@ from baton.kernels.cpu.scalar import exp32, from_f32, to_f32
 _ONE = np.float32(1.0)
 # Above this softplus(x) is x, as in PyTorch.
 _LINEAR = np.float32(20.0)
-
-
-@jit_contract
-def convolve(rows: Any, first: Any, state: Any, weight: Any, bias: Any, query_start: Any, out: Any) -> None:
-    """Causal depthwise convolution, then SiLU, to `out` float32 [T, C].
-
-    Inputs are columns `first` .. `first` + C of `rows`, and before each request's first row the columns of `state`
-    [R, C, K - 1]. `weight` is float32 [K, C], `bias` float32 [C].
-    """
-    taps, channels = weight.shape
-    for r in range(len(query_start) - 1):
-        begin = query_start[r]
-        for t in range(begin, query_start[r + 1]):
-            for c in range(channels):
-                out[t, c] = bias[c]
-            for k in range(taps):
-                source = t - (taps - 1) + k
-                if source >= begin:
-                    for c in range(channels):
-                        out[t, c] += weight[k, c] * to_f32(rows[source, first + c])
-                else:
-                    column = source - begin + taps - 1
-                    for c in range(channels):
-                        out[t, c] += weight[k, c] * to_f32(state[r, c, column])
-            for c in range(channels):
-                out[t, c] = out[t, c] / (_ONE + exp32(-out[t, c]))
-
-
-@jit_contract
-def last_inputs(rows: Any, first: Any, state: Any, query_start: Any, kept: Any, out: Any) -> None:
-    """Write to `out` [len(kept), C, K - 1] the convolution's states after the rows `kept`: the last K - 1 inputs."""
-    channels, columns = out.shape[1], out.shape[2]
-    r = 0
-    for i in range(len(kept)):
-        while query_start[r + 1] <= kept[i]:
-            r += 1
-        begin = query_start[r]
-        for column in range(columns):
-            source = kept[i] - (columns - 1) + column
-            if source >= begin:
-                for c in range(channels):
-                    out[i, c, column] = rows[source, first + c]
-            else:
-                for c in range(channels):
-                    out[i, c, column] = state[r, c, source - begin + columns]
 
 
 @jit_contract

@@ -20,6 +20,7 @@ from baton.kernels.cpu import mamba2 as mamba2_cpu
 from baton.kernels.cpu.scalar import as_array, supports
 from baton.models.cache import LayerCache, ScanRows, StateLayerSpec, StatePlane, States
 from baton.models.layers import mamba2_torch
+from baton.models.layers.causal_conv import CausalConv
 from baton.models.layers.linear import Build, MergedLinear, WeightCut
 from baton.models.layers.parallel import Share, tree_sum
 from baton.models.layers.row_linear import RowLinear
@@ -66,17 +67,6 @@ class Mamba2Spec:
         )
 
 
-class _Conv(nn.Module):
-    """The convolution's parameters. `parts` names those of x, B and C, as in `MergedLinear`."""
-
-    def __init__(self, parts: dict[str, Share], taps: int, bias: bool, build: Build) -> None:
-        super().__init__()
-        self.parts = parts
-        channels = sum(share.length for share in parts.values())
-        self.weight = build.empty(channels, 1, taps)
-        self.bias = build.empty(channels) if bias else None
-
-
 class _Weight(nn.Module):
     """A norm's weight, as a module for Hugging Face's name."""
 
@@ -118,7 +108,9 @@ class Mamba2(nn.Module):
         rows = {"gate": inner, **channels, "dt": heads}
         parts = {f"in_proj.{name}": share for name, share in rows.items()}
         self.in_proj = MergedLinear(hidden, parts, build, spec.proj_bias)
-        self.conv1d = _Conv({f"conv1d.{name}": c for name, c in channels.items()}, spec.taps, spec.conv_bias, build)
+        self.conv1d = CausalConv(
+            {f"conv1d.{name}": c for name, c in channels.items()}, spec.taps, spec.conv_bias, build
+        )
         self.dt_bias, self.A_log, self.D = (build.empty(heads.length) for _ in range(3))
         self.cuts: dict[str, WeightCut] = dict.fromkeys(("dt_bias", "A_log", "D"), (0, heads))
         self.norm = _Weight(inner, build)
@@ -134,8 +126,9 @@ class Mamba2(nn.Module):
 
         def recurrence(states: States, rows: ScanRows) -> tuple[Tensor, States]:
             conv, ssm = torch.cat(states[:3], dim=1), states[3]
+            mixed, kept_conv = self.conv1d(projected, self._split[0], conv, rows)
             run = self._scan_cpu if self._on_cpu else self._scan_torch
-            out, kept_conv, kept_ssm = run(projected, conv, ssm, rows)
+            out, kept_ssm = run(projected, mixed, ssm, rows)
             return out, (*torch.split(kept_conv, list(self._spec.conv_sizes), dim=1), kept_ssm)
 
         y = cache.scan(self._layer_id, recurrence)
@@ -176,42 +169,30 @@ class Mamba2(nn.Module):
         return out
 
     def _parameters32(self) -> tuple[Tensor, ...]:
-        """In float32: the convolution's weight [K, C] and bias [C], the decay rate -exp(A_log), dt_bias and D [H]."""
+        """In float32: the decay rate -exp(A_log), dt_bias and D [H]."""
         if self._wide is None:
-            weight = self.conv1d.weight[:, 0].T.float().contiguous()
-            bias = torch.zeros_like(weight[0]) if self.conv1d.bias is None else self.conv1d.bias.float()
-            self._wide = (weight, bias, -self.A_log.float().exp(), self.dt_bias.float(), self.D.float())
+            self._wide = -self.A_log.float().exp(), self.dt_bias.float(), self.D.float()
         return self._wide
 
-    def _scan_cpu(self, projected: Tensor, conv: Tensor, ssm: Tensor, rows: ScanRows) -> tuple[Tensor, Tensor, Tensor]:
-        weight, bias, rate, dt_bias, skip = (as_array(part) for part in self._parameters32())
+    def _scan_cpu(self, projected: Tensor, mixed: Tensor, ssm: Tensor, rows: ScanRows) -> tuple[Tensor, Tensor]:
+        rate, dt_bias, skip = (as_array(part) for part in self._parameters32())
         inner, channels, _ = self._split
-        values, inputs, num_kept = as_array(projected), as_array(conv), len(rows.kept)
-        mixed, out = torch.empty(len(values), channels), torch.empty(len(values), inner)
-        kept_conv = conv.new_empty(num_kept, *conv.shape[1:])
-        kept_ssm = ssm.new_empty(num_kept, *ssm.shape[1:])
-        starts = rows.query_start
-        mamba2_cpu.convolve(values, inner, inputs, weight, bias, starts, as_array(mixed))
-        mamba2_cpu.last_inputs(values, inner, inputs, starts, rows.kept, as_array(kept_conv))
+        out, kept = torch.empty(len(projected), inner), ssm.new_empty(len(rows.kept), *ssm.shape[1:])
         mamba2_cpu.scan(
-            values, inner + channels, as_array(mixed), self._spec.num_groups, as_array(ssm), rate, dt_bias, skip,
-            starts, rows.kept, as_array(out), as_array(kept_ssm),
+            as_array(projected), inner + channels, as_array(mixed), self._spec.num_groups, as_array(ssm), rate,
+            dt_bias, skip, rows.query_start, rows.kept, as_array(out), as_array(kept),
         )  # fmt: skip
-        return out, kept_conv, kept_ssm
+        return out, kept
 
-    def _scan_torch(
-        self, projected: Tensor, conv: Tensor, ssm: Tensor, rows: ScanRows
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _scan_torch(self, projected: Tensor, mixed: Tensor, ssm: Tensor, rows: ScanRows) -> tuple[Tensor, Tensor]:
         spec = self._spec
-        weight, bias, rate, dt_bias, skip = self._parameters32()
-        _, inputs, dt = torch.split(projected, self._split, dim=1)
-        dt = F.softplus(dt.float() + dt_bias)
-        outs, convs, ssms = [], [], []
+        rate, dt_bias, skip = self._parameters32()
+        dt = F.softplus(projected[:, -self._split[2] :].float() + dt_bias)
+        outs, ssms = [], []
         for r, (start, stop) in enumerate(itertools.pairwise(rows.query_start.tolist())):
             here = rows.kept[(rows.kept >= start) & (rows.kept < stop)] - start
             kept = torch.from_numpy(here).to(projected.device)
-            mixed = mamba2_torch.convolve(inputs[start:stop], conv[r], weight, bias)
-            x, b, c = torch.split(mixed, list(spec.conv_sizes), dim=1)
+            x, b, c = torch.split(mixed[start:stop], list(spec.conv_sizes), dim=1)
             x = x.view(len(x), spec.num_heads, -1)
             per_head = spec.num_heads // spec.num_groups
             b, c = (part.view(len(x), spec.num_groups, -1).repeat_interleave(per_head, dim=1) for part in (b, c))
@@ -220,6 +201,5 @@ class Mamba2(nn.Module):
             state = ssm[r].view(spec.num_heads, spec.state_size, -1)
             y, states = scan(x * step[:, :, None], step * rate, b, c, state, kept)
             outs.append((y + x * skip[:, None]).flatten(1))
-            convs.append(mamba2_torch.last_inputs(inputs[start:stop], conv[r], kept))
             ssms.append(states.flatten(2))
-        return torch.cat(outs), torch.cat(convs), torch.cat(ssms)
+        return torch.cat(outs), torch.cat(ssms)

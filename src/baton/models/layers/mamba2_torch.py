@@ -3,7 +3,7 @@
 Prompts are scanned in chunks of matrix products (state space duality: Dao & Gu, 2024, arXiv:2405.21060, section 6), or
 row by row if states must not depend on chunks. The few rows of a verification are scanned row by row.
 
-Shapes: T rows, C channels of the convolution, H heads of P channels, N state numbers per channel.
+Shapes: T rows, H heads of P channels, N state numbers per channel.
 """
 
 from __future__ import annotations
@@ -13,20 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
-
-
-def convolve(inputs_TC: Tensor, state_CK: Tensor, weight_KC: Tensor, bias_C: Tensor) -> Tensor:
-    """Causal depthwise convolution of one request's rows after its state's K - 1 inputs, then SiLU: float32 [T, C]."""
-    joined = torch.cat((state_CK, inputs_TC.T), dim=1).float()
-    return F.silu(F.conv1d(joined, weight_KC.T[:, None], bias_C, groups=len(joined))).T
-
-
-def last_inputs(inputs_TC: Tensor, state_CK: Tensor, kept: Tensor) -> Tensor:
-    """The K - 1 inputs up to each of the rows `kept`: [len(kept), C, K - 1]."""
-    columns = state_CK.shape[1]
-    joined = torch.cat((state_CK, inputs_TC.T), dim=1)
-    within = kept[:, None] + torch.arange(1, columns + 1, device=kept.device)
-    return joined[:, within].transpose(0, 1)
 
 
 def by_row(

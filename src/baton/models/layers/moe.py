@@ -136,7 +136,7 @@ def mlp_experts(spec: MoESpec, hidden: int, build: Build) -> Experts:
 class MoE(nn.Module):
     """Routed experts, each a SwiGLU MLP, plus the shared one if there is one: [T, E] -> [T, E].
 
-    Parameters are named as in DeepSeek's and Qwen's checkpoints: `gate`, `experts.N`, `shared_experts`.
+    Parameters are named as in DeepSeek's checkpoints: `gate`, `experts.N`, `shared_experts`; and `shared_gate`.
     """
 
     def __init__(self, spec: MoESpec, hidden: int, build: Build) -> None:
@@ -144,10 +144,17 @@ class MoE(nn.Module):
         self.gate = Router(spec, hidden, build)
         self.experts = mlp_experts(spec, hidden, build)
         self.shared_experts = MLP(hidden, spec.shared_size, False, build) if spec.shared_size else None
+        self.shared_gate = Linear(hidden, 1, build) if spec.has_shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.experts.weighted_sum(x, *self.gate.choose(x))
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        if self.shared_experts is None:
+            return out
+        shared = self.shared_experts(x)
+        if self.shared_gate is not None:
+            gate = self.shared_gate(x).float()
+            shared = shared * (sigmoid(gate) if gate.device.type == "cpu" else gate.sigmoid()).to(x.dtype)
+        return out + shared  # type: ignore[no-any-return]
 
 
 def feed_forward(config: ModelConfig, layer_id: int, build: Build) -> nn.Module:

@@ -25,7 +25,7 @@ from baton.models.config import RawConfig, get_dtype
 from baton.models.layers.expert_parallel import RemoteExpert
 from baton.models.layers.linear import Build, Linear, WeightCut
 from baton.models.layers.parallel import SINGLE_RANK, Share, Stage, TensorRank
-from baton.models.loading.stored import StoredTensors, open_file, read_config, weight_files
+from baton.models.loading.stored import StoredTensors, open_file, read_config, text_config, weight_files
 from baton.models.registry import model_class
 from baton.models.tensor_names import layer_index
 
@@ -229,7 +229,7 @@ def load_model(
     `dtype`: a torch dtype, its name, or "auto" for the checkpoint's own. Raises `CheckpointError`, and `ConfigError`
     if the model cannot be cut for so many ranks.
     """
-    raw = read_config(path)
+    raw = text_config(read_config(path))
     cls = model_class(raw.get("model_type"))
     stored, chosen = StoredTensors(path), resolve_dtype(dtype, raw)
     config = stored.resolve_tying(cls.parse_config(raw), chosen)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.errors import CheckpointError
-from baton.models.config import ModelConfig
+from baton.models.config import ModelConfig, RawConfig
+from baton.models.registry import MODELS
 from baton.models.tensor_names import LAYER, layer_index
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Fields that a nested config of a text model may leave to the outer one.
+_BESIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "bos_token_id")
+# What the names of a text model begin with in a checkpoint of text and images.
+_NESTED = ("model.language_model.", "language_model.model.")
 _PARTS = ("model.embed_tokens.", "model.norm.", "lm_head.")
 # Rows of two matrices compared at once.
 _ROWS = 4096
@@ -53,6 +58,15 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such checkpoint directory")
     return read_json(directory / "config.json")
+
+
+def text_config(raw: RawConfig) -> RawConfig:
+    """The config of the text model in a checkpoint of text and images, whose `config.json` nests it; else `raw`."""
+    inner = raw.get("text_config")
+    if raw.get("model_type") in MODELS or not isinstance(inner, Mapping) or inner.get("model_type") not in MODELS:
+        return raw
+    beside = {name: raw[name] for name in _BESIDE if raw.get(name) is not None and inner.get(name) is None}
+    return {**inner, **beside}
 
 
 def weight_files(path: str | Path) -> list[Path]:
@@ -178,8 +192,17 @@ def _part(name: str) -> str:
 def _renaming(names: Collection[str]) -> Callable[[str], str]:
     """Maps stored names to the causal LM's. As in transformers, the decoder's prefix `model.` is added if the decoder
     was saved alone, and removed if it is doubled."""
+    if any(name.startswith(_NESTED) for name in names):
+        return _without_nesting
     if any(name.startswith("model.model.") for name in names):
         return lambda name: name.removeprefix("model.") if name.startswith("model.model.") else name
     if "embed_tokens.weight" in names:
         return lambda name: name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
     return lambda name: name
+
+
+def _without_nesting(name: str) -> str:
+    for prefix in _NESTED:
+        if name.startswith(prefix):
+            return f"model.{name.removeprefix(prefix)}"
+    return name.removeprefix("language_model.")

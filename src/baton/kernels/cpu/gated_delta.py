@@ -1,0 +1,111 @@
+"""CPU kernels of gated delta nets: the recurrence and the gated norm, row by row.
+
+A row's arithmetic does not depend on the batch, and states are float32, so neither other rows nor chunks change a bit.
+
+Shapes: T rows of R requests, H value heads of V numbers, J key heads of K numbers, each for H / J value heads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from baton.kernels.cpu.jit_cache import jit_contract
+from baton.kernels.cpu.scalar import exp32, from_f32, to_f32
+
+_ONE = np.float32(1.0)
+# Above this softplus(x) is x, as in PyTorch.
+_LINEAR = np.float32(20.0)
+# Of the L2 norm of queries and keys, as in transformers.
+_EPS = np.float32(1e-6)
+
+
+@jit_contract
+def scan(
+    rows: Any, first: Any, mixed: Any, key_heads: Any, state: Any, rate: Any, dt_bias: Any, query_start: Any,
+    kept: Any, out: Any, kept_states: Any,
+) -> None:  # fmt: skip
+    """The gated delta rule. Per row and value head: S = S exp(rate softplus(a + dt_bias)), u = sigmoid(b) (v - S^T k),
+    S = S + k u^T, o = S^T q, with q and k of unit length and q divided by sqrt(K).
+
+    q | k | v = `mixed` float32 [T, 2 J K + H V]; b and a are columns `first` .. `first` + 2 H of `rows`; o goes to
+    `out` float32 [T, H V]. `state` float32 [R, H, K V] is S before the rows, and is overwritten. S after each of the
+    rows `kept` (ascending) goes to `kept_states` [len(kept), H, K V].
+    """
+    heads = len(rate)
+    size = out.shape[1] // heads
+    width = state.shape[2] // size
+    q, k = np.empty(width, np.float32), np.empty(width, np.float32)
+    u, o = np.empty(size, np.float32), np.empty(size, np.float32)
+    scale = _ONE / np.sqrt(np.float32(width))
+    first_kept = 0
+    for r in range(len(query_start) - 1):
+        begin, stop = query_start[r], query_start[r + 1]
+        next_kept = first_kept
+        for h in range(heads):
+            s = state[r, h]
+            q_at = h // (heads // key_heads) * width
+            k_at = key_heads * width + q_at
+            v_at = 2 * key_heads * width + h * size
+            next_kept = first_kept
+            for t in range(begin, stop):
+                q_sum, k_sum = _EPS, _EPS
+                for n in range(width):
+                    q_sum += mixed[t, q_at + n] * mixed[t, q_at + n]
+                    k_sum += mixed[t, k_at + n] * mixed[t, k_at + n]
+                q_factor, k_factor = scale / np.sqrt(q_sum), _ONE / np.sqrt(k_sum)
+                for n in range(width):
+                    q[n] = mixed[t, q_at + n] * q_factor
+                    k[n] = mixed[t, k_at + n] * k_factor
+                beta = _ONE / (_ONE + exp32(-to_f32(rows[t, first + h])))
+                dt = to_f32(rows[t, first + heads + h]) + dt_bias[h]
+                if dt <= _LINEAR:
+                    dt = np.float32(math.log1p(math.exp(dt)))
+                decay = np.float32(math.exp(dt * rate[h]))
+                for p in range(size):
+                    u[p] = np.float32(0.0)
+                    o[p] = np.float32(0.0)
+                for n in range(width):
+                    at, factor = n * size, k[n]
+                    for p in range(size):
+                        value = s[at + p] * decay
+                        s[at + p] = value
+                        u[p] += value * factor
+                for p in range(size):
+                    u[p] = (mixed[t, v_at + p] - u[p]) * beta
+                for n in range(width):
+                    at, factor, query = n * size, k[n], q[n]
+                    for p in range(size):
+                        value = s[at + p] + u[p] * factor
+                        s[at + p] = value
+                        o[p] += value * query
+                for p in range(size):
+                    out[t, h * size + p] = o[p]
+                if next_kept < len(kept) and kept[next_kept] == t:
+                    for i in range(len(s)):
+                        kept_states[next_kept, h, i] = s[i]
+                    next_kept += 1
+        first_kept = next_kept
+
+
+@jit_contract
+def gated_norm(o: Any, rows: Any, weight: Any, eps: Any, out: Any) -> None:
+    """RMSNorm of each head of `o` float32 [T, H V] times `weight` [V], then times silu(gate), to `out` [T, H V]. Gates
+    are the first columns of `rows`. Rounds to the dtype of `out` where transformers does."""
+    size = len(weight)
+    element = weight[0]
+    for t in range(o.shape[0]):
+        for start in range(0, o.shape[1], size):
+            total = np.float32(0.0)
+            for i in range(size):
+                value = to_f32(from_f32(element, o[t, start + i]))
+                total += value * value
+            factor = _ONE / np.sqrt(total / np.float32(size) + eps)
+            for i in range(size):
+                value = to_f32(from_f32(element, o[t, start + i]))
+                normed = to_f32(from_f32(element, value * factor))
+                scaled = to_f32(from_f32(element, to_f32(weight[i]) * normed))
+                gate = to_f32(rows[t, start + i])
+                out[t, start + i] = from_f32(element, scaled * (gate / (_ONE + exp32(-gate))))

@@ -1,0 +1,24 @@
+"""Qwen3.5 to 3.8 (`model_type` qwen3_5_text, or qwen3_5_moe_text with experts in every layer). Of a checkpoint with a
+vision tower, the text model is loaded."""
+
+from __future__ import annotations
+
+from baton.models.config import RawConfig
+from baton.models.qwen_hybrid import QwenHybrid, QwenHybridConfig, hybrid_fields, qwen_experts
+
+
+class Qwen35(QwenHybrid):
+    @classmethod
+    def parse_config(cls, raw: RawConfig) -> QwenHybridConfig:
+        return QwenHybridConfig(**hybrid_fields(raw))
+
+
+class Qwen35Moe(QwenHybrid):
+    @classmethod
+    def parse_config(cls, raw: RawConfig) -> QwenHybridConfig:
+        # `intermediate_size` is of dense layers, and this model has none.
+        fields = hybrid_fields({"intermediate_size": 1, **_DEFAULTS, **raw})
+        return QwenHybridConfig(**fields, moe=qwen_experts({**_DEFAULTS, **raw}, (True,) * fields["num_layers"]))
+
+
+_DEFAULTS = {"num_experts": 256, "num_experts_per_tok": 8}
