@@ -4,55 +4,56 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
-from baton.errors import EngineUnavailableError
-from baton.router.connectors import baton
-from baton.router.join import Chunks
+from baton.errors import EngineLostError
+from baton.router.join import Chunks, LegItems, join_legs
 from baton.wire import TokenChunk
 
 CHUNK = TokenChunk(request_id="r", token_ids=[1], position=0)
+END = TokenChunk(request_id="r", finish_reason="stop")
 
 
-async def begun(prefill_s: float, fails: bool = False) -> tuple[list[str], float]:
-    """Events in order, and seconds until the decode leg began."""
+async def joined(wait_s: float, *, is_long: bool = False, fails: bool = False) -> list[str]:
+    """Events in order. A long prefill lasts until the decode leg has sent its token."""
     happened: list[str] = []
-    loop = asyncio.get_running_loop()
-    started = at = loop.time()
+    decoded, prefilled = asyncio.Event(), asyncio.Event()
+    items: LegItems = asyncio.Queue()
+    closing: list[asyncio.Future[None]] = []
 
     async def prefill() -> Chunks:
-        await asyncio.sleep(prefill_s)
-        if fails:
-            raise EngineUnavailableError("gone")
-        yield CHUNK
+        try:
+            if is_long:
+                await decoded.wait()
+            if fails:
+                raise EngineLostError("gone")
+            yield CHUNK
+        finally:
+            prefilled.set()
 
     async def decode() -> Chunks:
-        nonlocal at
-        at = loop.time()
         happened.append("decode begins")
         yield CHUNK
+        decoded.set()
+        await prefilled.wait()
+        yield END
 
-    async def read(name: str, chunks: Chunks) -> None:
-        async for _ in chunks:
-            happened.append(f"{name} token")
+    def drain(leg: Chunks) -> None:
+        closing.append(asyncio.ensure_future(leg.aclose()))
 
-    legs = baton._first_token_first(prefill(), decode())
-    await asyncio.gather(*(read(role, chunks) for role, chunks in legs.items()), return_exceptions=True)
-    return happened, at - started
-
-
-async def test_it_begins_behind_the_first_token() -> None:
-    assert (await begun(0.01))[0] == ["prefill token", "decode begins", "decode token"]
-
-
-async def test_it_does_not_wait_for_a_long_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baton, "FIRST_TOKEN_WAIT_S", 0.01)
-    assert (await begun(1.0))[0] == ["decode begins", "decode token", "prefill token"]
+    legs = join_legs({"prefill": prefill(), "decode": decode()}, items, drain, first_token_wait_s=wait_s)
+    async for chunk, leg in legs:
+        if chunk.token_ids:
+            happened.append(f"{leg} token")
+    return happened
 
 
-async def test_it_begins_when_the_prefill_leg_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_begins_after_the_first_token() -> None:
+    assert await joined(60.0) == ["prefill token", "decode begins", "decode token"]
+
+
+async def test_it_does_not_wait_for_a_long_prefill() -> None:
+    assert (await joined(0.01, is_long=True))[:2] == ["decode begins", "decode token"]
+
+
+async def test_it_begins_when_the_prefill_leg_is_lost() -> None:
     """A decode engine may recover alone, or report what it lacks."""
-    monkeypatch.setattr(baton, "FIRST_TOKEN_WAIT_S", 60.0)
-    happened, waited = await begun(0.01, fails=True)
-    assert happened == ["decode begins", "decode token"]
-    assert waited < 30
+    assert await asyncio.wait_for(joined(60.0, fails=True), 30) == ["decode begins", "decode token"]

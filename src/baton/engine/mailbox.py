@@ -10,7 +10,7 @@ from baton.clock import Clock, SystemClock
 from baton.errors import BatonError
 from baton.handoff.protocol.events import HandoffEvent
 
-Item = Callable[[], None] | HandoffEvent | BatonError
+Posted = Callable[[], None] | HandoffEvent | BatonError
 
 
 class Mailbox:
@@ -19,12 +19,12 @@ class Mailbox:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or SystemClock()
-        self._posted: deque[tuple[float, Item]] = deque()
+        self._posted: deque[tuple[float, Posted]] = deque()
         self._turn_started: float | None = None
         self._wake = threading.Condition()
         self.stopping = False
 
-    def post(self, item: Item) -> None:
+    def post(self, item: Posted) -> None:
         """Have the engine's thread handle `item` before its next step."""
         with self._wake:
             self._posted.append((self.clock.monotonic(), item))
@@ -46,7 +46,7 @@ class Mailbox:
         began = [start for start in since if start is not None]
         return self.clock.monotonic() - min(began) if began else 0.0
 
-    def take(self) -> Iterator[Item]:
+    def take(self) -> Iterator[Posted]:
         """What is posted, in order, until nothing is left."""
         while self._posted:
             with self._wake:  # `busy_s` reads the first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncGenerator, Iterable
 from typing import Protocol
 
@@ -10,7 +9,7 @@ from baton.openai.format import Json
 from baton.openai.http.errors import ApiError, to_api_error
 from baton.openai.output import Delta, SampleOutput
 from baton.openai.plan import Plan
-from baton.openai.service import OpenAIService, prepend
+from baton.openai.service import Begun, OpenAIService
 
 
 class ChatAnswer(Protocol):
@@ -48,8 +47,8 @@ async def respond_as_chat(
     if plan.stream:
         events = _events(service, plan, outputs, answer)
         # Wait for the first event: a refusal must set the HTTP status.
-        return prepend(await anext(events), events)
-    async with contextlib.aclosing(service.run(plan, outputs)) as deltas:
+        return await Begun.of(events)
+    async with service.running(plan, outputs) as deltas:
         async for _, delta in deltas:
             for _event in answer.push(delta):
                 pass
@@ -61,7 +60,7 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     begun = False
     try:
-        async with contextlib.aclosing(service.run(plan, outputs)) as deltas:
+        async with service.running(plan, outputs) as deltas:
             async for _, delta in deltas:
                 if not begun:
                     begun = True

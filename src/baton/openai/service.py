@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -115,8 +115,8 @@ class OpenAIService:
         if plan.stream:
             events = self._events(plan, outputs)
             # Wait for the first event: a refusal must set the HTTP status.
-            return prepend(await anext(events), events)
-        async with contextlib.aclosing(self.run(plan, outputs)) as deltas:
+            return await Begun.of(events)
+        async with self.running(plan, outputs) as deltas:
             async for _ in deltas:
                 pass
         return msgspec.json.encode(self._with_metrics(fmt.whole(plan, outputs), plan, outputs))
@@ -126,7 +126,7 @@ class OpenAIService:
         counts = [0] * len(outputs)
         wants_tokens = plan.return_token_ids or plan.requests[0].sampling_params.logprobs is not None
         try:
-            async with contextlib.aclosing(self.run(plan, outputs)) as deltas:
+            async with self.running(plan, outputs) as deltas:
                 async for index, delta in deltas:
                     counts[index] += len(delta.token_ids)
                     if not (fmt.is_visible(plan, delta) or (wants_tokens and delta.token_ids)):
@@ -150,26 +150,23 @@ class OpenAIService:
         metrics = self._per_request.of(plan, outputs)
         return body if metrics is None else body | {"metrics": metrics}
 
-    async def run(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield (choice, delta) of all choices. Closing it aborts those that run."""
+    @contextlib.asynccontextmanager
+    async def running(
+        self, plan: Plan, outputs: Sequence[SampleOutput]
+    ) -> AsyncIterator[AsyncGenerator[tuple[int, Delta], None]]:
+        """Yield a generator of (choice, delta) of all choices. At the end, those that still run are aborted."""
         try:
             with self.queue.waiting(len(outputs)) as served:
                 samples = [self._sample(plan, index, output, served) for index, output in enumerate(outputs)]
-                if len(samples) == 1:
-                    async with contextlib.aclosing(samples[0]) as deltas:
-                        async for delta in deltas:
-                            yield 0, delta
-                    return
-                async with contextlib.aclosing(_merge(samples)) as merged:
-                    async for item in merged:
-                        yield item
+                async with contextlib.aclosing(samples[0] if len(samples) == 1 else _merge(samples)) as deltas:
+                    yield deltas
         finally:
             longest = self._metrics.vllm["request_max_num_generation_tokens"].labels(plan.model.name)
             longest.observe(max(len(output.token_ids) for output in outputs))
 
     async def _sample(
         self, plan: Plan, index: int, output: SampleOutput, served: Callable[[], None]
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
         request = plan.requests[index]
         record = SequenceRecord(self._metrics, request.request_id, plan.model.name, len(request.prompt_token_ids))
         try:
@@ -186,7 +183,7 @@ class OpenAIService:
                         output.times = record.times
                         output.route = record.route if record.engines else None
                         record.end(delta.finish_reason)
-                    yield delta
+                    yield index, delta
                     if delta.finish_reason is not None:
                         return
             raise EngineUnavailableError("the engine's stream ended before the request did")
@@ -209,27 +206,48 @@ def _event(body: dict[str, object]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-async def prepend(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    async with contextlib.aclosing(rest):
-        yield first
-        async for item in rest:
-            yield item
+class Begun(AsyncGenerator[T, None]):
+    """A generator of which the first item has been awaited. The others come from it directly."""
+
+    def __init__(self, first: T, rest: AsyncGenerator[T, None]) -> None:
+        self._first: list[T] = [first]
+        self._rest = rest
+
+    @classmethod
+    async def of(cls, items: AsyncGenerator[T, None]) -> Begun[T]:
+        return cls(await anext(items), items)
+
+    def __anext__(self) -> Coroutine[Any, Any, T]:
+        return self.asend(None)
+
+    def asend(self, value: None) -> Coroutine[Any, Any, T]:
+        return _value(self._first.pop()) if self._first else self._rest.asend(value)
+
+    def athrow(self, *error: Any) -> Coroutine[Any, Any, T]:
+        return self._rest.athrow(*error)
+
+    def aclose(self) -> Coroutine[Any, Any, None]:
+        return self._rest.aclose()
 
 
-async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield (source, item) of all sources as they come. The first error, or closing, ends all."""
-    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
+async def _value(value: T) -> T:
+    return value
 
-    async def pump(index: int, source: AsyncGenerator[T, None]) -> None:
+
+async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Yield the items of all sources as they come. The first error, or closing, ends all."""
+    queue: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue()
+
+    async def pump(source: AsyncGenerator[T, None]) -> None:
         try:
             async with contextlib.aclosing(source):
                 async for item in source:
-                    queue.put_nowait((index, item))
+                    queue.put_nowait((item,))
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
 
-    tasks = [asyncio.create_task(pump(index, source)) for index, source in enumerate(sources)]
+    tasks = [asyncio.create_task(pump(source)) for source in sources]
     try:
         open_sources = len(tasks)
         while open_sources:
@@ -239,7 +257,7 @@ async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
             elif isinstance(item, BaseException):
                 raise item
             else:
-                yield item
+                yield item[0]
     finally:
         for task in tasks:
             task.cancel()

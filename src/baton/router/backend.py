@@ -7,7 +7,8 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import msgspec
@@ -27,7 +28,7 @@ from baton.openai.backend import OnRoute
 from baton.openai.http.errors import error_of_chunk
 from baton.router.concurrency import ConcurrencyLimit
 from baton.router.connectors.base import Connector, HandoffOutcome, Legs
-from baton.router.join import Chunks, Joined, LegFailed, LegItems, TokenMismatch, join_legs
+from baton.router.join import Chunks, Joined, LegChunks, LegFailed, LegItems, TokenMismatch, join_legs
 from baton.router.near_tie import measure_gap
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import OnLost, PooledEngine
@@ -43,6 +44,44 @@ MAX_ATTEMPTS = 3
 _PATIENCE_STEP_S = 0.1
 MayMove = Callable[[PooledEngine], bool]
 OnRecovery = Callable[[str, Recovery, BaseException], None]
+
+
+@dataclass(slots=True)
+class _Progress:
+    """A request over its attempts. `tried`: engines that failed. `fruitless`: attempts in a row without a new token.
+    `hand_off`: the next attempt must be a handoff. `decided`: an engine has taken the request. `route`: the next
+    attempt's, if it is known already."""
+
+    joined: Joined
+    hand_off: bool
+    tried: list[PooledEngine] = field(default_factory=list)
+    attempt: int = 0
+    fruitless: int = 0
+    decided: bool = False
+    route: Route | None = None
+
+
+@dataclass(slots=True)
+class RunningAttempt:
+    """The chunks of one attempt. `note` each of them. `failures`: counts errors of handoffs by reason; None: this is no
+    handoff."""
+
+    chunks: LegChunks
+    failures: Counter[str] | None = None
+    outcome: HandoffOutcome = "aborted"
+
+    def note(self, chunk: TokenChunk, leg: LegRole) -> None:
+        """Raises `LegFailed` for an error from which another attempt may recover."""
+        if chunk.finish_reason is None:
+            return
+        if chunk.finish_reason != "error":
+            self.outcome = "completed" if leg == "decode" else "finished_early"
+            return
+        self.outcome = "failed"
+        if self.failures is not None:
+            self.failures[reason_label((chunk.error or "unknown").partition(":")[0])] += 1
+        if chunk.recoverable:
+            raise LegFailed("decode", error_of_chunk(chunk.error), reported=True)
 
 
 class RouterBackend:
@@ -98,86 +137,93 @@ class RouterBackend:
     ) -> AsyncGenerator[TokenChunk, None]:
         """Wait for room, then yield the request's chunks over all attempts. Raises the last attempt's error."""
         self.pool.identity.bind()
-        async with self.concurrency.slot(), contextlib.aclosing(self._attempts(request, kv_mode, on_route)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        progress = _Progress(Joined(request), hand_off=kv_mode is not None)
+        joined = progress.joined
+        async with self.concurrency.slot():
+            while True:
+                rest = joined.rest(progress.attempt)
+                route = await self._next_route(progress, rest)
+                if on_route is not None:
+                    on_route(route.why, [engine.name for engine in (route.prefill, route.decode) if engine is not None])
+                num_known = len(joined.token_ids)
+                try:
+                    may_move = functools.partial(self._may_move, joined, rest, progress.fruitless)
+                    async with self._running(rest, route, kv_mode or self._kv_mode, may_move) as attempt:
+                        async for chunk, leg in attempt.chunks:
+                            attempt.note(chunk, leg)
+                            if not progress.decided:  # the engine has not declined the request
+                                progress.decided = True
+                                self.decisions.took(route.why)
+                            new = joined.push(chunk)
+                            if new is not None:
+                                yield new
+                    return
+                except TokenMismatch as mismatch:
+                    await self._settle(progress, route, mismatch)
+                except LegFailed as failed:
+                    await self._recover(progress, route, rest, failed, num_known)
+                except ProtocolError as error:
+                    await self._recover(progress, route, rest, LegFailed("decode", error), num_known)
+                finally:
+                    if len(joined.token_ids) > max(num_known, 1):  # the decode engine has added tokens
+                        self._routes.served(route, request, joined.token_ids)
 
-    async def _attempts(
-        self, request: GenerateRequest, kv_mode: Mode | None, on_route: OnRoute | None
-    ) -> AsyncGenerator[TokenChunk, None]:
-        joined = Joined(request)
-        tried: list[PooledEngine] = []
-        attempt = fruitless = 0
-        route: Route | None = None
-        hand_off = kv_mode is not None  # a client that names a mode wants a handoff
-        decided = False
-        while True:
-            rest = joined.rest(attempt)
-            if route is None:
-                route = await self._choose(rest, tried, hand_off, self.pool.timers.patience if attempt else 0.0)
-            if decided:
-                self.decisions.took_again(route.why)
-            elif route.max_prefill_tokens is None:
-                decided = True
-                self.decisions.took(route.why)
-            if on_route is not None:
-                on_route(route.why, [engine.name for engine in (route.prefill, route.decode) if engine is not None])
-            num_known = len(joined.token_ids)
-            try:
-                may_move = functools.partial(self._may_move, joined, rest, fruitless)
-                running = self._run(rest, route, kv_mode or self._kv_mode, may_move)
-                async with contextlib.aclosing(running) as chunks:
-                    async for chunk in chunks:
-                        if not decided:  # the engine has not declined the request
-                            decided = True
-                            self.decisions.took(route.why)
-                        new = joined.push(chunk)
-                        if new is not None:
-                            yield new
-                return
-            except TokenMismatch as mismatch:
-                if route.prefill is None or not await self._is_near_tie(joined, mismatch, route.prefill):
-                    self.failures[mismatch.reason] += 1
-                    raise
-                self.near_ties += 1
-                attempt += 1
-                route = Route("resumed", route.decode)  # it holds nearly all of the KV
-                continue
-            except LegFailed as failure:
-                failed = failure
-            except ProtocolError as error:
-                failed = LegFailed("decode", error)
-            finally:
-                if len(joined.token_ids) > max(num_known, 1):  # the decode engine has added tokens
-                    self._routes.served(route, request, joined.token_ids)
-            attempt += 1
-            if isinstance(failed.error, HandoffError) and failed.error.reason == PREFIX_MISSING and not hand_off:
-                self.decisions.stale += 1
-                self._routes.declined(route, rest)
-                hand_off, route = True, None
-                continue
-            # A decode engine that reports why it cannot continue is healthy: the prefill engine failed it.
-            blamed = route.prefill if failed.leg == "prefill" or failed.reported else None
-            lost = blamed or route.decode
-            # An overloaded engine is healthy, and another of its role may have room. Resumed requests are never
-            # refused as overload.
-            full = isinstance(failed.error, OverloadedError) and not joined.token_ids
-            if full and not self.pool.has_other(lost, tried):
-                raise failed.error
-            if not isinstance(failed.error, OverloadedError) and not (lost.evicted or lost.suspected):
-                await self.pool.refresh(lost)
-            if not full:
-                fruitless = 1 if len(joined.token_ids) > num_known else fruitless + 1
-            rung = _rung(failed, bool(joined.token_ids))
-            if rung is None or not recovers(self._recovery, rung) or fruitless >= MAX_ATTEMPTS:
-                raise failed.error
-            if joined.token_ids and not self._connector.can_resume(request.sampling_params):
-                raise failed.error
-            self.recoveries[rung] += 1
-            self.on_recovery(request.request_id, rung, failed)
-            logger.warning("%s: going on from %d tokens: %s", request.request_id, len(joined.token_ids), failed)
-            tried.append(lost)
-            route = None
+    async def _next_route(self, progress: _Progress, rest: GenerateRequest) -> Route:
+        """The next attempt's route, which counts as a decision unless its engine may still decline."""
+        route, again = progress.route, progress.decided
+        if route is None:
+            patience_s = self.pool.timers.patience if progress.attempt else 0.0
+            route = await self._choose(rest, progress.tried, progress.hand_off, patience_s)
+        if again:
+            self.decisions.took_again(route.why)
+        elif route.max_prefill_tokens is None:
+            progress.decided = True
+            self.decisions.took(route.why)
+        return route
+
+    async def _settle(self, progress: _Progress, route: Route, mismatch: TokenMismatch) -> None:
+        """Let the decode engine continue from the client's tokens if two engines disagree at a near-tie, else raise
+        `mismatch`."""
+        if route.prefill is None or not await self._is_near_tie(progress.joined, mismatch, route.prefill):
+            self.failures[mismatch.reason] += 1
+            raise mismatch
+        self.near_ties += 1
+        progress.attempt += 1
+        progress.route = Route("resumed", route.decode)  # it holds nearly all of the KV
+
+    async def _recover(
+        self, progress: _Progress, route: Route, rest: GenerateRequest, failed: LegFailed, num_known: int
+    ) -> None:
+        """Prepare another attempt, or raise the error of the failed one, which began with `num_known` tokens."""
+        joined, error = progress.joined, failed.error
+        progress.attempt += 1
+        progress.route = None
+        if isinstance(error, HandoffError) and error.reason == PREFIX_MISSING and not progress.hand_off:
+            self.decisions.stale += 1
+            self._routes.declined(route, rest)
+            progress.hand_off = True
+            return
+        # A decode engine that reports why it cannot continue is healthy: the prefill engine failed it.
+        blamed = route.prefill if failed.leg == "prefill" or failed.reported else None
+        lost = blamed or route.decode
+        # An overloaded engine is healthy, and another of its role may have room. Resumed requests are never refused as
+        # overload.
+        full = isinstance(error, OverloadedError) and not joined.token_ids
+        if full and not self.pool.has_other(lost, progress.tried):
+            raise error
+        if not isinstance(error, OverloadedError) and not (lost.evicted or lost.suspected):
+            await self.pool.refresh(lost)
+        if not full:
+            progress.fruitless = 1 if len(joined.token_ids) > num_known else progress.fruitless + 1
+        rung = _rung(failed, bool(joined.token_ids))
+        if rung is None or not recovers(self._recovery, rung) or progress.fruitless >= MAX_ATTEMPTS:
+            raise error
+        if joined.token_ids and not self._connector.can_resume(joined.request.sampling_params):
+            raise error
+        self.recoveries[rung] += 1
+        self.on_recovery(joined.request.request_id, rung, failed)
+        logger.warning("%s: going on from %d tokens: %s", joined.request.request_id, len(joined.token_ids), failed)
+        progress.tried.append(lost)
 
     def ready(self) -> bool:
         return bool(self.pool.usable(healthy=True))
@@ -213,34 +259,30 @@ class RouterBackend:
             return False
         return any(other.may_serve(request) for other in self.pool.usable(healthy=True) if other is not engine)
 
-    async def _run(
+    @contextlib.asynccontextmanager
+    async def _running(
         self, request: GenerateRequest, route: Route, kv_mode: Mode, may_move: MayMove
-    ) -> AsyncGenerator[TokenChunk, None]:
+    ) -> AsyncIterator[RunningAttempt]:
         """Run one attempt. Raises `LegFailed` if another may succeed."""
         prefill, decode = route.prefill, route.decode
         if prefill is None:
             if route.max_prefill_tokens is not None:
                 request = msgspec.structs.replace(request, max_prefill_tokens=route.max_prefill_tokens)
             alone = Legs({"decode": self._connector.alone(request, decode)})
-            joining = self._join({"decode": decode}, alone, may_move)
-            async with contextlib.aclosing(joining) as joined:
-                async for chunk, _ in joined:
-                    yield _checked(chunk)
+            async with self._joining({"decode": decode}, alone, may_move) as chunks:
+                yield RunningAttempt(chunks)
             return
         legs = self._connector.legs(request, prefill, decode, kv_mode)
         self.handoffs["started"] += 1
         self.num_active_handoffs += 1
         outcome: HandoffOutcome = "aborted"
         try:
-            joining = self._join({"prefill": prefill, "decode": decode}, legs, may_move)
-            async with contextlib.aclosing(joining) as joined:
-                async for chunk, leg in joined:
-                    if chunk.finish_reason == "error":
-                        outcome = "failed"
-                        self.failures[reason_label((chunk.error or "unknown").partition(":")[0])] += 1
-                    elif chunk.finish_reason is not None:
-                        outcome = "completed" if leg == "decode" else "finished_early"
-                    yield _checked(chunk)
+            async with self._joining({"prefill": prefill, "decode": decode}, legs, may_move) as chunks:
+                attempt = RunningAttempt(chunks, self.failures)
+                try:
+                    yield attempt
+                finally:
+                    outcome = attempt.outcome
         except LegFailed as failed:
             if outcome != "failed":
                 outcome = "failed"
@@ -254,9 +296,11 @@ class RouterBackend:
             if legs.on_end is not None:
                 self._do(functools.partial(legs.on_end, outcome), self.pool.timers.tell)
 
-    async def _join(
+    @contextlib.asynccontextmanager
+    async def _joining(
         self, engines: dict[LegRole, PooledEngine], legs: Legs, may_move: MayMove
-    ) -> AsyncGenerator[tuple[TokenChunk, LegRole], None]:
+    ) -> AsyncIterator[LegChunks]:
+        """The chunks of all legs. The legs count as their engines' load meanwhile."""
         items: LegItems = asyncio.Queue()
 
         def on_lost(leg: LegRole) -> OnLost:
@@ -266,10 +310,9 @@ class RouterBackend:
             for leg in legs.chunks:
                 engine = engines[leg]
                 counted.enter_context(engine.leg(on_lost(leg), functools.partial(may_move, engine)))
-            joining = join_legs(legs.chunks, items, self._drain, legs.notices)
+            joining = join_legs(legs.chunks, items, self._drain, legs.notices, legs.first_token_wait_s)
             async with contextlib.aclosing(joining) as joined:
-                async for item in joined:
-                    yield item
+                yield joined
 
     async def _is_near_tie(self, joined: Joined, mismatch: TokenMismatch, prefill: PooledEngine) -> bool:
         if self._near_tie <= 0.0:
@@ -301,13 +344,6 @@ class RouterBackend:
         task = asyncio.create_task(bounded())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-def _checked(chunk: TokenChunk) -> TokenChunk:
-    """Return the chunk, or raise `LegFailed` for an error from which another attempt may recover."""
-    if chunk.finish_reason == "error" and chunk.recoverable:
-        raise LegFailed("decode", error_of_chunk(chunk.error), reported=True)
-    return chunk
 
 
 def _rung(failed: LegFailed, any_sent: bool) -> Recovery | None:

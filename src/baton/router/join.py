@@ -7,14 +7,19 @@ has the KV, and then all others. The client gets whichever comes first. Later at
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
 import msgspec
 
 from baton.errors import BatonError, EngineLostError, HandoffError, ProtocolError, is_refusal
+from baton.timeouts import timeout
 from baton.wire import GenerateRequest, LegRole, TokenChunk
 
+# After the first token, so that it is sent to the client before the decode leg's request.
+_THEN_S = 0.001
 Chunks = AsyncGenerator[TokenChunk, None]
+LegChunks = AsyncGenerator[tuple[TokenChunk, LegRole], None]
 LegItems = asyncio.Queue["tuple[LegRole, TokenChunk | BaseException | None]"]  # None: the leg has ended
 
 
@@ -93,9 +98,31 @@ class Joined:
         )
 
 
+class _FirstToken:
+    """When a decode leg begins: with the first chunk or the end of the prefill leg, or after `wait_s`."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s, self._came = wait_s, asyncio.Event()
+
+    async def wait(self) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with timeout(self._wait_s):
+                await self._came.wait()
+
+    def came(self) -> None:
+        asyncio.get_running_loop().call_later(_THEN_S, self._came.set)
+
+    def ended(self) -> None:
+        self._came.set()
+
+
 async def join_legs(
-    legs: Mapping[LegRole, Chunks], items: LegItems, drain: Callable[[Chunks], None], notices: bool = True
-) -> AsyncGenerator[tuple[TokenChunk, LegRole], None]:
+    legs: Mapping[LegRole, Chunks],
+    items: LegItems,
+    drain: Callable[[Chunks], None],
+    notices: bool = True,
+    first_token_wait_s: float | None = None,
+) -> LegChunks:
     """Yield (chunk, its leg) until a chunk with `finish_reason`. A single leg, of either kind, must send all tokens.
 
     Closing the generator closes the legs. Others report a lost leg by putting an error into `items`. A leg that its
@@ -108,11 +135,7 @@ async def join_legs(
     reports what it misses) or has sent tokens; otherwise this raises `LegFailed`.
     """
     alone = len(legs) == 1
-    # The first token depends on the prefill leg alone, so its request is sent first.
-    tasks = {
-        leg: asyncio.create_task(_pump(leg, chunks, items, turns=leg == "decode" and not alone))
-        for leg, chunks in legs.items()
-    }
+    tasks = _pumps(legs, items, first_token_wait_s)
     ended: set[LegRole] = set()
     drained: LegRole | None = None
     decoding = False
@@ -128,14 +151,10 @@ async def join_legs(
                         yield item, leg
                     if refused or drained is not None:
                         return
-                elif item is None:
-                    ended.add(leg)
-                elif not isinstance(item, BatonError):
-                    raise item
-                elif not decoding and not (notices and isinstance(item, EngineLostError)):
-                    raise LegFailed(leg, item)
+                elif (failure := _prefill_failure(item, decoding, notices)) is not None:
+                    raise failure
                 else:
-                    ended.add(leg)  # lost: nothing is left to drain after the request
+                    ended.add(leg)  # nothing is left to drain after the request
             elif isinstance(item, TokenChunk):
                 decoding = True
                 if item.finish_reason == "abort":
@@ -145,12 +164,8 @@ async def join_legs(
                 yield item, leg
                 if item.finish_reason is not None:
                     return
-            elif item is None:
-                raise LegFailed(leg, EngineLostError("the leg ended before the request did"))
-            elif isinstance(item, BatonError):
-                raise LegFailed(leg, item, reported=isinstance(item, HandoffError))
             else:
-                raise item
+                raise _failure(leg, item)
     finally:
         if drained is not None:
             drain(_rest(drained, tasks[drained], items, drained in ended))
@@ -160,14 +175,62 @@ async def join_legs(
         await asyncio.gather(*ending, return_exceptions=True)
 
 
-async def _pump(leg: LegRole, chunks: Chunks, items: LegItems, turns: int = 0) -> None:
+def _prefill_failure(error: BaseException | None, decoding: bool, notices: bool) -> BaseException | None:
+    """What the end of a prefill leg raises while its decode leg runs. `error` None: it has ended well."""
+    if error is None or (isinstance(error, BatonError) and decoding):
+        return None
+    if notices and isinstance(error, EngineLostError):
+        return None
+    return LegFailed("prefill", error) if isinstance(error, BatonError) else error
+
+
+def _failure(leg: LegRole, error: BaseException | None) -> BaseException:
+    """What the end of the decode leg, or of the only one, raises before the request's end."""
+    if error is None:
+        return LegFailed(leg, EngineLostError("the leg ended before the request did"))
+    if isinstance(error, BatonError):
+        return LegFailed(leg, error, reported=isinstance(error, HandoffError))
+    return error
+
+
+def _pumps(
+    legs: Mapping[LegRole, Chunks], items: LegItems, first_token_wait_s: float | None
+) -> dict[LegRole, asyncio.Task[None]]:
+    """Start a task for each leg. The first token depends on the prefill leg alone, so its request is sent first."""
+    first = _FirstToken(first_token_wait_s) if first_token_wait_s is not None and len(legs) > 1 else None
+
+    async def begin_second() -> None:
+        await asyncio.sleep(0)
+        if first is not None:
+            await first.wait()
+
+    tasks: dict[LegRole, asyncio.Task[None]] = {}
+    for leg, chunks in legs.items():
+        second = leg == "decode" and len(legs) > 1
+        pump = _pump(leg, chunks, items, begin_second if second else None, None if second else first)
+        tasks[leg] = asyncio.create_task(pump)
+    return tasks
+
+
+async def _pump(
+    leg: LegRole,
+    chunks: Chunks,
+    items: LegItems,
+    begin: Callable[[], Awaitable[None]] | None,
+    first: _FirstToken | None,
+) -> None:
+    """Put a leg's chunks and its end into `items`, after `begin`. `first`: told of the chunks and of the end."""
     try:
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        if begin is not None:
+            await begin()
         try:
             async for chunk in chunks:
                 items.put_nowait((leg, chunk))
+                if first is not None:
+                    first.came()
         finally:
+            if first is not None:
+                first.ended()
             await chunks.aclose()
         items.put_nowait((leg, None))
     except Exception as error:

@@ -44,12 +44,14 @@ class ConnectorConfig:
 @dataclass(frozen=True, slots=True)
 class Legs:
     """The legs of one attempt: both, or either. `notices`: the decode engine detects the loss of the prefill leg, and
-    recovers or reports it; otherwise it cannot succeed without it. `on_end` is awaited after the attempt, with its legs
+    recovers or reports it; otherwise it cannot succeed without it. `first_token_wait_s`: how long the decode leg waits
+    for the first token before it begins; None: not at all. `on_end` is awaited after the attempt, with its legs
     closed; if it fails, the engines' own timeouts free what it would have freed.
     """
 
     chunks: Mapping[LegRole, Chunks]
     notices: bool = True
+    first_token_wait_s: float | None = None
     on_end: Callable[[HandoffOutcome], Coroutine[Any, Any, None]] | None = None
 
 

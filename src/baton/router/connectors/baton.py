@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -16,14 +14,11 @@ from baton.router.connectors.tickets import mint_ticket
 from baton.router.join import Chunks
 from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
-from baton.timeouts import timeout
 from baton.wire import GenerateRequest, HandoffParams, LegRole, Mode, Role
 
 # How long a decode leg waits for the first token of a prefill engine on its own host. Longer prefills are copied while
 # they run, and need the decode engine's pages by then.
 FIRST_TOKEN_WAIT_S = 0.05
-# A delay, so that the token is sent to the client first.
-_THEN_S = 0.001
 
 
 class EngineConnector(Connector):
@@ -48,9 +43,8 @@ class EngineConnector(Connector):
             )
 
         legs: dict[LegRole, Chunks] = {"prefill": leg("prefill", prefill), "decode": leg("decode", decode)}
-        if urlsplit(prefill.url).hostname == urlsplit(decode.url).hostname:
-            legs = _first_token_first(legs["prefill"], legs["decode"])
-        return Legs(legs)
+        one_host = urlsplit(prefill.url).hostname == urlsplit(decode.url).hostname
+        return Legs(legs, first_token_wait_s=FIRST_TOKEN_WAIT_S if one_host else None)
 
     def _ticket(
         self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, mode: Mode, digest: bytes
@@ -64,27 +58,3 @@ class EngineConnector(Connector):
             ticket = self._ticket(request, engine, engine, "push", digest)
             request = msgspec.structs.replace(request, handoff=HandoffParams(role="alone", ticket=ticket))
         return engine.client.generate(request)
-
-
-def _first_token_first(prefill: Chunks, decode: Chunks) -> dict[LegRole, Chunks]:
-    """The legs. `decode` begins at the first chunk or the end of `prefill`, or after `FIRST_TOKEN_WAIT_S`."""
-    came = asyncio.Event()
-
-    async def first() -> Chunks:
-        try:
-            async with contextlib.aclosing(prefill):
-                async for chunk in prefill:
-                    asyncio.get_running_loop().call_later(_THEN_S, came.set)
-                    yield chunk
-        finally:
-            came.set()
-
-    async def second() -> Chunks:
-        async with contextlib.aclosing(decode):
-            with contextlib.suppress(asyncio.TimeoutError):
-                async with timeout(FIRST_TOKEN_WAIT_S):
-                    await came.wait()
-            async for chunk in decode:
-                yield chunk
-
-    return {"prefill": first(), "decode": second()}
