@@ -88,8 +88,10 @@ class Tab:
         feature = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[feature])
 
-    async def screenshot(self, path: Path) -> None:
-        told = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+    async def screenshot(self, path: Path, width: int, height: int) -> None:
+        """Write the upper left part of the page as a WebP file."""
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        told = await self.call("Page.captureScreenshot", format="webp", quality=80, clip=clip)
         path.write_bytes(base64.b64decode(told["data"]))
 
 
