@@ -37,7 +37,7 @@ class ConfigError(BatonError):
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
-        self.field = field
+        self.field, self.message = field, message
 
 
 class CheckpointError(BatonError):

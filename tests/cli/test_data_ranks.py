@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -32,7 +35,10 @@ def end(*_): sys.exit(0)
 signal.signal(signal.SIGTERM, end)
 fd, rank = int(flags["--ready-fd"]), flags["--data-parallel-rank"]
 os.write(fd, b'{"progress": "loading"}\\n')
-if os.path.exists(f"refuse-{rank}"): sys.exit(2)
+if os.path.exists(f"refuse-{rank}"):
+    os.write(fd, json.dumps({"refused": "block_size", "why": "is odd"}).encode() + b"\\n")
+    time.sleep(60)
+if os.path.exists(f"fail-{rank}"): sys.exit(2)
 os.write(fd, json.dumps({"ready": "http://h:" + flags["--port"], "kv": json.dumps(flags)}).encode() + b"\\n")
 while not os.path.exists(f"end-{rank}"): time.sleep(0.01)
 sys.exit(3)
@@ -41,7 +47,7 @@ sys.exit(3)
 
 @pytest.fixture
 def reporter() -> Iterator[Reporter]:
-    with contextlib.closing(Reporter(None, print)) as told:
+    with Reporter(None, print) as told:
         yield told
 
 
@@ -100,12 +106,35 @@ class _Running:
 def test_a_rank_that_does_not_start_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reporter: Reporter
 ) -> None:
-    (tmp_path / "refuse-0").touch()
+    (tmp_path / "fail-0").touch()
     with (
         ranks(monkeypatch, tmp_path) as started,
         pytest.raises(EngineUnavailableError, match="data-parallel rank 0 ended with status 2"),
     ):
         started.await_ready(reporter)
+
+
+@pytest.mark.parametrize("also", [[], ["fail-0"]])
+def test_a_setting_that_a_rank_refuses_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reporter: Reporter, also: list[str]
+) -> None:
+    """Whichever rank ends first."""
+    for name in ("refuse-1", *also):
+        (tmp_path / name).touch()
+    with ranks(monkeypatch, tmp_path) as started:
+        if also:
+            started._processes[0].wait()
+            wait_for_report(started._pipes[1])
+        with pytest.raises(ConfigError, match=r"^block_size: is odd$"):
+            started.await_ready(reporter)
+
+
+def wait_for_report(pipe: int) -> None:
+    """Wait until a pipe has both lines of a rank that refuses."""
+    waiting = array.array("i", [0])
+    while waiting[0] < len(b'{"progress": "loading"}\n') + 1:
+        fcntl.ioctl(pipe, termios.FIONREAD, waiting)
+        time.sleep(0.01)
 
 
 def test_signals_reach_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reporter: Reporter) -> None:

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from baton import cli
 from baton.cli import serve
+from baton.cli.roles import RoleOptions
+from baton.cli.settings import named_after_source
 from baton.engine.config import EngineConfig
 from baton.engine.memory.sizes import check_sizes
 from baton.errors import ConfigError
@@ -121,6 +124,28 @@ def test_an_error_names_the_file(
     assert "host: in the variable BATON_FLAG_HOST: cannot listen on b..c:" in refused(arguments, monkeypatch, capsys)
     line = refused([*arguments, "--host", "c..d"], monkeypatch, capsys)
     assert "host: cannot listen on c..d:" in line
+
+
+def test_an_error_of_an_engine_names_what_was_given(tmp_path: Path) -> None:
+    """As `up` names what its engines refuse: the flag of their role, or the part of a flag that holds the setting."""
+    roles = RoleOptions(decode_block_size="16,mla=8")
+    error = ConfigError("block_size", "there is no group 'mla'")
+    assert str(roles.named("decode", error)) == "decode_block_size: there is no group 'mla'"
+    assert roles.named("prefill", error) is error
+    file = tmp_path / "baton.toml"
+    file.write_text('[kv-transfer-config]\nprefix_store = "file:///proc/x"')
+    app: Any = typer.main.get_command(cli.app)
+    given = ["m", "--config", str(file), "--kv-transport", "nixl"]
+    for arguments, field, told in (
+        (given, "transport", "kv_transport: no"),
+        (given[:3], "transport", f"kv_transfer_config.kv_transport: in {file}: no"),
+        (given, "kv_transfer_config.prefix_store", f"kv_transfer_config.prefix_store: in {file}: no"),
+        (["m"], "transport", "kv_transport: no"),
+        (["m"], "something.else", "something.else: no"),
+    ):
+        context = app.commands["up"].make_context("up", list(arguments))
+        named = named_after_source(context, ConfigError(field, "no"))
+        assert str(named) == str(named_after_source(context, named)) == told
 
 
 def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

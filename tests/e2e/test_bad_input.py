@@ -73,6 +73,13 @@ def test_drafter_of_another_width(tmp_path: Path) -> None:
     assert "256" in line
 
 
+def test_a_setting_that_only_an_engine_of_up_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_FLAG_KV_CACHE_MEMORY", "4096")
+    line = refuse("up", MODEL, "--port", "0")
+    assert line.startswith("error: kv_cache_memory: in the variable BATON_FLAG_KV_CACHE_MEMORY: must be at least ")
+    assert re.search(r"\((prefill|decode)-0 did not start\)$", line)
+
+
 def test_unknown_flag() -> None:
     result = subprocess.run(
         [*BATON, "serve", MODEL, "--frobnicate", "1"],

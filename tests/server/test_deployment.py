@@ -150,10 +150,27 @@ def last_transport(pid: int) -> str:
 def test_a_child_that_fails_ends_all_and_is_quoted(directory: str) -> None:
     with pytest.raises(EngineUnavailableError, match="did not start: RuntimeError: boom at start"):
         BreakableDeployment(directory, engine_flags=["--served-model-name", "crash"], command=FAKE)
-    with pytest.raises(ConfigError, match="did not start: block_size: must be"):
+    with pytest.raises(ConfigError, match=r"block_size: must be .* \((prefill|decode)-0 did not start\)"):
         BreakableDeployment(directory, engine_flags=["--block-size", "0"], command=FAKE)
     with pytest.raises(ConfigError, match="prefill"):
         BreakableDeployment(directory, prefill=1, decode=0, command=FAKE)
+
+
+def test_a_setting_that_only_a_child_refuses_has_the_users_name(directory: str) -> None:
+    def named(role: str, error: ConfigError) -> ConfigError:
+        return ConfigError(f"{role}_{error.field}", error.message)
+
+    with pytest.raises(ConfigError, match=r"^decode_block_size: must be") as raised:
+        BreakableDeployment(directory, role_flags={"decode": ["--block-size", "0"]}, command=FAKE, named=named)
+    assert raised.value.field == "decode_block_size"
+    with BreakableDeployment(directory, command=FAKE, named=named) as deployment:
+        # It started, and refuses the setting when it is started again.
+        child = deployment._child("decode-0")
+        child.arguments += ["--block-size", "0"]
+        deployment.restart("decode-0", wait=False)
+        deployment._child("decode-0").process.wait(60)
+        (cause,) = deployment.ended().values()
+    assert cause.startswith("decode_block_size: must be")
 
 
 def test_an_engine_that_fails_ends_its_process_with_the_cause(directory: str) -> None:

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
+from typing import Any
 
-from baton.deployment import BATON, Reporter, end_processes, read_reports
+from baton.deployment import BATON, Reporter, end_processes, read_reports, read_rest
 from baton.directories import RunDirectory
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.openai.http.serving import bind
@@ -84,8 +85,8 @@ class DataRanks:
         self._processes.append(process)
 
     def await_ready(self, reporter: Reporter) -> tuple[list[str], str]:
-        """Wait until all ranks serve. Returns their URLs and one rank's KV capacity. Raises `EngineUnavailableError` if
-        a rank ends before.
+        """Wait until all ranks serve. Returns their URLs and one rank's KV capacity. If a rank ends before, raises the
+        `ConfigError` of a rank that refuses a setting, else `EngineUnavailableError`.
         """
         urls: dict[int, str] = {}
         kv, pending = "", [b""] * len(self._pipes)
@@ -98,12 +99,16 @@ class DataRanks:
                     reports, pending[rank] = read_reports(self._pipes[rank], pending[rank])
                     if reports is None:
                         self._processes[rank].wait()
+                        # The rank at fault may be another one.
+                        for other, left in zip(self._pipes, pending, strict=True):
+                            _check(read_rest(other, left))
                         raise EngineUnavailableError(self._end_of(rank))
+                    _check(reports)
                     for report in reports:
                         if "ready" in report:
                             urls[rank], kv = report["ready"], report["kv"]
                             selector.unregister(key.fileobj)
-                        else:
+                        elif "progress" in report:
                             reporter.progress(f"rank {rank}: {report['progress']}")
         return [urls[rank] for rank in range(len(urls))], kv
 
@@ -151,3 +156,9 @@ class DataRanks:
         for pipe in self._pipes:
             os.close(pipe)
         self._directory.close()
+
+
+def _check(reports: Sequence[Mapping[str, Any]]) -> None:
+    for report in reports:
+        if "refused" in report:
+            raise ConfigError(report["refused"], report["why"])

@@ -57,6 +57,11 @@ class RoleOptions:
                 own += ["--tensor-parallel-size", str(ranks)]
         return found
 
+    def named(self, role: str, error: ConfigError) -> ConfigError:
+        """An engine's error about an option, with the option's name for the engines of its role if that was given."""
+        field = f"{role}_{error.field}"
+        return ConfigError(field, error.message) if getattr(self, field, None) is not None else error
+
     def data_ranks(self, options: StepOptions) -> dict[str, int]:
         """Data-parallel ranks by role."""
         own = {"prefill": self.prefill_data_parallel_size, "decode": self.decode_data_parallel_size, "both": None}

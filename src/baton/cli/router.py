@@ -74,27 +74,27 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
         value = getattr(options, name)
         if options.engine != "vllm" and value is not None and value is not False:
             raise ConfigError(name, "is for --engine vllm")
-    reporter = Reporter(process.ready_fd, tell)
-    key_file = process.ticket_key_file
-    if key_file is None and process.keys is not None:
-        key_file = str(ticket_key_file(process.keys))
-    urls = {role: _split(getattr(options, role)) for role in ("prefill", "decode", "both")}
-    key = load_or_create_key(key_file) if key_file else None
-    answers = {"parsing": listen.parsing(), "per_request": listen.per_request(), **listen.template()}
-    door = {"access": listen.access(), "limits": listen.limits()}
-    config = options.to_config(listen.host, ticket_key=key, **door, **answers, **urls)
-    listener = listen.bind()
+    with Reporter(process.ready_fd, tell) as reporter:
+        key_file = process.ticket_key_file
+        if key_file is None and process.keys is not None:
+            key_file = str(ticket_key_file(process.keys))
+        urls = {role: _split(getattr(options, role)) for role in ("prefill", "decode", "both")}
+        key = load_or_create_key(key_file) if key_file else None
+        answers = {"parsing": listen.parsing(), "per_request": listen.per_request(), **listen.template()}
+        door = {"access": listen.access(), "limits": listen.limits()}
+        config = options.to_config(listen.host, ticket_key=key, **door, **answers, **urls)
+        listener = listen.bind()
 
-    def on_ready(url: str) -> None:
-        reporter.ready(url)
-        if process.ready_fd is None and any(urls.values()):
-            tell(f"router is served at {url}/v1")
-        elif process.ready_fd is None:
-            tell(f"router waits for engines: POST {url}/instances/add")
+        def on_ready(url: str) -> None:
+            reporter.ready(url)
+            if process.ready_fd is None and any(urls.values()):
+                tell(f"router is served at {url}/v1")
+            elif process.ready_fd is None:
+                tell(f"router waits for engines: POST {url}/instances/add")
 
-    with contextlib.closing(listener):
-        asyncio.run(serve_router(config, listener, on_ready, shutdown_timeout_s=listen.shutdown_timeout))
-    reporter.signalled()
+        with contextlib.closing(listener):
+            asyncio.run(serve_router(config, listener, on_ready, shutdown_timeout_s=listen.shutdown_timeout))
+        reporter.signalled()
 
 
 async def serve_router(

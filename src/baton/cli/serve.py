@@ -26,6 +26,7 @@ from baton.cli.options import (
 )
 from baton.cli.roles import RoleOptions
 from baton.cli.router import serve_router
+from baton.cli.settings import named_after_source
 from baton.cli.supervision import DEFAULT_MAX_RESTARTS, Supervisor
 from baton.deployment import Deployment, Reporter
 from baton.engine.config import EngineConfig
@@ -56,49 +57,48 @@ def serve_command(
 ) -> None:
     """Serve one engine with the OpenAI API."""
     began = time.monotonic()
-    for name, default in (("chat_template", None), ("chat_template_content_format", "auto")):
-        if getattr(listen, name) != default and role != "both":
-            raise ConfigError(name, f"is not for role {role}: the router makes prompts of chats")
-    reporter = Reporter(process.ready_fd, tell)
-    access, parsing, template = listen.access(), listen.parsing(), listen.template()
-    if options.data_parallel_size > 1 and process.data_parallel_rank is None:
-        with contextlib.closing(reporter):
+    with Reporter(process.ready_fd, tell) as reporter:
+        for name, default in (("chat_template", None), ("chat_template_content_format", "auto")):
+            if getattr(listen, name) != default and role != "both":
+                raise ConfigError(name, f"is not for role {role}: the router makes prompts of chats")
+        access, parsing, template = listen.access(), listen.parsing(), listen.template()
+        if options.data_parallel_size > 1 and process.data_parallel_rank is None:
             return _serve_ranks(options, listen, process, model, role, engine_id, reporter)
-    listener = listen.bind()
-    with contextlib.closing(listener), contextlib.closing(reporter):
-        name = engine_id or f"{role}-{listener.getsockname()[1]}"
-        config = options.to_config(model, role, name, process)
-        check_sizes(config)
-        from baton.text import Tokenizer
+        listener = listen.bind()
+        with contextlib.closing(listener):
+            name = engine_id or f"{role}-{listener.getsockname()[1]}"
+            config = options.to_config(model, role, name, process)
+            check_sizes(config)
+            from baton.text import Tokenizer
 
-        tokenizer = Tokenizer.load(config.model, **template)
-        reporter.progress("loading libraries")
-        from baton.engine.async_engine import AsyncEngine
-        from baton.server.run import run_engine
+            tokenizer = Tokenizer.load(config.model, **template)
+            reporter.progress("loading libraries")
+            from baton.engine.async_engine import AsyncEngine
+            from baton.server.run import run_engine
 
-        def on_ready(engine: AsyncEngine, url: str) -> None:
-            kv = f"{engine.info.kv_tokens} tokens of KV in pages of {config.block_size}"
-            reporter.ready(url, kv)
-            if process.ready_fd is None:
-                tell(_banner(config, {name: kv}, url if role == "both" else None))
-                took = f"started in {time.monotonic() - began:.1f} s"
-                tell(f"{engine.info.model} ({role}) is served at {url}/v1   ({took})")
+            def on_ready(engine: AsyncEngine, url: str) -> None:
+                kv = f"{engine.info.kv_tokens} tokens of KV in pages of {config.block_size}"
+                reporter.ready(url, kv)
+                if process.ready_fd is None:
+                    tell(_banner(config, {name: kv}, url if role == "both" else None))
+                    took = f"started in {time.monotonic() - began:.1f} s"
+                    tell(f"{engine.info.model} ({role}) is served at {url}/v1   ({took})")
 
-        def make_engine() -> AsyncEngine:
-            return AsyncEngine(config, reporter.progress)
+            def make_engine() -> AsyncEngine:
+                return AsyncEngine(config, reporter.progress)
 
-        run_engine(
-            make_engine,
-            tokenizer,
-            listener,
-            on_ready,
-            listen.shutdown_timeout,
-            listen.limits(),
-            access,
-            parsing,
-            listen.per_request(),
-        )
-        reporter.signalled()
+            run_engine(
+                make_engine,
+                tokenizer,
+                listener,
+                on_ready,
+                listen.shutdown_timeout,
+                listen.limits(),
+                access,
+                parsing,
+                listen.per_request(),
+            )
+            reporter.signalled()
 
 
 def _serve_ranks(
@@ -130,6 +130,7 @@ def _serve_ranks(
 
 @with_options
 def up_command(
+    context: typer.Context,
     options: EngineOptions,
     listen: ListenOptions,
     routing: RouterOptions,
@@ -187,6 +188,7 @@ def up_command(
             shutdown_timeout_s=listen.shutdown_timeout,
             engine_port_base=engine_port_base,
             data_ranks=ranks,
+            named=lambda role, error: named_after_source(context, roles.named(role, error)),
         )
         with deployment:
             router = msgspec.structs.replace(

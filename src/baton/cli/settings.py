@@ -22,8 +22,9 @@ _MAX_BYTES = 1 << 20
 _ENDINGS = (".toml", ".yaml", ".yml")
 _ENVIRONMENT = "the environment"
 _SOURCES = "baton.sources"
-# The flags that set what some errors name.
-_FLAGS = dict.fromkeys(("transport", "kv_transfer_config.kv_transport"), ("kv_transport", "kv_transfer_config"))
+# What some errors name can be set by the first flag, or else by this field of a flag's JSON.
+_TRANSPORT = ("kv_transport", "kv_transfer_config.kv_transport")
+_SETTERS = dict.fromkeys(("transport", *_TRANSPORT), _TRANSPORT)
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -89,12 +90,17 @@ Config = Annotated[
 
 
 def named_after_source(context: typer.Context, error: ConfigError) -> ConfigError:
-    """A command's error about a flag, with the variable or file that the flag's value came from."""
-    for flag in _FLAGS.get(error.field, (error.field.partition(".")[0],)):
+    """A command's error about a flag, with the flag's name and the variable or file that its value came from.
+    Idempotent."""
+    setters = _SETTERS.get(error.field, (error.field,))
+    for field in setters:
+        flag = field.partition(".")[0]
         given = context.get_parameter_source(flag)
-        if given is not None and given.name == "DEFAULT_MAP":  # neither the command line, nor the flag's own default
-            return ConfigError(error.field, f"{context.meta[_SOURCES][flag]}: {str(error).partition(': ')[2]}")
-    return error
+        if given is None or given.name == "DEFAULT":
+            continue
+        where = f"{context.meta[_SOURCES][flag]}: " if given.name == "DEFAULT_MAP" else ""
+        return ConfigError(field, where * (not error.message.startswith(where)) + error.message)
+    return ConfigError(setters[0], error.message)
 
 
 def _where(flag: str, source: str) -> str:
@@ -122,7 +128,7 @@ def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) 
         except typer.BadParameter as error:
             raise ConfigError(name, f"{where}: {error.message}") from None
         except ConfigError as error:
-            raise ConfigError(name, f"{where}: {str(error).partition(': ')[2]}") from None
+            raise ConfigError(name, f"{where}: {error.message}") from None
     return flags
 
 

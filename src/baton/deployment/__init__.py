@@ -1,6 +1,6 @@
 """A deployment on one host: a router and engines as child processes."""
 
-from baton.deployment.child import Reporter, read_reports
+from baton.deployment.child import Reporter, read_reports, read_rest
 from baton.deployment.child_log import LogLine
 from baton.deployment.processes import BATON, FLAG_VARIABLES, Deployment, check_shared_transport, end_processes
 
@@ -13,4 +13,5 @@ __all__ = [
     "check_shared_transport",
     "end_processes",
     "read_reports",
+    "read_rest",
 ]

@@ -1,4 +1,8 @@
-"""A child process's side of a deployment: it reports to its parent, and ends when the parent dies."""
+"""A child process's side of a deployment: it reports to its parent, and ends when the parent dies.
+
+A report is a line of JSON: `{"progress": text}` while it starts, `{"refused": field, "why": text}` for a bad setting,
+`{"ready": url}` once it serves, and `{"signalled": true}` when it ends because of a signal.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from baton.errors import ConfigError
 from baton.parent import die_with_parent
 
 _AGAIN_S = 10.0
+_MOST_CHARS = 2000
 
 
 def read_reports(pipe: int, pending: bytes) -> tuple[list[dict[str, Any]] | None, bytes]:
@@ -26,10 +32,24 @@ def read_reports(pipe: int, pending: bytes) -> tuple[list[dict[str, Any]] | None
     return [json.loads(line) for line in lines], pending
 
 
-class Reporter:
-    """Reports start-up steps to the parent, or to `tell` without a pipe. Create it before slow work.
+def read_rest(pipe: int, pending: bytes) -> list[dict[str, Any]]:
+    """Read all reports of a child that has ended. Does not wait for a process that still holds the pipe."""
+    found: list[dict[str, Any]] = []
+    os.set_blocking(pipe, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            reports, pending = read_reports(pipe, pending)
+            if reports is None:
+                break
+            found += reports
+    return found
 
-    A long step is reported every `_AGAIN_S` seconds, until `ready` or, after a failed start, `close`.
+
+class Reporter:
+    """Reports start-up steps to the parent, or to `tell` without a pipe. Create it before slow work. As a context
+    manager it also reports the `ConfigError` with which a start fails.
+
+    A long step is reported every `_AGAIN_S` seconds, until `ready` or the end of the context.
     """
 
     def __init__(self, ready_fd: int | None, tell: Callable[[str], None]) -> None:
@@ -49,9 +69,14 @@ class Reporter:
         if text:
             self._say(text)
 
-    def close(self) -> None:
-        """Stop reporting."""
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._ready.set()
+        if isinstance(error, ConfigError) and self._fd is not None:
+            with contextlib.suppress(OSError):  # the parent is gone
+                self._write({"refused": error.field, "why": error.message[:_MOST_CHARS]})
 
     def _again(self) -> None:
         while not self._ready.wait(_AGAIN_S):

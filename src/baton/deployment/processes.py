@@ -1,8 +1,7 @@
 """A deployment as child processes: engines, and a router in front of them.
 
-Each child sends lines of JSON through a pipe: `{"progress": text}` while it starts, `{"ready": url}` once it serves,
-and `{"signalled": true}` when it ends because of a signal. If the pipe ends before `ready`, the child has failed, and
-its log says why. Children die with their parent.
+Each child reports through a pipe (`deployment/child.py`). If the pipe ends before `ready`, the child has failed: it has
+refused a setting, or its log says why. Children die with their parent.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
-from baton.deployment.child import read_reports
+from baton.deployment.child import read_reports, read_rest
 from baton.deployment.child_log import ChildLog, LogLine
 from baton.directories import RunDirectory
 from baton.errors import ConfigError, EngineUnavailableError
@@ -50,25 +49,24 @@ class Child:
     urls: tuple[str, ...] = ()
     kv: str = ""
     signalled: bool = False
+    refusal: ConfigError | None = None
+
+    @property
+    def role(self) -> str:
+        return self.name.rpartition("-")[0] or self.name
 
     def note(self, report: Mapping[str, Any]) -> None:
         """Keep what the child reports."""
         self.urls = tuple(report.get("urls", self.urls))
         self.url, self.kv = report.get("ready", self.url), report.get("kv", self.kv)
         self.signalled |= "signalled" in report
+        if "refused" in report:
+            self.refusal = ConfigError(report["refused"], f"{report['why']} ({self.name} did not start)")
 
     def read_last_reports(self) -> None:
         """Read the reports of a child that has ended. Does not wait for a process that still holds the pipe."""
-        if self.pipe < 0:
-            return
-        os.set_blocking(self.pipe, False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                reports, self.pending = read_reports(self.pipe, self.pending)
-                if reports is None:
-                    return
-                for report in reports:
-                    self.note(report)
+        for report in read_rest(self.pipe, self.pending) if self.pipe >= 0 else ():
+            self.note(report)
 
 
 def _environment(engines: int) -> dict[str, str]:
@@ -96,6 +94,7 @@ class Deployment:
     - `role_flags`: flags for the engines of one role, after `engine_flags`.
     - `kv_transport`: `file` without a path uses a directory that is removed with the deployment.
     - `port`: the first router's. `engine_port_base`: the first engine's. 0, and other routers: free ports.
+    - `named`: gives a child's error about a setting, after its role, the name under which the user gave the setting.
     - `tell`: called with each child's progress. `forward`: called with a child's name and each line of its log.
     - `shutdown_timeout_s`: the time for requests of a child that is told to end on its own. Close the deployment only
       after its requests have ended.
@@ -104,7 +103,7 @@ class Deployment:
     `url` is the first router's, or else the first engine's. Create it on a thread that outlives it: on Linux the parent
     of a process is a thread.
 
-    If a child does not start, raises `EngineUnavailableError` with its error line, or `ConfigError` for a bad setting.
+    If a child does not start, raises `EngineUnavailableError` with its error line, or the child's `ConfigError`.
     Raises `ConfigError` for a transport that processes cannot share. No child is left after an error.
     """
 
@@ -128,13 +127,14 @@ class Deployment:
         shutdown_timeout_s: float = 0.0,
         engine_port_base: int = 0,
         data_ranks: Mapping[str, int] = MappingProxyType({}),
+        named: Callable[[str, ConfigError], ConfigError] = lambda role, error: error,
     ) -> None:
         if min(prefill, decode, both) < 0 or (prefill == 0) != (decode == 0) or prefill + both == 0:
             raise ConfigError("prefill", "there must be engines of both roles, or engines of role both")
         if kv_transport is not None:
             check_shared_transport(kv_transport)
         self._command = tuple(BATON if command is None else command)
-        self._tell, self._forward = tell, forward
+        self._tell, self._forward, self._named = tell, forward, named
         self._shutdown_timeout_s = shutdown_timeout_s
         self._children: list[Child] = []
         self._run = RunDirectory()
@@ -210,7 +210,7 @@ class Deployment:
 
     def ended(self) -> dict[str, str]:
         """The last message of each child that has ended."""
-        return {c.name: _last_line(c) for c in self._children if c.process.poll() is not None}
+        return {c.name: self._cause(c) for c in self._children if c.process.poll() is not None}
 
     def ended_cleanly(self, name: str) -> bool:
         """Whether a child has ended with status 0 because of a signal. One that exits by itself has failed."""
@@ -317,18 +317,25 @@ class Deployment:
                     if key.data.url is not None:
                         selector.unregister(key.fileobj)
 
+    def _cause(self, child: Child) -> str:
+        """Why a child has ended: the setting that it refused, or the last message of its log."""
+        child.read_last_reports()
+        return str(self._named(child.role, child.refusal)) if child.refusal is not None else _last_line(child)
+
     def _read_reports(self, child: Child) -> None:
         reports, child.pending = read_reports(child.pipe, child.pending)
         if reports is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(2.0)
-            if child.process.returncode == CONFIG_STATUS:
+            if child.refusal is not None:
                 # Only the child can check this setting, and starting it again would not help.
+                raise self._named(child.role, child.refusal)
+            if child.process.returncode == CONFIG_STATUS:
                 raise ConfigError(child.name, f"did not start: {_last_line(child)}")
             raise EngineUnavailableError(f"{child.name} did not start: {_last_line(child)}")
         for report in reports:
             child.note(report)
-            if "signalled" not in report:
+            if "progress" in report or "ready" in report:
                 self._tell(f"{child.name}: {report.get('progress') or f'ready at {child.url}'}")
 
 

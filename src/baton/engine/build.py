@@ -340,4 +340,8 @@ def _prefix_store(
     sizes = {name: pool.page_size for name, pool in cache.pools.items()}
     model = json.dumps({**facts, "block_size": sizes, "layout": PAGE_LAYOUT}, sort_keys=True)
     pages = {name: memory.pages for name, memory in kv.items()}
-    return PrefixStore(open_store(uri), model, cache.pools, pages, writes=config.role != "decode")
+    try:
+        store = open_store(uri)
+    except ConfigError as error:
+        raise ConfigError("kv_transfer_config.prefix_store", error.message) from None
+    return PrefixStore(store, model, cache.pools, pages, writes=config.role != "decode")
