@@ -9,7 +9,7 @@ TRANSPORTS := $(VENV)/.transports
 VLLM_SMOKE := tests/vllm/integration/test_smoke.py
 VLLM_TESTS ?= $(if $(filter-out 0.32.%,$(VLLM_VERSION)),$(VLLM_SMOKE),tests/vllm --ignore $(VLLM_SMOKE))
 
-.PHONY: demo test test-vllm conformance lint docs bench parity topologies simulate train wheel install-check clean
+.PHONY: demo test test-vllm test-sglang conformance lint docs bench parity topologies simulate train wheel install-check clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,6 +36,11 @@ conformance: $(TRANSPORTS)
 test-vllm:
 	@OMP_NUM_THREADS=1 PYTHONPATH=src $(PYTHON) tools/install_vllm.py $(if $(VLLM_VERSION),--version $(VLLM_VERSION)) \
 		$(if $(VLLM_VENV),--directory $(VLLM_VENV)) python -m pytest $(VLLM_TESTS) $(ARGS)
+
+# SGLang needs an environment of its own too, 7 GB. A machine that cannot have it skips, and says why.
+test-sglang:
+	@OMP_NUM_THREADS=1 PYTHONPATH=src $(PYTHON) tools/install_sglang.py --or-skip \
+		$(if $(SGLANG_VENV),--directory $(SGLANG_VENV)) python -m pytest tests/sglang $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check src simulation benchmarks tests tools examples

@@ -20,6 +20,7 @@ SOURCE = Path(baton.__file__).parent
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 NEEDS_TRITON = "baton.kernels.triton.paged_attention"
 NEED_VLLM = ("baton.vllm",)
+NEEDS_SGLANG = "baton.sglang.conn"
 # The rooms, lowest first, and what each may import of Baton besides itself and the common modules. A room sees only
 # rooms above its own line here, so no two import each other.
 COMMON = {
@@ -68,7 +69,27 @@ ROOMS: dict[str, set[str]] = {
     },
     "server": {"engine", "openai", "text"},
     "router": {"openai", "observe", "text", "handoff.protocol"},
-    "vllm": {"kv", "handoff.plan", "handoff.protocol", "handoff.session", "handoff.agent", "transports", "models"},
+    "engines": {"kv", "handoff.plan", "handoff.protocol", "handoff.session", "transports"},
+    "vllm": {
+        "engines",
+        "kv",
+        "handoff.plan",
+        "handoff.protocol",
+        "handoff.session",
+        "handoff.agent",
+        "transports",
+        "models",
+    },
+    "sglang": {
+        "engines",
+        "kv",
+        "handoff.plan",
+        "handoff.protocol",
+        "handoff.session",
+        "handoff.agent",
+        "transports",
+        "models",
+    },
     "testing": {"kv", "kvstore", "transports"},
     "deployment": {"handoff.session", "handoff.protocol", "transports", "engine"},
     "verify": {"engine", "openai", "text", "transports", "deployment"},
@@ -262,6 +283,8 @@ def test_every_export_exists() -> None:
     modules = [baton.__name__] + [m.name for m in pkgutil.walk_packages(baton.__path__, "baton.")]
     for name in modules:
         if name.endswith("__main__") or (name.startswith(NEED_VLLM) and not HAS_VLLM):
+            continue
+        if name == NEEDS_SGLANG and not importlib.util.find_spec("sglang"):
             continue
         if name == NEEDS_TRITON and not importlib.util.find_spec("triton"):
             continue

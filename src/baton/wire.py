@@ -191,6 +191,14 @@ class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
     roles: list[str]
 
 
+class SglangIdentity(EngineIdentity, frozen=True, kw_only=True):
+    """The identity of an SGLang server with the transfer backend `baton`, under `internal_states[0]["baton"]` of its
+    `GET /server_info`. `role`: prefill or decode."""
+
+    role: str
+    max_model_len: int
+
+
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /inference/v1/load`: a snapshot of an engine's load and handoffs. `num_prefix_queries`, `num_prefix_hits`:
     prompt tokens looked up and found in its prefix cache since it started; 0 if it does not tell.

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from baton.engines.ranks import JoinedWorkers, WorkerPart, join, joined_addresses
 from baton.errors import ConfigError
 from baton.handoff.plan.planner import plan
 from baton.handoff.protocol.fingerprint import compare, geometry_fields
@@ -15,7 +16,6 @@ from baton.handoff.protocol.gather import pairs_of
 from baton.kv.interval import Interval
 from baton.vllm.geometry import CacheLayout, WorkerHeads, describe
 from baton.vllm.groups import CacheTable, split_tables
-from baton.vllm.ranks import JoinedWorkers, WorkerPart, join, joined_addresses
 from tests.vllm.test_plugin_groups import DIM, HEADS, fill, names
 
 BLOCKS, SIZE, DRAFTER = 9, 32, 4  # the drafter's layer follows the target's four

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from baton.engines.ranks import gather
 from baton.errors import ConfigError
 from baton.kv.interval import Kind
 from baton.kv.spec import Owner
@@ -19,7 +20,6 @@ from baton.models.loading.loader import fingerprint, tokenizer_hash
 from baton.sampling_params import SamplingDefaults
 from baton.vllm.geometry import KernelLayout, WorkerHeads
 from baton.vllm.groups import CacheTable
-from baton.vllm.ranks import gather
 from baton.vllm.states import Mamba2State, StatePart
 from baton.wire import KVStream
 

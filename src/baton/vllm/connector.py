@@ -19,12 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from baton.engines.ranks import joined_addresses
 from baton.errors import ConfigError
 from baton.vllm import compat
 from baton.vllm.config import read_config
 from baton.vllm.metrics import TOTALS, BatonPromMetrics, BatonStats
 from baton.vllm.open_cache import OpenCache, open_cache
-from baton.vllm.ranks import joined_addresses
 from baton.vllm.scheduler import SchedulerSide
 from baton.vllm.steps import StepNews
 from baton.vllm.worker import WorkerSide

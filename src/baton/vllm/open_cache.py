@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from baton.engines.ranks import WorkerPart, join
 from baton.errors import ConfigError
 from baton.handoff.agent.agent import AgentConfig, HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
@@ -22,7 +23,6 @@ from baton.vllm import compat
 from baton.vllm.config import PluginConfig
 from baton.vllm.geometry import CacheLayout, describe
 from baton.vllm.groups import split_tables
-from baton.vllm.ranks import WorkerPart, join
 from baton.vllm.worker import WorkerSide
 from baton.wire import VllmIdentity
 

@@ -1,4 +1,4 @@
-"""Joins the workers of a vLLM engine to one instance, by an exchange of their geometries and facts at the start."""
+"""Joins the ranks of an engine that run in processes of their own to one instance, by an exchange at the start."""
 
 from __future__ import annotations
 

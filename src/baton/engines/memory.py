@@ -1,0 +1,20 @@
+"""An engine's own memory as regions of a transport, without a copy."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from baton.transports.base import DeviceMemory, Region
+
+
+def host_region(address: int, nbytes: int) -> Region:
+    """`nbytes` bytes of this process's memory at `address`, allocated for as long as the region is used."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def cuda_region(address: int, nbytes: int, device: int) -> Region:
+    """As `host_region`, on CUDA device number `device`."""
+    return DeviceMemory(address, nbytes, device, lambda: torch.cuda.set_device(device))

@@ -1,0 +1,23 @@
+"""The SGLang plug-in: the transfer backend `baton`, selected by `--disaggregation-transfer-backend baton`.
+
+`compat`, `hooks` and `conn` import SGLang, and only when SGLang loads the plug-in.
+"""
+
+from __future__ import annotations
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """The entry point of the group `sglang.srt.plugins`, which SGLang calls in each of its processes.
+
+    Raises `ConfigError` for a version of SGLang that is not supported. SGLang logs it, and then does not know the
+    backend.
+    """
+    from baton.sglang.compat import check_version
+
+    # Before `hooks`, which names functions that another version may lack.
+    check_version()
+    from baton.sglang import hooks
+
+    hooks.install()

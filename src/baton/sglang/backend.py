@@ -1,0 +1,112 @@
+"""Starts the plug-in in a scheduler process: registers its KV buffers with the transport and starts its agent."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from baton.engines.ranks import WorkerPart, join
+from baton.errors import ConfigError
+from baton.handoff.agent.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent.instance import InstanceAgent
+from baton.handoff.protocol.digests import Digester, MemoryDigester
+from baton.handoff.protocol.ticket import Redeemer
+from baton.handoff.session.config import own_bind
+from baton.handoff.session.keys import KeyRing
+from baton.sglang import compat
+from baton.sglang.config import SglangConfig, read_config
+from baton.sglang.geometry import BufferLayout, describe_buffers
+from baton.sglang.legs import RankLegs
+from baton.sglang.seeds import MetadataRows
+from baton.transports.base import DeviceMemory, Transport
+from baton.transports.registry import create_transport, transport_name
+from baton.wire import SglangIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class RankBackend:
+    """One rank's running backend. `identity`: the engine's."""
+
+    legs: RankLegs
+    rows: MetadataRows
+    identity: SglangIdentity
+    agent: HandoffAgent
+    transport: Transport
+
+    def close(self) -> None:
+        """Stop the agent, which tells the peers, and release the memory."""
+        self.agent.close()
+        self.transport.close()
+
+
+def start(args: Any, mode: str, server: Any, queue: Any) -> RankBackend:
+    """Start the backend of one rank. `args`: SGLang's `KVArgs`; `mode`: `prefill` or `decode`; `server`: its
+    `ServerArgs`; `queue`: the scheduler's queue that makes the manager. Collective over the engine's tensor ranks.
+
+    Raises `ConfigError` for a cache or a configuration that cannot be handed off.
+    """
+    settings = read_config(os.environ)
+    version, model = compat.check_version(), queue.scheduler.model_config
+    rank, _ = compat.tensor_rank()
+    layout = describe_buffers(compat.buffers(args, queue), args.page_size, rank, compat.region_maker(server, args))
+    part = WorkerPart(
+        rank=rank,
+        incarnation=secrets.token_hex(8),
+        geometries=layout.geometries,
+        facts=compat.facts(server, model, args, version),
+        has_states=False,
+    )
+    whole = join(part, lambda own: compat.gather_ranks(queue, own))
+    key = settings.ticket_key()
+    legs = RankLegs(layout, Redeemer(key, settings.engine_id, whole.incarnation), compat.settle_of(server))
+    together = InstanceAgent(whole.instance, legs.post)
+    transport = create_transport(settings.kv_transport)
+    agent = HandoffAgent(
+        AgentConfig(
+            engine_id=settings.engine_id,
+            incarnation=whole.incarnation,
+            bind=own_bind(settings.control_bind, rank),
+            fingerprint=whole.facts,
+            ticket_key=key,
+            keys=KeyRing(settings.keys, settings.engine_id),
+            timers=settings.timers,
+            integrity=settings.integrity,
+            max_retries=settings.max_retries,
+        ),
+        whole.instance,
+        transport,
+        transport.register(layout.regions),
+        together.on_event,
+        _digester(settings, layout),
+        on_peer=together.on_peer,
+    )
+    together.bind([agent])
+    agent.start()
+    legs.bind(together)
+    addresses = [each.decode() for each in compat.gather_ranks(queue, agent.address.encode())]
+    identity = SglangIdentity(
+        engine_id=settings.engine_id,
+        incarnation=whole.incarnation,
+        control_addresses=addresses,
+        fingerprint=msgspec.json.encode(whole.facts, order="deterministic").decode(),
+        role=mode,
+        vocab_size=int(model.vocab_size),
+        eos_token_ids=compat.eos_token_ids(model),
+        num_speculative_tokens=compat.num_speculative_tokens(server),
+        max_model_len=int(model.context_len),
+        kv_transport=transport_name(settings.kv_transport),
+    )
+    return RankBackend(legs, compat.metadata_rows(args), identity, agent, transport)
+
+
+def _digester(config: SglangConfig, layout: BufferLayout) -> Digester | None:
+    if config.integrity == "off":
+        return None
+    memory = [region for region in layout.regions if not isinstance(region, DeviceMemory)]
+    if len(memory) < len(layout.regions):
+        raise ConfigError("integrity", "digests are taken of KV in the host's memory, not in a GPU's")
+    return MemoryDigester(layout.geometries, memory)

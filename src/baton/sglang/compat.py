@@ -1,0 +1,202 @@
+"""All code that depends on SGLang's version or reads its objects. A new version of SGLang needs changes only here, in
+`hooks` and in `conn`.
+
+0.5.23 is tested; other versions are refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.engines.memory import cuda_region, host_region
+from baton.errors import ConfigError
+from baton.models.loading.loader import fingerprint, tokenizer_hash
+from baton.sglang.geometry import BufferPart, KvBuffer
+from baton.sglang.seeds import MetadataRows
+from baton.transports.base import Region
+
+SUPPORTED = ("0.5.23",)
+DRAFT_METHODS = ("EAGLE", "EAGLE3", "STANDALONE")
+
+
+def check_version() -> str:
+    """The installed SGLang's version. Raises `ConfigError` if it is not supported."""
+    from sglang.version import __version__ as version
+
+    if version not in SUPPORTED:
+        raise ConfigError("sglang", f"the plug-in supports SGLang {', '.join(SUPPORTED)}, this is {version}")
+    return str(version)
+
+
+def check_server(server: Any, parallel: Any) -> None:
+    """Raise `ConfigError`, naming the setting, for a configuration that the plug-in does not support."""
+    for name in ("pp_size", "attn_cp_size", "attn_dcp_size", "dp_size", "attn_dp_size"):
+        if (size := int(getattr(parallel, name, 1) or 1)) != 1:
+            raise ConfigError(name, f"the plug-in hands off between servers without ranks of this kind, got {size}")
+    if server.device not in ("cpu", "cuda"):
+        raise ConfigError("device", f"the plug-in knows CPUs and CUDA devices, got {server.device}")
+    method = server.speculative_algorithm
+    if method not in (None, *DRAFT_METHODS):
+        raise ConfigError("speculative_algorithm", f"the plug-in knows {', '.join(DRAFT_METHODS)}, got {method}")
+    if server.enable_pd_role_switch:
+        raise ConfigError("enable_pd_role_switch", "a ticket names the role in which a server was registered")
+    if server.disaggregation_decode_allocation_policy != "early":
+        raise ConfigError("disaggregation_decode_allocation_policy", "the plug-in decides when D allocates: use early")
+
+
+def buffers(args: Any, queue: Any) -> list[KvBuffer]:
+    """The KV buffers that `args` (SGLang's `KVArgs`) names, target before drafter. `queue`: the scheduler's queue that
+    makes them. Raises `ConfigError` for kinds of caches that the plug-in does not know."""
+    if args.state_types:
+        kinds = ", ".join(str(kind) for kind in args.state_types)
+        raise ConfigError("model", f"the plug-in does not hand off state of kind {kinds}")
+    num_draft = args.num_draft_entries
+    split = len(args.kv_data_ptrs) - num_draft
+    found = _pool_buffers(args, range(split), queue.token_to_kv_pool, "target", queue)
+    if num_draft:
+        found += _pool_buffers(args, range(split, split + num_draft), queue.draft_token_to_kv_pool, "draft", queue)
+    return found
+
+
+def _pool_buffers(args: Any, entries: range, pool: Any, owner: Any, queue: Any) -> list[KvBuffer]:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    # Exact types: a subclass's buffers may hold other things.
+    parts: dict[type, tuple[BufferPart, ...]] = {MHATokenToKVPool: ("k", "v"), MLATokenToKVPool: ("latent",)}
+    if type(pool) not in parts:
+        raise ConfigError("model", f"the plug-in does not know the {owner}'s KV pool {type(pool).__name__}")
+    names = parts[type(pool)]
+    num_layers = len(entries) // len(names)
+    heads, whole = (1, True) if names == ("latent",) else (int(pool.head_num), False)
+    out = []
+    for index, entry in enumerate(entries):
+        part = names[index // num_layers]
+        tensor = {"k": "k_buffer", "v": "v_buffer", "latent": "kv_buffer"}[part]
+        buffer = getattr(pool, tensor)[index % num_layers]
+        out.append(
+            KvBuffer(
+                owner=owner,
+                part=part,
+                layer=int(pool.start_layer or 0) + index % num_layers,
+                address=int(args.kv_data_ptrs[entry]),
+                nbytes=int(args.kv_data_lens[entry]),
+                page_bytes=int(args.kv_item_lens[entry]),
+                dtype=str(buffer.dtype).removeprefix("torch."),
+                num_heads=heads,
+                head_dim=int(buffer.shape[-1]),
+                first_head=0 if whole else first_head(queue, owner, heads),
+            )
+        )
+    return out
+
+
+def first_head(queue: Any, owner: str, num_heads: int) -> int:
+    """The model's number of this rank's first head, if it has `num_heads`. Raises `ConfigError` if that is no share."""
+    rank, size = tensor_rank()
+    config = queue.scheduler.model_config if owner == "target" else draft_config(queue.scheduler)
+    total = int(config.get_total_num_kv_heads())
+    if size == 1 or num_heads == total:
+        return 0
+    if num_heads != max(total // size, 1):
+        raise ConfigError("tp_size", f"a rank of {size} has {num_heads} of {total} KV heads")
+    return rank * min(size, total) // size * num_heads
+
+
+def draft_config(scheduler: Any) -> Any:
+    """The drafter's model config."""
+    return scheduler.draft_worker.draft_worker.draft_runner.model_config
+
+
+def tensor_rank() -> tuple[int, int]:
+    """This process's attention tensor rank, and the number of them."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
+
+
+def gather_ranks(queue: Any, own: bytes) -> list[bytes]:
+    """`own` of every attention tensor rank. Collective."""
+    if tensor_rank()[1] == 1:
+        return [own]
+    from baton.engines.ranks import gather
+
+    return gather(own, queue.scheduler.attn_tp_cpu_group)
+
+
+def region_maker(server: Any, args: Any) -> Callable[[int, int], Region]:
+    """Makes regions of this rank's KV memory, of an address and a number of bytes."""
+    if server.device == "cpu":
+        return host_region
+    return lambda address, nbytes: cuda_region(address, nbytes, int(args.gpu_id))
+
+
+def metadata_rows(args: Any) -> MetadataRows:
+    """The buffers of metadata rows that `args` names, which are in host memory."""
+    return MetadataRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens), tuple(args.aux_data_lens))
+
+
+def settle_of(server: Any) -> Callable[[], None]:
+    """Waits until the device has finished its queued work. On a CPU that is finished already."""
+    if server.device == "cpu":
+        return lambda: None
+
+    def settle() -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+    return settle
+
+
+def facts(server: Any, model: Any, args: Any, version: str) -> dict[str, str]:
+    """The facts, by name, that must be equal on P and D. The agent compares geometries itself."""
+    known = {
+        "engine": f"sglang {version}",
+        "model.weights": _weights(server.model_path, server.revision),
+        "model.dtype": str(model.dtype).removeprefix("torch."),
+        "model.rope": repr(getattr(model.hf_text_config, "rope_parameters", None)),
+        "model.quantization": str(server.quantization),
+        "model.tokenizer": _tokenizer(server),
+        "cache.dtype": str(args.kv_cache_dtype_str),
+        "cache.metadata": repr(list(args.aux_item_lens)),
+        "output.eos_token_ids": repr(eos_token_ids(model)),
+        "drafter.method": "none" if server.speculative_algorithm is None else str(server.speculative_algorithm),
+    }
+    if server.speculative_draft_model_path is not None:
+        known["drafter.weights"] = _weights(server.speculative_draft_model_path, None)
+    return known
+
+
+def eos_token_ids(model: Any) -> list[int]:
+    """The token ids that end a sequence."""
+    return sorted(model.hf_eos_token_id or ())
+
+
+def num_speculative_tokens(server: Any) -> int:
+    """Drafts per step, 0 without speculation."""
+    return 0 if server.speculative_algorithm is None else int(server.speculative_num_draft_tokens or 1) - 1
+
+
+def _weights(path: str, revision: str | None) -> str:
+    return fingerprint(Path(path)) if os.path.isdir(path) else f"{path}@{revision}"
+
+
+def _tokenizer(server: Any) -> str:
+    path = server.tokenizer_path or server.model_path
+    return tokenizer_hash(Path(path)) if os.path.isdir(path) else f"{path}@{server.revision}"
+
+
+def prompt_of(request: Any) -> Sequence[int]:
+    """The token ids of a request's prompt."""
+    return list(request.origin_input_ids)
+
+
+def ticket_of(request: Any) -> str | None:
+    """The ticket of a request: SGLang's API has no field for it, so it comes as `bootstrap_host`, which nothing else
+    uses with this backend. None if only the token ids do not determine its KV, or without a ticket."""
+    plain = request.multimodal_inputs is None and request.lora_id is None and request.input_embeds is None
+    return request.bootstrap_host if plain else None

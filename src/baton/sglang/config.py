@@ -1,0 +1,38 @@
+"""Settings of the plug-in: the JSON object in the environment variable `BATON_SGLANG_CONFIG`.
+
+SGLang has no option for a backend's own settings, and passes its environment on to all its processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from baton.engines.config import EngineSettings
+from baton.errors import ConfigError
+
+VARIABLE = "BATON_SGLANG_CONFIG"
+
+
+class SglangConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields of `BATON_SGLANG_CONFIG`, besides those of `EngineSettings`. `engine_id`: this server's name in the
+    key directory."""
+
+    field: ClassVar[str] = VARIABLE
+
+    engine_id: Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+def read_config(environment: Mapping[str, str]) -> SglangConfig:
+    """Parse the settings. Raises `ConfigError` for an unknown, invalid or missing one."""
+    if VARIABLE not in environment:
+        raise ConfigError(VARIABLE, 'is not set; it needs at least {"engine_id": NAME, "keys": DIRECTORY}')
+    try:
+        config = msgspec.json.decode(environment[VARIABLE], type=SglangConfig)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise ConfigError(VARIABLE, str(error)) from error
+    config.check("SGLang")
+    return config

@@ -1,0 +1,231 @@
+"""The legs of requests: SGLang's scheduler calls them and polls; the handoff agent's events decide their phase.
+
+A leg ends only when the agent has proven that no copy touches its pages any more, so SGLang may free them whenever it
+polls an end. Calls come from the scheduler's thread, `post` from the agent's.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from baton.errors import HandoffError, ProtocolError, reason_label
+from baton.handoff.agent.instance import Agent
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.messages import AttemptKey, Seeds
+from baton.handoff.protocol.ticket import Redeemer, SignedTicket, request_digest
+from baton.kv.geometry import NULL_PAGE
+from baton.log_limit import LogLimit
+from baton.sampling_params import SamplingParams
+from baton.sglang.geometry import BufferLayout
+from baton.wire import LegRole
+
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
+# An agent accepts an abort without waiting for a peer. If it has not after this time it hangs, and may still commit a
+# leg whose pages are about to hold other KV: the server must end.
+ABORT_TIMEOUT_S = 60.0
+
+# waiting: for the peer. ready: D may allocate pages; P may compute. moving: pages are named. Then one of two ends.
+LegPhase = Literal["waiting", "ready", "moving", "done", "failed"]
+
+
+def prompt_digest(tokens: Sequence[int]) -> bytes:
+    """The request digest in a ticket for SGLang servers: over the prompt."""
+    return request_digest(tokens, SamplingParams())
+
+
+@dataclass(slots=True, eq=False)
+class RankLeg:
+    """One leg. `why`: the reason of a failure. A leg without a `ticket` was refused."""
+
+    num_tokens: int
+    ticket: SignedTicket | None
+    phase: LegPhase = "waiting"
+    why: str = ""
+    aborted: bool = False
+
+    def fail(self, why: str) -> None:
+        self.phase, self.why = "failed", self.why or why
+
+
+@dataclass(slots=True, eq=False)
+class SenderLeg(RankLeg):
+    """P's leg. `pages`: of the first `num_sent` tokens."""
+
+    admitted: bool = False
+    num_sent: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class ReceiverLeg(RankLeg):
+    """D's leg. `opened`: the agent has its pages. `seeds`: set when it is done."""
+
+    opened: bool = False
+    seeds: Seeds | None = None
+
+
+class RankLegs:
+    """The legs of one rank, by attempt. `counts`: handoffs by outcome, and the `bytes` and `runs` of committed ones."""
+
+    def __init__(
+        self,
+        layout: BufferLayout,
+        redeemer: Redeemer,
+        settle: Callable[[], None] = lambda: None,
+        abort_timeout: float = ABORT_TIMEOUT_S,
+    ) -> None:
+        """`settle`: wait until the device has finished the queued work."""
+        self.counts: Counter[str] = Counter()
+        self._layout = layout
+        self._redeemer = redeemer
+        self._settle = settle
+        self._abort_timeout = abort_timeout
+        self._events: queue.SimpleQueue[ev.HandoffEvent] = queue.SimpleQueue()
+        self._legs: dict[AttemptKey, RankLeg] = {}
+        self._agent: Agent | None = None
+
+    def bind(self, agent: Agent) -> None:
+        """Use `agent`, whose events are posted to `post`."""
+        self._agent = agent
+
+    @property
+    def agent(self) -> Agent:
+        assert self._agent is not None
+        return self._agent
+
+    def post(self, event: ev.HandoffEvent) -> None:
+        """Queue an event. Called on the agent's thread."""
+        self._events.put(event)
+
+    def poll(self, leg: RankLeg) -> LegPhase:
+        """The leg's phase, after all events so far."""
+        while True:
+            try:
+                self._on_event(self._events.get_nowait())
+            except queue.Empty:
+                return leg.phase
+
+    # ------------------------------------------------------------ prefill
+
+    def open_prefill(self, ticket: str | None, tokens: Sequence[int]) -> SenderLeg:
+        """A prefill leg arrived. It may be computed at once; a refused one has failed."""
+        leg = SenderLeg(len(tokens), None)
+        self._redeem(leg, ticket, "prefill", tokens)
+        if leg.ticket is not None:
+            leg.phase = "ready"
+            self.agent.open_prefill(leg.ticket)
+        return leg
+
+    def scheduled(self, leg: SenderLeg) -> None:
+        """The request is about to be computed, so it has pages: only now may D hold pages for it, or the two servers
+        could fill up with requests that wait for each other's pages."""
+        if leg.ticket is not None and not leg.admitted and leg.phase != "failed":
+            leg.admitted = True
+            self.agent.admit_prefill(leg.ticket.key)
+
+    def computed(self, leg: SenderLeg, pages: Sequence[int], num_tokens: int, seeds: Callable[[], Seeds]) -> None:
+        """`num_tokens` more tokens are computed, in `pages`. All but the last call end with whole pages. `seeds` is
+        called with the last."""
+        if leg.ticket is None or leg.aborted or leg.phase == "failed":
+            return
+        self.scheduled(leg)
+        leg.pages.extend(pages)
+        leg.num_sent += num_tokens
+        self._settle()
+        key, final = leg.ticket.key, self._layout.final(leg.num_tokens, leg.num_sent)
+        self.agent.declare_final(key, leg.num_tokens, self._layout.tables(leg.pages), final)
+        leg.phase = "moving"
+        if leg.num_sent == leg.num_tokens:
+            self.agent.finish_prefill(key, seeds(), False, {})
+
+    # ------------------------------------------------------------ decode
+
+    def open_decode(self, ticket: str | None, tokens: Sequence[int]) -> ReceiverLeg:
+        """A decode leg arrived. It gets no pages before it is ready."""
+        leg = ReceiverLeg(len(tokens), None)
+        self._redeem(leg, ticket, "decode", tokens)
+        if leg.ticket is not None:
+            self.agent.announce_decode(leg.ticket)
+        return leg
+
+    def place(self, leg: ReceiverLeg, hit: int, pages: Sequence[int]) -> None:
+        """The leg has pages for its tokens from `hit` on, which begins a page."""
+        if leg.ticket is None or leg.aborted or leg.phase == "failed":
+            return
+        self._settle()
+        leg.opened, leg.phase = True, "moving"
+        table = [NULL_PAGE] * (hit // self._layout.page_size) + list(pages)
+        wanted = self._layout.wanted(leg.num_tokens, hit)
+        self.agent.open_decode(leg.ticket, leg.num_tokens, wanted, self._layout.tables(table))
+
+    # ------------------------------------------------------------ both
+
+    def abort(self, leg: RankLeg) -> None:
+        """Give a leg up. On return the agent sends no commitment for it, so a prefill leg's pages may be freed: a copy
+        that still reads them is never used. A decode leg's may not before the leg has failed.
+
+        Raises `HandoffError` if the agent does not answer.
+        """
+        if leg.ticket is None or leg.aborted or leg.phase in ("done", "failed"):
+            return
+        leg.aborted, leg.why = True, leg.why or "aborted"
+        accepted: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.agent.abort(leg.ticket.key, "aborted", lambda: accepted.put(None))
+        try:
+            accepted.get(timeout=self._abort_timeout)
+        except queue.Empty:
+            raise HandoffError("not_answering", "the handoff agent does not give up an aborted request") from None
+
+    def _redeem(self, leg: RankLeg, ticket: str | None, role: LegRole, tokens: Sequence[int]) -> None:
+        try:
+            if not ticket:
+                raise ProtocolError("the request has no ticket: send it to Baton's router")
+            leg.ticket = self._redeemer.redeem(ticket, role, prompt_digest(tokens), time.monotonic())
+        except ProtocolError as error:
+            self.counts["refused"] += 1
+            leg.fail(str(error))
+            return
+        self._legs[leg.ticket.key] = leg
+
+    def _on_event(self, event: ev.HandoffEvent) -> None:
+        leg = self._legs.get(event.key)
+        if leg is None:
+            return
+        match event:
+            case ev.DecodeAdmitted():
+                if leg.phase == "waiting" and not leg.aborted:
+                    leg.phase = "ready"
+                return
+            case ev.DecodeFailed(_, reason, message):
+                self.counts[f"failed_{reason_label(reason)}"] += 1
+                log.warning("handoff %s failed: %s: %s", event.key, reason, message)
+                leg.why = f"{reason}: {message}"
+                return
+            case ev.DecodeProgress():
+                return
+            case ev.PrefillReleased(_, outcome):
+                good = outcome in ("committed", "finished")
+                self.counts[f"prefill_{outcome if good else reason_label(outcome)}"] += 1
+                if good:
+                    leg.phase = "done"
+                else:
+                    leg.fail(outcome)
+            case ev.DecodeCommitted(_, seeds, num_bytes, num_runs):
+                self.counts.update(committed=1, bytes=num_bytes, runs=num_runs)
+                assert isinstance(leg, ReceiverLeg)
+                leg.seeds = seeds
+                if leg.aborted:
+                    leg.fail("aborted")
+                else:
+                    leg.phase = "done"
+            case _:  # DecodeFinished, DecodeReleased
+                self.counts["released"] += 1
+                leg.fail("the prefill server gave the request up")
+        del self._legs[event.key]
