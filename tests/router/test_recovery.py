@@ -113,6 +113,12 @@ async def recoveries(session: aiohttp.ClientSession, url: str) -> Any:
     return (await status_of(session, url))["recoveries"]
 
 
+async def several_answers(session: aiohttp.ClientSession, url: str) -> None:
+    """The router, on this loop, has had its turn several times."""
+    for _ in range(5):
+        await status_of(session, url)
+
+
 def ids(engine: FakeEngine) -> list[str]:
     return [request.request_id for request in engine.requests]
 
@@ -246,7 +252,7 @@ async def test_a_prefill_engine_that_is_lost_is_the_decode_engines_matter(direct
     async with cluster.run() as (url, session):
         asked = asyncio.create_task(complete(session, url))
         await until(lambda: cluster.prefills[0].outcomes["aborted"] == 1 and cluster.decodes[0].running == 1)
-        await asyncio.sleep(0.1)
+        await several_answers(session, url)
         assert cluster.decodes[0].running == 1
         # It recomputes: here, it continues as if everything had been handed over.
         (future,) = cluster.decodes[0].handed.values()
@@ -353,7 +359,7 @@ async def test_a_silent_engine_gets_new_requests_only_for_want_of_another(direct
             cluster.stop(engine)
         await asyncio.sleep(1.2)
         asked = asyncio.create_task(complete(session, url))
-        await asyncio.sleep(0.2)
+        await several_answers(session, url)
         assert not asked.done(), "it waits for one of them"
         for engine in [*others, cluster.decodes[0]]:
             cluster.cont(engine)
@@ -380,7 +386,9 @@ async def test_a_request_with_nothing_to_lose_leaves_a_silent_engine_at_once(dir
         await until(lambda: engines[0].running == 1)
         cluster.stop(engines[0])
         if recovery == "none":
-            await asyncio.sleep(1.5)
+            while (await status_of(session, url))["engines"][0]["healthy"]:
+                await asyncio.sleep(0.01)
+            await several_answers(session, url)
             assert not asked.done()
             asked.cancel()
         else:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,6 +27,7 @@ from baton.transports.base import Direction
 from baton.transports.batches import batch_bounds, split_runs
 from baton.transports.process import ProcessWatch
 from baton.transports.registry import create_transport
+from baton.transports.remote import driver
 from baton.transports.remote import transport as remote_module
 from baton.transports.remote.file import Batch, FileLibrary
 from baton.transports.remote.library import RemotePeer
@@ -123,16 +125,15 @@ def test_nothing_moves_after_the_end_of_an_operation_that_was_disconnected(
         descriptor = far.register([sides[1]])
         source, dest = sides if direction == "write" else sides[::-1]
         source[:] = 1
+        peer = near.connect(descriptor).result(30)
         for _ in range(3):
-            peer = near.connect(descriptor).result(30)
             operation = near.submit(peer, direction, run_of(size), "under way")
             time.sleep(0.001)
             near.disconnect(peer)
             assert operation.wait(30) != "pending"
             dest[:] = 0
-            time.sleep(0.1)
+            peer = near.connect(descriptor).result(30)  # a byte of each region has come since
             assert not dest.any()
-        peer = near.connect(descriptor).result(30)
         assert near.submit(peer, direction, run_of(size), "again").wait(30) == "done"
         assert bool(dest.all())
     finally:
@@ -165,16 +166,24 @@ def test_copies_end_with_a_peer_of_another_host(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_idle_transports_do_not_burn_cpu(scheme: str, tmp_path: Path) -> None:
+def test_idle_transports_sleep(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a copy, both ends sleep until something happens, and do not poll."""
+    waits: dict[Lifeline, list[float]] = {}
+    wait = Lifeline.wait
+
+    def waited(lifeline: Lifeline, timeout_s: float) -> list[Any]:
+        waits.setdefault(lifeline, []).append(timeout_s)
+        return wait(lifeline, timeout_s)
+
+    monkeypatch.setattr(Lifeline, "wait", waited)
     uri = uri_of(scheme, tmp_path)
     near, far = create_transport(uri), create_transport(uri)
     try:
         near.register([near.allocate("near", 4096)])
         peer = near.connect(far.register([far.allocate("far", 4096)])).result(30)
         assert near.submit(peer, "write", run_of(4096)).wait(30) == "done"
-        before = time.process_time()
-        time.sleep(2)
-        assert time.process_time() - before < 0.1  # 5 % of a core, of both ends together
+        assert len(waits) == 2
+        eventually(lambda: all(timeouts[-1] == driver.IDLE_S for timeouts in waits.values()))
     finally:
         far.close()
         near.close()

@@ -181,14 +181,23 @@ def test_a_client_that_leaves_between_two_layers(tmp_path: Path, monkeypatch: py
         assert handed_over(two, "next", prompt).result == one.run("next", prompt, GREEDY).result
 
 
-def test_off_copies_when_the_prompt_is_computed(tmp_path: Path) -> None:
-    with pair(tmp_path, kv_stream="off", max_num_batched_tokens=32) as two, stepped() as one:
-        told, rest = two.legs("one", prompt_of(96), GREEDY, "push")
-        two.step_until(lambda: two.prefill.core.metrics.num_steps == 2)
-        two.decode_until(lambda: bool(two.decode.core.scheduler.receiving))
-        time.sleep(0.05)
-        assert copied(two) == 0
-        two.step_until(lambda: told.ended and rest.ended)
+@pytest.mark.parametrize(("kv_stream", "num_declared"), [("off", 1), ("chunk", 3)])
+def test_off_declares_nothing_before_the_prompt_is_computed(
+    kv_stream: str, num_declared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not declared is not copied."""
+    finals: list[dict[str, int]] = []
+    declare = InstanceAgent.declare_final
+
+    def declared(agent: InstanceAgent, key: AttemptKey, n: int, pages: Any, final: dict[str, int]) -> None:
+        finals.append(final)
+        declare(agent, key, n, pages, final)
+
+    monkeypatch.setattr(InstanceAgent, "declare_final", declared)
+    with pair(tmp_path, kv_stream=kv_stream, max_num_batched_tokens=32) as two, stepped() as one:
+        rest = handed_over(two, "one", prompt_of(96))
+        assert len(finals) == num_declared
+        assert finals[-1]["target.full"] == 96
         assert rest.result == one.run("one", prompt_of(96), GREEDY).result
 
 

@@ -218,7 +218,7 @@ def test_a_step_that_takes_too_much_work_ends_its_request_alone(
         grammars.check(COSTLY)
     keep = grammars.matcher(COSTLY)  # as if its costly step came after the checked ones
     other = plain.add(request("other", prompt, PARAMS[1]))
-    began, stream = time.thread_time(), plain.add(request("costly", prompt, costly))
+    stream = plain.add(request("costly", prompt, costly))
     num_forwards, execute = 0, plain.core.executor.execute
 
     def counted(*arguments: Any) -> Any:
@@ -237,5 +237,4 @@ def test_a_step_that_takes_too_much_work_ends_its_request_alone(
     assert other.finish_reason in ("stop", "length")
     # No row of the other request was computed twice.
     assert num_forwards == num_steps
-    assert time.thread_time() - began < 5.0
     del keep

@@ -104,7 +104,10 @@ async def test_idle_connections_make_room(directory: Path, connect: Callable[[st
 
 
 async def test_where_all_connections_are_busy_others_wait(
-    directory: Path, session: aiohttp.ClientSession, connect: Callable[[str], socket.socket]
+    directory: Path,
+    session: aiohttp.ClientSession,
+    connect: Callable[[str], socket.socket],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = FakeEngine(directory, step_s=1e3)
     async with served(app_of(directory, engine, connections=2)) as url:
@@ -112,7 +115,7 @@ async def test_where_all_connections_are_busy_others_wait(
         asked = [asyncio.create_task(session.post(f"{url}/v1/completions", json=body)) for _ in range(2)]
         await until(lambda: engine.running == 2)
         waiting = asyncio.create_task(status(connect(url)))
-        await asyncio.sleep(0.3)
+        await until(lambda: "all 2 connections are busy" in caplog.text)
         assert engine.running == 2
         assert not waiting.done()
         asked[0].cancel()

@@ -134,10 +134,11 @@ async def test_a_busy_prefill_server_is_told_all_the_same(directory: Path) -> No
     """The message may wait for its turn longer than a leg is drained."""
     pair = Pair(directory)
     pair.d.fail, pair.d.fail_role, pair.p.halted = "broken", "decode", "cancel"
-    async with pair.run(recovery="none", timers=replace(QUICK, drain=0.05)) as (url, session):
+    async with pair.run(recovery="none", timers=replace(QUICK, drain=0.0)) as (url, session):
         assert (await complete(session, url))[0] == 503
         await until(lambda: pair.p.legs("cancel"))
-        await asyncio.sleep(0.3)
+        for _ in range(5):
+            await status_of(session, url)
         assert pair.p.left == []
         pair.p.halted = None
 

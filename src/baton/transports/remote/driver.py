@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 10.0
 _POLL_S = (50e-6, 1e-3)  # pauses between polls: they double while nothing happens
 _LINGER_S = 0.05  # how often to check an operation whose end is not proven yet
-_IDLE_S = 1.0
+IDLE_S = 1.0  # the longest sleep while nothing is copied
 _BEGIN, _END, _DRAIN, _DRAINED = b"begin", b"end", b"drain", b"drained"
 T = TypeVar("T")
 
@@ -279,7 +279,7 @@ class Driver:
         ready = any(job.handle is None for _, job in firsts)
         busy = self._library.polls and (bool(self._announced) or any(not job.failed for _, job in firsts))
         linger = any(peer.broken is not None for peer, _ in firsts)
-        for line, frame in self.lifeline.wait(0 if ready or busy else _LINGER_S if linger else _IDLE_S):
+        for line, frame in self.lifeline.wait(0 if ready or busy else _LINGER_S if linger else IDLE_S):
             self._on_frame(line, frame)
         self._run_calls()
         moved = [self._step(peer) for peer in list(self.peers)]

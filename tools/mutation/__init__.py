@@ -1,0 +1,1 @@
+"""Mutation testing: small changes of the code, each of which a package's tests should notice."""
