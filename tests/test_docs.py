@@ -16,6 +16,7 @@ import typer
 import baton.cli
 from baton.testing.transport_suite import check_names
 from simulation.mutations import MUTATIONS
+from tests.router.test_spans import DOCUMENTED as DOCUMENTED_SPANS
 from tests.test_structure import COMMON, ROOMS, room_of
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +37,8 @@ STRUCTURE = (ROOT / "docs/structure.md").read_text()
 SNAKE = re.compile(r"^[a-z]+(?:_[a-z0-9]+)+$")
 STEP = re.compile(r"^([\w/]+\.py):([\w.]+)$")
 TREES = ("src", "simulation", "benchmarks", "tests", "tools", "examples")
+# Names of spans and of their attributes.
+SPANS = {*DOCUMENTED_SPANS, *(name for names in DOCUMENTED_SPANS.values() for name in names)}
 # In examples of commands these stand for other things than files or modules.
 NOT_OURS = {"config.json", "tokenizer.json", "baton.transports"}
 
@@ -101,7 +104,7 @@ def test_make_targets_exist(text: str) -> None:
 
 def test_dotted_names_exist(text: str) -> None:
     for name in DOTTED.findall(code(text)):
-        if name not in NOT_OURS and not (ROOT / name).exists():
+        if name not in NOT_OURS | SPANS and not (ROOT / name).exists():
             assert resolves(name), name
 
 

@@ -63,6 +63,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     - `cache_salt`: KV of equal prefixes is only shared between requests with the same salt.
     - `max_prefill_tokens`: an engine that lacks the KV of more tokens declines the request as `prefix_missing`. None:
       it computes them.
+    - `timings`: the engine sends `LegTimings` with the first token.
     - `identity`: an engine with another `comparison.token_identity` refuses the request. None: any engine takes it.
     """
 
@@ -74,6 +75,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
     max_prefill_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     identity: Annotated[str, msgspec.Meta(max_length=64)] | None = None
+    timings: bool = False
 
     @property
     def num_known(self) -> int:
@@ -91,6 +93,24 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     rank: int = 0
 
 
+class LegTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """When an engine did what for a leg, in seconds after the leg's arrival; None: it did not. With the size of the
+    handoff.
+
+    - `started`: its first forward began. `sampled`: the first token came from it.
+    - Decode legs: `announced` to P, `admitted` by P, `registered` (D gave P its pages), `committed`.
+    """
+
+    started: float | None = None
+    sampled: float | None = None
+    announced: float | None = None
+    admitted: float | None = None
+    registered: float | None = None
+    committed: float | None = None
+    num_bytes: int = 0
+    num_runs: int = 0
+
+
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     """One engine step's output for one request. The last chunk of a stream has `finish_reason` set.
 
@@ -98,6 +118,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     - `prompt_logprobs`: per prompt token, None for the first. Sent once, with the first token or the end.
     - `accepted`, `drafted`: accepted and proposed drafts of each verification that ended in this chunk.
     - `queued_s`: how long the prompt waited until an engine began it. Sent once, with the first token.
+    - `timings`: only if the request asks for them. Sent once, with the first token.
     - `error`: `"<reason>: <message>"`, only with `finish_reason == "error"`. `recoverable`: another engine may be able
       to continue.
     """
@@ -113,6 +134,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | None = None
     num_cached_tokens: int = 0
     queued_s: float | None = None
+    timings: LegTimings | None = None
     error: str | None = None
     recoverable: bool = False
 

@@ -296,6 +296,16 @@ class RouterOptions:
         str | None,
         typer.Option(help="Token for POST /instances/..., made where there is none. Default: BATON_ADMIN_TOKEN."),
     ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Send spans there over OTLP/HTTP: http://HOST:4318/v1/traces."),
+    ] = None
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write spans as a timeline for ui.perfetto.dev.")
+    ] = None
+    trace_sampling_ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of requests without a traceparent that are traced.")
+    ] = 1.0
 
     def to_config(self, host: str, **settings: Any) -> RouterConfig:
         """The configuration, with other `settings` of `RouterConfig`. Creates a missing admin token file."""

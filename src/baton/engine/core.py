@@ -330,5 +330,6 @@ class EngineCore:
             finish_reason=reason,
             stop_reason=stop_reason,
             num_cached_tokens=request.num_cached,
+            timings=request.timings(self.clock.monotonic()) if request.marks is not None else None,
         )
         self.emit(chunk, reason is not None)

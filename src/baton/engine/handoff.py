@@ -136,6 +136,7 @@ class HandoffLegs:
             self.agent.open_prefill(request.ticket)
         else:
             self.scheduler.announced[request] = None
+            request.mark("announced", self._clock.monotonic())
             self.agent.announce_decode(request.ticket)
 
     def set_ready(self, request: Request) -> None:
@@ -176,6 +177,7 @@ class HandoffLegs:
                 break
             scheduler.receive_queue.popleft()
             leg.wanted, leg.registered = destination.wanted, self._clock.monotonic()
+            request.mark("registered", leg.registered)
             pages = {name: request.kv.pages[name] for name in leg.wanted}
             self.agent.open_decode(ticket, request.prefill_len, leg.wanted, pages)
 
@@ -260,6 +262,7 @@ class HandoffLegs:
             return self._failed(leg, f"{event.reason}: {event.message}", event.recoverable)
         if isinstance(event, DecodeAdmitted):
             leg.admitted, leg.sent_groups = True, event.groups
+            leg.request.mark("admitted", self._clock.monotonic())
             self._enqueue(leg)
             return []
         del self.open[event.key]
@@ -279,7 +282,10 @@ class HandoffLegs:
             metrics.num_handoffs["committed"] += 1
             metrics.handoff_bytes += event.num_bytes
             metrics.handoff_runs += event.num_runs
-            metrics.register_to_commit.observe(self._clock.monotonic() - leg.registered)
+            now = self._clock.monotonic()
+            metrics.register_to_commit.observe(now - leg.registered)
+            request.mark("committed", now)
+            request.num_bytes, request.num_runs = event.num_bytes, event.num_runs
             if self._receives(leg):
                 return self._take(leg, event.seeds, finished=False)
         elif isinstance(event, DecodeFinished):

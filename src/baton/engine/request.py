@@ -15,7 +15,7 @@ from baton.kv.prefix import salted_root
 from baton.kv.tables import BlockTables
 from baton.sampling_params import SamplingParams
 from baton.structured import Allowed, Matcher
-from baton.wire import FinishReason, GenerateRequest, TokenLogprobs
+from baton.wire import FinishReason, GenerateRequest, LegTimings, TokenLogprobs
 
 if TYPE_CHECKING:
     from baton.handoff.protocol.ticket import SignedTicket
@@ -59,6 +59,8 @@ class Request:
     - `num_known_drafted`, `mtp_hidden` float32 [K - 1, E]: for a drafter with several modules, the tokens known at its
       last run, and the rows for its next one (`baton.drafters.chain`).
     - `arrival`: the order of arrival at this engine. `queued_at`: its time (monotonic seconds).
+    - `marks`: when what happened, by the names of `LegTimings` (monotonic seconds); None if nobody asked.
+    - `num_bytes`, `num_runs`: of the committed handoff.
     - `started`: it has had pages, or recomputes after a failed handoff. `started_at`: when its prompt was first
       computed here; None for a decode leg.
     """
@@ -84,6 +86,8 @@ class Request:
         self.arrival = 0
         self.started = False
         self.queued_at = 0.0
+        self.num_bytes = self.num_runs = 0
+        self.marks: dict[str, float] | None = {} if wire.timings else None
         self.started_at: float | None = None
         self.committed_at: float | None = None  # of the handoff; None after the first step
         self.runs_since: float | None = None  # first step, or commit of the handoff
@@ -123,6 +127,20 @@ class Request:
     def queued_s(self) -> float | None:
         """Seconds from arrival to `started_at`; None before that."""
         return None if self.started_at is None else self.started_at - self.queued_at
+
+    def mark(self, name: str, now: float) -> None:
+        """Note that it has got this far, if anybody asked."""
+        if self.marks is not None:
+            self.marks.setdefault(name, now)
+
+    def timings(self, now: float) -> LegTimings | None:
+        """What to send with the first token; None if nobody asked."""
+        if self.marks is None:
+            return None
+        since = {name: at - self.queued_at for name, at in self.marks.items()}
+        if self.started_at is not None:
+            since |= {"started": self.started_at - self.queued_at, "sampled": now - self.queued_at}
+        return LegTimings(**since, num_bytes=self.num_bytes, num_runs=self.num_runs)
 
     @property
     def queue_key(self) -> tuple[bool, int]:

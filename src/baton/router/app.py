@@ -14,6 +14,7 @@ from aiohttp import web
 
 from baton.errors import BatonError, ConfigError, EngineUnavailableError, RequestError
 from baton.handoff.protocol.ticket import TICKET_LIFE_S
+from baton.observe.tracing.tracer import Tracer, make_tracer
 from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.http.access import OPEN, Access
 from baton.openai.http.app import BODIES, json_response, new_app
@@ -57,6 +58,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     - `max_local_prefill_length`: a prompt of which the decode engine lacks at most this many tokens is computed there.
       0: no prompt is, while there is a prefill engine.
     - `max_queued_requests`: choices that may wait for their first token.
+    - `otlp_traces_endpoint`: where spans go; None: to OpenTelemetry's own variables, if set. `trace`: a file for
+      Perfetto. `trace_sampling_ratio`: the share of requests without a `traceparent` that are traced.
     - `admin_token` None: engines cannot join or leave at run time. `host_names`: the router's names for `Admin`.
     """
 
@@ -85,6 +88,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     access: Access = OPEN
     parsing: Parsing = NO_PARSING
     per_request: PerRequestMetrics = NO_METRICS
+    otlp_traces_endpoint: str | None = None
+    trace: str | None = None
+    trace_sampling_ratio: float = 1.0
 
 
 class _Joining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,6 +126,7 @@ async def build_app(config: RouterConfig) -> web.Application:
     if not (config.prefill or config.decode or config.both) and config.admin_token is None:
         why = "without engines, and without an admin token by which one could join, a router serves nobody"
         raise ConfigError("admin_token_file", f"is needed, or --prefill and --decode, or --both: {why}")
+    tracer = make_tracer(config.otlp_traces_endpoint, config.trace, config.trace_sampling_ratio)
     session = new_session()
     load = functools.partial(
         Tokenizer.load,
@@ -155,17 +162,19 @@ async def build_app(config: RouterConfig) -> web.Application:
         config.access,
         families=Shared(lambda: families(metrics.registry.collect(), pool.engines)).get,
     )
-    observed = ObservedBackend(backend)
+    observed = ObservedBackend(backend, tracer)
     service = OpenAIService(observed, metrics, config.max_queued_requests, config.parsing, config.per_request)
     add_openai_routes(app, service)
     metrics.registry.register(RowCollector(lambda: [*_rows(backend, service.queue), *observed.rows()]))
     _add_router_routes(app, observed, Admin(config.admin_token, config.host_names))
-    app.cleanup_ctx.append(lambda _: _lifetime(session, backend))
+    app.cleanup_ctx.append(lambda _: _lifetime(session, backend, tracer))
     app.cleanup_ctx.append(lambda _: reporting(metrics, lambda: _report(backend, service.queue)))
     return app
 
 
-async def _lifetime(session: aiohttp.ClientSession, backend: RouterBackend) -> AsyncIterator[None]:
+async def _lifetime(
+    session: aiohttp.ClientSession, backend: RouterBackend, tracer: Tracer | None
+) -> AsyncIterator[None]:
     watcher = asyncio.create_task(backend.pool.watch())
     yield
     watcher.cancel()
@@ -173,6 +182,8 @@ async def _lifetime(session: aiohttp.ClientSession, backend: RouterBackend) -> A
         await watcher
     await backend.close()
     await session.close()
+    if tracer is not None:
+        await asyncio.to_thread(tracer.close)
 
 
 def _add_router_routes(app: web.Application, observed: ObservedBackend, admin: Admin) -> None:

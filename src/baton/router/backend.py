@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -44,6 +44,8 @@ MAX_ATTEMPTS = 3
 _PATIENCE_STEP_S = 0.1
 MayMove = Callable[[PooledEngine], bool]
 OnRecovery = Callable[[str, Recovery, BaseException], None]
+# Request id, legs, their engines, mode: returns the legs to read.
+OnLegs = Callable[[str, Legs, Mapping[LegRole, PooledEngine], Mode], Legs]
 
 
 @dataclass(slots=True)
@@ -91,7 +93,8 @@ class RouterBackend:
     first token, `source` if the decode engine asks for another source or was never reached, `full` if it was lost.
     `handoffs` counts attempts by outcome: `started`, `completed`, `finished_early` (the first token was the last),
     `aborted` (a stop string was found, the client left, or tokens did not match), `failed` (by reason in `failures`).
-    `recoveries` counts by rung; `on_recovery` is called with the request's id, the rung and the cause.
+    `recoveries` counts by rung; `on_recovery` is called with the request's id, the rung and the cause, `on_legs`
+    with the attempt's id and legs before they are read.
 
     If two engines sample different tokens, the client keeps the one it has. The decode engine continues from there if
     the prefill engine sees a near-tie (at most `near_tie` nats, counted in `near_ties`); otherwise the request fails.
@@ -117,6 +120,7 @@ class RouterBackend:
         self.handoffs: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.recoveries: Counter[str] = Counter()
+        self.on_legs: OnLegs = lambda request_id, legs, engines, mode: legs
         self.on_recovery: OnRecovery = lambda request_id, rung, cause: None
         self.near_ties = 0
         self.num_active_handoffs = 0
@@ -269,15 +273,19 @@ class RouterBackend:
             if route.max_prefill_tokens is not None:
                 request = msgspec.structs.replace(request, max_prefill_tokens=route.max_prefill_tokens)
             alone = Legs({"decode": self._connector.alone(request, decode)})
-            async with self._joining({"decode": decode}, alone, may_move) as chunks:
+            engines: dict[LegRole, PooledEngine] = {"decode": decode}
+            alone = self.on_legs(request.request_id, alone, engines, kv_mode)
+            async with self._joining(engines, alone, may_move) as chunks:
                 yield RunningAttempt(chunks)
             return
+        engines = {"prefill": prefill, "decode": decode}
         legs = self._connector.legs(request, prefill, decode, kv_mode)
+        legs = self.on_legs(request.request_id, legs, engines, kv_mode)
         self.handoffs["started"] += 1
         self.num_active_handoffs += 1
         outcome: HandoffOutcome = "aborted"
         try:
-            async with self._joining({"prefill": prefill, "decode": decode}, legs, may_move) as chunks:
+            async with self._joining(engines, legs, may_move) as chunks:
                 attempt = RunningAttempt(chunks, self.failures)
                 try:
                     yield attempt

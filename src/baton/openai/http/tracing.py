@@ -1,5 +1,5 @@
-"""The trace of a request (W3C Trace Context), sent on unchanged with its legs. Baton makes no spans; a client's trace
-reaches servers that do, such as vLLM's.
+"""The trace of a request (W3C Trace Context), sent on with its legs: unchanged, or with the leg's span as parent if the
+router makes spans.
 """
 
 from __future__ import annotations

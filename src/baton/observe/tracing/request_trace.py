@@ -1,0 +1,203 @@
+"""The spans of one request: the request, its legs, what the engines did for them, the handoff, and recoveries.
+
+A span is exported when it has ended. A failure marks only the phase that was active, and a phase that did not begin has
+no span.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.observe.timeline import RequestTimeline
+from baton.observe.tracing.span import Span, SpanEvent, SpanSink, Value
+from baton.wire import LegRole, LegTimings, TokenChunk
+
+_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteParent:
+    """The client's `traceparent`: its trace id, span id, and whether it samples."""
+
+    trace_id: int
+    span_id: int
+    sampled: bool
+
+    @classmethod
+    def of(cls, traceparent: str) -> RemoteParent:
+        """From a well-formed header."""
+        _, trace_id, span_id, flags = traceparent.split("-")[:4]
+        return cls(int(trace_id, 16), int(span_id, 16), bool(int(flags, 16) & 1))
+
+
+@dataclass(slots=True)
+class LegTrace:
+    """A leg that runs. `first`: when its first token came (monotonic seconds)."""
+
+    span: Span
+    role: LegRole
+    alone: bool
+    began: float
+    first: float | None = None
+    timings: LegTimings | None = None
+    verified: bool = False
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """Makes the spans of one sampled request. Times given are monotonic seconds."""
+
+    sinks: Sequence[SpanSink]
+    timeline: RequestTimeline
+    root: Span
+    mode: str = ""
+    attempts: int = 0
+    _legs: dict[str, LegTrace] = field(default_factory=dict)
+    _recovery: Span | None = None
+    _now: Callable[[], float] = time.monotonic
+
+    @classmethod
+    def begin(cls, sinks: Sequence[SpanSink], timeline: RequestTimeline, parent: RemoteParent | None) -> RequestTrace:
+        trace_id = secrets.randbits(128) | 1 if parent is None else parent.trace_id
+        start = int(timeline.began_at * _NS)
+        parent_id = None if parent is None else parent.span_id
+        root = Span("llm_request", trace_id, start, parent_id, "server", request_id=timeline.id)
+        return cls(sinks, timeline, root)
+
+    def begin_leg(self, role: LegRole, engine: str, url: str, alone: bool, mode: str) -> LegTrace:
+        """A leg's request is about to be sent, with the `traceparent` of the returned span."""
+        now = self._now()
+        self.attempts += role == "decode"
+        span = self._child(f"baton.{'local' if alone else role}_leg", now, self.root, "router")
+        span.kind = "client"
+        told: dict[str, Value] = {"baton.engine": engine, "server.address": url}
+        span.attributes = {**told, "baton.attempt": max(self.attempts, 1)}
+        self.mode = mode
+        leg = LegTrace(span, role, alone, now)
+        self._legs[role] = leg
+        self._end_recovery(now)
+        return leg
+
+    def on_chunk(self, leg: LegTrace, chunk: TokenChunk) -> None:
+        """A chunk of a leg has come."""
+        now = self._now()
+        if chunk.token_ids and leg.first is None:
+            leg.first, leg.timings = now, chunk.timings
+            self._engine_spans(leg, now)
+            if leg.role == "decode" and not leg.alone:
+                self._handoff(leg, now)
+        if chunk.accepted and not leg.verified:
+            leg.verified = True
+            span = self._child("baton.first_verification", leg.first or now, leg.span, _engine(leg))
+            drafted = chunk.drafted[0] if chunk.drafted else 0
+            span.attributes = {"baton.drafts": drafted, "baton.accepted": chunk.accepted[0]}
+            self._export(span, now)
+        if chunk.finish_reason == "error":
+            leg.span.error = chunk.error or "error"
+
+    def end_leg(self, leg: LegTrace, error: str = "") -> None:
+        """A leg has ended: `error` if it failed."""
+        now = self._now()
+        leg.span.error = leg.span.error or error
+        if leg.first is not None and (leg.role == "decode" or leg.alone):
+            span = self._child("baton.decode", leg.first, leg.span, _engine(leg))
+            span.error = leg.span.error
+            self._export(span, now)
+        self._export(leg.span, now)
+
+    def on_recovery(self, rung: str, cause: str) -> None:
+        """An attempt has failed, and another follows."""
+        now = self._now()
+        self._end_recovery(now)
+        self._recovery = self._child("baton.recovery", now, self.root, "router")
+        self._recovery.attributes = {
+            "baton.recovery.rung": rung,
+            "baton.recovery.cause": cause[:500],
+            "baton.recovery.known_tokens": self.timeline.num_output_tokens,
+        }
+
+    def end(self, attributes: dict[str, Value]) -> None:
+        """The request has ended. Legs may still be read to their end."""
+        self._end_recovery(self._now())
+        timeline, root = self.timeline, self.root
+        root.attributes |= {
+            "gen_ai.request.id": timeline.id,
+            "gen_ai.usage.prompt_tokens": timeline.num_prompt_tokens,
+            "gen_ai.usage.completion_tokens": timeline.num_output_tokens,
+            "baton.route": timeline.route,
+            "baton.engines": timeline.engines,
+            "baton.num_attempts": self.attempts,
+            **attributes,
+        }
+        if timeline.ttft_s is not None:
+            root.attributes["gen_ai.latency.time_to_first_token"] = timeline.ttft_s
+        if timeline.finish in ("stop", "length"):
+            root.attributes["gen_ai.response.finish_reasons"] = (timeline.finish,)
+        ended = timeline.ended if timeline.ended is not None else self._now()
+        root.attributes["gen_ai.latency.e2e"] = ended - timeline.began
+        root.error = timeline.error
+        self._export(root, ended)
+
+    def _engine_spans(self, leg: LegTrace, now: float) -> None:
+        """Queue and prefill of an engine that told its times; they begin when the leg's request was sent."""
+        told = leg.timings
+        if told is None or told.started is None or told.sampled is None:
+            return
+        started, sampled = (min(leg.began + since, now) for since in (told.started, told.sampled))
+        self._export(self._child("baton.queue", leg.began, leg.span, _engine(leg)), started)
+        self._export(self._child("baton.prefill", started, leg.span, _engine(leg)), sampled)
+        self.root.attributes["gen_ai.latency.time_in_queue"] = told.started
+
+    def _handoff(self, leg: LegTrace, now: float) -> None:
+        """The handoff on D, from REGISTER to COMMIT. Of an engine that does not tell (vLLM): from the prefill engine's
+        token to the decode engine's.
+        """
+        prefill, told = self._legs.get("prefill"), leg.timings
+        prefilled = prefill.first if prefill is not None and prefill.first is not None else now
+        known = told is not None and told.registered is not None and told.committed is not None
+        begin, end = prefilled, now
+        if told is not None and told.registered is not None and told.committed is not None:
+            begin, end = min(leg.began + told.registered, now), min(leg.began + told.committed, now)
+        span = self._child("baton.handoff", begin, leg.span, _engine(leg))
+        span.links = [leg.span.span_id] if prefill is None else [prefill.span.span_id, leg.span.span_id]
+        span.attributes = {"baton.handoff.mode": self.mode, "baton.handoff.estimated": not known}
+        if told is not None:
+            for name in ("announced", "admitted", "registered", "committed"):
+                since = getattr(told, name)
+                if since is not None:
+                    span.events.append(SpanEvent(name, self._ns(min(leg.began + since, now))))
+            span.attributes |= {"baton.handoff.bytes": told.num_bytes, "baton.handoff.runs": told.num_runs}
+        if end > begin:
+            hidden = (min(max(prefilled, begin), end) - begin) / (end - begin)
+            span.attributes["baton.handoff.hidden_share"] = hidden
+        self._export(span, end)
+
+    def _end_recovery(self, now: float) -> None:
+        if self._recovery is not None:
+            self._export(self._recovery, now)
+            self._recovery = None
+
+    def _child(self, name: str, at: float, parent: Span, process: str) -> Span:
+        start, root = self._ns(at), self.root
+        return Span(name, root.trace_id, start, parent.span_id, process=process, request_id=root.request_id)
+
+    def _export(self, span: Span, at: float) -> None:
+        span.end = max(self._ns(at), span.start)
+        for sink in self.sinks:
+            sink.export(span)
+
+    def _ns(self, at: float) -> int:
+        """Monotonic seconds as nanoseconds since 1970, by the clock that showed the request's arrival."""
+        return int((self.timeline.began_at + at - self.timeline.began) * _NS)
+
+
+def _engine(leg: LegTrace) -> str:
+    return str(leg.span.attributes["baton.engine"])
+
+
+def is_sampled(trace_id: int, ratio: float) -> bool:
+    """Whether a trace without a parent is sampled, by its id, as OpenTelemetry's `traceidratio`."""
+    return (trace_id & (2**64 - 1)) < ratio * 2**64

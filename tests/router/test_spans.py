@@ -1,0 +1,265 @@
+"""Spans of requests, as an OpenTelemetry collector reads them, and as a timeline for Perfetto."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from baton.errors import ConfigError
+from baton.observe.tracing.otlp import endpoint_is_set
+from baton.observe.tracing.request_trace import is_sampled
+from baton.observe.tracing.tracer import make_tracer
+from baton.wire import GenerateRequest, LegTimings, TokenChunk
+from tests.router.test_acceptance import named
+from tests.router.test_recovery import Cluster, complete
+from tests.server.fake_serving import FakeEngine, served
+
+ID, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACEPARENT = {"traceparent": f"00-{ID}-{PARENT}-01"}
+COMMON = {
+    "gen_ai.request.id",
+    "gen_ai.request.max_tokens",
+    "gen_ai.request.n",
+    "gen_ai.request.temperature",
+    "gen_ai.request.top_p",
+    "gen_ai.response.model",
+    "gen_ai.usage.prompt_tokens",
+    "gen_ai.usage.completion_tokens",
+    "gen_ai.latency.e2e",
+    "baton.route",
+    "baton.engines",
+    "baton.num_attempts",
+}
+LEG = {"baton.engine", "server.address", "baton.attempt"}
+# Every span that docs/traces.md names, with its attributes; `?`: not in every span.
+DOCUMENTED: dict[str, set[str]] = {
+    "llm_request": COMMON
+    | {"gen_ai.latency.time_to_first_token", "gen_ai.latency.time_in_queue", "gen_ai.response.finish_reasons"},
+    "baton.prefill_leg": LEG,
+    "baton.decode_leg": LEG,
+    "baton.local_leg": LEG,
+    "baton.queue": set(),
+    "baton.prefill": set(),
+    "baton.decode": set(),
+    "baton.handoff": {
+        "baton.handoff.mode",
+        "baton.handoff.estimated",
+        "baton.handoff.bytes",
+        "baton.handoff.runs",
+        "baton.handoff.hidden_share",
+    },
+    "baton.first_verification": {"baton.drafts", "baton.accepted"},
+    "baton.recovery": {"baton.recovery.rung", "baton.recovery.cause", "baton.recovery.known_tokens"},
+}
+
+
+class TimedEngine(FakeEngine):
+    """A fake engine that tells its times, if asked."""
+
+    def generate(self, request: GenerateRequest) -> Any:
+        return self._timed(super().generate(request), request)
+
+    async def _timed(self, chunks: Any, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        told = LegTimings(started=0.0, sampled=1e-4)
+        if request.handoff is not None and request.handoff.role == "decode":
+            times = {"announced": 0.0, "admitted": 1e-5, "registered": 2e-5, "committed": 3e-5}
+            told = LegTimings(**times, num_bytes=4096, num_runs=2)
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                if request.timings and chunk.position == 0:
+                    chunk = msgspec.structs.replace(chunk, timings=told)
+                yield chunk
+
+
+def cluster_of(directory: Path, **numbers: int) -> Cluster:
+    cluster = named(Cluster(directory, **numbers))
+    for engine in (*cluster.prefills, *cluster.decodes):
+        engine.__class__ = TimedEngine
+    return cluster
+
+
+class Collector:
+    """Keeps what an OTLP exporter sends, parsed with opentelemetry-proto."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.resources: list[dict[str, Any]] = []
+
+    async def take(self, request: web.Request) -> web.StreamResponse:
+        import gzip
+
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        body = await request.read()
+        body = gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.resources.append(attributes(resource.resource))
+            for scope in resource.scope_spans:
+                self.spans += scope.spans
+        return web.Response(body=b"", content_type="application/x-protobuf")
+
+    @contextlib.asynccontextmanager
+    async def run(self) -> AsyncIterator[str]:
+        app = web.Application()
+        app.router.add_post("/v1/traces", self.take)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"
+        finally:
+            await runner.cleanup()
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    def value(told: Any) -> Any:
+        kind = told.WhichOneof("value")
+        return [value(one) for one in told.array_value.values] if kind == "array_value" else getattr(told, kind)
+
+    return {pair.key: value(pair.value) for pair in span.attributes}
+
+
+@pytest.fixture
+def collector() -> Collector:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs pip install 'baton-serve[otel]'")
+    return Collector()
+
+
+async def test_a_request_with_failover_is_one_trace(directory: Path, collector: Collector) -> None:
+    """A client's trace goes on through the router, both legs, the handoff and the recovery."""
+    cluster = cluster_of(directory, num_prefill=1, num_decode=2)
+    cluster.decodes[0].fail = "dies"
+    async with collector.run() as endpoint:
+        async with cluster.run(otlp_traces_endpoint=endpoint, max_local_prefill_length=4) as (url, session):
+            asked = {"prompt": "a long prompt", "max_tokens": 30, "temperature": 0}
+            async with session.post(f"{url}/v1/completions", json=asked, headers=TRACEPARENT) as response:
+                assert response.status == 200
+            assert (await complete(session, url))[0] == 200  # a short prompt, in a trace of its own
+        spans = collector.spans
+    assert {span.name for span in spans} == set(DOCUMENTED)
+    mine = [span for span in spans if span.trace_id.hex() == ID]
+    (root,) = [span for span in mine if span.name == "llm_request"]
+    assert root.parent_span_id.hex() == PARENT
+    by_id = {span.span_id: span for span in mine}
+    assert len(by_id) == len(mine), "span ids differ"
+    for span in mine:
+        if span is not root:
+            assert span.parent_span_id in by_id, span.name
+        assert 0 < span.start_time_unix_nano <= span.end_time_unix_nano
+    for name, wanted in DOCUMENTED.items():
+        found: set[str] = set()
+        for span in spans:
+            found |= set(attributes(span)) if span.name == name else set()
+        assert found == wanted, name
+    handoff = next(span for span in mine if span.name == "baton.handoff")
+    assert [event.name for event in handoff.events] == ["announced", "admitted", "registered", "committed"]
+    assert [by_id[link.span_id].name for link in handoff.links] == ["baton.prefill_leg", "baton.decode_leg"]
+    assert attributes(handoff)["baton.handoff.bytes"] == 4096
+    (recovery,) = [span for span in mine if span.name == "baton.recovery"]
+    assert attributes(recovery)["baton.recovery.rung"] == "full"
+    failed = [span.name for span in mine if span.status.code == 2]
+    assert failed == ["baton.decode", "baton.decode_leg"], "a failure marks only the phase that was active"
+    assert attributes(root)["baton.num_attempts"] == 2
+    assert {told["service.name"] for told in collector.resources} == {"baton-router"}
+
+
+async def test_engines_get_their_legs_span_as_parent(directory: Path, collector: Collector) -> None:
+    cluster = cluster_of(directory, num_prefill=1, num_decode=1)
+    seen: set[str] = set()
+
+    @web.middleware
+    async def note(request: web.Request, handler: Any) -> web.StreamResponse:
+        seen.update(request.headers.getall("traceparent", []))
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    made = cluster.app
+    cluster.app = lambda engine: _with(made(engine), note)  # type: ignore[method-assign]
+    async with collector.run() as endpoint, cluster.run(otlp_traces_endpoint=endpoint) as (url, session):
+        assert (await complete(session, url))[0] == 200
+    legs = {f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01" for span in collector.spans if "_leg" in span.name}
+    assert seen == legs
+    assert len(legs) == 2
+
+
+def _with(app: web.Application, middleware: Any) -> web.Application:
+    app.middlewares.append(middleware)
+    return app
+
+
+async def test_the_same_as_a_timeline_in_a_file(directory: Path, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    cluster = cluster_of(directory, num_prefill=1, num_decode=1)
+    async with cluster.run(trace=str(file)) as (url, session):
+        assert (await complete(session, url, n=2))[0] == 200
+        json.loads(file.read_text() + "]")  # readable while the router runs
+    events = json.loads(file.read_text())
+    processes = {event["args"]["name"]: event["pid"] for event in events if event["ph"] == "M"}
+    assert set(processes) == {"router", "prefill-0", "decode-0"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {span["name"] for span in spans if span["pid"] == processes["decode-0"]} == {
+        "baton.handoff",
+        "baton.first_verification",
+        "baton.decode",
+    }
+    assert len({span["tid"] for span in spans}) == 2, "one line per choice"
+    assert all(span["dur"] >= 0 for span in spans)
+
+
+async def test_what_is_not_sampled_leaves_no_span_and_asks_engines_for_nothing(directory: Path, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    cluster = cluster_of(directory, num_prefill=1, num_decode=1)
+    async with cluster.run(trace=str(file), trace_sampling_ratio=0.0) as (url, session):
+        assert (await complete(session, url))[0] == 200
+        unsampled = {"traceparent": f"00-{ID}-{PARENT}-00"}
+        async with session.post(f"{url}/v1/completions", json={"prompt": "a"}, headers=unsampled) as response:
+            assert response.status == 200
+    assert json.loads(file.read_text()) == []
+    assert not any(request.timings for engine in cluster.decodes for request in engine.requests)
+
+
+async def test_a_dead_collector_fails_no_request(directory: Path, collector: Collector) -> None:
+    async with served(web.Application()) as nobody:
+        cluster = cluster_of(directory, num_prefill=1, num_decode=1)
+        async with cluster.run(otlp_traces_endpoint=f"{nobody}/v1/traces") as (url, session):
+            assert (await complete(session, url))[0] == 200
+
+
+def test_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    assert make_tracer(None, None, 1.0) is None
+    with pytest.raises(ConfigError, match="trace_sampling_ratio"):
+        make_tracer(None, None, 2.0)
+    with pytest.raises(ConfigError, match="trace: cannot be written"):
+        make_tracer(None, str(tmp_path / "none" / "file"), 1.0)
+    assert endpoint_is_set({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a"})
+    assert not endpoint_is_set({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_SDK_DISABLED": "true"})
+    assert not endpoint_is_set({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_TRACES_EXPORTER": "none"})
+    assert is_sampled(2**63, 0.6)
+    assert not is_sampled(2**63, 0.4)
+
+
+def test_without_the_packages_the_flag_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
+    with pytest.raises(ConfigError, match=r"baton-serve\[otel\]"):
+        make_tracer("http://127.0.0.1:1", None, 1.0)
+
+
+@pytest.mark.parametrize("name", sorted(DOCUMENTED))
+def test_every_span_is_documented(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "traces.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}`")]
+    for attribute in DOCUMENTED[name]:
+        assert f"`{attribute}`" in row, attribute
