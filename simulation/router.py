@@ -20,8 +20,10 @@ from baton.handoff.protocol.ticket import Ticket, mint
 from baton.router.backend import RouterBackend
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.connectors.baton import EngineConnector
+from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import PooledEngine
+from baton.router.routes import Routes
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.timeouts import timeout
@@ -122,10 +124,14 @@ class Router:
         config = ConnectorConfig(TICKET_KEY, False, float(settings.life), lambda: random.randbytes(16))
         stub: Any = SimpleNamespace()
         session: Any = None
+        # Which policy chooses decides no token, and the seeds of known bugs are those of these two.
+        policy, config_of_policy = (
+            random.choice(("round_robin", "least_loaded")),
+            PolicyConfig(max_turn_prefill_length=0),
+        )
         pool = EnginePool(
             session,
             lambda _session, url, _timers, _role: SimClient(self, url, self.cluster.name_of(url)),
-            random.choice(("round_robin", "least_loaded")),
             timers=self.timers,
             load_tokenizer=lambda directory: stub,
         )
@@ -135,7 +141,11 @@ class Router:
             SimConnector(config, self.cluster),
             random.choice(modes),
             recovery=settings.recovery,
-            max_local_prefill_length=0 if settings.harmless else random.choice((0, 0, 4)),
+            routes=Routes(
+                pool,
+                create_policies(policy, config=config_of_policy),
+                0 if settings.harmless else random.choice((0, 0, 4)),
+            ),
         )
         self._start(self._serve())
         world.note("router", "is up")

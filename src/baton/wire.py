@@ -169,7 +169,8 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     """`GET /inference/v1/info`: what a router needs to sign tickets and check requests.
 
     - `kv_tokens`: the number of tokens that its pages hold.
-    - `prefix_step`: prefix hits on prompts that were handed to it come in multiples of this many tokens; 0: none.
+    - `prefix_step`: prefix hits come in multiples of this many tokens; 0: none. A decode engine's are those on prompts
+      that were handed to it, other engines' those on prompts that they computed.
     - `max_num_seqs`: the number of requests computed at once; 0: unknown.
     - `default_seed`: for requests without a seed. None: each gets a random one.
     - `token_api`: whether it serves `POST /inference/v1/generate`.

@@ -85,7 +85,7 @@ class Cluster:
                 prefill=tuple(urls[: len(self.prefills)]),
                 decode=tuple(urls[len(self.prefills) :]),
                 ticket_key=KEY,
-                **{"timers": QUICK, **config},
+                **{"timers": QUICK, "policy": "round_robin", **config},
             )
             url = await stack.enter_async_context(served(await build_app(settings)))
             try:

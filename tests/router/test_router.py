@@ -264,8 +264,8 @@ async def test_choice_of_engines(directory: Path) -> None:
     prefill = FakeEngine(directory, role="prefill", handed=handed)
     decodes = [FakeEngine(directory, role="decode", handed=handed, step_s=0.02) for _ in range(2)]
     async with engines(directory, prefill, *decodes) as (p, *d):
-        for policy in ("round_robin", "least_loaded"):
-            config = RouterConfig(prefill=(p,), decode=tuple(d), ticket_key=KEY, policy=policy)  # type: ignore[arg-type]
+        for policy in ("round_robin", "least_loaded", "cache_aware", "power_of_two"):
+            config = RouterConfig(prefill=(p,), decode=tuple(d), ticket_key=KEY, policy=policy)
             for engine in decodes:
                 engine.requests.clear()
             async with served(await build_app(config)) as url, aiohttp.ClientSession() as session:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from baton.openai.http.app import DRAIN
-from baton.router.prefixes import BLOCK_TOKENS, KnownPrefixes, chain_of
+from baton.router.prefixes import BLOCK_TOKENS, EXPIRY_S, KnownPrefixes, PromptBlocks, chain_of
 from baton.router.timers import RouterTimers
 from tests.router.test_recovery import Cluster, bare, complete, expected_answer, recoveries
 from tests.server.fake_serving import ADMIN, ADMIN_TOKEN, FakeEngine, status_of, until
@@ -38,21 +38,26 @@ def test_what_is_known_of_prefixes() -> None:
     assert chain_of(tokens[: 2 * BLOCK_TOKENS]) == chain[:2]
     assert not set(chain_of(tokens, "salt")) & set(chain)
     assert not set(chain_of([7, *tokens])) & set(chain)
-    known = KnownPrefixes(1, 4 * BLOCK_TOKENS)
-    known.learn(chain)
-    assert known.num_tokens(chain) == 4 * BLOCK_TOKENS, "no more than the engine holds"
-    assert known.num_tokens(chain_of([7, *tokens])) == 0
-    other = chain_of([7] * 2 * BLOCK_TOKENS)
+    prompt, now = PromptBlocks(tokens), [0.0]
+    known = KnownPrefixes(1, 4 * BLOCK_TOKENS, lambda: now[0])
+    known.learn(prompt)
+    assert known.num_tokens(prompt) == 4 * BLOCK_TOKENS, "no more than the engine holds"
+    assert known.num_tokens(PromptBlocks([7, *tokens])) == 0
+    assert known.num_tokens(PromptBlocks(tokens, "salt")) == 0
+    assert known.num_tokens(PromptBlocks(tokens[: 2 * BLOCK_TOKENS])) == 2 * BLOCK_TOKENS - 1, "one is computed"
+    other = PromptBlocks([7] * (2 * BLOCK_TOKENS + 1))
     known.learn(other)
-    assert known.num_tokens(chain) == 2 * BLOCK_TOKENS, "the ends of what was used first have gone"
-    known.forget(chain)
-    assert (known.num_tokens(chain), known.num_tokens(other)) == (0, 2 * BLOCK_TOKENS)
+    assert known.num_tokens(prompt) == 2 * BLOCK_TOKENS, "the ends of what was used first have gone"
+    known.forget(prompt)
+    assert (known.num_tokens(prompt), known.num_tokens(other)) == (0, 2 * BLOCK_TOKENS)
+    now[0] = EXPIRY_S
+    assert known.num_tokens(other) == 0, "a guess expires"
     coarse = KnownPrefixes(3 * BLOCK_TOKENS, 99 * BLOCK_TOKENS)
-    coarse.learn(chain)
-    assert coarse.num_tokens(chain) == 3 * BLOCK_TOKENS
+    coarse.learn(prompt)
+    assert coarse.num_tokens(prompt) == 3 * BLOCK_TOKENS
     nothing = KnownPrefixes(0, 99 * BLOCK_TOKENS)
-    nothing.learn(chain)
-    assert nothing.num_tokens(chain) == 0
+    nothing.learn(prompt)
+    assert nothing.num_tokens(prompt) == 0
 
 
 async def test_a_prompt_that_the_decode_engine_holds_needs_no_prefill_engine(directory: Path) -> None:
@@ -199,7 +204,7 @@ async def test_an_engine_is_drained_and_then_gone(directory: Path, role: str, hu
     cluster = Cluster(directory)
     some = cluster.prefills if role == "prefill" else cluster.decodes
     for engine in cluster.prefills + cluster.decodes:
-        engine.step_s = 0.05
+        engine.step_s = 0.5 if engine in cluster.prefills else 0.05
     async with cluster.run(admin_token=ADMIN_TOKEN) as (url, session):
         expected = await expected_answer(directory, session)
         first = [asyncio.create_task(complete(session, url)) for _ in range(4)]

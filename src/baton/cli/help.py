@@ -23,7 +23,11 @@ _PANELS: tuple[tuple[str, str], ...] = (
         "enable_prefix_caching mamba_block_size max_queued_requests queue_timeout_s stall_timeout_s",
     ),
     ("Ranks", "tensor_parallel_size pipeline_parallel_size data_parallel_size"),
-    ("Routing", "kv_mode policy max_local_prefill_length allow_mode_override admin_token_file token_api engine"),
+    (
+        "Routing",
+        "kv_mode policy prefill_policy decode_policy policy_config max_local_prefill_length "
+        "allow_mode_override admin_token_file token_api engine",
+    ),
     (
         "Answers",
         "chat_template chat_template_content_format enable_auto_tool_choice tool_call_parser reasoning_parser "

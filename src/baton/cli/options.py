@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import msgspec
 import typer
@@ -282,9 +282,17 @@ class RouterOptions:
     kv_mode: Annotated[
         Mode | None, typer.Option(help="Who issues the copies: prefill (push, default) or decode (pull).")
     ] = None
-    policy: Annotated[Literal["round_robin", "least_loaded"], typer.Option(help="How engines are chosen.")] = (
-        "round_robin"
-    )
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="How engines are chosen: cache_aware, least_loaded, power_of_two, round_robin, consistent_hash."
+        ),
+    ] = "cache_aware"
+    prefill_policy: Annotated[str | None, typer.Option(help="How prefill engines are. Default: --policy.")] = None
+    decode_policy: Annotated[str | None, typer.Option(help="How decode engines are. Default: --policy.")] = None
+    policy_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Weights and limits of the choice: docs/router.md.")
+    ] = None
     max_local_prefill_length: Annotated[
         int,
         typer.Option(
@@ -311,8 +319,10 @@ class RouterOptions:
         """The configuration, with other `settings` of `RouterConfig`. Creates a missing admin token file."""
         from baton.router import RouterConfig
         from baton.router.admin import admin_token
+        from baton.router.policies import read_config
 
-        given = {**dataclasses.asdict(self), "admin_token": admin_token(self.admin_token_file), **settings}
+        own = {"admin_token": admin_token(self.admin_token_file), "policy_config": read_config(self.policy_config)}
+        given = {**dataclasses.asdict(self), **own, **settings}
         del given["admin_token_file"]
         return RouterConfig(host_names=(host,), **{k: value for k, value in given.items() if value is not None})
 

@@ -304,8 +304,10 @@ def _info(
 ) -> EngineInfo:
     spec = config.speculative_config
     moves_all = spec is None or spec.draft_kv == "require"
+    kinds = {rules.kind for rules in cache.rules.values()}
     # A handoff moves only the part of a window or state that decoding needs. That is no prefix.
-    refound = config.enable_prefix_caching and moves_all and {r.kind for r in cache.rules.values()} <= {"full", "mla"}
+    refound = moves_all and kinds <= {"full", "mla"}
+    step = cache.checkpoint_interval if "state" in kinds else 1
     return EngineInfo(
         engine_id=config.engine_id,
         incarnation=incarnation,
@@ -314,7 +316,7 @@ def _info(
         model_path=str(Path(config.model).resolve()),
         max_model_len=size.max_model_len,
         kv_tokens=size.num_tokens,
-        prefix_step=int(refound),
+        prefix_step=step if config.enable_prefix_caching and (refound or config.role != "decode") else 0,
         max_num_seqs=config.max_num_seqs,
         vocab_size=loaded.model.vocab_size,
         eos_token_ids=list(loaded.tokenizer.eos_token_ids),

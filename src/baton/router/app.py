@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import random
 from collections.abc import AsyncIterator, Iterator
 from typing import Literal, TypeVar
 
@@ -31,9 +32,10 @@ from baton.router.connectors import BATON_ENGINES, create_connector
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.dashboard import add_dashboard
 from baton.router.observed import ObservedBackend
-from baton.router.pool import EnginePool, Policy
+from baton.router.policies import DEFAULT_POLICY, PolicyConfig, create_policies
+from baton.router.pool import EnginePool
 from baton.router.pooled_engine import PooledEngine
-from baton.router.routes import WHYS
+from baton.router.routes import WHYS, Routes
 from baton.router.scrape import Shared, families
 from baton.router.timers import RouterTimers
 from baton.text import ContentFormatOption, Tokenizer
@@ -51,6 +53,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     - `prefill`, `decode`, `both`: base URLs of engines by role.
     - `kv_connector`, `seed_first_token` (send the first token to the decode server) and `near_tie` (tolerance for two
       different first tokens, in nats): only for `engine` vllm.
+    - `policy`: how engines are chosen; `prefill_policy`, `decode_policy` None: as `policy`.
     - `tokenizer` None: the engines' checkpoint. `chat_template` (a text) None: the checkpoint's.
       `chat_template_content_format`: how it reads the content of messages.
     - `kv_mode` None: push, or the connector's only mode.
@@ -69,7 +72,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ticket_key: bytes | None = None
     kv_mode: Mode | None = None
     allow_mode_override: bool = False
-    policy: Policy = "round_robin"
+    policy: str = DEFAULT_POLICY
+    prefill_policy: str | None = None
+    decode_policy: str | None = None
+    policy_config: PolicyConfig = PolicyConfig()
     tokenizer: str | None = None
     chat_template: str | None = None
     chat_template_content_format: ContentFormatOption = "auto"
@@ -127,13 +133,17 @@ async def build_app(config: RouterConfig) -> web.Application:
         why = "without engines, and without an admin token by which one could join, a router serves nobody"
         raise ConfigError("admin_token_file", f"is needed, or --prefill and --decode, or --both: {why}")
     tracer = make_tracer(config.otlp_traces_endpoint, config.trace, config.trace_sampling_ratio)
+    policies = create_policies(
+        config.policy, config.prefill_policy, config.decode_policy, config.policy_config, random.Random()
+    )
     session = new_session()
     load = functools.partial(
         Tokenizer.load,
         chat_template=config.chat_template,
         chat_template_content_format=config.chat_template_content_format,
     )
-    pool = EnginePool(session, connector.client, config.policy, config.tokenizer, config.timers, load)
+    veto = policies.config.is_overload if policies.config.has_veto else None
+    pool = EnginePool(session, connector.client, config.tokenizer, config.timers, load, veto)
     backend = RouterBackend(
         pool,
         connector,
@@ -141,7 +151,7 @@ async def build_app(config: RouterConfig) -> web.Application:
         config.allow_mode_override,
         config.recovery,
         config.near_tie if vllm else 0.0,  # Baton's own engines never sample a token twice
-        config.max_local_prefill_length,
+        Routes(pool, policies, config.max_local_prefill_length),
     )
     roles: tuple[tuple[Role, tuple[str, ...]], ...] = (
         ("prefill", config.prefill),
@@ -275,7 +285,9 @@ def _describe(engine: PooledEngine, load: EngineLoad | None) -> dict[str, object
         "healthy": engine.healthy,
         "draining": engine.draining,
         "problem": engine.problem,
+        "overloaded": engine.overloaded,
         "num_inflight": engine.num_inflight,
+        "queued_tokens": engine.queued_tokens,
         "info": engine.info,
         "load": load,
     }
@@ -306,3 +318,7 @@ def _rows(backend: RouterBackend, queue: AdmissionLimit) -> Iterator[Row]:
         yield gauge("router_engine_up", "Whether an engine takes requests.", engine.healthy, **labels)
         yield gauge("router_engine_draining", "Whether an engine is about to leave.", engine.draining, **labels)
         yield gauge("router_engine_inflight", "Legs on an engine.", engine.num_inflight, **labels)
+        text = "Prompt tokens of this router's requests that an engine has yet to compute."
+        yield gauge("router_engine_queued_tokens", text, engine.queued_tokens, **labels)
+        text = "Whether an engine gets no new requests because of its load."
+        yield gauge("router_engine_overloaded", text, engine.overloaded, **labels)

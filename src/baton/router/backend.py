@@ -25,13 +25,15 @@ from baton.errors import (
 )
 from baton.openai import ServedModel
 from baton.openai.backend import OnRoute
+from baton.openai.http.caller import CALLER, session_of
 from baton.openai.http.errors import error_of_chunk
 from baton.router.concurrency import ConcurrencyLimit
 from baton.router.connectors.base import Connector, HandoffOutcome, Legs
 from baton.router.join import Chunks, Joined, LegChunks, LegFailed, LegItems, TokenMismatch, join_legs
 from baton.router.near_tie import measure_gap
+from baton.router.policies import create_policies
 from baton.router.pool import EnginePool
-from baton.router.pooled_engine import OnLost, PooledEngine
+from baton.router.pooled_engine import Charge, OnLost, PooledEngine
 from baton.router.routes import PREFIX_MISSING, Decisions, Route, Routes
 from baton.sampling_params import SamplingParams
 from baton.timeouts import timeout
@@ -65,15 +67,20 @@ class _Progress:
 
 @dataclass(slots=True)
 class RunningAttempt:
-    """The chunks of one attempt. `note` each of them. `failures`: counts errors of handoffs by reason; None: this is no
-    handoff."""
+    """The chunks of one attempt. `note` each of them. `prefilled`: called with the first chunk, which shows that the
+    prompt is computed. `failures`: counts errors of handoffs by reason; None: this is no handoff."""
 
     chunks: LegChunks
+    prefilled: list[Callable[[], None]]
     failures: Counter[str] | None = None
     outcome: HandoffOutcome = "aborted"
 
     def note(self, chunk: TokenChunk, leg: LegRole) -> None:
         """Raises `LegFailed` for an error from which another attempt may recover."""
+        while self.prefilled:
+            self.prefilled.pop()()
+        while self.prefilled:
+            self.prefilled.pop()()
         if chunk.finish_reason is None:
             return
         if chunk.finish_reason != "error":
@@ -110,11 +117,12 @@ class RouterBackend:
         allow_mode_override: bool = False,
         recovery: Recovery = "full",
         near_tie: float = 0.0,
-        max_local_prefill_length: int = 0,
+        routes: Routes | None = None,
     ) -> None:
+        """`routes` None: the default policies, and no prompt is computed by decode engines alone."""
         self.pool = pool
         self.decisions = Decisions()
-        self._routes = Routes(pool, max_local_prefill_length)
+        self._routes = routes or Routes(pool, create_policies())
         self.concurrency = ConcurrencyLimit(pool.max_num_seqs)
         self.allows_kv_mode = allow_mode_override
         self.handoffs: Counter[str] = Counter()
@@ -244,7 +252,7 @@ class RouterBackend:
         """Wait up to `patience_s` for a route. Raises `EngineUnavailableError`."""
         deadline = asyncio.get_running_loop().time() + patience_s
         while True:
-            route = self._routes.choose(request, tried, hand_off)
+            route = self._routes.choose(request, tried, hand_off, session_of(CALLER.get()))
             if route is not None:
                 return route
             if asyncio.get_running_loop().time() >= deadline:
@@ -275,8 +283,8 @@ class RouterBackend:
             alone = Legs({"decode": self._connector.alone(request, decode)})
             engines: dict[LegRole, PooledEngine] = {"decode": decode}
             alone = self.on_legs(request.request_id, alone, engines, kv_mode)
-            async with self._joining(engines, alone, may_move) as chunks:
-                yield RunningAttempt(chunks)
+            async with self._joining(route, alone, may_move) as attempt:
+                yield attempt
             return
         engines = {"prefill": prefill, "decode": decode}
         legs = self._connector.legs(request, prefill, decode, kv_mode)
@@ -285,8 +293,8 @@ class RouterBackend:
         self.num_active_handoffs += 1
         outcome: HandoffOutcome = "aborted"
         try:
-            async with self._joining(engines, legs, may_move) as chunks:
-                attempt = RunningAttempt(chunks, self.failures)
+            async with self._joining(route, legs, may_move) as attempt:
+                attempt.failures = self.failures
                 try:
                     yield attempt
                 finally:
@@ -305,9 +313,7 @@ class RouterBackend:
                 self._do(functools.partial(legs.on_end, outcome), self.pool.timers.tell)
 
     @contextlib.asynccontextmanager
-    async def _joining(
-        self, engines: dict[LegRole, PooledEngine], legs: Legs, may_move: MayMove
-    ) -> AsyncIterator[LegChunks]:
+    async def _joining(self, route: Route, legs: Legs, may_move: MayMove) -> AsyncIterator[RunningAttempt]:
         """The chunks of all legs. The legs count as their engines' load meanwhile."""
         items: LegItems = asyncio.Queue()
 
@@ -315,12 +321,15 @@ class RouterBackend:
             return lambda error: items.put_nowait((leg, error))
 
         with contextlib.ExitStack() as counted:
+            prefilled = []
             for leg in legs.chunks:
-                engine = engines[leg]
-                counted.enter_context(engine.leg(on_lost(leg), functools.partial(may_move, engine)))
+                engine = route.engine(leg)
+                charge = route.charges.get(leg, Charge())
+                counting = engine.leg(on_lost(leg), functools.partial(may_move, engine), charge)
+                prefilled.append(counted.enter_context(counting))
             joining = join_legs(legs.chunks, items, self._drain, legs.notices, legs.first_token_wait_s)
             async with contextlib.aclosing(joining) as joined:
-                yield joined
+                yield RunningAttempt(joined, prefilled)
 
     async def _is_near_tie(self, joined: Joined, mismatch: TokenMismatch, prefill: PooledEngine) -> bool:
         if self._near_tie <= 0.0:

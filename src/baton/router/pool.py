@@ -1,11 +1,10 @@
-"""The engines of a router: their health, and the choice among them."""
+"""The engines of a router, and their health."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import aiohttp
 
@@ -24,11 +23,10 @@ from baton.router.pooled_engine import PooledEngine
 from baton.router.prefixes import KnownPrefixes
 from baton.router.timers import RouterTimers
 from baton.text import Tokenizer
-from baton.wire import Role
+from baton.wire import EngineLoad, Role
 
 logger = logging.getLogger(__name__)
 
-Policy = Literal["round_robin", "least_loaded"]
 NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineClient]
 
 
@@ -42,20 +40,21 @@ class EnginePool:
         self,
         session: aiohttp.ClientSession,
         new_client: NewClient,
-        policy: Policy = "round_robin",
         tokenizer_dir: str | None = None,
         timers: RouterTimers | None = None,
         load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
+        is_overload: Callable[[EngineLoad], bool] | None = None,
     ) -> None:
-        """`tokenizer_dir` None: the engines' checkpoint. Times are those of the event loop."""
+        """`tokenizer_dir` None: the engines' checkpoint. `is_overload`: whether an engine with this load gets no new
+        requests; None: loads are not asked for. Times are those of the event loop.
+        """
+        self._is_overload = is_overload
         self.timers = timers or RouterTimers()
         self._new_client = new_client
         self._session = session
-        self._policy = policy
         self.identity = PoolIdentity(lambda: self.engines, tokenizer_dir, load_tokenizer)
         self._engines: dict[str, PooledEngine] = {}
         self._removed: set[PooledEngine] = set()  # removed engines that still have legs
-        self._turn = 0
         self._asking: dict[PooledEngine, asyncio.Task[None]] = {}
 
     @property
@@ -150,16 +149,6 @@ class EnginePool:
         told = [info.max_num_seqs for info in infos if info is not None]
         return sum(told) if told and all(told) else None
 
-    def take(self, among: Sequence[PooledEngine]) -> PooledEngine:
-        """Choose one of at least one engine, by policy."""
-        self._turn += 1
-        if self._policy == "least_loaded":
-            chosen = min(among, key=lambda e: (e.num_inflight, e.order))
-        else:
-            chosen = min(among, key=lambda e: e.order)
-        chosen.order = self._turn  # equal loads take turns
-        return chosen
-
     def has_other(self, engine: PooledEngine, avoid: Sequence[PooledEngine] = ()) -> bool:
         """Whether another engine of its role, not in `avoid`, can take requests."""
         mine = (e for e in self._engines.values() if e.role == engine.role and e.healthy)
@@ -192,6 +181,8 @@ class EnginePool:
     async def _check(self, engine: PooledEngine) -> None:
         try:
             await self._identify(engine)
+            if self._is_overload is not None:
+                engine.overloaded = self._is_overload(await engine.client.load())
         except BatonError as error:
             if engine.problem != str(error):
                 logger.warning("engine %s: %s", engine.url, error)
@@ -223,7 +214,8 @@ class EnginePool:
         self.identity.check(engine, info)
         await self.identity.adopt(engine, info)
         if engine.info is None or engine.info.incarnation != info.incarnation:
-            engine.known = KnownPrefixes(info.prefix_step, info.kv_tokens)
+            clock = asyncio.get_running_loop().time
+            engine.known = KnownPrefixes(info.prefix_step, info.kv_tokens, clock)
         if engine.problem is not None and self._engines.get(engine.url) is engine:
             logger.info("engine %s: %s can be used", engine.url, info.engine_id)
         engine.info, engine.problem = info, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -15,16 +16,31 @@ from baton.wire import EngineInfo, GenerateRequest, Role
 OnLost = Callable[[EngineLostError], None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a leg costs its engine from the moment in which it is chosen, in tokens: to compute, and of KV to hold."""
+
+    prefill_tokens: int = 0
+    kv_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class _Leg:
+    """One leg on an engine. `charge.prefill_tokens` counts until `has_prefilled`."""
+
     on_lost: OnLost
     may_move: Callable[[], bool]
+    charge: Charge = Charge()
+    has_prefilled: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class PooledEngine:
     """One engine. `num_inflight`: this router's legs on it. `problem`: why it cannot be used.
 
+    - `queued_tokens`: prompt tokens that its legs have yet to compute. `kv_tokens`: the KV of its legs. Both are known
+      only of this router's requests, as expected when they were chosen.
+    - `overloaded`: it gets no new requests by its last report (`PolicyConfig`).
     - `answered`: when it last answered, in monotonic seconds. `num_silent`: unanswered questions since.
     - `gone`: since then nothing, or the wrong server, listened at its address. If that is silent now, an engine is
       starting there.
@@ -38,6 +54,9 @@ class PooledEngine:
     info: EngineInfo | None = None
     problem: str | None = "not reached yet"
     num_inflight: int = 0
+    queued_tokens: int = 0
+    kv_tokens: int = 0
+    overloaded: bool = False
     order: int = 0
     answered: float = 0.0
     num_silent: int = 0
@@ -83,21 +102,34 @@ class PooledEngine:
         return self.info is not None and self.num_silent > 0 and not given_up
 
     @contextlib.contextmanager
-    def leg(self, on_lost: OnLost, may_move: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    def leg(
+        self, on_lost: OnLost, may_move: Callable[[], bool] = lambda: False, charge: Charge = Charge()
+    ) -> Iterator[Callable[[], None]]:
         """Count a leg while it runs. `on_lost` is called if the engine is given up. It is called as soon as the engine
-        falls silent if `may_move`: the leg loses nothing, and another engine can take it.
+        falls silent if `may_move`: the leg loses nothing, and another engine can take it. Call the yielded function
+        when the leg's prompt is computed.
         """
         self.num_inflight += 1
-        leg = _Leg(on_lost, may_move)
+        leg = _Leg(on_lost, may_move, charge)
+        self.queued_tokens += charge.prefill_tokens
+        self.kv_tokens += charge.kv_tokens
         self._legs.append(leg)
         self.when_busy()
         try:
-            yield
+            yield functools.partial(self._prefilled, leg)
         finally:
             self.num_inflight -= 1
+            self._prefilled(leg)
+            self.kv_tokens -= charge.kv_tokens
             self._legs.remove(leg)
             if not self.num_inflight:
                 self.when_idle()
+
+    def _prefilled(self, leg: _Leg) -> None:
+        """The leg's prompt is computed. It counts once."""
+        if not leg.has_prefilled:
+            leg.has_prefilled = True
+            self.queued_tokens -= leg.charge.prefill_tokens
 
     def evict(self, error: EngineLostError) -> None:
         """Give the engine up: fail its legs."""

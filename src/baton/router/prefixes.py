@@ -7,10 +7,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # Tokens per hash. Fewer tokens than this do not matter for routing.
 BLOCK_TOKENS = 16
+# For engines that do not tell how much KV they hold.
+_DEFAULT_TOKENS = 1 << 20
+# A block that was not used for this long is taken for evicted.
+EXPIRY_S = 600.0
 
 
 def chain_of(tokens: Sequence[int], salt: str = "") -> list[bytes]:
@@ -23,30 +27,55 @@ def chain_of(tokens: Sequence[int], salt: str = "") -> list[bytes]:
     return chain
 
 
+class PromptBlocks:
+    """The blocks of one prompt, hashed at most once. `tokens` must not change."""
+
+    __slots__ = ("_chain", "salt", "tokens")
+
+    def __init__(self, tokens: Sequence[int], salt: str | None = None) -> None:
+        self.tokens, self.salt = tokens, salt or ""
+        self._chain: list[bytes] | None = None
+
+    def chain(self) -> list[bytes]:
+        """The hashes of the prompt's whole blocks."""
+        if self._chain is None:
+            self._chain = chain_of(self.tokens, self.salt)
+        return self._chain
+
+
 class KnownPrefixes:
-    """An LRU set of the blocks that one engine holds. `step`: its prefix hits are multiples of this many tokens; 0: it
-    has none. `kv_tokens`: its KV capacity.
+    """An LRU set of the blocks that one engine probably holds.
+
+    `step`: its prefix hits are multiples of this many tokens; 0: it has none. `kv_tokens`: its KV capacity; 0: unknown.
+    `clock`: in seconds, for `EXPIRY_S`.
     """
 
-    def __init__(self, step: int = 0, kv_tokens: int = 0) -> None:
-        self._step = step
-        self._most = kv_tokens // BLOCK_TOKENS if step else 0
-        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+    def __init__(self, step: int = 0, kv_tokens: int = 0, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._step, self._clock = step, clock
+        self._most = (kv_tokens or _DEFAULT_TOKENS) // BLOCK_TOKENS if step else 0
+        self._blocks: OrderedDict[bytes, float] = OrderedDict()
 
-    def num_tokens(self, chain: Sequence[bytes]) -> int:
-        """The expected prefix hit, in tokens."""
-        found = next((i for i, block in enumerate(chain) if block not in self._blocks), len(chain)) * BLOCK_TOKENS
-        return found // self._step * self._step if self._step else 0
+    def num_tokens(self, prompt: PromptBlocks) -> int:
+        """The expected prefix hit, in tokens. The last token is always computed."""
+        if not self._step or not self._blocks:
+            return 0
+        chain, since = prompt.chain(), self._clock() - EXPIRY_S
+        num = next((i for i, block in enumerate(chain) if self._blocks.get(block, since) <= since), len(chain))
+        found = min(num * BLOCK_TOKENS, len(prompt.tokens) - 1)
+        return found // self._step * self._step
 
-    def learn(self, chain: Sequence[bytes]) -> None:
-        """The engine has the KV of these blocks. A prompt's first blocks are evicted last."""
-        for block in reversed(chain[: self._most]):
-            self._blocks[block] = None
+    def learn(self, prompt: PromptBlocks) -> None:
+        """The engine has the KV of these blocks, or will have. A prompt's first blocks are evicted last."""
+        if not self._most:
+            return
+        now = self._clock()
+        for block in reversed(prompt.chain()[: self._most]):
+            self._blocks[block] = now
             self._blocks.move_to_end(block)
         while len(self._blocks) > self._most:
             self._blocks.popitem(last=False)
 
-    def forget(self, chain: Sequence[bytes]) -> None:
+    def forget(self, prompt: PromptBlocks) -> None:
         """The engine lacks some of these blocks."""
-        for block in chain:
+        for block in prompt.chain():
             self._blocks.pop(block, None)

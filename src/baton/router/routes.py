@@ -1,20 +1,22 @@
 """Routes of requests: handed off between two engines, or computed on one.
 
-Every engine can prefill and decode; a role says what it is used for. A request is handed off if that pays and both
-roles are there.
+Every engine can prefill and decode; a role says what it is used for. The decode engine is chosen first, then whether a
+prefill engine is worth it, then the prefill engine: what there is to compute depends on what the decode engine holds.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from baton.errors import OverloadedError
+from baton.router.policies import Asked, Policies
 from baton.router.pool import EnginePool
-from baton.router.pooled_engine import PooledEngine
-from baton.router.prefixes import chain_of
-from baton.wire import GenerateRequest, Role
+from baton.router.pooled_engine import Charge, PooledEngine
+from baton.router.prefixes import PromptBlocks
+from baton.wire import GenerateRequest, LegRole, Role
 
 Why = Literal[
     "handed_off", "cached", "short", "no_prefill_engine", "no_decode_engine", "both_roles", "resumed", "scored"
@@ -29,13 +31,17 @@ _LAST = 100
 @dataclass(frozen=True, slots=True)
 class Route:
     """The engines of one attempt. Without `prefill`, `decode` computes all, but declines if it lacks the KV of more
-    than `max_prefill_tokens` of the prompt (None: never).
+    than `max_prefill_tokens` of the prompt (None: never). `charges`: what each leg costs its engine.
     """
 
     why: Why
     decode: PooledEngine
     prefill: PooledEngine | None = None
     max_prefill_tokens: int | None = None
+    charges: Mapping[LegRole, Charge] = field(default_factory=dict)
+
+    def engine(self, leg: LegRole) -> PooledEngine:
+        return self.prefill if leg == "prefill" and self.prefill is not None else self.decode
 
 
 class Decisions:
@@ -76,14 +82,20 @@ class Routes:
     there; 0: none is, while there is a prefill engine.
     """
 
-    def __init__(self, pool: EnginePool, max_local_prefill_length: int = 0) -> None:
-        self._pool = pool
+    def __init__(self, pool: EnginePool, policies: Policies, max_local_prefill_length: int = 0) -> None:
+        self._pool, self._policies = pool, policies
         self._most = max_local_prefill_length
 
-    def choose(self, request: GenerateRequest, tried: Sequence[PooledEngine], hand_off: bool) -> Route | None:
+    def choose(
+        self, request: GenerateRequest, tried: Sequence[PooledEngine], hand_off: bool, session: str | None = None
+    ) -> Route | None:
         """A route over healthy engines that may serve the request, or else suspected ones, or None. Engines in `tried`
-        are a last choice for their role. `hand_off`: even if the decode engine holds the prompt.
+        are a last choice for their role. `hand_off`: even if the decode engine holds the prompt. `session`: the
+        client's name for its conversation.
+
+        Raises `OverloadedError` if all engines of a role that is needed are overloaded. A resumed request never is.
         """
+        prompt = PromptBlocks(request.prompt_token_ids, request.cache_salt)
         for healthy in (True, False):
             usable = self._pool.usable(healthy)
 
@@ -91,57 +103,91 @@ class Routes:
                 mine = [engine for engine in usable if engine.role == role and engine.may_serve(request)]
                 return [engine for engine in mine if engine not in tried] or mine
 
-            route = self._among(request, of("prefill"), of("decode"), of("both"), hand_off)
+            engines = _Engines(of("prefill"), of("decode"), of("both"), bool(tried) or request.num_known > 0)
+            route = self._among(request, Asked(prompt, session), engines, hand_off)
             if route is not None:
-                return route
+                return self._charged(route, prompt)
         return None
 
-    def _among(
-        self,
-        request: GenerateRequest,
-        prefill: list[PooledEngine],
-        decode: list[PooledEngine],
-        both: list[PooledEngine],
-        hand_off: bool,
-    ) -> Route | None:
-        take = self._pool.take
+    def _among(self, request: GenerateRequest, asked: Asked, engines: _Engines, hand_off: bool) -> Route | None:
+        take, prefill, decode, both = self._take, engines.prefill, engines.decode, engines.both
         if request.sampling_params.prompt_logprobs is not None and (some := prefill or both or decode):
-            return Route("scored", take(some))  # prompt logprobs need the whole prompt computed on one engine
+            # Prompt logprobs need the whole prompt computed on one engine.
+            return Route("scored", take(asked, engines.free(some)))
         if prefill and decode:
-            chosen = take(decode)
-            local = None if hand_off or not self._most else self._local(request, decode, chosen)
-            return local or Route("handed_off", chosen, take(prefill))
+            free = engines.free(decode)
+            chosen = take(replace(asked, receives=True), free)
+            local = None if hand_off or not self._most else self._local(asked, free, chosen, prefill)
+            return local or Route("handed_off", chosen, take(replace(asked, decodes=False), engines.free(prefill)))
         if both:
-            return Route("both_roles", take(both))
+            return Route("both_roles", take(asked, engines.free(both)))
         if decode:
-            return Route("no_prefill_engine", take(decode))
-        return Route("no_decode_engine", take(prefill)) if prefill else None
+            return Route("no_prefill_engine", take(asked, engines.free(decode)))
+        return Route("no_decode_engine", take(asked, engines.free(prefill))) if prefill else None
 
-    def _local(self, request: GenerateRequest, decode: list[PooledEngine], chosen: PooledEngine) -> Route | None:
-        tokens = request.prompt_token_ids
-        if len(tokens) <= self._most:
+    def _take(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
+        return self._policies.of(among[0].role).choose(asked, among)
+
+    def _local(
+        self, asked: Asked, decode: Sequence[PooledEngine], chosen: PooledEngine, prefill: Sequence[PooledEngine]
+    ) -> Route | None:
+        """A route over a decode engine alone, if no prefill engine is worth it."""
+        if len(asked.prompt.tokens) <= self._most:
             return Route("short", chosen)
-        chain = _chain(request)
+        limit = max(self._most, self._turn_limit(asked, prefill))
         near = [
             engine
             for engine in decode
-            if engine.num_inflight <= chosen.num_inflight + _SLACK_LEGS
-            and len(tokens) - engine.known.num_tokens(chain) <= self._most
+            if engine.num_inflight <= chosen.num_inflight + _SLACK_LEGS and asked.uncached(engine) <= limit
         ]
         if not near:
             return None
         best = chosen if chosen in near else min(near, key=lambda engine: engine.num_inflight)
-        return Route("cached", best, max_prefill_tokens=self._most)
+        return Route("cached", best, max_prefill_tokens=limit)
+
+    def _turn_limit(self, asked: Asked, prefill: Sequence[PooledEngine]) -> int:
+        """How many tokens a decode engine that holds the rest may compute because prefill engines would have much more
+        to do: they lack the answers of earlier turns.
+        """
+        config = self._policies.config
+        if not config.max_turn_prefill_length:
+            return 0
+        least = min(asked.uncached(engine) + engine.queued_tokens for engine in prefill)
+        limit = min(config.max_turn_prefill_length, int(least / max(config.turn_ratio, 1.0)))
+        return limit if limit < len(asked.prompt.tokens) else 0
+
+    def _charged(self, route: Route, prompt: PromptBlocks) -> Route:
+        """The route with its charges. The prefill engine will hold the prompt: the next request may count on it."""
+        tokens, computes = len(prompt.tokens), route.prefill or route.decode
+        charge = Charge(tokens - computes.known.num_tokens(prompt), tokens)
+        if route.prefill is None:
+            return replace(route, charges={"decode": charge})
+        if self._most or self._policies.uses_prefixes:
+            route.prefill.known.learn(prompt)
+        return replace(route, charges={"prefill": charge, "decode": Charge(0, tokens)})
 
     def served(self, route: Route, request: GenerateRequest, output: Sequence[int]) -> None:
         """The decoding engine has the KV of the request and its `output`."""
-        if self._most:
-            route.decode.known.learn(_chain(request, output))
+        if self._most or self._policies.uses_prefixes:
+            route.decode.known.learn(PromptBlocks([*request.prompt_token_ids, *output], request.cache_salt))
 
     def declined(self, route: Route, request: GenerateRequest) -> None:
         """The decoding engine lacks KV that it was expected to have."""
-        route.decode.known.forget(_chain(request))
+        route.decode.known.forget(PromptBlocks(request.prompt_token_ids, request.cache_salt))
 
 
-def _chain(request: GenerateRequest, output: Sequence[int] = ()) -> list[bytes]:
-    return chain_of([*request.prompt_token_ids, *output], request.cache_salt or "")
+@dataclass(frozen=True, slots=True)
+class _Engines:
+    """The engines that can take a request, by role. `forced`: overloaded ones too."""
+
+    prefill: list[PooledEngine]
+    decode: list[PooledEngine]
+    both: list[PooledEngine]
+    forced: bool
+
+    def free(self, engines: list[PooledEngine]) -> list[PooledEngine]:
+        """Those that are not overloaded. Raises `OverloadedError` if all are: a queue would only grow."""
+        found = [engine for engine in engines if not engine.overloaded]
+        if not found and not self.forced:
+            raise OverloadedError(f"all {engines[0].role} engines are overloaded; try again later")
+        return found or engines

@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from baton.errors import DrainingError
 from baton.openai.http.access import OPEN, Access, ApiKeys, name_response
-from baton.openai.http.caller import CALLER, Caller, request_id_of
+from baton.openai.http.caller import CALLER, Caller, request_id_of, session_in
 from baton.openai.http.connections import ClientConnection, Stream
 from baton.openai.http.errors import ApiError, to_api_error
 from baton.openai.http.limits import Bodies, HttpLimits
@@ -90,7 +90,14 @@ def new_app(
     @web.middleware
     async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         # Set per request: a connection's task serves its requests one after the other.
-        CALLER.set(Caller(request_id_of(request.headers), request.remote, keys.number(request)))
+        CALLER.set(
+            Caller(
+                request_id_of(request.headers),
+                request.remote,
+                keys.number(request),
+                session=session_in(request.headers),
+            )
+        )
         TRACE.set(trace_of(request.headers))
         if (allowed := access.preflight(request)) is not None:
             return allowed

@@ -1,4 +1,4 @@
-"""The sender of a request, for log lines only."""
+"""The sender of a request, for log lines and for the router's choice of engines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 REQUEST_ID = "X-Request-Id"
+SESSION_ID = "X-Session-Id"
 _MAX_ID_CHARS = 128
 _MAX_TEXT_CHARS = 300
 # OpenAI's old and new field for the end user.
@@ -21,13 +22,14 @@ _USER_FIELDS = ("user", "safety_identifier")
 @dataclass(slots=True)
 class Caller:
     """`request_id`: the client's `X-Request-Id`, or a generated one. `key`: the number of its API key, from 1. `user`:
-    the end user in the request body.
+    the end user in the request body. `session`: the client's `X-Session-Id`.
     """
 
     request_id: str
     address: str | None = None
     key: int | None = None
     user: str | None = None
+    session: str | None = None
 
     def fields(self) -> dict[str, object]:
         return {"request_id": self.request_id, "address": self.address, "key": self.key, "user": self.user}
@@ -46,6 +48,17 @@ def request_id_of(headers: _Headers) -> str:
     asked = headers.get(REQUEST_ID, "")
     usable = 0 < len(asked) <= _MAX_ID_CHARS and asked.isascii() and asked.isprintable()
     return asked if usable else secrets.token_hex(16)
+
+
+def session_of(caller: Caller | None) -> str | None:
+    """What all requests of a conversation have in common: the client's session, or else its end user."""
+    return None if caller is None else caller.session or caller.user
+
+
+def session_in(headers: _Headers) -> str | None:
+    """The request's `X-Session-Id`; None if that is missing or too long."""
+    asked = headers.get(SESSION_ID, "")
+    return asked if 0 < len(asked) <= _MAX_TEXT_CHARS else None
 
 
 def note_user(fields: Mapping[str, msgspec.Raw]) -> None:

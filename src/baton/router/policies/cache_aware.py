@@ -1,0 +1,20 @@
+"""The engine with the least cost: what it lacks of the prompt, and what it has to do for others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.router.policies.base import Asked, Policy, cost
+from baton.router.pooled_engine import PooledEngine
+
+
+class CacheAware(Policy):
+    """A held prefix counts as much as the work that it saves, so a busy engine that holds it loses to an idle one."""
+
+    name = "cache_aware"
+    uses_prefixes = True
+
+    def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
+        if len(among) == 1:
+            return among[0]
+        return min(among, key=lambda engine: (cost(asked, engine, self._config), engine.order))

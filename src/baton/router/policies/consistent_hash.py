@@ -1,0 +1,38 @@
+"""The same engine for the same conversation, while it is there (rendezvous hashing, Thaler and Ravishankar, 1998).
+
+Loads are bounded (Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads, 2016): a popular key
+spills over to its next engine instead of overloading its first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+from baton.router.policies.base import Asked, Policy
+from baton.router.pooled_engine import PooledEngine
+
+# An engine may have this many times the mean number of legs.
+_BOUND = 1.25
+# The key of a request without a session: its first tokens, such as a shared system prompt.
+_KEY_BLOCKS = 8
+
+
+class ConsistentHash(Policy):
+    """The key is the session, or the beginning of the prompt. When an engine joins or leaves, only the keys that it
+    gets or had move.
+    """
+
+    name = "consistent_hash"
+
+    def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
+        key = asked.session.encode() if asked.session else _beginning(asked)
+        most = math.ceil(_BOUND * (1 + sum(engine.num_inflight for engine in among)) / len(among))
+        ranked = sorted(among, key=lambda e: hashlib.blake2b(key + b"\0" + e.url.encode()).digest())
+        return next((engine for engine in ranked if engine.num_inflight < most), ranked[0])
+
+
+def _beginning(asked: Asked) -> bytes:
+    chain = asked.prompt.chain()[:_KEY_BLOCKS]
+    return chain[-1] if chain else repr(asked.prompt.tokens).encode()

@@ -1,0 +1,17 @@
+"""The engine with the fewest requests of this router."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.router.policies.base import Asked, Policy
+from baton.router.pooled_engine import PooledEngine
+
+
+class LeastLoaded(Policy):
+    """The fewest legs."""
+
+    name = "least_loaded"
+
+    def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
+        return min(among, key=lambda e: (e.num_inflight, e.order))

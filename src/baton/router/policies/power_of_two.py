@@ -1,0 +1,18 @@
+"""The less loaded of two engines drawn at random (M. Mitzenmacher, The Power of Two Choices, 2001)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.router.policies.base import Asked, Policy, load
+from baton.router.pooled_engine import PooledEngine
+
+
+class PowerOfTwo(Policy):
+    """Several routers that see the same old loads do not all choose the same engine."""
+
+    name = "power_of_two"
+
+    def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
+        two = self._random.sample(list(among), min(2, len(among)))
+        return min(two, key=lambda engine: (load(asked, engine, self._config), engine.order))

@@ -1,0 +1,17 @@
+"""Each engine in its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.router.policies.base import Asked, Policy
+from baton.router.pooled_engine import PooledEngine
+
+
+class RoundRobin(Policy):
+    """The engine that was chosen longest ago."""
+
+    name = "round_robin"
+
+    def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
+        return min(among, key=lambda engine: engine.order)
