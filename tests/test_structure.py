@@ -28,6 +28,7 @@ COMMON = {
     "baton.comparison",
     "baton.directories",
     "baton.histogram",
+    "baton.error_help",
     "baton.errors",
     "baton.log_limit",
     "baton.parent",

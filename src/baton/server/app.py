@@ -139,11 +139,9 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
         if response is None:
             raise
         api_error = to_api_error(error)
-        chunk = TokenChunk(
-            request_id=wire.request_id,
-            finish_reason="error",
-            error=f"{api_error.code or 'engine_error'}: {api_error.message}",
-        )
+        # Only `refusal` makes texts that begin with `invalid_request`.
+        code = "engine_error" if isinstance(error, RequestError) else api_error.code
+        chunk = TokenChunk(request_id=wire.request_id, finish_reason="error", error=f"{code}: {api_error.message}")
         await response.send(request, msgspec.json.encode(chunk) + b"\n")
         reason = "error"
     finally:

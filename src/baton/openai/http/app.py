@@ -13,6 +13,7 @@ from aiohttp import web
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from baton.error_help import CODE_BY_STATUS
 from baton.errors import DrainingError
 from baton.openai.http.access import OPEN, Access, ApiKeys, name_response
 from baton.openai.http.caller import CALLER, Caller, request_id_of, session_in
@@ -122,7 +123,8 @@ def new_app(
                 raise
             return refuse(_shutting_down())
         except web.HTTPException as error:
-            return refuse(ApiError(error.status, error.reason, "invalid_request_error"))
+            code = CODE_BY_STATUS.get(error.status)
+            return refuse(ApiError(error.status, error.reason, "invalid_request_error", None, code))
         except ConnectionResetError:
             raise
         except Exception as error:

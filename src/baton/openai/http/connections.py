@@ -170,7 +170,7 @@ class ClientConnection(web.RequestHandler):
             # The first line is the problem; the next ones quote the client's bytes.
             what = (exc.message.splitlines() or ["malformed"])[0].rstrip(": ")
             logger.warning("malformed HTTP from %s: %s", request.remote, what)
-            error = ApiError(status, f"malformed HTTP: {what}", "invalid_request_error")
+            error = ApiError(status, f"malformed HTTP: {what}", "invalid_request_error", None, "malformed_http")
         else:
             logger.error("a request could not be answered", exc_info=exc)
             error = ApiError(status, "internal error", "server_error", None, "internal_error")
@@ -208,7 +208,9 @@ class ClientConnection(web.RequestHandler):
         self._head_timer = None
         if not self.is_idle() or self.transport is None:
             return
-        body = ApiError(408, "the request did not come in time", "invalid_request_error").body()
+        body = ApiError(
+            408, "the request did not come in time", "invalid_request_error", None, "request_timeout"
+        ).body()
         head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: {_BODY_TYPE}\r\nContent-Length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
         self.force_close()

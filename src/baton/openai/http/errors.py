@@ -8,15 +8,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from baton.error_help import code_of
 from baton.errors import (
     BatonError,
     CapacityError,
-    DrainingError,
-    EngineStalledError,
     EngineUnavailableError,
     ForbiddenError,
     HandoffError,
-    IncompatiblePeerError,
     InvalidApiKeyError,
     OverloadedError,
     ProtocolError,
@@ -67,21 +65,18 @@ class ApiError:
         return msgspec.json.encode({"error": fields})
 
 
-# HTTP status, type and code of errors. The first class that matches counts.
-_STATUS_BY_ERROR: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
-    (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
-    (InvalidApiKeyError, 401, "invalid_request_error", "invalid_api_key"),
-    (UnauthorizedError, 401, "authentication_error", "invalid_admin_token"),
-    (ForbiddenError, 403, "permission_error", "forbidden"),
-    (RequestError, 400, "invalid_request_error", None),
-    (OverloadedError, 429, "rate_limit_error", "overloaded"),
-    (CapacityError, 400, "invalid_request_error", "capacity"),
-    (EngineStalledError, 503, "service_unavailable_error", ENGINE_STALLED),
-    (DrainingError, 503, "service_unavailable_error", DRAINING),
-    (EngineUnavailableError, 503, "service_unavailable_error", "engine_unavailable"),
-    (IncompatiblePeerError, 409, "server_error", "incompatible_peer"),
-    (ProtocolError, 409, "server_error", "protocol_error"),
-    (BatonError, 500, "server_error", "engine_error"),
+# HTTP status and type of errors. The first class that matches counts.
+_STATUS_BY_ERROR: tuple[tuple[type[BatonError], int, str], ...] = (
+    (UnknownModelError, 404, "invalid_request_error"),
+    (InvalidApiKeyError, 401, "invalid_request_error"),
+    (UnauthorizedError, 401, "authentication_error"),
+    (ForbiddenError, 403, "permission_error"),
+    (RequestError, 400, "invalid_request_error"),
+    (OverloadedError, 429, "rate_limit_error"),
+    (CapacityError, 400, "invalid_request_error"),
+    (EngineUnavailableError, 503, "service_unavailable_error"),
+    (ProtocolError, 409, "server_error"),
+    (BatonError, 500, "server_error"),
 )
 
 
@@ -96,10 +91,10 @@ def to_api_error(error: BaseException) -> ApiError:
             logger.warning("a client is told an error without its addresses: %s", error)
     if isinstance(error, RecursionError):
         # Only clients' input is nested. The depth limit depends on the code that handles it.
-        return ApiError(400, "the request nests too deeply", "invalid_request_error")
-    for kind, status, shape, code in _STATUS_BY_ERROR:
-        if isinstance(error, kind):
-            return ApiError(status, text, shape, param, error.reason if isinstance(error, HandoffError) else code)
+        return ApiError(400, "the request nests too deeply", "invalid_request_error", None, "invalid_request")
+    if isinstance(error, BatonError):
+        status, shape = next((status, shape) for kind, status, shape in _STATUS_BY_ERROR if isinstance(error, kind))
+        return ApiError(status, text, shape, param, code_of(error))
     logger.error("unexpected error while serving a request", exc_info=error)
     return ApiError(500, "internal error", "server_error", None, "internal_error")
 
