@@ -43,8 +43,8 @@ test-sglang:
 		$(if $(SGLANG_VENV),--directory $(SGLANG_VENV)) python -m pytest tests/sglang $(ARGS)
 
 lint: $(STAMP)
-	$(BIN)/ruff check src simulation benchmarks tests tools examples
-	$(BIN)/ruff format --check src simulation benchmarks tests tools examples
+	$(BIN)/ruff check src simulation benchmarks testkit tests tools examples
+	$(BIN)/ruff format --check src simulation benchmarks testkit tests tools examples
 	$(BIN)/mypy
 
 # The documentation site, in build/site. Broken links are errors. $(VENV)/.docs says that mkdocs is installed.

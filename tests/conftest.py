@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
-# The slowest files come first, so that no worker waits for another at the end of a run.
+# Assertions in helpers tell their values too.
+pytest.register_assert_rewrite("testkit")
+
+# The slowest files come first, so that no worker waits for another at the end of a run. Of the first two, only one has
+# engines: where nothing is compiled yet, the kernels are compiled once.
 LONGEST = (
     "e2e/test_verify_faults.py",
+    "simulation/test_simulator.py",
     "e2e/test_verify.py",
     "e2e/test_chaos.py",
     "e2e/test_real_model.py",
-    "simulation/test_mutations.py",
-    "simulation/test_simulator.py",
     "e2e/test_aborts.py",
     "e2e/test_leg_aborts.py",
     "verify/test_engines.py",
@@ -47,7 +50,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`checkpoint(model_type, **overrides)`: a random checkpoint of an architecture, written once per session."""
-    from tests.support.checkpoints import make_checkpoint
+    from testkit.checkpoints.common import make_checkpoint
 
     made: dict[str, Path] = {}
 

@@ -28,15 +28,15 @@ SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)\s]*\)")
 MODULE = re.compile(r"\b(?:python3?|\.venv/bin/python) -m ([\w.]+)")
 TARGET = re.compile(r"^\s*make ([\w-]+)", re.MULTILINE)
-DOTTED = re.compile(r"\b((?:baton|simulation|benchmarks|tools|tests)(?:\.\w+)+)(?![\w/])")
+DOTTED = re.compile(r"\b((?:baton|simulation|benchmarks|testkit|tools|tests)(?:\.\w+)+)(?![\w/])")
 FILE = re.compile(r"^[\w./-]+\.(?:py|md|sh|txt|toml)$")
-FOLDER = re.compile(r"^(?:src|tests|docs|examples|tools|models|simulation|benchmarks|baton)/[\w./-]+$")
+FOLDER = re.compile(r"^(?:src|tests|docs|examples|tools|models|simulation|benchmarks|testkit|baton)/[\w./-]+$")
 CLASS = re.compile(r"^[A-Z][a-z]+(?:[A-Z][a-z0-9]+)+(?:\.\w+)*$")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 STRUCTURE = (ROOT / "docs/structure.md").read_text()
 SNAKE = re.compile(r"^[a-z]+(?:_[a-z0-9]+)+$")
 STEP = re.compile(r"^([\w/]+\.py):([\w.]+)$")
-TREES = ("src", "simulation", "benchmarks", "tests", "tools", "examples")
+TREES = ("src", "simulation", "benchmarks", "testkit", "tests", "tools", "examples")
 # Names of spans and of their attributes.
 SPANS = {*DOCUMENTED_SPANS, *(name for names in DOCUMENTED_SPANS.values() for name in names)}
 # In examples of commands these stand for other things than files or modules.

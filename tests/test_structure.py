@@ -7,6 +7,7 @@ import graphlib
 import importlib
 import importlib.util
 import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -234,7 +235,16 @@ def test_what_is_installed_needs_nothing_of_the_repository() -> None:
             names = {alias.name.split(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = {node.module.split(".")[0]}
-            assert not names & {"simulation", "benchmarks", "tests", "tools"}, path
+            assert not names & {"simulation", "benchmarks", "testkit", "tests", "tools"}, path
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "simulation", "testkit", "tools"])
+def test_only_tests_import_tests(folder: str) -> None:
+    """What several need is in `testkit`."""
+    files = [*(SOURCE.parents[1] / folder).rglob("*.py")]
+    assert files
+    found = [str(path) for path in files if re.search(r"^\s*(?:from|import) tests\b", path.read_text(), re.MULTILINE)]
+    assert not found
 
 
 def test_planner_and_protocol_need_no_torch() -> None:

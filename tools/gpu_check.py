@@ -36,7 +36,7 @@ from baton.testing.transport_memory import OnDevice
 from baton.testing.transport_peer import SpawnedPeer
 from baton.transports.registry import create_transport
 from baton.verify.observe import make_cases
-from tests.support.checkpoints import make_checkpoint, make_drafter
+from testkit.checkpoints.common import make_checkpoint, make_drafter
 
 DEVICE = "cuda:0"
 MODELS = Path(__file__).parents[1] / "models"

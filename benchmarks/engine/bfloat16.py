@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.sampling_params import SamplingParams
 from benchmarks.parity.models import TARGETS
-from tests.engine.engines import stepped
+from testkit.engines import stepped
 
 LENGTHS = (1, 2, 5, 9, 17, 33, 41, 64, 100, 120)
 NEW_TOKENS = 24

@@ -106,8 +106,8 @@ def measure(path: str, pool: int) -> dict[str, int]:
 
 
 def _of(model_type: str, fields: dict[str, Any], pool: int) -> dict[str, int]:
-    from tests.support.checkpoints import make_checkpoint
-    from tests.support.checkpoints_moe import make_moe_checkpoint
+    from testkit.checkpoints.common import make_checkpoint
+    from testkit.checkpoints.moe import make_moe_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
         make = make_moe_checkpoint if model_type == "deepseek_v2" else make_checkpoint

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import Mode
+from testkit.engines import Mode
 
 MODES: tuple[Mode, Mode] = ("push", "pull")
 # Tokens per page on P and on D. With `PER_GROUP` every group has its own.

@@ -9,15 +9,15 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from tests.support import kinds
-from tests.support.checkpoints import make_checkpoint, make_drafter
-from tests.support.checkpoints_gemma3 import make_gemma3
-from tests.support.checkpoints_gpt_oss import make_gpt_oss
-from tests.support.checkpoints_granite import make_granite
-from tests.support.checkpoints_moe import make_moe_checkpoint
-from tests.support.checkpoints_qwen_hybrid import make_qwen_hybrid
-from tests.support.drafters_layers import latent_head, make_mtp_checkpoint, mtp
-from tests.support.drafters_tokens import ngram, windowed_draft_model
+from testkit.checkpoints import kinds
+from testkit.checkpoints.common import make_checkpoint, make_drafter
+from testkit.checkpoints.drafters_layers import latent_head, make_mtp_checkpoint, mtp
+from testkit.checkpoints.drafters_tokens import ngram, windowed_draft_model
+from testkit.checkpoints.gemma3 import make_gemma3
+from testkit.checkpoints.gpt_oss import make_gpt_oss
+from testkit.checkpoints.granite import make_granite
+from testkit.checkpoints.moe import make_moe_checkpoint
+from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid
 
 NUM_DRAFTS = 3
 THREE_MODULES = "deepseek_v3, three modules"

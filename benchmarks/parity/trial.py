@@ -18,7 +18,7 @@ from baton.kv.spec import GroupSpec
 from baton.sampling_params import SamplingParams
 from benchmarks.parity.cases import ALL_SIZES, CHUNK, MAX_MODEL_LEN, Case, block_sizes
 from benchmarks.parity.models import DRAFTERS, NUM_DRAFTS, TARGETS, MakeTarget
-from tests.engine.engines import Pair, Stepped, Stream, pair, request, stepped
+from testkit.engines import Pair, Stepped, Stream, pair, request, stepped
 
 _KV_BYTES = 16 << 20
 # With a single token no drafter would run.

@@ -26,9 +26,9 @@ from benchmarks.parity.trial import Cell, Trial
 from benchmarks.topologies.agents import bytes_of_equal_ranks, least_bytes, shaped
 from benchmarks.topologies.data_rank import beside
 from simulation.topologies import Shape
-from tests.engine.engines import Pair, Stream, pair
-from tests.support.checkpoints_granite import make_granite
-from tests.support.checkpoints_qwen_hybrid import make_qwen_hybrid
+from testkit.checkpoints.granite import make_granite
+from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid
+from testkit.engines import Pair, Stream, pair
 
 # Target and drafter of the parity matrix: heads with heads, latents with heads, latents with latents, states.
 MODELS = {

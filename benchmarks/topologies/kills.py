@@ -21,7 +21,7 @@ from baton.errors import REASONS
 from baton.handoff.protocol import events as ev
 from baton.handoff.session.config import Timers
 from benchmarks.topologies.rank_processes import RemoteEngine
-from tests.handoff.ranks import NUM_PAGES, SEEDS, Shape, prefill, ticket_for, wanted_of
+from testkit.handoffs.ranks import NUM_PAGES, SEEDS, Shape, prefill, ticket_for, wanted_of
 
 _LIMIT_S = 20.0
 _TOKENS = 60

@@ -18,7 +18,7 @@ import numpy as np
 
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol.events import DecodeProgress, HandoffEvent
-from tests.handoff.ranks import UNTOUCHED, Rank, Shape
+from testkit.handoffs.ranks import UNTOUCHED, Rank, Shape
 
 _ANSWER_S = 30.0
 # Calls with an answer. All others are calls of the agent, without one.
@@ -135,7 +135,7 @@ class RemoteRank:
 
 
 class RemoteEngine:
-    """As `tests.handoff.ranks.Engine`, with a process per rank."""
+    """As `testkit.handoffs.ranks.Engine`, with a process per rank."""
 
     def __init__(self, name: str, shape: Shape, scheme: str = "shm://", **config: object) -> None:
         self.name, self.shape = name, shape

@@ -22,8 +22,8 @@ from baton.router import RouterConfig, build_app
 from baton.sampling_params import SamplingParams
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import KEY, FakeEngine, served, write_tokenizer
-from tests.support.checkpoints import make_checkpoint
+from testkit.checkpoints.common import make_checkpoint
+from testkit.servers.fake_serving import KEY, FakeEngine, served, write_tokenizer
 
 EVIL = {"host": "10.0.0.1", "port": 4444}
 FIELDS: list[dict[str, Any]] = [

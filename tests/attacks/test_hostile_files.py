@@ -16,7 +16,7 @@ from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfi
 from baton.errors import BatonError, CheckpointError, ConfigError, RequestError
 from baton.models.loading.loader import load_model
 from baton.text import Tokenizer
-from tests.support.checkpoints import make_checkpoint
+from testkit.checkpoints.common import make_checkpoint
 
 
 @pytest.fixture

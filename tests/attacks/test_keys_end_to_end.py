@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from baton.deployment import Deployment
-from tests.support.checkpoints import make_checkpoint
+from testkit.checkpoints.common import make_checkpoint
 
 
 def ask(url: str, body: object = None) -> Any:

@@ -14,8 +14,8 @@ from baton.handoff.protocol.messages import Cancelled, Hello, Nack, Register
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Redeemer, SignedTicket, Ticket, mint, request_digest
 from baton.kv.interval import Interval
 from baton.sampling_params import SamplingParams
+from testkit.handoffs.tickets import make_ticket
 from tests.attacks.attacker import TICKET_KEY, Scene
-from tests.support.tickets import make_ticket
 
 Until = Callable[[Callable[[], object]], None]
 

@@ -26,7 +26,7 @@ from baton.cli.bench import app as bench_app
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.server import build_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import FakeEngine, served, write_tokenizer
+from testkit.servers.fake_serving import FakeEngine, served, write_tokenizer
 
 VOCABULARY = range(100, 200)
 # The keys that `vllm bench serve --save-result --save-detailed` of vLLM 0.32 writes, without `rtfx`, which is for

@@ -16,7 +16,7 @@ from baton.cli.bench import app as bench_app
 from baton.errors import ConfigError
 from baton.server import build_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import FakeEngine, served, write_tokenizer
+from testkit.servers.fake_serving import FakeEngine, served, write_tokenizer
 
 ECHO = '#!/bin/sh\nfor word in "$@"; do echo "$word"; done > {out}\nexit {code}\n'
 

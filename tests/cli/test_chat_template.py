@@ -18,7 +18,7 @@ from baton.errors import ConfigError
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer, chosen_template
-from tests.server.fake_serving import FakeEngine, served, write_tokenizer
+from testkit.servers.fake_serving import FakeEngine, served, write_tokenizer
 
 TEXT = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 

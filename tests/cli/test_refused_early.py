@@ -19,8 +19,8 @@ from baton.cli.settings import named_after_source
 from baton.engine.config import EngineConfig
 from baton.engine.memory.sizes import check_sizes
 from baton.errors import ConfigError
+from testkit.servers.fake_serving import write_tokenizer
 from tests.cli.logging_state import restored
-from tests.server.fake_serving import write_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from benchmarks import smollm2
+from testkit.clients.deployments import before_vllm, embedded
 from tests.clients.conversations import ALL, Conversations
-from tests.clients.deployments import before_vllm, embedded
 from tests.clients.replay import CLIENTS, replay
 
 FRAMEWORKS = {"langchain", "litellm", "llm", "openai_agents"}

@@ -20,10 +20,10 @@ from baton.openai.http.access import Access
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from tests.router.test_router import Setup
-from tests.router.vllm.fake_vllm import FakeVllm
-from tests.router.vllm.vllm_pair import QUICK, Pair
-from tests.server.fake_serving import KEY, FakeEngine, served
+from testkit.servers.fake_serving import KEY, FakeEngine, served
+from testkit.servers.fake_vllm import FakeVllm
+from testkit.servers.fleets import Setup
+from testkit.servers.vllm_pair import QUICK, Pair
 
 VERSION = b'{"version": "0.32.0"}'
 

@@ -19,8 +19,8 @@ from baton.drafters.registry import load_drafter
 from baton.engine.attention.registry import get_backend
 from baton.errors import CheckpointError, ConfigError
 from baton.models import CausalLM, load_model
-from tests.support.checkpoints import make_drafter
-from tests.support.paged import PagedSequence
+from testkit.checkpoints.common import make_drafter
+from testkit.handoffs.paged import PagedSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS, HEADS, GROUPS, SIZE = 40, 4, 2, 16

@@ -17,8 +17,8 @@ from baton.drafters.eagle3 import aux_layer_ids
 from baton.drafters.registry import load_drafter
 from baton.errors import CheckpointError
 from baton.models import CausalLM
+from testkit.checkpoints.common import make_drafter
 from tests.drafters.test_drafters import TOKENS, attention, edit, inputs, layer_weights, mlp, norm, run
-from tests.support.checkpoints import make_drafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FLAGS = ("fc_norm", "norm_before_fc", "norm_output")

@@ -20,8 +20,8 @@ from baton.engine.runner import _LayerCache
 from baton.kv.spec import GroupSpec, latent_planes
 from baton.models import CausalLM, load_model
 from baton.models.cache import LatentLayerSpec
+from testkit.checkpoints.drafters_layers import latent_head
 from tests.drafters.test_drafters import TOKENS, inputs, layer_weights, mlp, norm
-from tests.support.drafters_layers import latent_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HEADS, LATENT, NOPE, ROPE, VALUE = 4, 24, 12, 8, 10

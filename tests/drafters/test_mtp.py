@@ -17,11 +17,11 @@ from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, DraftResult
 from baton.errors import CheckpointError
 from baton.sampling_params import SamplingParams
+from testkit.checkpoints.drafters_layers import make_mtp_checkpoint, mtp
+from testkit.checkpoints.moe import make_moe_checkpoint
+from testkit.engines import stepped
 from tests.drafters.test_drafters import edit
-from tests.engine.engines import stepped
 from tests.engine.models.test_transformers_equality import load_reference
-from tests.support.checkpoints_moe import make_moe_checkpoint
-from tests.support.drafters_layers import make_mtp_checkpoint, mtp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_TOKENS = 8

@@ -22,8 +22,8 @@ from baton.deployment import BATON
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
 from baton.sampling_params import SamplingParams
 from baton.wire import EngineInfo
-from tests.e2e.running import environment, running
-from tests.support.checkpoints import make_checkpoint, make_drafter
+from testkit.checkpoints.common import make_checkpoint, make_drafter
+from testkit.processes.running import environment, running
 
 MODEL = "models/baton-demo-llama"
 END_LIMIT_S = 60.0

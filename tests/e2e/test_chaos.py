@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.faults.chaos import ChaosConfig, run_chaos
-from tests.e2e.leftovers import orphaned_segments
+from testkit.processes.leftovers import orphaned_segments
 
 SOON_S = (0.02, 0.2)
 # Bytes of KV per engine: enough for two of the longest requests.

@@ -13,8 +13,8 @@ from baton.doctor.diagnose import check_up, findings_of
 from baton.doctor.facts import BOTH
 from baton.handoff.session.keys import make_keys
 from baton.router import RouterConfig, build_app
-from tests.e2e.running import environment, running_up
-from tests.server.fake_serving import served
+from testkit.processes.running import environment, running_up
+from testkit.servers.fake_serving import served
 
 MODEL = "models/baton-demo-llama"
 FLAGS = ("--kv-cache-memory", "64M", "--max-model-len", "512")

@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.running import END_LIMIT_S, Running, running_up
+from testkit.processes.running import END_LIMIT_S, Running, running_up
 
 MODEL_PATH = "models/baton-demo-llama"
 MODEL = "baton-demo-llama"

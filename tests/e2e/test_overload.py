@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.faults.overload import OverloadConfig, run_overload
-from tests.e2e.leftovers import orphaned_segments
+from testkit.processes.leftovers import orphaned_segments
 
 
 @pytest.mark.slow

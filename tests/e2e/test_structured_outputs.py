@@ -15,7 +15,7 @@ import pytest
 
 from baton import LLM, SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer
-from tests.e2e.running import Running, running_up
+from testkit.processes.running import Running, running_up
 
 MODEL = "models/baton-demo-llama"
 PROMPT = "The with statement is used to"

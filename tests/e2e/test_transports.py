@@ -15,9 +15,9 @@ from baton.text import Tokenizer
 from baton.verify.compare import compare
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case, Observed, make_cases, observe_client
 from baton.verify.sides import EngineSide
-from tests.e2e.leftovers import orphaned_segments
-from tests.e2e.running import END_LIMIT_S, running_up
-from tests.support.remote_uris import SCHEMES, uri_of
+from testkit.handoffs.remote_uris import SCHEMES, uri_of
+from testkit.processes.leftovers import orphaned_segments
+from testkit.processes.running import END_LIMIT_S, running_up
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.verifying import verify
+from testkit.processes.verifying import verify
 
 PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5
 LENGTHS = "1,2,15-18,31-33,47-49,80,96"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.verifying import verify
+from testkit.processes.verifying import verify
 
 
 @pytest.mark.timeout(360)

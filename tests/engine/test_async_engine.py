@@ -17,7 +17,7 @@ from baton.engine.request import Request
 from baton.errors import EngineUnavailableError, OverloadedError
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import TARGET, request
+from testkit.engines import TARGET, request
 
 
 async def test_the_death_of_the_engine_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,8 @@ from baton.kv.tables import BlockTables, Destination
 from baton.models.registry import MODELS
 from benchmarks.parity.cases import CHUNK, Case
 from benchmarks.parity.trial import Cell, Trial, compare
-from tests.engine.engines import Mode, Pair, Stream
-from tests.support import kinds
+from testkit.checkpoints import kinds
+from testkit.engines import Mode, Pair, Stream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Patch = pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from baton.engine.llm import LLM, RequestOutput
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import EAGLE3, TARGET
+from testkit.engines import EAGLE3, TARGET
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

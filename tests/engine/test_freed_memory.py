@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from baton import LLM, SamplingParams
-from tests.support.checkpoints import make_checkpoint
-from tests.support.checkpoints_moe import make_moe_checkpoint
+from testkit.checkpoints.common import make_checkpoint
+from testkit.checkpoints.moe import make_moe_checkpoint
 
 PROMPTS = [[1, 2, 3], [9] * 70, [5, 4, 3, 2] * 20, [8]]
 # glibc overwrites freed memory, and a single arena reuses it at once, on any thread.

@@ -18,8 +18,8 @@ from baton.engine.runner import ModelRunner
 from baton.errors import EngineUnavailableError, RequestError
 from baton.sampling_params import SamplingParams
 from baton.wire import TokenChunk
-from tests.engine.engines import EAGLE3, TARGET, request, stepped
-from tests.support.drafters_tokens import draft_model
+from testkit.checkpoints.drafters_tokens import draft_model
+from testkit.engines import EAGLE3, TARGET, request, stepped
 
 PROMPTS = [[1, 2, 3], [7, 8], [9] * 20, [4, 5, 6, 7]]
 GUILTY = 2

@@ -12,7 +12,7 @@ from baton.engine.request import FOLLOWS, Request, RequestStatus
 from baton.engine.sampling.sampling_state import SamplingState
 from baton.sampling_params import SamplingParams
 from baton.wire import FinishReason
-from tests.engine.engines import pair, request, stepped
+from testkit.engines import pair, request, stepped
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 

@@ -16,7 +16,7 @@ from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, StepPlan, one_request
 from baton.engine.sampling.sampling_state import SamplingRows, SamplingState, sampling_of
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
-from tests.engine.engines import EAGLE3, Stepped, request, stepped
+from testkit.engines import EAGLE3, Stepped, request, stepped
 
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 9, 9], [1], list(range(40, 90)), [3, 4]]
 PARAMS = [

@@ -19,7 +19,7 @@ from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
 from baton.wire import HandoffParams
-from tests.engine.engines import TARGET, Mode, Stepped, Stream, request, stepped
+from testkit.engines import TARGET, Mode, Stepped, Stream, request, stepped
 
 PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5
 LIMIT_S = 60.0

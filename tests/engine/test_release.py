@@ -15,7 +15,7 @@ from baton.engine.config import KVTransferConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.llm import LLM
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import pair
+from testkit.engines import pair
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 

@@ -14,7 +14,7 @@ from baton.errors import RequestError
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
-from tests.engine.engines import TARGET, Mode, Pair, Stepped, Stream, pair, request, stepped
+from testkit.engines import TARGET, Mode, Pair, Stepped, Stream, pair, request, stepped
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 PENALISED = SamplingParams(

@@ -25,7 +25,7 @@ from baton.models.loading.loader import _CONFIG_NOISE
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer
 from baton.wire import EngineInfo, GenerateRequest, VllmIdentity
-from tests.support.checkpoints import make_checkpoint, make_drafter
+from testkit.checkpoints.common import make_checkpoint, make_drafter
 
 Facts = frozenset[str]
 Row = Facts | str  # the facts, or the reason why there is none

@@ -15,7 +15,7 @@ from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError, EngineStalledError
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import TARGET, pair, request, stepped
+from testkit.engines import TARGET, pair, request, stepped
 
 LIMIT_S = 30.0
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, seed=1, ignore_eos=True)

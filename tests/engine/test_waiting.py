@@ -6,7 +6,7 @@ import pytest
 
 from baton.kv import pool as page_pool
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import request, stepped
+from testkit.engines import request, stepped
 
 PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.handoff.nodes import Pair
-from tests.support.modelled_network import World
+from testkit.handoffs.modelled_network import World
+from testkit.handoffs.nodes import Pair
 
 
 @pytest.fixture

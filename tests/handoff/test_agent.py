@@ -33,7 +33,7 @@ from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
 from simulation.fuzz.pair import DIM, HEADS, NUM_PAGES
-from tests.handoff.nodes import (
+from testkit.handoffs.nodes import (
     KEY,
     SEEDS,
     TIMERS,
@@ -43,7 +43,7 @@ from tests.handoff.nodes import (
     settle,
     ticket_for,
 )
-from tests.support.tickets import signed
+from testkit.handoffs.tickets import signed
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

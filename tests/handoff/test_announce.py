@@ -14,10 +14,10 @@ from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import SignedTicket, mint
 from baton.kv.interval import Interval
-from tests.handoff.nodes import SEEDS, Pair, settle, ticket_for
-from tests.support.modelled_network import TIMERS as CALM
-from tests.support.modelled_network import Node as Engine
-from tests.support.modelled_network import World
+from testkit.handoffs.modelled_network import TIMERS as CALM
+from testkit.handoffs.modelled_network import Node as Engine
+from testkit.handoffs.modelled_network import World
+from testkit.handoffs.nodes import SEEDS, Pair, settle, ticket_for
 
 KEY = msg.AttemptKey(b"0" * 16, 0, "p", "d")
 WANTED = {"target": Interval(2, 8), "draft": Interval(7, 8)}

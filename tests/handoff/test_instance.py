@@ -13,7 +13,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Pair, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, verify
 from baton.wire import HandoffParams
-from tests.handoff.ranks import Shape, wanted_of
+from testkit.handoffs.ranks import Shape, wanted_of
 
 KEY = b"k" * 32
 TWO = Shape(tp=2)

@@ -30,7 +30,7 @@ from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
 from baton.transports.mapped.local import LocalTransport
-from tests.handoff.nodes import SEEDS, Node, Pair, hand_over, settle, ticket_for
+from testkit.handoffs.nodes import SEEDS, Node, Pair, hand_over, settle, ticket_for
 
 TOKENS = 150
 REGION = {"target": 0, "draft": 1}

@@ -26,7 +26,7 @@ from baton.handoff.protocol.messages import AttemptMessage, Register, Seeds
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import SignedTicket
 from baton.kv.interval import Interval
-from tests.handoff.ranks import Shape
+from testkit.handoffs.ranks import Shape
 
 Mode = Literal["push", "pull"]
 SEEDS = Seeds(7, None, [8])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.handoff.protocol import events as ev
-from tests.handoff.ranks import Engine, Rank, Shape, prefill, settle, ticket_for, wanted_of
+from testkit.handoffs.ranks import Engine, Rank, Shape, prefill, settle, ticket_for, wanted_of
 
 P_SHAPE, D_SHAPE = Shape(tp=2), Shape(tp=1, page_size=5)
 N = 13

@@ -21,8 +21,8 @@ from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.gather import DecodeGather, EndPair, Pair, PrefillGather, pairs_of
 from baton.handoff.protocol.messages import Announce, AttemptKey
-from tests.handoff.ranks import SEEDS, Engine, Shape, hand_over, prefill, settle, ticket_for, wanted_of
-from tests.support.planes import LAYER_MAJOR_HND
+from testkit.handoffs.planes import LAYER_MAJOR_HND
+from testkit.handoffs.ranks import SEEDS, Engine, Shape, hand_over, prefill, settle, ticket_for, wanted_of
 
 
 class Both:

@@ -15,7 +15,7 @@ from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan.topology import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.gather import pairs_of
-from tests.handoff.ranks import Engine, Rank, Shape, hand_over, settle, ticket_for, wanted_of
+from testkit.handoffs.ranks import Engine, Rank, Shape, hand_over, settle, ticket_for, wanted_of
 
 
 class ShapeApart(Shape):

@@ -13,7 +13,7 @@ from baton.handoff.protocol import messages as msg
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import SignedTicket, mint
 from baton.kv.interval import Interval
-from tests.support.modelled_network import N, Node, World
+from testkit.handoffs.modelled_network import N, Node, World
 
 KEY = msg.AttemptKey(b"0" * 16, 0, "p", "d")
 WHOLE = {"target": Interval(0, N)}

@@ -15,8 +15,8 @@ from baton.errors import ConfigError, HandoffError
 from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.agent.watch import ThreadWatch
 from baton.handoff.session.config import Timers
-from tests.engine.engines import stepped
-from tests.handoff.ranks import Engine, Shape, begin_one
+from testkit.engines import stepped
+from testkit.handoffs.ranks import Engine, Shape, begin_one
 
 
 class Clock:

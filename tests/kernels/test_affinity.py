@@ -15,7 +15,7 @@ from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig
 from baton.kernels.cpu.affinity import bind_team
 from baton.kernels.cpu.omp import gomp_parallel
-from tests.engine.engines import TARGET
+from testkit.engines import TARGET
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="two cores are needed")

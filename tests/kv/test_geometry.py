@@ -19,7 +19,7 @@ from baton.kv.geometry import (
     Plane,
 )
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes, latent_planes
-from tests.support.planes import BLOCK_MAJOR_HND, LAYER_MAJOR_HND, split_latent_planes, with_planes
+from testkit.handoffs.planes import BLOCK_MAJOR_HND, LAYER_MAJOR_HND, split_latent_planes, with_planes
 
 
 def make_spec(**changes: Any) -> GroupSpec:

@@ -20,7 +20,7 @@ from baton.kvstore.store import FileStore
 from baton.text import Tokenizer
 from baton.transports.base import ByteArray
 from baton.verify.observe import make_cases
-from tests.engine.engines import TARGET, Mode, Stepped, Stream, pair, request, stepped
+from testkit.engines import TARGET, Mode, Stepped, Stream, pair, request, stepped
 from tests.engine.handoff.test_handoff_kinds import windowed_demo
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

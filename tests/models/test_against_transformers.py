@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.engine.attention.registry import get_backend
 from baton.models import CausalLM, load_model
-from tests.support.paged import PagedSequence
+from testkit.handoffs.paged import PagedSequence
 
 transformers = pytest.importorskip("transformers")
 

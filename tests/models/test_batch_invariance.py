@@ -19,7 +19,7 @@ from baton.models.layers.headwise import invariant_headwise
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear, block_heights, blocks, cancelling
 from baton.models.layers.rotary import rotate
-from tests.support.paged import PagedSequence
+from testkit.handoffs.paged import PagedSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,9 +20,9 @@ from baton.models.layers.expert_parallel import ExpertRanks, RemoteExpert, Share
 from baton.models.layers.moe import Experts
 from baton.models.layers.parallel import TensorRank
 from baton.models.loading.loader import load_model, weight_table
+from testkit.checkpoints.gpt_oss import make_gpt_oss
+from testkit.checkpoints.granite import make_granite
 from tests.models.test_ranks import CASES, FOUR
-from tests.support.checkpoints_gpt_oss import make_gpt_oss
-from tests.support.checkpoints_granite import make_granite
 
 R = TypeVar("R")
 Checkpoint = Callable[..., Path]

@@ -15,8 +15,8 @@ from baton.models.config import get_float
 from baton.models.gemma3 import Gemma3
 from baton.models.layers.layernorm import Fp32RMSNorm
 from baton.models.layers.linear import Build
+from testkit.checkpoints.gemma3 import GEMMA3_SHAPES, make_gemma3
 from tests.models.test_against_transformers import LENGTH, assert_logits_match, prompt, reference, run
-from tests.support.checkpoints_gemma3 import GEMMA3_SHAPES, make_gemma3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

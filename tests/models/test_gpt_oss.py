@@ -18,9 +18,9 @@ from baton.models.gpt_oss import GptOss
 from baton.models.layers.linear import Build
 from baton.models.layers.mxfp4 import dequantised
 from baton.models.loading.loader import weight_table
+from testkit.checkpoints.gpt_oss import GPT_OSS_SHAPES, make_gpt_oss
 from tests.models.test_against_transformers import LENGTH, assert_logits_match, prompt, reference, run
 from tests.models.test_loader import edit_config, edit_weights, refused
-from tests.support.checkpoints_gpt_oss import GPT_OSS_SHAPES, make_gpt_oss
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,7 +16,7 @@ from baton.errors import CheckpointError
 from baton.models import fingerprint, load_model, read_config
 from baton.models.layers import linear
 from baton.models.loading.loader import weight_table
-from tests.support.paged import PagedSequence
+from testkit.handoffs.paged import PagedSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import make_checkpoint
+from testkit.checkpoints.common import make_checkpoint
 
 LOADS = """
 import sys

@@ -18,10 +18,10 @@ from baton.errors import ConfigError
 from baton.models.layers.linear import MergedLinear
 from baton.models.layers.parallel import Stage, TensorRank
 from baton.models.loading.loader import load_model, weight_table
-from tests.support.checkpoints_gpt_oss import make_gpt_oss
-from tests.support.checkpoints_granite import make_granite
-from tests.support.checkpoints_qwen_hybrid import make_qwen_hybrid
-from tests.support.rank_threads import on_ranks
+from testkit.checkpoints.gpt_oss import make_gpt_oss
+from testkit.checkpoints.granite import make_granite
+from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid
+from testkit.handoffs.rank_threads import on_ranks
 
 Checkpoint = Callable[..., Path]
 # Heads and widths that four ranks can share; two KV heads are on two ranks each.

@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.server.fake_serving import write_tokenizer
+from testkit.servers.fake_serving import write_tokenizer
 
 
 @pytest.fixture(scope="module")

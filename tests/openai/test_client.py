@@ -13,7 +13,7 @@ from aiohttp import web
 from baton.bench.client import stream_completion
 from baton.errors import EngineLostError, EngineUnavailableError, HandoffError, OverloadedError, ProtocolError
 from baton.openai.client import OpenAIClient, connected
-from tests.server.fake_serving import served
+from testkit.servers.fake_serving import served
 
 DONE = b"data: [DONE]\n\n"
 

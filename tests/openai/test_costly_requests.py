@@ -22,7 +22,7 @@ from baton.sampling_params import SamplingParams
 from baton.server import build_app
 from baton.text import Tokenizer
 from baton.wire import GenerateRequest, HandoffParams, PromptIds
-from tests.server.fake_serving import MAX_MODEL_LEN, FakeEngine, served
+from testkit.servers.fake_serving import MAX_MODEL_LEN, FakeEngine, served
 
 
 async def post(session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:

@@ -16,7 +16,7 @@ from baton.openai.fields import FORBIDDEN, REFUSED
 from baton.openai.plan import plan_chat
 from baton.openai.requests import ChatRequest, CompletionRequest, decode
 from baton.text import Tokenizer
-from tests.server.fake_serving import write_tokenizer
+from testkit.servers.fake_serving import write_tokenizer
 
 # Fields that cannot change the answer, and why.
 IGNORED = {

@@ -18,9 +18,9 @@ import pytest
 from baton.openai.tools import CalledFunction, Parsing, ToolCall
 from baton.server import build_app
 from baton.text import Tokenizer
+from testkit.servers.fake_serving import MAX_MODEL_LEN, TEXT, FakeEngine, served
+from testkit.servers.fleets import Setup
 from tests.openai.test_tools import TOOLS
-from tests.router.test_router import Setup
-from tests.server.fake_serving import MAX_MODEL_LEN, TEXT, FakeEngine, served
 
 PARSING = Parsing(True, "hermes", None)
 ASK: list[Any] = [{"role": "user", "content": "a"}]

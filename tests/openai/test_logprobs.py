@@ -13,7 +13,7 @@ import pytest
 from baton.server import build_app
 from baton.text import Tokenizer
 from baton.wire import GenerateRequest, TokenChunk, TokenLogprobs
-from tests.server.fake_serving import EOS, FakeEngine, served
+from testkit.servers.fake_serving import EOS, FakeEngine, served
 from tests.text.test_text_layer import byte_fallback_tokenizer
 
 TEXT = "é😀a你"

@@ -11,8 +11,8 @@ import tokenizers
 
 from baton.openai.tools import Parsing
 from baton.parsing import REASONING_PARSERS, TOOL_PARSERS
+from testkit.servers.fake_serving import write_tokenizer
 from tests.openai.test_tools import TEMPLATE, TOOLS, chat, streamed, with_client
-from tests.server.fake_serving import write_tokenizer
 
 JUNK = "<|junk|>"
 HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"

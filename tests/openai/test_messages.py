@@ -16,9 +16,9 @@ from baton.openai.http.access import Access
 from baton.openai.tools import Parsing
 from baton.server import build_app
 from baton.text import Tokenizer
+from testkit.servers.fake_serving import FakeEngine, served, write_tokenizer
+from testkit.servers.fleets import Setup
 from tests.openai.test_tools import TEMPLATE
-from tests.router.test_router import Setup
-from tests.server.fake_serving import FakeEngine, served, write_tokenizer
 
 PARSING = Parsing(True, "hermes", "qwen3")
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

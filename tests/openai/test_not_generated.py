@@ -10,8 +10,8 @@ import pytest
 from baton.openai.routes import _NOT_GENERATED
 from baton.server import build_app
 from baton.text import Tokenizer
-from tests.router.test_recovery import Cluster
-from tests.server.fake_serving import FakeEngine, served
+from testkit.servers.fake_serving import FakeEngine, served
+from testkit.servers.fleets import Cluster
 
 
 @pytest.mark.parametrize("method", ["POST", "GET"])

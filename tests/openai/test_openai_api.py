@@ -14,7 +14,7 @@ import pytest
 
 from baton.server import build_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import EOS, MAX_MODEL_LEN, TEXT, FakeEngine, K, served, until
+from testkit.servers.fake_serving import EOS, MAX_MODEL_LEN, TEXT, FakeEngine, K, served, until
 
 
 class Endpoint:

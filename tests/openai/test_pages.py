@@ -16,8 +16,8 @@ from baton.router import RouterConfig
 from baton.router import build_app as build_router
 from baton.server import build_app
 from baton.text import Tokenizer
+from testkit.servers.fake_serving import KEY, FakeEngine, served, until
 from tests.openai.test_generic_clients import ASK, Door, doors
-from tests.server.fake_serving import KEY, FakeEngine, served, until
 
 
 @doors

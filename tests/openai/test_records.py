@@ -19,7 +19,7 @@ from baton.openai.http.app import DRAIN
 from baton.openai.records import SequenceRecord, report_throughput
 from baton.server import build_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import FakeEngine, complete, served
+from testkit.servers.fake_serving import FakeEngine, complete, served
 
 
 def fields(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.server import build_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import FakeEngine, K, served
+from testkit.servers.fake_serving import FakeEngine, K, served
 
 ALL = PerRequestMetrics(True, "detailed")
 TIMES = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"}

@@ -17,8 +17,8 @@ from baton.sampling_params import StructuredOutputsParams
 from baton.server import build_app
 from baton.text import Tokenizer
 from baton.wire import TokenChunk
+from testkit.servers.fake_serving import FakeEngine, served, write_tokenizer
 from tests.openai.test_tools import with_client
-from tests.server.fake_serving import FakeEngine, served, write_tokenizer
 
 TOOLS: list[Any] = [
     {

@@ -21,8 +21,8 @@ from baton.openai.responses import make_response_plan
 from baton.openai.responses.requests import REFUSED, ResponsesRequest
 from baton.server import build_app
 from baton.text import Tokenizer
+from testkit.servers.fake_serving import TEXT, FakeEngine, served
 from tests.openai.test_fields import IGNORED
-from tests.server.fake_serving import TEXT, FakeEngine, served
 
 HONOURED = set(ResponsesRequest.__struct_fields__)
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

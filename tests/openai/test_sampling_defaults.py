@@ -12,8 +12,8 @@ import pytest
 from baton.sampling_params import MAX_TOKEN_ID, SamplingDefaults, SamplingParams
 from baton.server import build_app
 from baton.text import Tokenizer
-from tests.router.test_recovery import Cluster
-from tests.server.fake_serving import MAX_MODEL_LEN, FakeEngine, served
+from testkit.servers.fake_serving import MAX_MODEL_LEN, FakeEngine, served
+from testkit.servers.fleets import Cluster
 
 DEFAULTS = SamplingDefaults(
     temperature=0.6,

@@ -18,7 +18,7 @@ from baton.openai.plan import plan_chat
 from baton.openai.requests import ChatRequest, decode
 from baton.server import build_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import EOS, MAX_MODEL_LEN, FakeEngine, served, write_tokenizer
+from testkit.servers.fake_serving import EOS, MAX_MODEL_LEN, FakeEngine, served, write_tokenizer
 
 BOS = 256
 LAST = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " b m "}]

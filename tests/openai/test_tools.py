@@ -15,7 +15,7 @@ from baton.errors import ConfigError
 from baton.openai.tools import Parsing
 from baton.server import build_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import FakeEngine, served, write_tokenizer
+from testkit.servers.fake_serving import FakeEngine, served, write_tokenizer
 
 TOOLS: list[Any] = [
     {

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from baton.openai.request_metrics import PerRequestMetrics
-from tests.router.test_recovery import Cluster, complete
-from tests.server.fake_serving import status_of
+from testkit.servers.fake_serving import status_of
+from testkit.servers.fleets import Cluster, complete
 
 
 def named(cluster: Cluster) -> Cluster:

@@ -14,7 +14,7 @@ from baton.router import RouterConfig, build_app
 from baton.router.admin import TOKEN_VARIABLE, admin_token
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import ADMIN, ADMIN_TOKEN, FakeEngine, served
+from testkit.servers.fake_serving import ADMIN, ADMIN_TOKEN, FakeEngine, served
 
 JSON = {"Content-Type": "application/json"}
 

@@ -17,7 +17,7 @@ from baton.router.concurrency import ConcurrencyLimit
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
 from baton.timeouts import timeout
-from tests.server.fake_serving import KEY, FakeEngine, complete, served
+from testkit.servers.fake_serving import KEY, FakeEngine, complete, served
 
 
 async def test_first_come_first_served_and_never_more() -> None:

@@ -16,9 +16,9 @@ from baton.router import RouterConfig, build_app
 from baton.router.timers import RouterTimers
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
+from testkit.servers.fake_serving import ADMIN_TOKEN, FakeEngine, served, status_of
+from testkit.servers.fleets import QUICK, Cluster, complete
 from tests.router.test_acceptance import named
-from tests.router.test_recovery import QUICK, Cluster, complete
-from tests.server.fake_serving import ADMIN_TOKEN, FakeEngine, served, status_of
 from tools.chromium import CHROMIUM, browser
 
 HELD = RouterTimers(check=0.05, answer=0.3, lease=60.0)

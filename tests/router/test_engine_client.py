@@ -16,7 +16,7 @@ from baton.router.client import BatonClient, new_session
 from baton.router.timers import RouterTimers
 from baton.sampling_params import MAX_TOKEN_ID, SamplingParams
 from baton.wire import GenerateRequest, TokenChunk, TokenLogprobs
-from tests.server.fake_serving import served
+from testkit.servers.fake_serving import served
 
 REQUEST = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
 

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from baton.comparison import token_identity
-from tests.router.test_recovery import BODY, Cluster, complete, expected_answer
-from tests.server.fake_serving import ADMIN, FakeEngine, join, served, status_of, until
+from testkit.servers.fake_serving import ADMIN, FakeEngine, join, served, status_of, until
+from testkit.servers.fleets import BODY, Cluster, complete, expected_answer
 
 OTHER_TEXT = "Quite another model says quite other things, at any length that is wanted. "
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton.router import client
 from baton.wire import GenerateRequest
-from tests.router.test_recovery import BODY, Cluster
+from testkit.servers.fleets import BODY, Cluster
 
 
 async def test_heads_leave_with_what_follows_them_and_the_prefill_leg_first(

@@ -18,9 +18,9 @@ from baton.router.pooled_engine import Charge, PooledEngine
 from baton.router.prefixes import KnownPrefixes, PromptBlocks
 from baton.router.routes import Route, Routes
 from baton.wire import EngineInfo, GenerateRequest, LegRole, Role, SamplingParams
+from testkit.servers.fake_serving import FakeEngine, status_of, until
 from tests.router.test_recovery import Cluster, complete
 from tests.router.test_routes import holding
-from tests.server.fake_serving import FakeEngine, status_of, until
 
 
 class _Client(EngineClient):

@@ -13,7 +13,7 @@ import pytest
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import KEY, TEXT, FakeEngine, served, until
+from testkit.servers.fake_serving import KEY, TEXT, FakeEngine, served, until
 
 
 async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> tuple[int, Any, str | None]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,9 @@ from baton.errors import IncompatiblePeerError, RequestError
 from baton.handoff.protocol import ticket as tickets
 from baton.openai.http.serving import bind, url_of
 from baton.router import RouterConfig, build_app
-from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import (
+from testkit.servers.fake_serving import (
     ADMIN,
-    ADMIN_TOKEN,
     KEY,
     TEXT,
     FakeEngine,
@@ -30,31 +26,7 @@ from tests.server.fake_serving import (
     status_of,
     until,
 )
-
-
-@contextlib.asynccontextmanager
-async def engines(directory: Path, *many: FakeEngine) -> AsyncIterator[list[str]]:
-    async with contextlib.AsyncExitStack() as stack:
-        tokenizer = Tokenizer.load(directory)
-        yield [await stack.enter_async_context(served(build_engine_app(e, tokenizer))) for e in many]
-
-
-class Setup:
-    def __init__(self, directory: Path, **settings: Any) -> None:
-        handed: dict[bytes, asyncio.Future[str]] = {}
-        self.directory = directory
-        self.prefill = FakeEngine(directory, role="prefill", handed=handed, **settings)
-        self.decode = FakeEngine(directory, role="decode", handed=handed, **settings)
-
-    @contextlib.asynccontextmanager
-    async def run(self, **config: Any) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
-        async with engines(self.directory, self.prefill, self.decode) as (p, d):
-            self.urls = (p, d)
-            app = await build_app(
-                RouterConfig(prefill=(p,), decode=(d,), ticket_key=KEY, admin_token=ADMIN_TOKEN, **config)
-            )
-            async with served(app) as url, aiohttp.ClientSession() as session:
-                yield url, session
+from testkit.servers.fleets import Setup, engines
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 40])

@@ -13,8 +13,8 @@ import pytest
 from baton.openai.http.app import DRAIN
 from baton.router.prefixes import BLOCK_TOKENS, EXPIRY_S, KnownPrefixes, PromptBlocks, chain_of
 from baton.router.timers import RouterTimers
-from tests.router.test_recovery import Cluster, bare, complete, expected_answer, recoveries
-from tests.server.fake_serving import ADMIN, ADMIN_TOKEN, FakeEngine, status_of, until
+from testkit.servers.fake_serving import ADMIN, ADMIN_TOKEN, FakeEngine, status_of, until
+from testkit.servers.fleets import Cluster, bare, complete, expected_answer, recoveries
 
 LONG = "a long prompt of which all tokens are bytes, and so " * 3
 

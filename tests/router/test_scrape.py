@@ -14,7 +14,7 @@ from baton.router import RouterConfig, build_app
 from baton.router.scrape import Shared
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import KEY, FakeEngine, served, until
+from testkit.servers.fake_serving import KEY, FakeEngine, served, until
 
 
 @pytest.mark.parametrize(("path", "asked"), [("/metrics", "/metrics"), ("/status", "/inference/v1/load")])

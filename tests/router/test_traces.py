@@ -14,8 +14,8 @@ from aiohttp import web
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from tests.router.vllm.vllm_pair import QUICK, WAYS, Pair
-from tests.server.fake_serving import KEY, FakeEngine, served
+from testkit.servers.fake_serving import KEY, FakeEngine, served
+from testkit.servers.vllm_pair import QUICK, WAYS, Pair
 
 ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACE = {"traceparent": f"00-{ID}-00f067aa0ba902b7-01", "tracestate": "a=1"}

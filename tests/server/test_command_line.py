@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton import cli
-from tests.server.fake_serving import write_tokenizer
+from testkit.servers.fake_serving import write_tokenizer
 
 # MODEL, TMP and PORT stand for a checkpoint, an empty directory and a port in use.
 CASES = [

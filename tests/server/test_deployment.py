@@ -22,9 +22,9 @@ from baton.cli import main
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.transports.registry import parse_uri
 from benchmarks.deployment import BreakableDeployment
-from tests.server.fake_serving import TEXT, write_tokenizer
+from testkit.servers.fake_serving import TEXT, write_tokenizer
 
-FAKE = (sys.executable, "-m", "tests.server.fake_baton")
+FAKE = (sys.executable, "-m", "testkit.servers.fake_baton")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from baton.router.app import build_app as build_router
 from baton.server import build_app
 from baton.text import Tokenizer
 from baton.wire import MAX_TICKET_CHARS, EngineInfo, EngineLoad, TokenChunk
-from tests.server.fake_serving import FakeEngine, served, until, write_tokenizer
+from testkit.servers.fake_serving import FakeEngine, served, until, write_tokenizer
 
 
 @pytest.fixture(scope="module")

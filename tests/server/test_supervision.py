@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from baton.cli.supervision import Supervisor
-from tests.server.fake_serving import TEXT, write_tokenizer
+from testkit.servers.fake_serving import TEXT, write_tokenizer
 
-FAKE = (sys.executable, "-m", "tests.server.fake_baton")
+FAKE = (sys.executable, "-m", "testkit.servers.fake_baton")
 
 
 class Children:

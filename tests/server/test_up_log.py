@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from baton.deployment.child_log import ChildLog, LogLine, read_line
-from tests.server.fake_serving import write_tokenizer
+from testkit.servers.fake_serving import write_tokenizer
 
-FAKE = [sys.executable, "-m", "tests.server.fake_baton"]
+FAKE = [sys.executable, "-m", "testkit.servers.fake_baton"]
 TEXT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) [\w.]+: \S.*")
 
 

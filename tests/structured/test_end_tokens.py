@@ -7,7 +7,7 @@ from pathlib import Path
 
 from baton import LLM, SamplingParams
 from baton.sampling_params import StructuredOutputsParams
-from tests.support.checkpoints import make_checkpoint
+from testkit.checkpoints.common import make_checkpoint
 
 
 def test_an_end_token_beyond_the_vocabulary_disables_no_grammar(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import transformers
 
 from baton.errors import CheckpointError, RequestError
 from baton.text import Tokenizer
-from tests.server.fake_serving import EOS, write_tokenizer
+from testkit.servers.fake_serving import EOS, write_tokenizer
 
 BOS = 256
 # As in fine-tunes: plain text for tokenizer.json.

@@ -12,7 +12,7 @@ import transformers
 
 from baton.errors import RequestError
 from baton.text import Tokenizer
-from tests.server.fake_serving import write_tokenizer
+from testkit.servers.fake_serving import write_tokenizer
 
 ALL = "{% for message in messages %}"
 END = "{% endfor %}"

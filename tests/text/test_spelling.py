@@ -11,7 +11,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from baton.text import IncrementalDetokenizer, Tokenizer
-from tests.server.fake_serving import EOS, write_tokenizer
+from testkit.servers.fake_serving import EOS, write_tokenizer
 from tests.text.test_text_layer import byte_fallback_tokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"

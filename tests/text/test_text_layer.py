@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers
 from baton.errors import CheckpointError, RequestError
 from baton.text import IncrementalDetokenizer, StopChecker, Tokenizer
 from baton.text.stop import _borders
-from tests.server.fake_serving import EOS, write_tokenizer
+from testkit.servers.fake_serving import EOS, write_tokenizer
 
 
 @pytest.fixture(scope="module")

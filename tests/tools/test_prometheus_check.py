@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engine.metrics import EngineMetrics
 from baton.openai.http.metrics import FrontMetrics, RowCollector, exposed, with_vllm_names
-from tests.server.fake_serving import load_of
+from testkit.servers.fake_serving import load_of
 from tools.prometheus_check import metric_names, queries
 
 

@@ -16,7 +16,7 @@ from baton.testing.transport_suite import check_names
 from baton.transports.base import Peer
 from baton.transports.registry import create_transport
 from baton.transports.remote.transport import RemoteTransport
-from tests.support.remote_uris import SCHEMES, uri_of
+from testkit.handoffs.remote_uris import SCHEMES, uri_of
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

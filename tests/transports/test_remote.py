@@ -33,7 +33,7 @@ from baton.transports.remote.file import Batch, FileLibrary
 from baton.transports.remote.library import RemotePeer
 from baton.transports.remote.lifeline import MAX_FRAME, Lifeline, Line
 from baton.transports.remote.transport import RemoteDescriptor, RemoteTransport, parse_descriptor
-from tests.support.remote_uris import SCHEMES, uri_of
+from testkit.handoffs.remote_uris import SCHEMES, uri_of
 
 
 def eventually(holds: Callable[[], object]) -> None:

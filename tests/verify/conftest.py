@@ -8,8 +8,8 @@ import pytest
 
 from baton import cli
 from baton.verify import counters
+from testkit.servers.fake_openai import FakeOpenAI, running
 from tests.verify.command import Result, Verify
-from tests.verify.fake_openai import FakeOpenAI, running
 
 NUM = 4  # requests
 

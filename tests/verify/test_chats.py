@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from testkit.servers.fake_openai import TIE, FakeOpenAI
 from tests.verify.command import Verify
-from tests.verify.fake_openai import TIE, FakeOpenAI
 
 BOS = 60
 ASKED = [{"role": "user", "content": "a\u2028b"}]

@@ -11,8 +11,8 @@ import pytest
 
 from baton.openai import client
 from baton.verify import counters
+from testkit.servers.fake_openai import METRICS, TIE, FakeOpenAI, Json, running, token, zipped
 from tests.verify.command import Verify
-from tests.verify.fake_openai import METRICS, TIE, FakeOpenAI, Json, running, token, zipped
 
 NUM = 4  # requests
 MODEL = "models/baton-demo-llama"

@@ -22,7 +22,7 @@ from baton.vllm.config import read_config
 from baton.vllm.steps import ClosePrefill, ComputedTokens, OpenPrefill, StepNews
 from baton.vllm.worker import WorkerSide
 from baton.wire import KVStream
-from tests.support.tickets import make_ticket
+from testkit.handoffs.tickets import make_ticket
 from tests.vllm.test_plugin_bug_classes import DRAFTER, GARBAGE, LOOKAHEAD, Engine, _bytes, _wrong, entry_of, layer_name
 
 TARGET_LAYERS = range(4)

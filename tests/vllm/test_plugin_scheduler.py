@@ -13,7 +13,7 @@ from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint
 from baton.vllm.groups import CacheTable
 from baton.vllm.scheduler import SchedulerSide, VllmIdentity, handoff_digest
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
-from tests.support.tickets import make_ticket, signed
+from testkit.handoffs.tickets import make_ticket, signed
 
 KEY = b"k" * 32
 NOW = 1000.0

@@ -18,7 +18,7 @@ from baton.vllm.scheduler import SchedulerSide, handoff_digest
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from baton.vllm.worker import WorkerSide
 from baton.wire import VllmIdentity
-from tests.support.tickets import make_ticket, signed
+from testkit.handoffs.tickets import make_ticket, signed
 
 KEY = b"k" * 32
 PROMPT = list(range(100, 110))

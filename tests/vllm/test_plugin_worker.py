@@ -19,7 +19,7 @@ from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from baton.vllm.worker import IDLE_WAIT_S, Results, WorkerSide
-from tests.support.tickets import make_ticket
+from testkit.handoffs.tickets import make_ticket
 
 
 class FakeAgent:

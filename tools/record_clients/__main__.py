@@ -30,7 +30,7 @@ from aiohttp import web
 
 from baton.openai.http.serving import bind, served, url_of
 from baton.timeouts import timeout
-from tests.clients.deployments import before_vllm, embedded
+from testkit.clients.deployments import before_vllm, embedded
 
 HERE = Path(__file__).parent
 CLIENTS = {

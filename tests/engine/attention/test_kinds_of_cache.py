@@ -18,7 +18,7 @@ from baton.errors import BatonError
 from baton.kernels.cpu import omp
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes, latent_planes
 from baton.models.cache import ScanRows, States
-from tests.support.planes import split_latent_planes
+from testkit.handoffs.planes import split_latent_planes
 
 HEADS, LATENT, ROPE, LENGTH = 3, 24, 8, 150
 NOPE, VALUE = 10, 12

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.parity.cases import MODES, Case
 from benchmarks.parity.models import DRAFTERS, TARGETS
 from benchmarks.parity.trial import Trial, compare
-from tests.engine.engines import Mode
+from testkit.engines import Mode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DOCUMENT = Path(__file__).with_name("bytes_by_hand.md")

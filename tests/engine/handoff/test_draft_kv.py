@@ -17,9 +17,9 @@ from baton.engine.config import SpeculativeConfig
 from baton.engine.plan import DraftPlan, DraftResult
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, pair, stepped
-from tests.support.checkpoints import make_checkpoint
-from tests.support.drafters_tokens import draft_model, ngram, windowed_draft_model
+from testkit.checkpoints.common import make_checkpoint
+from testkit.checkpoints.drafters_tokens import draft_model, ngram, windowed_draft_model
+from testkit.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, pair, stepped
 
 Settings = dict[str, Any]
 EAGLE = {"method": "eagle", "model": "models/baton-demo-eagle", "num_speculative_tokens": 2}
@@ -166,7 +166,7 @@ def test_a_draft_model_that_starts_cold_computes_the_prompt_itself(
     drafters: list[Settings] = []
     if kind == "states":
         pytest.importorskip("transformers")
-        from tests.support.checkpoints_granite import make_granite
+        from testkit.checkpoints.granite import make_granite
 
         target = make_granite(tmp_path / "target")
     else:

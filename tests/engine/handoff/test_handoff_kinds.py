@@ -22,8 +22,8 @@ from baton.kv.cache import KVCache
 from baton.kv.interval import Interval, Rules
 from baton.kv.tables import BlockTables
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, kv_of, pair, request, stepped
-from tests.support.checkpoints import make_checkpoint, make_drafter
+from testkit.checkpoints.common import make_checkpoint, make_drafter
+from testkit.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, kv_of, pair, request, stepped
 
 EAGLE = {"method": "eagle", "model": "models/baton-demo-eagle", "num_speculative_tokens": 3}
 WINDOW = 24

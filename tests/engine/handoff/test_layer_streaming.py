@@ -17,7 +17,7 @@ from baton.errors import BatonError, ConfigError
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol.events import LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey
-from tests.engine.engines import TARGET, Pair, Stepped, Stream, kv_of, pair, stepped
+from testkit.engines import TARGET, Pair, Stepped, Stream, kv_of, pair, stepped
 from tests.engine.handoff.test_handoff_kinds import GREEDY, KINDS, SAMPLED, both_ways, prompt_of
 
 NUM_LAYERS = 4  # of the demo target

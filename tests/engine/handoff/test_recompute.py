@@ -18,7 +18,7 @@ from baton.openai.http.errors import to_api_error
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
-from tests.engine.engines import TARGET, Mode, Pair, Stepped, Stream, kv_of, pair, stepped
+from testkit.engines import TARGET, Mode, Pair, Stepped, Stream, kv_of, pair, stepped
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=3, logprobs=1, presence_penalty=0.3)
 EOS = 2

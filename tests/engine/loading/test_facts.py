@@ -19,7 +19,7 @@ from baton.errors import IncompatiblePeerError
 from baton.models.base import CausalLM
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest
-from tests.engine.engines import TARGET, pair
+from testkit.engines import TARGET, pair
 
 
 def facts_of(**settings: Any) -> dict[str, str]:

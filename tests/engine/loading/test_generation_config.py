@@ -15,7 +15,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.loading.generation_config import sampling_defaults
 from baton.errors import ConfigError
 from baton.sampling_params import NO_DEFAULTS, SamplingDefaults, SamplingParams
-from tests.support.checkpoints import make_checkpoint
+from testkit.checkpoints.common import make_checkpoint
 
 # A reasoning model's, with fields that mean nothing here.
 FIELDS = {

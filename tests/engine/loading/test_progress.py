@@ -16,7 +16,7 @@ from baton.engine.loading import progress
 from baton.engine.loading.checkpoints import load_checkpoints
 from baton.engine.loading.progress import showing
 from baton.models.loading.loader import load_model, watching
-from tests.support.checkpoints import make_checkpoint
+from testkit.checkpoints.common import make_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ from baton.engine.memory.draft_states import DraftStates
 from baton.engine.plan import DraftPlan, DraftResult, DraftSlots, Noise, Rows
 from baton.models import load_model
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import Mode, Stepped, Stream, pair, request, stepped
-from tests.support.kinds import WholeSequence
+from testkit.checkpoints.kinds import WholeSequence
+from testkit.engines import Mode, Stepped, Stream, pair, request, stepped
 
 pytest.importorskip("transformers")
-from tests.support.checkpoints_granite import make_granite
+from testkit.checkpoints.granite import make_granite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

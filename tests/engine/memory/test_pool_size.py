@@ -15,7 +15,7 @@ from baton.engine.config import EngineConfig, parse_size
 from baton.engine.memory.pool_size import MIN_POOL_BYTES, Demand, Memory, PoolSize, pool_size
 from baton.errors import ConfigError
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes
-from tests.engine.engines import EAGLE3, TARGET
+from testkit.engines import EAGLE3, TARGET
 
 GIB = 1 << 30
 PAGE_BYTES = 2 << 20  # 16 tokens of an 8 B model

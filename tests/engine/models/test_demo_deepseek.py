@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from baton.engine.config import SpeculativeConfig
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import Mode, Stream, pair, stepped
+from testkit.engines import Mode, Stream, pair, stepped
 
 TARGET = "models/baton-demo-deepseek"
 DRAFTERS: dict[str, dict[str, Any]] = {

@@ -23,11 +23,11 @@ from baton.models.config import ModelConfig, RawConfig
 from baton.models.glm4_moe import Glm4Moe
 from baton.models.loading.loader import load_model
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import Mode, Stepped, pair, request, stepped
-from tests.support.checkpoints import make_checkpoint, make_drafter
-from tests.support.drafters_layers import latent_head, make_mtp_checkpoint, mtp
-from tests.support.drafters_tokens import draft_model, ngram, windowed_draft_model
-from tests.support.kinds import WholeSequence
+from testkit.checkpoints.common import make_checkpoint, make_drafter
+from testkit.checkpoints.drafters_layers import latent_head, make_mtp_checkpoint, mtp
+from testkit.checkpoints.drafters_tokens import draft_model, ngram, windowed_draft_model
+from testkit.checkpoints.kinds import WholeSequence
+from testkit.engines import Mode, Stepped, pair, request, stepped
 
 Settings = dict[str, Any]
 NUM_TOKENS = 10

@@ -18,9 +18,9 @@ from baton.kv.cache import KVCache
 from baton.kv.interval import Rules
 from baton.kv.tables import BlockTables
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import Mode, Pair, Stream, pair, request, stepped
-from tests.support import kinds
-from tests.support.checkpoints import make_drafter
+from testkit.checkpoints import kinds
+from testkit.checkpoints.common import make_drafter
+from testkit.engines import Mode, Pair, Stream, pair, request, stepped
 
 NUM_TOKENS = 9
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
@@ -56,7 +56,7 @@ class Trial:
 def registered() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(*kinds.REGISTERED)
-        patch.setitem(DRAFTERS, "guesses", "tests.support.kinds:Guesses")
+        patch.setitem(DRAFTERS, "guesses", "testkit.checkpoints.kinds:Guesses")
         yield
 
 

@@ -16,11 +16,11 @@ from baton.errors import CheckpointError
 from baton.kv.tables import BlockTables
 from baton.models import load_model
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import Mode, Stepped, Stream, pair, request, stepped
-from tests.support.checkpoints import make_drafter
+from testkit.checkpoints.common import make_drafter
+from testkit.engines import Mode, Stepped, Stream, pair, request, stepped
 
 transformers = pytest.importorskip("transformers")
-from tests.support.checkpoints_granite import make_granite  # noqa: E402 - needs transformers
+from testkit.checkpoints.granite import make_granite  # noqa: E402 - needs transformers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,10 +20,10 @@ from baton.errors import CheckpointError
 from baton.models import load_model
 from baton.models.registry import model_class
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import Mode, Stepped, pair, stepped
+from testkit.checkpoints.common import make_drafter
+from testkit.checkpoints.moe import SHAPES, make_moe_checkpoint
+from testkit.engines import Mode, Stepped, pair, stepped
 from tests.engine.models.test_transformers_equality import judge, load_reference, make_predictable
-from tests.support.checkpoints import make_drafter
-from tests.support.checkpoints_moe import SHAPES, make_moe_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

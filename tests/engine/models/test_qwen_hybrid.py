@@ -15,15 +15,15 @@ from baton.engine.config import SpeculativeConfig
 from baton.errors import CheckpointError
 from baton.models import load_model
 from baton.wire import SamplingParams
-from tests.engine.engines import Mode, pair, stepped
+from testkit.engines import Mode, pair, stepped
 
 transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm  # noqa: E402
 
+from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid  # noqa: E402
 from tests.drafters.test_mtp import drafts_of_the_engine  # noqa: E402 - needs transformers
 from tests.engine.models.test_transformers_equality import load_reference  # noqa: E402
-from tests.support.checkpoints_qwen_hybrid import make_qwen_hybrid  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

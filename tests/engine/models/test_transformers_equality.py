@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from baton import LLM, SamplingParams
 from baton.verify.observe import make_cases
-from tests.support.checkpoints import make_checkpoint, make_drafter
+from testkit.checkpoints.common import make_checkpoint, make_drafter
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,12 +19,12 @@ from baton import LLM
 from baton.engine.config import SpeculativeConfig
 from baton.models import CausalLM, KVLayerSpec, load_model
 from baton.sampling_params import SamplingParams
-from tests.engine.engines import Mode, pair, request, stepped
+from testkit.checkpoints.common import make_drafter
+from testkit.checkpoints.gemma3 import make_gemma3
+from testkit.checkpoints.gpt_oss import make_gpt_oss
+from testkit.engines import Mode, pair, request, stepped
 from tests.engine.handoff.test_handoff_kinds import both_ways, drop_one_page_more, prompt_of, want_one_page_less
 from tests.engine.models.test_transformers_equality import load_reference
-from tests.support.checkpoints import make_drafter
-from tests.support.checkpoints_gemma3 import make_gemma3
-from tests.support.checkpoints_gpt_oss import make_gpt_oss
 
 pytest.importorskip("transformers")
 

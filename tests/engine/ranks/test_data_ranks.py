@@ -20,7 +20,7 @@ from baton.errors import ConfigError, EngineUnavailableError
 from baton.models.layers.expert_parallel import ExpertRanks
 from baton.sampling_params import SamplingParams
 from benchmarks.parity.models import TARGETS
-from tests.engine.engines import TARGET, request
+from testkit.engines import TARGET, request
 
 Answer = tuple[list[int], list[int]]
 PROMPTS = [[3 + (7 * i + 13 * n) % 90 for i in range(n)] for n in (1, 17, 40, 61)]

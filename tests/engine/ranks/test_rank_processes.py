@@ -21,7 +21,7 @@ from baton.engine.ranks.executor import RankExecutor
 from baton.engine.ranks.messages import Compute, decode_order, encode
 from baton.errors import BatonError, ConfigError, EngineUnavailableError
 from baton.transports.mapped.segments import file_of
-from tests.support.checkpoints_granite import make_granite
+from testkit.checkpoints.granite import make_granite
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}

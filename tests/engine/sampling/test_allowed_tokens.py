@@ -7,7 +7,7 @@ import pytest
 from baton.engine.llm import LLM
 from baton.errors import RequestError
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
-from tests.engine.engines import EAGLE3, TARGET
+from testkit.engines import EAGLE3, TARGET
 
 PROMPTS = [list(range(20, 20 + n)) for n in (1, 5, 40)]
 SOME = (7, 300, 301, 302, 1999, 2047)

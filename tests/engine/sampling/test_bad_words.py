@@ -14,7 +14,7 @@ from baton.errors import RequestError
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer
 from baton.text.bad_words import tokens_of
-from tests.engine.engines import TARGET, Stepped, pair, request, stepped
+from testkit.engines import TARGET, Stepped, pair, request, stepped
 
 POOL = {"kv_cache_memory": 16 << 20}
 LENGTH = 32

@@ -18,7 +18,7 @@ from baton.engine.requests import make_request
 from baton.errors import RequestError
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer
-from tests.engine.engines import EAGLE3, TARGET, Pair, Stepped, Stream, pair, request, stepped
+from testkit.engines import EAGLE3, TARGET, Pair, Stepped, Stream, pair, request, stepped
 
 PROMPT = "The with statement is used to"
 SCHEMA = {

@@ -31,11 +31,11 @@ from baton.router import RouterConfig
 from baton.router.app import build_app as build_router
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.server import build_app
-from tests.engine.engines import EAGLE3, TARGET, Stepped, pair, request, stepped
-from tests.server.fake_serving import served
-from tests.support.checkpoints import make_checkpoint
-from tests.support.checkpoints_moe import make_moe_checkpoint
-from tests.support.drafters_tokens import ngram
+from testkit.checkpoints.common import make_checkpoint
+from testkit.checkpoints.drafters_tokens import ngram
+from testkit.checkpoints.moe import make_moe_checkpoint
+from testkit.engines import EAGLE3, TARGET, Stepped, pair, request, stepped
+from testkit.servers.fake_serving import served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # A token whose embedding is NaN.
@@ -77,7 +77,7 @@ def spoil_runner(runner: ModelRunner, value: float = math.nan) -> None:
 
 def granite(path: Path, **overrides: Any) -> Path:
     pytest.importorskip("transformers")
-    from tests.support.checkpoints_granite import make_granite
+    from testkit.checkpoints.granite import make_granite
 
     experts = {"num_local_experts": 5, "num_experts_per_tok": 2}
     return make_granite(path, **{**experts, "tie_word_embeddings": False, **overrides})
@@ -85,14 +85,14 @@ def granite(path: Path, **overrides: Any) -> Path:
 
 def gemma3(path: Path, **overrides: Any) -> Path:
     pytest.importorskip("transformers")
-    from tests.support.checkpoints_gemma3 import make_gemma3
+    from testkit.checkpoints.gemma3 import make_gemma3
 
     return make_gemma3(path, tie_word_embeddings=False, **overrides)
 
 
 def gpt_oss(path: Path, **overrides: Any) -> Path:
     pytest.importorskip("transformers")
-    from tests.support.checkpoints_gpt_oss import make_gpt_oss
+    from testkit.checkpoints.gpt_oss import make_gpt_oss
 
     return make_gpt_oss(path, **overrides)
 

@@ -14,7 +14,7 @@ from baton.engine.sampling.prompt_logprobs import prompt_logprobs
 from baton.errors import RequestError
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, TokenChunk, TokenLogprobs
-from tests.engine.engines import EAGLE3, TARGET
+from testkit.engines import EAGLE3, TARGET
 
 PROMPT = [int(i) for i in np.random.default_rng(0).integers(5, 2000, 150)]
 NUM_TOP = 3

@@ -23,7 +23,7 @@ from baton.kv.geometry import (
 )
 from baton.kv.interval import ALL_LAYERS, Interval
 from baton.kv.spec import ITEMSIZE, Cut, GroupSpec, kv_planes, latent_planes
-from tests.support.planes import BLOCK_MAJOR_HND, LAYER_MAJOR_HND, split_latent_planes, with_planes
+from testkit.handoffs.planes import BLOCK_MAJOR_HND, LAYER_MAJOR_HND, split_latent_planes, with_planes
 
 ORDERS = [
     BLOCK_MAJOR_NHD,

@@ -25,7 +25,7 @@ from baton.handoff.protocol.messages import AttemptKey, PieceDigest, Seeds
 from baton.kv.geometry import BLOCK_MAJOR_NHD, Axis, Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
-from tests.support.planes import LAYER_MAJOR_HND, with_planes
+from testkit.handoffs.planes import LAYER_MAJOR_HND, with_planes
 
 KEY = AttemptKey(b"0" * 16, 0, "p", "d")
 LAYERS, HEADS, DIM, TOKENS = 3, 2, 4, 150

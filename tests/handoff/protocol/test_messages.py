@@ -42,7 +42,7 @@ from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
 from baton.wire import TokenLogprobs
-from tests.support.planes import with_planes
+from testkit.handoffs.planes import with_planes
 
 KEY = AttemptKey(b"0123456789abcdef", 2, "p-1", "d-1")
 DIGESTS = {"target": [PieceDigest(Interval(3, 9), b"x" * 16)]}

@@ -24,7 +24,7 @@ from baton.handoff.protocol.ticket import (
 )
 from baton.sampling_params import SamplingParams
 from baton.wire import EngineIdentity
-from tests.support.tickets import make_ticket
+from testkit.handoffs.tickets import make_ticket
 
 KEY = b"k" * 32
 TICKET = make_ticket(

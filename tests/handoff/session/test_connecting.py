@@ -13,7 +13,7 @@ from baton.handoff.session.connecting import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX
 from baton.kv.interval import Interval
 from baton.transports.base import Peer
 from baton.transports.mapped.local import LocalTransport
-from tests.support.modelled_network import TIMERS, Clock, Node, World
+from testkit.handoffs.modelled_network import TIMERS, Clock, Node, World
 
 
 class Hanging(LocalTransport):

@@ -20,7 +20,7 @@ from baton.handoff.session.base import Connection
 from baton.handoff.session.config import Timers
 from baton.kv.interval import Interval
 from baton.transports.base import Operation, Peer
-from tests.support.modelled_network import STEP, TIMERS, N, Node, StuckTransport, World
+from testkit.handoffs.modelled_network import STEP, TIMERS, N, Node, StuckTransport, World
 
 
 @pytest.fixture(params=["push", "pull"])

@@ -24,7 +24,7 @@ from baton.transports.base import Peer
 from baton.transports.mapped.segments import remove_stale_segments
 from baton.transports.process import ProcessWatch, own_host_key, start_time_of
 from baton.transports.remote.lifeline import Lifeline
-from tests.handoff.nodes import SEEDS, Node, Pair, ticket_for
+from testkit.handoffs.nodes import SEEDS, Node, Pair, ticket_for
 
 N = 8
 

@@ -22,7 +22,7 @@ from baton.openai.http.limits import HttpLimits
 from baton.server import build_app
 from baton.text import Tokenizer
 from baton.timeouts import timeout
-from tests.server.fake_serving import FakeEngine, served, until
+from testkit.servers.fake_serving import FakeEngine, served, until
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 

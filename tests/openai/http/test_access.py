@@ -15,7 +15,7 @@ from baton.router import RouterConfig
 from baton.router import build_app as build_router
 from baton.server import build_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import FakeEngine, served
+from testkit.servers.fake_serving import FakeEngine, served
 
 KEYS = ("secret-1", "sécret-2")
 

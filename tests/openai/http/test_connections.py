@@ -26,8 +26,8 @@ from baton.openai.http.limits import Bodies, HttpLimits
 from baton.openai.http.serving import bind, serve_until, terminator, url_of
 from baton.server import build_app
 from baton.text import Tokenizer
+from testkit.servers.fake_serving import TEXT, FakeEngine, served, until
 from tests.openai.http.test_doors import CERT, KEY, trusting
-from tests.server.fake_serving import TEXT, FakeEngine, served, until
 
 LIMIT_S = 20.0
 

@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 from baton.openai.http.access import REQUEST_ID, Access
 from baton.server import build_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import FakeEngine, served
+from testkit.servers.fake_serving import FakeEngine, served
 
 TLS = Path(__file__).parent / "tls"
 CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")  # self-signed, for localhost, only for tests

@@ -12,7 +12,7 @@ import aiohttp
 from baton.server import build_app
 from baton.text import Tokenizer
 from simulation.fuzz.http_bytes import HttpMaker
-from tests.server.fake_serving import FakeEngine, served
+from testkit.servers.fake_serving import FakeEngine, served
 
 
 async def test_a_server_answers_after_any_bytes(directory: Path, session: aiohttp.ClientSession) -> None:

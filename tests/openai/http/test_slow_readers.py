@@ -31,7 +31,7 @@ from baton.router import build_app as build_router
 from baton.server import build_app
 from baton.text import Tokenizer
 from baton.timeouts import timeout
-from tests.server.fake_serving import KEY, FakeEngine, complete, served, until
+from testkit.servers.fake_serving import KEY, FakeEngine, complete, served, until
 
 LIMIT_S = 60.0
 # About 400 KB per choice: more than the sockets below hold, plus asyncio's buffer before it pauses.

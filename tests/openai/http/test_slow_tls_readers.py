@@ -18,6 +18,7 @@ from baton.openai.http.access import Access
 from baton.openai.http.app import json_response, new_app
 from baton.openai.http.limits import HttpLimits
 from baton.timeouts import timeout
+from testkit.servers.fake_serving import until
 from tests.openai.http.test_doors import CERT, trusting
 from tests.openai.http.test_doors import KEY as KEY_FILE
 from tests.openai.http.test_slow_readers import (
@@ -29,7 +30,6 @@ from tests.openai.http.test_slow_readers import (
     fronts,
     narrow,
 )
-from tests.server.fake_serving import until
 
 TLS = Access(ssl_certfile=CERT, ssl_keyfile=KEY_FILE)
 

@@ -13,7 +13,7 @@ from multidict import CIMultiDict
 from baton.openai.http.tracing import trace_of
 from baton.server import build_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import FakeEngine, complete, served
+from testkit.servers.fake_serving import FakeEngine, complete, served
 
 ID, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{ID}-{SPAN}-01"

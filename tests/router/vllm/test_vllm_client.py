@@ -32,7 +32,7 @@ from baton.router.vllm_api import completion_body, to_chunk
 from baton.router.vllm_client import VllmClient
 from baton.sampling_params import NO_DEFAULTS, SamplingDefaults, SamplingParams, StructuredOutputsParams
 from baton.wire import GenerateRequest, Role, TokenChunk, TokenLogprobs
-from tests.router.vllm.fake_vllm import FakeVllm, token_at
+from testkit.servers.fake_vllm import FakeVllm, token_at
 
 PROMPT = [10, 11, 12, 13]
 

@@ -12,9 +12,9 @@ import pytest
 
 from baton.errors import ConfigError, IncompatiblePeerError
 from baton.router import RouterConfig, build_app
-from tests.router.vllm.fake_vllm import FakeVllm, token_at
-from tests.router.vllm.vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said
-from tests.server.fake_serving import served, status_of, until
+from testkit.servers.fake_serving import served, status_of, until
+from testkit.servers.fake_vllm import FakeVllm, token_at
+from testkit.servers.vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said
 
 
 @pytest.mark.parametrize(("name", "seed"), WAYS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.router.vllm.vllm_pair import Pair, complete
+from testkit.servers.vllm_pair import Pair, complete
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])

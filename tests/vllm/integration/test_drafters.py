@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.vllm.integration.kit.answers import Answer, same
-from tests.vllm.integration.kit.checkpoints import shallow
-from tests.vllm.integration.kit.checks import check_all_are_handed_over
-from tests.vllm.integration.kit.servers import (
+from testkit.vllm.answers import Answer, same
+from testkit.vllm.checkpoints import shallow
+from testkit.vllm.checks import check_all_are_handed_over
+from testkit.vllm.servers import (
     ROOT,
     Mode,
     Pair,

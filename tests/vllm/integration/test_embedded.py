@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer, serve
-from tests.support.checkpoints import make_checkpoint
-from tests.vllm.integration.kit.servers import EAGLE3, MODEL, demo_prompts
+from testkit.checkpoints.common import make_checkpoint
+from testkit.vllm.servers import EAGLE3, MODEL, demo_prompts
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm.integration.kit.answers import Answer
-from tests.vllm.integration.kit.checkpoints import gpt_oss
-from tests.vllm.integration.kit.servers import EAGLE3, Pair, Server, demo_prompts, serve, wait_idle
+from testkit.vllm.answers import Answer
+from testkit.vllm.checkpoints import gpt_oss
+from testkit.vllm.servers import EAGLE3, Pair, Server, demo_prompts, serve, wait_idle
 from tests.vllm.integration.test_ranks import abort_at_random, all_of, alone, check, outcomes
 
 pytestmark = pytest.mark.timeout(1800)

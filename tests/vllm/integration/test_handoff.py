@@ -12,9 +12,9 @@ import pytest
 import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from tests.vllm.integration.kit.answers import Answer, same
-from tests.vllm.integration.kit.checks import alone_in_turn, leave_at_random
-from tests.vllm.integration.kit.servers import (
+from testkit.vllm.answers import Answer, same
+from testkit.vllm.checks import alone_in_turn, leave_at_random
+from testkit.vllm.servers import (
     EAGLE3,
     OWN_PROCESS,
     Mode,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.integration.kit.checkpoints import deepseek, gemma3, gpt_oss, mamba2, windowed
-from tests.vllm.integration.kit.checks import check_all_are_handed_over
-from tests.vllm.integration.kit.servers import (
+from testkit.vllm.checkpoints import deepseek, gemma3, gpt_oss, mamba2, windowed
+from testkit.vllm.checks import check_all_are_handed_over
+from testkit.vllm.servers import (
     EAGLE3,
     Mode,
     Pair,

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 
-from tests.vllm.integration.kit.answers import Answer, same
-from tests.vllm.integration.kit.checks import alone_in_turn, leave_at_random
-from tests.vllm.integration.kit.servers import (
+from testkit.vllm.answers import Answer, same
+from testkit.vllm.checks import alone_in_turn, leave_at_random
+from testkit.vllm.servers import (
     EAGLE3,
     Pair,
     Server,

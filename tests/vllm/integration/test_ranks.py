@@ -17,10 +17,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.vllm.integration.kit.answers import Answer, same, same_acceptance
-from tests.vllm.integration.kit.checkpoints import deepseek, mamba2
-from tests.vllm.integration.kit.checks import alone, leave_at_random
-from tests.vllm.integration.kit.servers import (
+from testkit.vllm.answers import Answer, same, same_acceptance
+from testkit.vllm.checkpoints import deepseek, mamba2
+from testkit.vllm.checks import alone, leave_at_random
+from testkit.vllm.servers import (
     EAGLE3,
     MODEL,
     Mode,

@@ -16,9 +16,9 @@ import aiohttp
 import pytest
 
 from baton.router import RouterConfig, build_app
-from tests.server.fake_serving import served
-from tests.vllm.integration.kit.answers import Answer, same
-from tests.vllm.integration.kit.servers import (
+from testkit.servers.fake_serving import served
+from testkit.vllm.answers import Answer, same
+from testkit.vllm.servers import (
     EAGLE3,
     LIMIT_S,
     OWN_PROCESS,

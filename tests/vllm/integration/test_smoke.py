@@ -9,8 +9,8 @@ from importlib.metadata import version
 import aiohttp
 import pytest
 
-from tests.vllm.integration.kit.answers import same
-from tests.vllm.integration.kit.servers import (
+from testkit.vllm.answers import same
+from testkit.vllm.servers import (
     EAGLE3,
     OWN_PROCESS,
     Mode,

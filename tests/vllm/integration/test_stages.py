@@ -10,9 +10,9 @@ import aiohttp
 import pytest
 
 from baton.router import RouterConfig, build_app
-from tests.server.fake_serving import served
-from tests.vllm.integration.kit.answers import Answer, same
-from tests.vllm.integration.kit.servers import Mode, Pair, Server, ask, demo_prompts, request, serve, wait_idle
+from testkit.servers.fake_serving import served
+from testkit.vllm.answers import Answer, same
+from testkit.vllm.servers import Mode, Pair, Server, ask, demo_prompts, request, serve, wait_idle
 from tests.vllm.integration.test_ranks import (
     BOTH,
     LEASE_S,

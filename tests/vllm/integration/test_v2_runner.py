@@ -15,7 +15,7 @@ import torch
 from vllm.v1.worker.gpu import model_runner
 
 from baton.handoff.session.keys import make_keys
-from tests.vllm.integration.kit.v2_engine import LAYERS, PROMPT, Engine, Model, legs
+from testkit.vllm.v2_engine import LAYERS, PROMPT, Engine, Model, legs
 
 P_BLOCKS, D_BLOCKS = [5, 2, 7], [1, 6, 3]
 NUM = len(PROMPT) - 1  # tokens that are handed over

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm.integration.kit.checkpoints import gpt_oss, windowed
-from tests.vllm.integration.kit.servers import EAGLE3, Mode, Pair, serve, wait_idle
+from testkit.vllm.checkpoints import gpt_oss, windowed
+from testkit.vllm.servers import EAGLE3, Mode, Pair, serve, wait_idle
 from tests.vllm.integration.test_recovery import CHUNKS, LEASE_S, TIGHT, exact, outcomes
 
 pytestmark = pytest.mark.timeout(1800)

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from benchmarks.vllm.servers import VllmServer
-from tests.vllm.integration.kit.servers import demo_prompts
+from testkit.vllm.servers import demo_prompts
 from tests.vllm.integration.router.test_router import alone, complete, routed, same_as_one_server, serve_pair
 
 pytestmark = pytest.mark.timeout(1800)

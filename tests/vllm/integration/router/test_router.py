@@ -24,9 +24,9 @@ from baton.text import Tokenizer
 from baton.text.bad_words import tokens_of
 from benchmarks.scrape import scrape
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
-from tests.server.fake_serving import served
-from tests.vllm.integration.kit.answers import NEAR_TIE
-from tests.vllm.integration.kit.servers import EAGLE3, LIMIT_S, MODEL, REQUEST_TIMEOUT, demo_prompts
+from testkit.servers.fake_serving import served
+from testkit.vllm.answers import NEAR_TIE
+from testkit.vllm.servers import EAGLE3, LIMIT_S, MODEL, REQUEST_TIMEOUT, demo_prompts
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.vllm.integration.kit.servers import MODEL
+from testkit.vllm.servers import MODEL
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 LOUD = slice(3, 9)  # tokens between which these models choose, so that a guessing drafter is sometimes right

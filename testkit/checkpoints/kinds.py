@@ -35,7 +35,7 @@ from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import rotate
 from baton.models.loading.loader import load_model
 from baton.models.registry import MODELS
-from tests.support.checkpoints import make_checkpoint
+from testkit.checkpoints.common import make_checkpoint
 
 MODEL_TYPE = "every_kind"
 REGISTERED = (MODELS, MODEL_TYPE, f"{__name__}:EveryKind")

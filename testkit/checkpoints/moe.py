@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.checkpoints import make_checkpoint
+from testkit.checkpoints.common import make_checkpoint
 
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1}
 _LATENT = {

@@ -13,11 +13,11 @@ from pathlib import Path
 from baton.openai.tools import Parsing
 from baton.router import RouterConfig, build_app
 from benchmarks import smollm2
-from tests.clients.obedient_vllm import TEMPLATE, ObedientVllm
-from tests.e2e.running import running_up
-from tests.router.vllm.fake_vllm import Shared
-from tests.router.vllm.vllm_pair import QUICK
-from tests.server.fake_serving import ADMIN_TOKEN, KEY, served, write_tokenizer
+from testkit.clients.obedient_vllm import TEMPLATE, ObedientVllm
+from testkit.processes.running import running_up
+from testkit.servers.fake_serving import ADMIN_TOKEN, KEY, served, write_tokenizer
+from testkit.servers.fake_vllm import Shared
+from testkit.servers.vllm_pair import QUICK
 
 # The name in the recorded requests.
 MODEL = "demo"

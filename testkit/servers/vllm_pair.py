@@ -12,9 +12,9 @@ import aiohttp
 
 from baton.router import RouterConfig, build_app
 from baton.router.timers import RouterTimers
-from tests.router.vllm.fake_vllm import FakeVllm, Kind, Shared, token_at
-from tests.server import fake_serving
-from tests.server.fake_serving import ADMIN_TOKEN, KEY, served
+from testkit.servers import fake_serving
+from testkit.servers.fake_serving import ADMIN_TOKEN, KEY, served
+from testkit.servers.fake_vllm import FakeVllm, Kind, Shared, token_at
 
 # Servers and router share one loop, which other tests may block for a while.
 QUICK = RouterTimers(check=0.05, answer=1.5, lease=2.0, patience=1.0)

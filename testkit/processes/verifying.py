@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from tests.e2e.leftovers import orphaned_segments
+from testkit.processes.leftovers import orphaned_segments
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}

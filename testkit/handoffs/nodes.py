@@ -13,7 +13,7 @@ from baton.handoff.session.config import Timers
 from baton.kv.interval import Interval
 from simulation.fuzz import pair
 from simulation.fuzz.pair import DIM, GROUPS, HEADS
-from tests.support.tickets import make_ticket_between, signed
+from testkit.handoffs.tickets import make_ticket_between, signed
 
 KEY = b"k" * 32
 SEEDS = Seeds(first_token=5, draft_token_ids=[6, 7, 8])

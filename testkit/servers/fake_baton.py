@@ -19,8 +19,8 @@ from baton import cli
 from baton.deployment import processes
 from baton.engine.config import EngineConfig
 from baton.handoff.protocol import ticket as tickets
-from tests.server import fake_serving
-from tests.server.fake_serving import FakeEngine
+from testkit.servers import fake_serving
+from testkit.servers.fake_serving import FakeEngine
 
 
 def engine_of(config: EngineConfig, progress: Any) -> FakeEngine:
@@ -73,5 +73,5 @@ if __name__ == "__main__":
     module = types.ModuleType("baton.engine.async_engine")
     module.AsyncEngine = engine_of  # type: ignore[attr-defined]
     sys.modules["baton.engine.async_engine"] = module
-    processes.BATON = (sys.executable, "-m", "tests.server.fake_baton")
+    processes.BATON = (sys.executable, "-m", "testkit.servers.fake_baton")
     cli.main()

@@ -21,8 +21,8 @@ from baton.kv.geometry import BLOCK_MAJOR_NHD, Axis, Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes, latent_planes
 from baton.transports.registry import create_transport
-from tests.handoff.nodes import KEY, TIMERS
-from tests.support.tickets import signed
+from testkit.handoffs.nodes import KEY, TIMERS
+from testkit.handoffs.tickets import signed
 
 SEEDS = Seeds(first_token=5, draft_token_ids=[6, 7, 8])
 NUM_PAGES = 24

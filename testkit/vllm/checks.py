@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import aiohttp
 
-from tests.vllm.integration.kit.answers import Answer
-from tests.vllm.integration.kit.servers import Mode, Pair, Server, ask, compare, reference, request, wait_idle
+from testkit.vllm.answers import Answer
+from testkit.vllm.servers import Mode, Pair, Server, ask, compare, reference, request, wait_idle
 
 
 async def alone(server: Server, prompts: Sequence[Sequence[int]], num: int = 20) -> list[Answer]:

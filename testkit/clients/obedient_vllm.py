@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.text import Tokenizer
-from tests.router.vllm.fake_vllm import EOS, FakeVllm
+from testkit.servers.fake_vllm import EOS, FakeVllm
 
 BEGIN = "<assistant>"
 TEMPLATE = (

@@ -14,8 +14,9 @@ from aiohttp import web
 
 from baton.handoff.protocol import ticket as tickets
 from baton.sampling_params import SamplingParams
+from baton.timeouts import timeout
 from baton.wire import LegRole
-from tests.server.fake_serving import KEY, served
+from testkit.servers.fake_serving import KEY, served
 
 # vLLM's `SamplingParams`.
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -297,7 +298,8 @@ class FakeVllm:
             name = params["remote_request_id"]
         if self.kind == "alone":
             return
-        await asyncio.wait_for(self.shared.of(name).wait(), 5.0)
+        async with timeout(5.0):
+            await self.shared.of(name).wait()
 
     def _check(self, role: LegRole, ticket: str, handed_over: Sequence[int]) -> None:
         signed = tickets.verify(KEY, ticket, role, float(1000 * ord(self.name[0])))

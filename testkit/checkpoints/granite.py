@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support.checkpoints import write_tokenizer
+from testkit.checkpoints.common import write_tokenizer
 
 _TINY: dict[str, Any] = {
     "vocab_size": 260,

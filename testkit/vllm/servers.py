@@ -26,9 +26,9 @@ from baton.vllm.scheduler import handoff_digest
 from baton.wire import EngineIdentity
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer
 from benchmarks.vllm.servers import serve as start_servers
-from tests.vllm.integration.kit.answers import Answer, same, same_acceptance
+from testkit.vllm.answers import Answer, same, same_acceptance
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": str(ROOT / "models" / "baton-demo-eagle3"), "num_speculative_tokens": 3}
 # These only end a hang. A CI machine may be many times slower than the slowest run here, and stop for seconds.

@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoints import make_checkpoint
+from testkit.checkpoints.common import make_checkpoint
 
 _TINY: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],

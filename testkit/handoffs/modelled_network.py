@@ -27,7 +27,7 @@ from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
 from baton.transports.base import Direction, Operation, Peer
 from baton.transports.mapped.local import LocalTransport
-from tests.support.tickets import make_ticket_between, signed
+from testkit.handoffs.tickets import make_ticket_between, signed
 
 SEEDS = Seeds(first_token=5)
 STEP = 0.05

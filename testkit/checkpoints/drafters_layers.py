@@ -13,8 +13,8 @@ from baton.drafters.mtp import Mtp
 from baton.models.loading.loader import load_model
 from baton.models.loading.stored import read_config
 from baton.models.registry import model_class
-from tests.support.checkpoints import _random_weights
-from tests.support.checkpoints_moe import make_moe_checkpoint
+from testkit.checkpoints.common import _random_weights
+from testkit.checkpoints.moe import make_moe_checkpoint
 
 _LATENT_HEAD = {
     "architectures": ["Eagle3DeepseekV2ForCausalLM"],

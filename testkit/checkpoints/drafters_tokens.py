@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.checkpoints import make_checkpoint
+from testkit.checkpoints.common import make_checkpoint
 
 WINDOW = 11
 
