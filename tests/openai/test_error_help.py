@@ -13,7 +13,7 @@ from baton.error_help import CODE_BY_ERROR, CODE_BY_STATUS, HELP, code_of
 from baton.openai.http.errors import to_api_error
 from baton.server import build_app
 from baton.text import Tokenizer
-from tests.server.fake_serving import FakeEngine, served
+from testkit.servers.fake_serving import FakeEngine, served
 from tools.error_table import PAGE, page
 
 
