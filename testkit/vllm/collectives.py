@@ -6,13 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from baton.vllm import compat
 from baton.vllm.connector import BatonConnector
 
 
@@ -36,24 +33,9 @@ def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[
     return total.split(sizes)[self.rank_in_group]
 
 
-def write_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
-    """A drafter's part of a dummy step. vLLM's own writes its entries to the slots of the rank's last request, in
-    blocks that may belong to another request by now.
-    """
-    self._slot_mapping_buffer.fill_(-1)
-    run_along(self, *args, **kwargs)
-
-
-run_along = SpecDecodeBaseProposer.dummy_run
 CpuCommunicator.all_gatherv = all_gatherv
 CpuCommunicator.reduce_scatterv = reduce_scatterv
-SpecDecodeBaseProposer.dummy_run = write_nothing
 
 
 class Gathering(BatonConnector):
-    """The connector, but without its refusal of speculation."""
-
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compat, "steps_alone", lambda config: True)
-            super().__init__(vllm_config, role, kv_cache_config)
+    """The connector as it is."""

@@ -62,12 +62,6 @@ def check_config(config: Any) -> None:
             raise ConfigError(name, f"BatonConnector knows several ranks with vLLM {WITH_RANKS}, got {ranks}")
     if parallel.pipeline_parallel_size != 1 and speculative is not None:
         raise ConfigError("speculative_config", "pipeline stages are handed off without speculation")
-    if not steps_alone(config) and speculative is not None:
-        # A rank without requests runs dummy steps, in which its drafter writes to its last request's slots: in blocks
-        # that other requests may have by now.
-        raise ConfigError(
-            "speculative_config", "data-parallel ranks that share experts are handed off without speculation"
-        )
     if data_parallel_rank(config) is not None and check_version() != WITH_RANKS:
         raise ConfigError("data_parallel_size", f"BatonConnector knows data-parallel ranks with vLLM {WITH_RANKS}")
     if config.model_config.enable_sleep_mode:
@@ -338,6 +332,13 @@ def zeroes_before_preemptions(config: Any) -> bool:
     """Whether the model runner zeroes and copies blocks before it reports preemptions to the connector. vLLM's V2
     runner does."""
     return bool(config.use_v2_model_runner)
+
+
+def slot_mappings() -> Any:
+    """The slot mappings of the forward pass that runs, by layer."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context().slot_mapping
 
 
 def wait_for_device(config: Any) -> None:

@@ -23,6 +23,7 @@ from baton.engines.ranks import joined_addresses
 from baton.errors import ConfigError
 from baton.vllm import compat
 from baton.vllm.config import read_config
+from baton.vllm.draft_slots import RememberedSlots
 from baton.vllm.metrics import TOTALS, BatonPromMetrics, BatonStats
 from baton.vllm.open_cache import OpenCache, open_cache
 from baton.vllm.scheduler import SchedulerSide
@@ -73,6 +74,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._version = version
         self._scheduler: SchedulerSide | None = None
         self._opened: OpenCache | None = None
+        self._draft_slots: RememberedSlots | None = None
         self._pool: Any = None
         self._reported: dict[str, int] = {}
 
@@ -95,6 +97,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register the KV cache with the transport and start the agent."""
         self._opened = open_cache(self._vllm_config, self._config, self._kv_cache_config, kv_caches, self._version)
+        if self._vllm_config.speculative_config is not None and not compat.steps_alone(self._vllm_config):
+            self._draft_slots = RememberedSlots(self._opened.draft_layers)
 
     def get_handshake_metadata(self) -> BatonHandshake | None:
         """None before the KV cache is registered."""
@@ -128,11 +132,15 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """A target layer is written, so its copy may begin. vLLM calls this after each attention layer."""
         self.worker.layer_written(layer_name)
+        if self._draft_slots is not None:
+            self._draft_slots.saw(layer_name, compat.slot_mappings())
 
     def wait_for_save(self) -> None:
         """Declare the step's tokens final; their copies overlap the next step. vLLM calls this after the drafter."""
         if sys.exc_info()[1] is not None:
             return  # vLLM calls this also when the step has failed
+        if self._draft_slots is not None:
+            self._draft_slots.blank()
         if isinstance(metadata := self._connector_metadata, BatonMetadata):
             if metadata.step.computed:
                 compat.wait_for_device(self._vllm_config)

@@ -36,13 +36,14 @@ _ROLES = {
 @dataclass(frozen=True, slots=True)
 class OpenCache:
     """One worker's registered KV cache. `rank`: among all workers of the engine. `identity`: the engine's, with only
-    this worker's address."""
+    this worker's address. `draft_layers`: vLLM's names of the drafter's layers here."""
 
     side: WorkerSide
     rank: int
     identity: VllmIdentity
     agent: HandoffAgent
     transport: Transport
+    draft_layers: tuple[str, ...] = ()
 
     def close(self) -> None:
         """Stop the agent, which tells the peers, and release the memory."""
@@ -118,7 +119,8 @@ def open_cache(
         sampling_defaults=compat.sampling_defaults(config),
         kv_transport=transport_name(settings.kv_transport),
     )
-    return OpenCache(side, rank, identity, agent, transport)
+    draft_layers = tuple(layer for group in groups if group.owner == "draft" for layer in group.layers)
+    return OpenCache(side, rank, identity, agent, transport, draft_layers)
 
 
 def _digester(config: PluginConfig, layout: CacheLayout) -> Digester | None:

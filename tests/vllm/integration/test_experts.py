@@ -1,17 +1,23 @@
-"""Data-parallel ranks of a model with experts, which compute in step: each is an engine of its own. With a drafter they
-are tested as if vLLM wrote nothing in a rank's dummy steps (`collectives`), and refused with vLLM as it is.
+"""Data-parallel ranks of a model with experts, which compute in step: each is an engine of its own. A rank without
+requests runs its drafter too, and must not write into KV that it receives.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from baton.handoff.session.keys import make_keys
 from testkit.vllm.answers import Answer
-from testkit.vllm.checkpoints import gpt_oss
+from testkit.vllm.checkpoints import deepseek_experts, gpt_oss
 from testkit.vllm.servers import EAGLE3, Pair, Server, demo_prompts, serve, wait_idle
+from tests.vllm.integration.test_hybrid import MLA, MTP
 from tests.vllm.integration.test_ranks import abort_at_random, all_of, alone, check, outcomes
 
 pytestmark = pytest.mark.timeout(1800)
@@ -19,14 +25,17 @@ PROMPTS = demo_prompts([2, 3, 31, 32, 33, *range(62, 70), 95, 97, 300, 700], see
 Fleet = dict[str, Server]
 
 
-@pytest.fixture(scope="module", params=["eagle3", "plain"])
+@pytest.fixture(scope="module", params=["mla with mtp", "eagle3", "plain"])
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A server of two data-parallel ranks that share the experts, and one of a single rank."""
     folder = tmp_path_factory.mktemp("experts")
-    gpt_oss(folder / "model")
-    configs = [("DATA", "kv_both", ["--data-parallel-size", "2"]), ("ONE", "kv_both", [])]
+    latents = request.param == "mla with mtp"
+    (deepseek_experts if latents else gpt_oss)(folder / "model")
+    flags = ["--attention-backend", MLA] if latents else []
+    configs = [("DATA", "kv_both", [*flags, "--data-parallel-size", "2"]), ("ONE", "kv_both", flags)]
     hooks = {"DATA": "collectives.Gathering"}
-    spec = EAGLE3 | {"model": str(folder / "model" / "eagle3")} if request.param == "eagle3" else None
+    eagle3 = EAGLE3 | {"model": str(folder / "model" / "eagle3")}
+    spec = {"mla with mtp": MTP, "eagle3": eagle3, "plain": None}[request.param]
     with serve(folder, configs, {}, spec, folder / "model", hooks=hooks) as (data, one):
         yield {"ZERO": data.of_rank(0), "FIRST": data.of_rank(1), "ONE": one}
 
@@ -52,6 +61,19 @@ def test_tokens_and_acceptance_are_those_of_one_vllm(
     )
     wait_idle(pair.prefill, pair.decode)
     assert outcomes(pair.decode, before) == {"committed": len(PROMPTS)}
+
+
+def test_only_the_cure_keeps_a_dummy_step_from_writing_into_received_kv(tmp_path: Path) -> None:
+    """The entries are the drafter's: they cost accepted drafts, never tokens."""
+    make_keys(tmp_path / "keys", ["ONE"])
+    command = [sys.executable, "-m", "testkit.vllm.dummy_step", str(tmp_path / "keys")]
+    with (tmp_path / "log").open("w+") as log:
+        result = subprocess.run(command, stdout=log, stderr=log, timeout=600, check=False)
+    text = (tmp_path / "log").read_text()
+    assert result.returncode == 0, text
+    cured, uncured = (json.loads(line) for line in text.splitlines() if line.startswith("{"))
+    assert cured == {"target": 0, "draft": 0}
+    assert uncured["target"] == 0 < uncured["draft"], "vLLM has mended it: drop baton.vllm.draft_slots"
 
 
 def test_aborts_leave_no_block_behind(fleet: Fleet) -> None:

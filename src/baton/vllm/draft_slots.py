@@ -1,0 +1,52 @@
+"""Blanks the slots that vLLM's V1 drafter remembers after a step.
+
+A data-parallel rank that shares experts and has no request computes a dummy step with the others. In it
+`SpecDecodeBaseProposer.dummy_run` (vLLM 0.32 and 0.33) runs the drafter with the slot mapping that the rank's last
+request left in the proposer's buffer, and so writes entries into blocks that another request may have by now: one whose
+KV arrives from another engine, or whose prefix is cached. The V2 runner pads the slots of dummy steps itself.
+
+The forward context holds views of that buffer while the drafter's layers run. With the padding value in all of it, a
+dummy step writes nothing. The next real step fills the buffer anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# vLLM's `PADDING_SLOT_ID`: kernels that write KV skip such rows.
+PADDING_SLOT = -1
+
+
+class RememberedSlots:
+    """The slot mappings of the drafter's layers, `names`. Runs on vLLM's worker thread."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        self._buffers: dict[int, Tensor] = {}  # by address
+        self._used = False
+
+    def saw(self, layer: str, slot_mappings: Any) -> None:
+        """A layer has run with `slot_mappings`: of the forward context, int64 of any length, by layer; other types are
+        none of the drafter's."""
+        if layer not in self._names or not isinstance(slot_mappings, Mapping):
+            return
+        view = slot_mappings.get(layer)
+        if isinstance(view, Tensor):
+            self._used = True
+            storage = view.untyped_storage()
+            if storage.data_ptr() not in self._buffers:
+                with torch.inference_mode():
+                    whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
+                self._buffers[storage.data_ptr()] = whole
+
+    def blank(self) -> None:
+        """The step's drafts are done. On a GPU this is queued after them."""
+        if self._used:
+            with torch.inference_mode():
+                for buffer in self._buffers.values():
+                    buffer.fill_(PADDING_SLOT)
+        self._used = False
