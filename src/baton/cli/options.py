@@ -17,14 +17,8 @@ import typer
 
 from baton.cli.logs import LogFormat, LogLevel, log_to_stderr
 from baton.cli.settings import Config
-from baton.engine.config import (
-    EngineConfig,
-    IntegritySetting,
-    KVTransferConfig,
-    SpeculativeConfig,
-    json_object,
-    parse_size,
-)
+from baton.engine.config import EngineConfig, EngineSettings, StepSettings, declared
+from baton.engine.config.setting import Declared, Setting
 from baton.errors import ConfigError
 from baton.openai.http.access import Access
 from baton.openai.http.limits import WRITE_TIMEOUT_S, HttpLimits
@@ -33,7 +27,7 @@ from baton.openai.request_metrics import PerRequestMetrics, SpecDecodeLevel
 from baton.openai.tools import Parsing
 from baton.parsing import REASONING_PARSERS, TOOL_PARSERS
 from baton.text import ContentFormatOption, chosen_template
-from baton.wire import KVStream, Mode, Recovery, Role
+from baton.wire import Mode, Role
 
 # That many rows delay concurrent decodes less than a handoff would (docs/performance.md).
 MAX_LOCAL_PREFILL_LENGTH = 64
@@ -46,98 +40,13 @@ ModelArgument = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class StepOptions:
-    """Engine flags of all commands that start engines. Field names are the flags' names."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions(EngineSettings):
+    """All engine flags. `kv_transport` overrides the one in `kv_transfer_config`."""
 
-    speculative_config: Annotated[
-        str | None,
-        typer.Option(
-            "--speculative-config",
-            "-sc",
-            help='JSON: {"method", "model", "num_speculative_tokens", "verifier", "draft_kv"}.',
-        ),
-    ] = None
-    block_size: Annotated[str, typer.Option(help="Tokens per KV page; of groups that differ: 16,draft=8,mla=32.")] = (
-        "16"
-    )
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of one step.")] = 2048
-    max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = 64
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, or float16: computed in float32.")] = "auto"
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu"
-    kv_cache_memory: Annotated[
-        int | None, typer.Option(parser=parse_size, metavar="SIZE", help="KV cache: bytes, 512M, 2G; default: a share.")
-    ] = None
-    tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", "-tp", help="Ranks that share the model, a process each.")
-    ] = 1
-    pipeline_parallel_size: Annotated[
-        int, typer.Option("--pipeline-parallel-size", "-pp", help="Stages that share the layers; their ranks multiply.")
-    ] = 1
-    data_parallel_size: Annotated[
-        int,
-        typer.Option(
-            "--data-parallel-size",
-            "-dp",
-            help="Engines that split requests and share experts, each with a port of its own.",
-        ),
-    ] = 1
-    reduction_slices: Annotated[
-        int | None, typer.Option(help="With --batch-invariant: engines of equal number compute alike; default: ranks.")
-    ] = None
-    integrity: Annotated[IntegritySetting, typer.Option(help="Digests of bytes: auto, off, sampled or full.")] = "auto"
-    kv_stream: Annotated[KVStream, typer.Option(help="Push after the prefill, by chunk of it, or by layer.")] = "chunk"
-
-    def to_flags(self) -> list[str]:
-        """These options as flags for a child process."""
-        flags: list[str] = []
-        for option in dataclasses.fields(self):
-            value = getattr(self, option.name)
-            name = option.name.replace("_", "-")
-            if isinstance(value, bool):
-                flags.append(f"--{name}" if value else f"--no-{name}")
-            elif value is not None:
-                flags += [f"--{name}", str(value)]
-        return flags
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions(StepOptions):
-    """All engine flags."""
-
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the hub.")] = None
-    served_model_name: Annotated[str | None, typer.Option(help="Name in the API; default: the directory's.")] = None
-    kv_transfer_config: Annotated[str | None, typer.Option(help='JSON: {"kv_transport": "shm", ...}.')] = None
     kv_transport: Annotated[
-        str | None, typer.Option(help="shm, nixl, mooncake, file or a URI; default: that of --kv-transfer-config.")
+        str | None, Setting("shm, nixl, mooncake, file or a URI; default: that of --kv-transfer-config.")
     ] = None
-    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; default: the model's.")] = None
-    attention_backend: Annotated[str | None, typer.Option(help="Default: the best for the device.")] = None
-    gpu_memory_utilization: Annotated[
-        float | None,
-        typer.Option(help="Part of free memory, a host's too, for weights and KV; default 0.6, CUDA 0.9."),
-    ] = None
-    engines_per_host: Annotated[
-        int | None,
-        typer.Option(help="Engines that have this part in equal shares; default: 1, or as many as up starts."),
-    ] = None
-    seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: a new one each.")] = None
-    generation_config: Annotated[
-        str, typer.Option(metavar="auto|vllm|DIR", help="Sampling defaults: the checkpoint's, none, or a directory's.")
-    ] = "auto"
-    override_generation_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help='Sampling defaults that count more: {"temperature": 0.6}.')
-    ] = None
-    max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait for a token; more get 429.")] = 1024
-    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True
-    mamba_block_size: Annotated[int, typer.Option(help="Tokens between kept states of a prompt.")] = 256
-    batch_invariant: Annotated[bool, typer.Option(help="Same bits in every batch, at a cost.")] = False
-    queue_timeout_s: Annotated[float, typer.Option(help="Longest wait of a request for its start; 0: any.")] = 0.0
-    recovery: Annotated[Recovery, typer.Option(help="Last rung that a failed handoff may take.")] = "full"
-    token_api: Annotated[
-        bool, typer.Option(help="Role both: take a router's requests in token ids too, on the clients' port.")
-    ] = False
-    stall_timeout_s: Annotated[float, typer.Option(help="An engine at one step for longer is given up.")] = 120.0
 
     def to_config(
         self,
@@ -148,12 +57,10 @@ class EngineOptions(StepOptions):
     ) -> EngineConfig:
         """The checked configuration, with models of the hub fetched. Raises `ConfigError` for the first bad field."""
         own = process or ProcessOptions()
-        settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        settings["engines_per_host"] = 1 if self.engines_per_host is None else self.engines_per_host
-        override = json_object("override_generation_config", self.override_generation_config)
-        settings["override_generation_config"] = override
-        settings["speculative_config"] = SpeculativeConfig.parse(self.speculative_config)
-        settings["kv_transfer_config"] = KVTransferConfig.parse(self.kv_transfer_config, settings.pop("kv_transport"))
+        settings: dict[str, Any] = {name: getattr(self, name) for name in declared(EngineSettings)}
+        if self.kv_transport is not None:
+            transfer = dataclasses.replace(self.kv_transfer_config, kv_transport=self.kv_transport)
+            settings["kv_transfer_config"] = transfer
         config = EngineConfig(
             model=model,
             role=role,
@@ -168,9 +75,26 @@ class EngineOptions(StepOptions):
 
     def located(self, config: EngineConfig) -> EngineOptions:
         """These options for child processes, with the directories in `config` for hub names."""
-        spec, name = config.speculative_config, config.served_model_name
-        given = json.dumps(dataclasses.asdict(spec)) if spec else None
-        return dataclasses.replace(self, revision=None, served_model_name=name, speculative_config=given)
+        found = {"served_model_name": config.served_model_name, "speculative_config": config.speculative_config}
+        return dataclasses.replace(self, revision=None, **found)  # type: ignore[arg-type]
+
+
+def to_flags(settings: StepSettings) -> list[str]:
+    """Settings as flags for a child process."""
+    flags: list[str] = []
+    for name, one in declared(type(settings)).items():
+        value = getattr(settings, name)
+        if isinstance(value, bool):
+            flags.append(one.flag if value else f"--no-{one.flag[2:]}")
+        elif value is not None:
+            flags += [one.flag, _flag_value(value)]
+    return flags
+
+
+def _flag_value(value: Any) -> str:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {name: part for name, part in dataclasses.asdict(value).items() if part is not None}
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,20 +257,16 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     own, added = [], []
     for name, parameter in inspect.signature(command).parameters.items():
-        if name not in groups:
+        if name in groups:
+            added += _parameters(groups[name])
+        else:
             own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
-            continue
-        option_hints = get_type_hints(groups[name], include_extras=True)
-        for option in dataclasses.fields(groups[name]):
-            annotation, default = option_hints[option.name], option.default
-            added.append(
-                inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            )
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
         for name, kind in groups.items():
-            arguments[name] = kind(**{option.name: arguments.pop(option.name) for option in dataclasses.fields(kind)})
+            given = {option.name: arguments.pop(option.name) for option in dataclasses.fields(kind)}
+            arguments[name] = kind(**{option: value for option, value in given.items() if value is not None})
         command(**arguments)
 
     run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
@@ -354,3 +274,26 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     # These annotations are values. typer would evaluate the original's, which are text.
     del run.__wrapped__
     return run
+
+
+def _parameters(group: type) -> list[inspect.Parameter]:
+    """The options of a dataclass: fields with typer's annotations, or declared as settings."""
+    hints, settings = get_type_hints(group, include_extras=True), declared(group)
+    found = []
+    for field in dataclasses.fields(group):
+        annotation, default = hints[field.name], field.default
+        if field.name in settings:
+            one = settings[field.name]
+            annotation, default = _option(one), one.default
+        found.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+    return found
+
+
+def _option(one: Declared) -> Any:
+    """A setting as typer's annotation."""
+    setting = one.setting
+    flags = (one.flag, setting.short) if setting.short is not None else ()
+    kind = one.type if setting.parse is None else Any
+    return Annotated[kind, typer.Option(*flags, help=setting.help, parser=setting.parse, metavar=setting.metavar)]

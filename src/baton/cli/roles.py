@@ -7,8 +7,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from baton.cli.options import StepOptions
-from baton.engine.config import RANKS, block_sizes
+from baton.engine.config import RANKS, StepSettings, block_sizes
 from baton.errors import ConfigError
 
 BlockSize = Annotated[
@@ -24,7 +23,7 @@ DataRankCount = Annotated[
     int | None,
     typer.Option(min=1, help="Data-parallel ranks of engines of that role [default: --data-parallel-size]."),
 ]
-Options = TypeVar("Options", bound=StepOptions)
+Options = TypeVar("Options", bound=StepSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class RoleOptions:
         field = f"{role}_{error.field}"
         return ConfigError(field, error.message) if getattr(self, field, None) is not None else error
 
-    def data_ranks(self, options: StepOptions) -> dict[str, int]:
+    def data_ranks(self, options: StepSettings) -> dict[str, int]:
         """Data-parallel ranks by role."""
         own = {"prefill": self.prefill_data_parallel_size, "decode": self.decode_data_parallel_size, "both": None}
         return {role: size or options.data_parallel_size for role, size in own.items()}

@@ -22,6 +22,7 @@ from baton.cli.options import (
     ModelArgument,
     ProcessOptions,
     RouterOptions,
+    to_flags,
     with_options,
 )
 from baton.cli.roles import RoleOptions
@@ -178,7 +179,7 @@ def up_command(
             config.model,
             prefill,
             decode,
-            engine_flags=options.located(config).to_flags(),
+            engine_flags=to_flags(options.located(config)),
             role_flags=role_flags,
             kv_transport=config.kv_transfer_config.kv_transport,
             router=False,

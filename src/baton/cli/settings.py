@@ -128,7 +128,8 @@ def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) 
         except typer.BadParameter as error:
             raise ConfigError(name, f"{where}: {error.message}") from None
         except ConfigError as error:
-            raise ConfigError(name, f"{where}: {error.message}") from None
+            field = error.field if error.field.partition(".")[0] == name else name
+            raise ConfigError(field, f"{where}: {error.message}") from None
     return flags
 
 

@@ -12,10 +12,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from baton.cli.options import StepOptions, with_options
+from baton.cli.options import to_flags, with_options
 from baton.cli.roles import RoleOptions
 from baton.deployment import Deployment, check_shared_transport
-from baton.engine.config import SpeculativeConfig
+from baton.engine.config import StepSettings, declared
 from baton.engine.loading.hub import checkpoint_directory
 from baton.errors import ConfigError
 from baton.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -117,7 +117,7 @@ def verify_command(
     prompts: PromptOptions,
     sampling: SamplingOptions,
     allowed: BoundOptions,
-    engine: StepOptions,
+    engine: StepSettings,
     started: DeploymentOptions,
     roles: RoleOptions,
     model: Annotated[
@@ -151,7 +151,8 @@ def verify_command(
     if bounds.near_tie:
         params = msgspec.structs.replace(params, logprobs=max(sampling.logprobs, 2))
     # The reference has one rank and the default memory, and hands nothing over.
-    plain = asdict(engine) | {"model": model, "batch_invariant": started.batch_invariant}
+    plain = {name: getattr(engine, name) for name in declared(StepSettings)}
+    plain |= {"model": model, "batch_invariant": started.batch_invariant}
     for name in (
         "kv_cache_memory",
         "integrity",
@@ -161,14 +162,12 @@ def verify_command(
         "data_parallel_size",
     ):
         del plain[name]
-    drafting = SpeculativeConfig.parse(engine.speculative_config) is not None
-    spec = json.loads(engine.speculative_config) if drafting and engine.speculative_config else None
-    settings = plain | {"speculative_config": spec}
+    settings = plain | {"speculative_config": engine.speculative_config}
     deployment = DeploymentSide(
         model or "",
         started.prefill,
         started.decode,
-        (*engine.to_flags(), "--batch-invariant" if started.batch_invariant else "--no-batch-invariant"),
+        (*to_flags(engine), "--batch-invariant" if started.batch_invariant else "--no-batch-invariant"),
         role_flags,
         started.kv_transport,
         started.recovery,

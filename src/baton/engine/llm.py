@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -233,7 +233,7 @@ def _bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
 
 
 def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
-    known = set(EngineConfig.__slots__)
+    known = {one.name for one in fields(EngineConfig)}
     for name in settings:
         if name not in known:
             raise ConfigError(name, f"is unknown; known: {', '.join(sorted(known))}")

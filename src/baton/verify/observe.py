@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
+from baton.engine.config import SpeculativeConfig
 from baton.errors import BatonError, ProtocolError
 from baton.openai.answers import Completion, Logprobs, token_id, tokens_of
 from baton.openai.client import OpenAIClient
@@ -79,8 +80,8 @@ def progress(**options: Any) -> tqdm[NoReturn]:
 
 def num_drafts(settings: Mapping[str, Any]) -> int:
     """Drafts per verification with these engine settings."""
-    spec = settings.get("speculative_config") or {}
-    return int(spec.get("num_speculative_tokens", 3)) if spec else 0
+    spec = SpeculativeConfig.parse(settings.get("speculative_config"))
+    return spec.num_speculative_tokens if spec is not None else 0
 
 
 def observe_llm(llm: Any, cases: Sequence[Case], num_speculative_tokens: int) -> list[Observed]:

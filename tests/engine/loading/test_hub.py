@@ -15,7 +15,7 @@ import typer
 
 from baton import LLM, SamplingParams
 from baton.cli import app
-from baton.cli.options import EngineOptions
+from baton.cli.options import EngineOptions, to_flags
 from baton.engine.config import EngineConfig, SpeculativeConfig
 from baton.engine.loading.hub import checkpoint_directory
 from baton.errors import ConfigError
@@ -51,8 +51,8 @@ def test_a_directory_is_taken_as_it_is(downloads: list[tuple[str, Any]]) -> None
 
 
 def test_target_and_drafter_come_from_the_hub_and_keep_their_name(downloads: list[tuple[str, Any]]) -> None:
-    spec = {"method": "eagle3", "model": "org/baton-demo-eagle3", "revision": "v2"}
-    config = EngineOptions(speculative_config=json.dumps(spec), revision="v1").to_config("org/baton-demo-llama")
+    spec = SpeculativeConfig.parse({"method": "eagle3", "model": "org/baton-demo-eagle3", "revision": "v2"})
+    config = EngineOptions(speculative_config=spec, revision="v1").to_config("org/baton-demo-llama")
     assert downloads == [("org/baton-demo-llama", "v1"), ("org/baton-demo-eagle3", "v2")]
     assert (config.model, config.served_model_name) == (str(DEMO), "org/baton-demo-llama")
     assert config.speculative_config == SpeculativeConfig("eagle3", str(HEAD))
@@ -116,12 +116,12 @@ def generate(home: Path, model: str, *flags: str) -> subprocess.CompletedProcess
 
 
 def test_child_processes_are_given_directories_and_the_name(downloads: list[tuple[str, Any]]) -> None:
-    spec = json.dumps({"method": "eagle3", "model": "org/baton-demo-eagle3"})
+    spec = SpeculativeConfig.parse({"method": "eagle3", "model": "org/baton-demo-eagle3"})
     options = EngineOptions(speculative_config=spec, revision="v1", max_num_seqs=7)
     config = options.to_config("org/baton-demo-llama")
     children = options.located(config)
     assert children.to_config(config.model) == config
-    assert "--revision" not in children.to_flags()
+    assert "--revision" not in to_flags(children)
     assert children.max_num_seqs == 7
     assert len(downloads) == 2
 

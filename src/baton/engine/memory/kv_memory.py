@@ -111,7 +111,7 @@ def kv_memory(
     groups = [max((g for part in held for g in part if g.name == w.name), key=lambda g: g.page_bytes) for w in whole]
     device = torch.device(config.device)
     now = Memory.measure(device, uses_shm)
-    one_rank = replace(config, engines_per_host=config.engines_per_host * config.num_ranks)
+    one_rank = replace(config, engines_per_host=(config.engines_per_host or 1) * config.num_ranks)
     size = pool_size(one_rank, before, now, groups, config.num_drafts, max_position)
     if size.lowered:
         log.warning("%s", size)

@@ -175,10 +175,10 @@ def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
     utilization = config.gpu_memory_utilization
     if utilization is None:
         utilization = HOST_UTILIZATION if config.device == "cpu" else DEVICE_UTILIZATION
-    part = int(utilization * before.free) // config.engines_per_host - max(0, now.taken - before.taken)
+    part = int(utilization * before.free) // (config.engines_per_host or 1) - max(0, now.taken - before.taken)
     part = min(part, int(utilization * now.free))
     if before.shm_free is not None and now.shm_free is not None:
-        part = min(part, int(utilization * before.shm_free) // config.engines_per_host)
+        part = min(part, int(utilization * before.shm_free) // (config.engines_per_host or 1))
         part = min(part, int(utilization * now.shm_free))
     return part
 

@@ -1,0 +1,22 @@
+"""Configuration of an engine: its settings, each declared once, and what it is started with."""
+
+from baton.engine.config.engine import EngineConfig
+from baton.engine.config.kv_transfer import KVTransferConfig
+from baton.engine.config.setting import declared
+from baton.engine.config.settings import DTYPES, RANKS, EngineSettings, StepSettings
+from baton.engine.config.speculative import SpeculativeConfig
+from baton.engine.config.values import block_sizes, json_object, parse_size
+
+__all__ = [
+    "DTYPES",
+    "RANKS",
+    "EngineConfig",
+    "EngineSettings",
+    "KVTransferConfig",
+    "SpeculativeConfig",
+    "StepSettings",
+    "block_sizes",
+    "declared",
+    "json_object",
+    "parse_size",
+]

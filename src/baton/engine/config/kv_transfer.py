@@ -1,0 +1,38 @@
+"""`--kv-transfer-config`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from baton.engine.config.values import json_object, refuse_unknown
+from baton.errors import ConfigError
+from baton.handoff.session.config import DEFAULT_HANDOFF_TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransferConfig:
+    """`--kv-transfer-config`: transport of the KV pool (a name or a URI) and bind address of the control socket.
+
+    `handoff_timeout_s`: limit of a handoff's time, from when both engines have pages for it.
+    `prefix_store` (`file:///DIRECTORY?max_bytes=N`): keeps the KV of prompts, for all engines of the model.
+    """
+
+    kv_transport: str = "shm"
+    control_bind: str = "tcp://127.0.0.1:*"
+    handoff_timeout_s: float = DEFAULT_HANDOFF_TIMEOUT_S
+    prefix_store: str | None = None
+
+    @classmethod
+    def parse(cls, value: str | dict[str, Any] | None, kv_transport: str | None = None) -> KVTransferConfig:
+        """`kv_transport` overrides the value in `value`. Raises `ConfigError` naming the key."""
+        data = json_object("kv_transfer_config", value) or {}
+        refuse_unknown("kv_transfer_config", data, {f.name for f in fields(cls)})
+        for key in ("kv_transport", "control_bind", "prefix_store"):
+            if key in data and not isinstance(data[key], str):
+                raise ConfigError(f"kv_transfer_config.{key}", "must be a string")
+        timeout = data.get("handoff_timeout_s", DEFAULT_HANDOFF_TIMEOUT_S)
+        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= 3600:
+            raise ConfigError("kv_transfer_config.handoff_timeout_s", f"must be in (0, 3600], got {timeout!r}")
+        given = {} if kv_transport is None else {"kv_transport": kv_transport}
+        return cls(**{**data, "handoff_timeout_s": float(timeout), **given})

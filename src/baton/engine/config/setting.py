@@ -1,0 +1,102 @@
+"""Declaration of settings: the annotation of a field holds what flags, variables, files, help and documents need."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a value must be: as words after "must be", and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A field that users set. Its name, type and default are the field's.
+
+    `help`: one line. `short`: a short flag. `rule`: for values other than None; literals have one by their type.
+    `parse`: makes the value of a flag's text. `metavar`: what help shows for that text.
+    """
+
+    help: str
+    short: str | None = None
+    rule: Rule | None = None
+    parse: Callable[[str], Any] | None = None
+    metavar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A setting with what its field says. `type` is without `Setting`; `default` is None if each object has its own."""
+
+    name: str
+    type: Any
+    default: Any
+    setting: Setting
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+def between(least: float, most: float) -> Rule:
+    return Rule(f"{least} to {most}", lambda value: least <= value <= most)
+
+
+def at_least(least: float) -> Rule:
+    return Rule(f"at least {least}", lambda value: value >= least)
+
+
+def one_of(values: Sequence[Any]) -> Rule:
+    return Rule(f"one of {', '.join(map(str, values))}", lambda value: value in values)
+
+
+def like(pattern: str, words: str) -> Rule:
+    """Text that `pattern` matches whole."""
+    return Rule(words, lambda value: re.fullmatch(pattern, value) is not None)
+
+
+def declared(kind: type) -> dict[str, Declared]:
+    """The settings of a dataclass by name, in order."""
+    hints = get_type_hints(kind, include_extras=True)
+    found: dict[str, Declared] = {}
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        for setting in getattr(hint, "__metadata__", ()):
+            if isinstance(setting, Setting):
+                default = None if field.default is dataclasses.MISSING else field.default
+                found[field.name] = Declared(field.name, hint.__origin__, default, setting)
+    return found
+
+
+def check_settings(settings: Any) -> None:
+    """Check every setting of a dataclass by its type and its rule. Raises `ConfigError` naming the first bad field."""
+    for name, one in declared(type(settings)).items():
+        value = getattr(settings, name)
+        if value is None or dataclasses.is_dataclass(value):
+            continue
+        rule = one.setting.rule
+        if get_origin(one.type) is Literal:
+            rule = one_of(get_args(one.type))
+        else:
+            _check_type(name, value, one.type)
+        if rule is not None and not rule.holds(value):
+            raise ConfigError(name, f"must be {rule.words}, got {value!r}")
+
+
+def _check_type(name: str, value: object, kind: Any) -> None:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(name, f"{str(error)[0].lower()}{str(error)[1:]}: {value!r}") from None

@@ -1,0 +1,174 @@
+"""The settings of an engine that users give: each is declared here, once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args
+
+from baton.engine.config.kv_transfer import KVTransferConfig
+from baton.engine.config.setting import Rule, Setting, at_least, between, like, one_of
+from baton.engine.config.speculative import SpeculativeConfig
+from baton.engine.config.values import json_object, parse_size
+from baton.kv.cache import CHECKPOINT_TOKENS
+from baton.kv.interval import MAX_TOKENS
+from baton.sampling_params import MAX_WORD
+from baton.wire import Integrity, KVStream, Recovery
+
+IntegritySetting = Literal["auto", "off", "sampled", "full"]
+INTEGRITY = get_args(IntegritySetting)
+assert ("auto", *get_args(Integrity)) == INTEGRITY
+DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
+RANKS = (1, 2, 4, 8)
+MAX_DATA_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """Settings of all commands that start engines.
+
+    `kv_cache_memory`: bytes over all groups. None: `gpu_memory_utilization` of the free memory, on a host too, in equal
+    parts for `engines_per_host` engines (`engine/memory/pool_size.py`).
+    `tensor_parallel_size` ranks share the target's heads and inner widths, `pipeline_parallel_size` stages of such
+    ranks its layers. Each rank is a process.
+    `reduction_slices`: with `batch_invariant`, engines with equal values compute the same bits with any number of
+    ranks. None: `tensor_parallel_size`.
+    `data_parallel_size` engines share the target's experts, if any. Each has its own requests and pages.
+    `integrity`: how many digests guard a handoff's bytes. `auto`: see `default_integrity`.
+    `kv_stream`: send the bytes after the prefill (`off`), after each `chunk`, or also after layers of a chunk
+    (`layer`).
+    """
+
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        Setting(
+            'JSON: {"method", "model", "num_speculative_tokens", "verifier", "draft_kv"}.',
+            short="-sc",
+            parse=SpeculativeConfig.parse,
+            metavar="<str>",
+        ),
+    ] = None
+    block_size: Annotated[
+        int | str, Setting("Tokens per KV page; of groups that differ: 16,draft=8,mla=32.", parse=str, metavar="<str>")
+    ] = 16
+    max_num_batched_tokens: Annotated[int, Setting("Token budget of one step.")] = 2048
+    max_num_seqs: Annotated[int, Setting("Most sequences in one step.", rule=between(1, 4096))] = 64
+    dtype: Annotated[str, Setting("auto, float32, bfloat16, or float16: computed in float32.", rule=one_of(DTYPES))] = (
+        "auto"
+    )
+    device: Annotated[str, Setting("cpu, cuda or cuda:N.", rule=like(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N"))] = (
+        "cpu"
+    )
+    kv_cache_memory: Annotated[
+        int | None,
+        Setting(
+            "KV cache: bytes, 512M, 2G; default: a share.",
+            rule=Rule("positive bytes", lambda value: value > 0),
+            parse=parse_size,
+            metavar="SIZE",
+        ),
+    ] = None
+    tensor_parallel_size: Annotated[
+        int, Setting("Ranks that share the model, a process each.", short="-tp", rule=one_of(RANKS))
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Setting("Stages that share the layers; their ranks multiply.", short="-pp", rule=between(1, 8))
+    ] = 1
+    data_parallel_size: Annotated[
+        int,
+        Setting(
+            "Engines that split requests and share experts, each with a port of its own.",
+            short="-dp",
+            rule=between(1, MAX_DATA_RANKS),
+        ),
+    ] = 1
+    reduction_slices: Annotated[
+        int | None, Setting("With --batch-invariant: engines of equal number compute alike; default: ranks.")
+    ] = None
+    integrity: Annotated[IntegritySetting, Setting("Digests of bytes: auto, off, sampled or full.")] = "auto"
+    kv_stream: Annotated[KVStream, Setting("Push after the prefill, by chunk of it, or by layer.")] = "chunk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings(StepSettings):
+    """All settings of an engine that users give.
+
+    `revision`: of a model on the hub. `max_model_len`: None takes the checkpoint's, or what fits into the memory.
+    `mamba_block_size`: prefix hits of a model with states end at multiples of this number of tokens.
+    `generation_config`: source of sampling defaults: the checkpoint ("auto"), another directory, or none ("vllm").
+    `override_generation_config` has priority (`engine/loading/generation_config.py`).
+    `seed`: for requests without one. None draws one for each.
+    `token_api`: an engine of role both also takes token ids from a router. The other roles always do.
+    `stall_timeout_s`: seconds in one step after which an engine is taken to hang.
+    `queue_timeout_s`: seconds after which a request that has not started ends with an error. 0: no limit.
+    `max_queued_requests`: how many may wait for their first token. More are refused (HTTP 429).
+    `recovery`: the last rung that a failed handoff may take.
+    `engines_per_host`: None is 1.
+    """
+
+    revision: Annotated[str | None, Setting("Branch, tag or commit of the model on the hub.")] = None
+    served_model_name: Annotated[str | None, Setting("Name in the API; default: the directory's.")] = None
+    kv_transfer_config: Annotated[
+        KVTransferConfig,
+        Setting('JSON: {"kv_transport": "shm", ...}.', parse=KVTransferConfig.parse, metavar="<str>"),
+    ] = field(default_factory=KVTransferConfig)
+    max_model_len: Annotated[int | None, Setting("Longest sequence; default: the model's.", rule=at_least(2))] = None
+    attention_backend: Annotated[str | None, Setting("Default: the best for the device.")] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        Setting(
+            "Part of free memory, a host's too, for weights and KV; default 0.6, CUDA 0.9.",
+            rule=Rule("in (0, 1]", lambda value: 0.0 < value <= 1.0),
+        ),
+    ] = None
+    engines_per_host: Annotated[
+        int | None,
+        Setting(
+            "Engines that have this part in equal shares; default: 1, or as many as up starts.", rule=between(1, 1024)
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        Setting(
+            "Seed of requests without one; default: a new one each.",
+            rule=Rule("between 0 and 2**64 - 1", lambda value: 0 <= value <= MAX_WORD),
+        ),
+    ] = None
+    generation_config: Annotated[
+        str, Setting("Sampling defaults: the checkpoint's, none, or a directory's.", metavar="auto|vllm|DIR")
+    ] = "auto"
+    override_generation_config: Annotated[
+        Mapping[str, Any] | None,
+        Setting(
+            'Sampling defaults that count more: {"temperature": 0.6}.',
+            parse=functools.partial(json_object, "override_generation_config"),
+            metavar="JSON",
+        ),
+    ] = None
+    max_queued_requests: Annotated[
+        int, Setting("Requests that may wait for a token; more get 429.", rule=at_least(1))
+    ] = 1024
+    enable_prefix_caching: Annotated[bool, Setting("Reuse KV of equal prefixes.")] = True
+    mamba_block_size: Annotated[
+        int, Setting("Tokens between kept states of a prompt.", rule=between(1, MAX_TOKENS))
+    ] = CHECKPOINT_TOKENS
+    batch_invariant: Annotated[bool, Setting("Same bits in every batch, at a cost.")] = False
+    queue_timeout_s: Annotated[
+        float,
+        Setting(
+            "Longest wait of a request for its start; 0: any.",
+            rule=Rule("seconds, or 0 for no limit", lambda value: 0 <= value < 1e6),
+        ),
+    ] = 0.0
+    recovery: Annotated[Recovery, Setting("Last rung that a failed handoff may take.")] = "full"
+    token_api: Annotated[
+        bool, Setting("Role both: take a router's requests in token ids too, on the clients' port.")
+    ] = False
+    stall_timeout_s: Annotated[
+        float,
+        Setting(
+            "An engine at one step for longer is given up.",
+            rule=Rule("in (0, 86400]", lambda value: 0 < value <= 86400),
+        ),
+    ] = 120.0

@@ -1,0 +1,89 @@
+"""`--speculative-config`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from baton.drafters.methods import DRAFTERS
+from baton.engine.config.values import json_object, refuse_unknown
+from baton.errors import ConfigError
+
+Verifier = Literal["coupled", "rejection"]
+DraftKV = Literal["require", "prefer", "drop"]
+# Methods without a drafter checkpoint: no weights, or the target's.
+_WITHOUT_MODEL = ("ngram", "mtp")
+# Fields that only one method takes, and passes to its drafter.
+_OPTIONS = {"ngram": ("prompt_lookup_min", "prompt_lookup_max")}
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """`--speculative-config`: drafter method, checkpoint (with its `revision` on the hub), number k of drafts,
+    verifier.
+
+    `draft_kv`: the drafter's KV in a handoff. `require`: both engines must draft alike, as one engine would. `prefer`:
+    move it if they do, else start cold. `drop`: never move it.
+    `prompt_lookup_min`, `prompt_lookup_max`: lengths of the n-grams that `ngram` looks up.
+    `draft_tensor_parallel_size`: 1 if given, since every tensor rank holds the whole drafter.
+    """
+
+    method: str
+    model: str | None = None
+    num_speculative_tokens: int = 3
+    verifier: Verifier = "coupled"
+    revision: str | None = None
+    draft_kv: DraftKV = "require"
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    draft_tensor_parallel_size: int | None = None
+
+    @classmethod
+    def parse(cls, value: str | dict[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig | None:
+        """Raises `ConfigError` naming the key."""
+        if isinstance(value, SpeculativeConfig):
+            return value
+        data = json_object("speculative_config", value)
+        if data is None:
+            return None
+        refuse_unknown("speculative_config", data, {f.name for f in fields(cls)})
+        without = data.get("method") in _WITHOUT_MODEL
+        if isinstance(data.get("method"), str) and data["method"] not in DRAFTERS:
+            known = ", ".join(DRAFTERS)
+            raise ConfigError("speculative_config.method", f"must be one of {known}, got {data['method']!r}")
+        for key in ("method",) if without else ("method", "model"):
+            if not isinstance(data.get(key), str) or not data[key]:
+                raise ConfigError(f"speculative_config.{key}", "is required and must be a string")
+        for key in ("model", "revision"):
+            if without and data.get(key) is not None:
+                raise ConfigError(f"speculative_config.{key}", f"is not for method {data['method']}")
+        if not isinstance(data.get("revision"), str | None):
+            raise ConfigError("speculative_config.revision", "must be a string")
+        _check_int("num_speculative_tokens", data.get("num_speculative_tokens", 3), 0, 32)
+        if data.get("draft_tensor_parallel_size") not in (None, 1):
+            what = "must be 1: the drafter is whole on every tensor rank"
+            raise ConfigError("speculative_config.draft_tensor_parallel_size", what)
+        verifier, draft_kv = data.get("verifier", "coupled"), data.get("draft_kv", "require")
+        if verifier not in get_args(Verifier):
+            raise ConfigError("speculative_config.verifier", f"must be coupled or rejection, got {verifier!r}")
+        if draft_kv not in get_args(DraftKV):
+            raise ConfigError("speculative_config.draft_kv", f"must be require, prefer or drop, got {draft_kv!r}")
+        for method, names in _OPTIONS.items():
+            for name in names:
+                if data.get(name) is None:
+                    continue
+                if data["method"] != method:
+                    raise ConfigError(f"speculative_config.{name}", f"is for method {method}, not {data['method']}")
+                _check_int(name, data[name], 1, 1 << 20)
+        return cls(**data)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The method's own fields that are given."""
+        given = {name: getattr(self, name) for name in _OPTIONS.get(self.method, ())}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def _check_int(name: str, value: object, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"speculative_config.{name}", f"must be {least} to {most}, got {value!r}")

@@ -1,0 +1,57 @@
+"""Values of settings that are written as text: sizes in bytes, page sizes, JSON objects."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+from baton.errors import ConfigError
+
+MAX_BLOCK_SIZE = 1024
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def block_sizes(value: int | str, field: str = "block_size") -> dict[str, int]:
+    """Tokens per KV page from `16` or `16,draft=8,sliding_window=32`: by name, owner or kind of groups; the empty name
+    is for all others. Raises `ConfigError` naming `field`."""
+    sizes = {"": 16}
+    for part in str(value).split(","):
+        name, _, size = part.rpartition("=")
+        if not size.strip().isdecimal() or not 1 <= int(size) <= MAX_BLOCK_SIZE:
+            raise ConfigError(field, f"must be 1 to {MAX_BLOCK_SIZE}, got {value}")
+        sizes[name.strip()] = int(size)
+    return sizes
+
+
+def parse_size(text: str, field: str = "kv_cache_memory") -> int:
+    """Bytes from `2G`, `512M`, `1.5G` (powers of 1024), `2g` (powers of 1000) or a plain number, as in vLLM.
+
+    Raises `ConfigError` naming `field`.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)(?:i?B)?", text.strip())
+    if found is None:
+        raise ConfigError(field, f"must be bytes, or a size such as 512M or 2G, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2]]) if "." in found[1] else int(found[1]) * _UNITS[found[2]]
+
+
+def json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    """Raises `ConfigError` naming the setting."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(name, f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(name, "must be a JSON object")
+    return value
+
+
+def refuse_unknown(name: str, data: dict[str, Any], known: Collection[str]) -> None:
+    """Raise `ConfigError` naming the first unknown key."""
+    unknown = sorted(set(data) - set(known))
+    if unknown:
+        raise ConfigError(f"{name}.{unknown[0]}", f"is unknown; known: {', '.join(sorted(known))}")
