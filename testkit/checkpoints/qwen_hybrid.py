@@ -78,7 +78,8 @@ def _values(name: str, shape: torch.Size, generator: torch.Generator) -> torch.T
         return 0.1 * noise - (1.0 if name.endswith("dt_bias") else 0.0)
     if "embed_tokens" in name or "lm_head" in name:
         return 0.3 * noise
-    return noise * shape[-1] ** -0.5
+    scaled: Tensor = noise * shape[-1] ** -0.5
+    return scaled
 
 
 def _add_mtp(directory: Path, config: Any, generator: torch.Generator, dtype: torch.dtype) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import typer
 
 import baton.cli
 from baton.deployment.processes import _environment
+from baton.engine.config import SpeculativeConfig
 from baton.errors import ConfigError
 
 TOML = """
@@ -67,10 +67,10 @@ def written(path: Path, text: str) -> str:
 def test_a_file_gives_what_the_command_line_would(tmp_path: Path, name: str, text: str) -> None:
     from_file = parsed("up", "--config", written(tmp_path / name, text))
     assert {key: from_file[key] for key in GIVEN} == GIVEN
-    assert json.loads(from_file["speculative_config"]) == {"method": "ngram", "num_speculative_tokens": 3}
+    assert from_file["speculative_config"] == SpeculativeConfig("ngram", num_speculative_tokens=3)
     flags = ["some/model", "--prefill=2", "--decode-block-size=32", "--kv-cache-memory=512M", "--shutdown-timeout=3"]
     flags += ["--no-enable-prefix-caching", "--api-key=one", "--api-key=two"]
-    flags += ["--speculative-config", from_file["speculative_config"]]
+    flags += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
     assert {**from_file, "config": None} == parsed("up", *flags)
 
 
@@ -159,7 +159,7 @@ def test_a_variable_is_blamed_by_its_own_name(
 
 
 def test_short_flags_are_vllms() -> None:
-    found = parsed("serve", "some/model", "-tp", "2", "-pp=4", "-dp", "2", "-sc", "{}")
+    found = parsed("serve", "some/model", "-tp", "2", "-pp=4", "-dp", "2", "-sc", '{"method": "ngram"}')
     assert (found["tensor_parallel_size"], found["pipeline_parallel_size"], found["data_parallel_size"]) == (2, 4, 2)
-    assert found["speculative_config"] == "{}"
+    assert found["speculative_config"] == SpeculativeConfig("ngram")
     assert parsed("up", "some/model", "-tp", "2")["tensor_parallel_size"] == 2

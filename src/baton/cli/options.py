@@ -17,8 +17,8 @@ import typer
 
 from baton.cli.logs import LogFormat, LogLevel, log_to_stderr
 from baton.cli.settings import Config
-from baton.engine.config import EngineConfig, EngineSettings, StepSettings, declared
-from baton.engine.config.setting import Declared, Setting
+from baton.engine.config import EngineConfig, ServingSettings, StepSettings, declared
+from baton.engine.config.setting import DeclaredSetting, Setting
 from baton.errors import ConfigError
 from baton.openai.http.access import Access
 from baton.openai.http.limits import WRITE_TIMEOUT_S, HttpLimits
@@ -41,7 +41,7 @@ ModelArgument = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions(EngineSettings):
+class EngineOptions(ServingSettings):
     """All engine flags. `kv_transport` overrides the one in `kv_transfer_config`."""
 
     kv_transport: Annotated[
@@ -57,7 +57,7 @@ class EngineOptions(EngineSettings):
     ) -> EngineConfig:
         """The checked configuration, with models of the hub fetched. Raises `ConfigError` for the first bad field."""
         own = process or ProcessOptions()
-        settings: dict[str, Any] = {name: getattr(self, name) for name in declared(EngineSettings)}
+        settings: dict[str, Any] = {name: getattr(self, name) for name in declared(ServingSettings)}
         if self.kv_transport is not None:
             transfer = dataclasses.replace(self.kv_transfer_config, kv_transport=self.kv_transport)
             settings["kv_transfer_config"] = transfer
@@ -291,7 +291,7 @@ def _parameters(group: type) -> list[inspect.Parameter]:
     return found
 
 
-def _option(one: Declared) -> Any:
+def _option(one: DeclaredSetting) -> Any:
     """A setting as typer's annotation."""
     setting = one.setting
     flags = (one.flag, setting.short) if setting.short is not None else ()

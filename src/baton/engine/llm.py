@@ -12,7 +12,7 @@ import msgspec
 from tqdm import tqdm
 
 from baton.engine.build import build_engine
-from baton.engine.config import EngineConfig, SpeculativeConfig
+from baton.engine.config import EngineConfig, declared
 from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
 from baton.errors import ConfigError, RequestError
@@ -59,9 +59,6 @@ class LLM:
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
-        spec = settings.get("speculative_config")
-        if spec is not None and not isinstance(spec, SpeculativeConfig):
-            settings["speculative_config"] = SpeculativeConfig.parse(spec)
         self._chunks: dict[str, list[TokenChunk]] = {}
         config = _config(model, settings)
         self._skips_tokenizer = config.skip_tokenizer_init
@@ -237,4 +234,7 @@ def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
     for name in settings:
         if name not in known:
             raise ConfigError(name, f"is unknown; known: {', '.join(sorted(known))}")
+    for name, one in declared(EngineConfig).items():
+        if one.setting.parse is not None and isinstance(settings.get(name), str | dict):
+            settings[name] = one.setting.parse(settings[name])
     return EngineConfig(model=model, **settings).check().located()

@@ -3,7 +3,7 @@
 from baton.engine.config.engine import EngineConfig
 from baton.engine.config.kv_transfer import KVTransferConfig
 from baton.engine.config.setting import declared
-from baton.engine.config.settings import DTYPES, RANKS, EngineSettings, StepSettings
+from baton.engine.config.settings import DTYPES, RANKS, ServingSettings, StepSettings
 from baton.engine.config.speculative import SpeculativeConfig
 from baton.engine.config.values import block_sizes, json_object, parse_size
 
@@ -11,8 +11,8 @@ __all__ = [
     "DTYPES",
     "RANKS",
     "EngineConfig",
-    "EngineSettings",
     "KVTransferConfig",
+    "ServingSettings",
     "SpeculativeConfig",
     "StepSettings",
     "block_sizes",

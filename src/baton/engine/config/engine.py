@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from baton.engine.config.setting import check_settings
-from baton.engine.config.settings import RANKS, EngineSettings
+from baton.engine.config.settings import RANKS, ServingSettings
 from baton.engine.config.values import block_sizes
 from baton.engine.loading.generation_config import GENERATION_FIELDS, sampling_defaults
 from baton.engine.loading.hub import checkpoint_directory
@@ -21,7 +21,7 @@ from baton.wire import Role
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig(EngineSettings):
+class EngineConfig(ServingSettings):
     """Everything that an engine is started with. `check()` raises `ConfigError` naming the first bad field.
 
     `model`: a checkpoint directory, or before `located()` ORG/NAME on the hub, at `revision`.

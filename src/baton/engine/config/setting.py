@@ -26,18 +26,18 @@ class Setting:
     """A field that users set. Its name, type and default are the field's.
 
     `help`: one line. `short`: a short flag. `rule`: for values other than None; literals have one by their type.
-    `parse`: makes the value of a flag's text. `metavar`: what help shows for that text.
+    `parse`: makes the value of a flag's text, or of a file's table. `metavar`: what help shows for that text.
     """
 
     help: str
     short: str | None = None
     rule: Rule | None = None
-    parse: Callable[[str], Any] | None = None
+    parse: Callable[[Any], Any] | None = None
     metavar: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
+class DeclaredSetting:
     """A setting with what its field says. `type` is without `Setting`; `default` is None if each object has its own."""
 
     name: str
@@ -67,16 +67,16 @@ def like(pattern: str, words: str) -> Rule:
     return Rule(words, lambda value: re.fullmatch(pattern, value) is not None)
 
 
-def declared(kind: type) -> dict[str, Declared]:
+def declared(kind: type) -> dict[str, DeclaredSetting]:
     """The settings of a dataclass by name, in order."""
     hints = get_type_hints(kind, include_extras=True)
-    found: dict[str, Declared] = {}
+    found: dict[str, DeclaredSetting] = {}
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         for setting in getattr(hint, "__metadata__", ()):
             if isinstance(setting, Setting):
                 default = None if field.default is dataclasses.MISSING else field.default
-                found[field.name] = Declared(field.name, hint.__origin__, default, setting)
+                found[field.name] = DeclaredSetting(field.name, hint.__origin__, default, setting)
     return found
 
 

@@ -22,6 +22,8 @@ assert ("auto", *get_args(Integrity)) == INTEGRITY
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 RANKS = (1, 2, 4, 8)
 MAX_DATA_RANKS = 64
+# Annotations are evaluated outside of this module, so that their lambdas cannot name its constants.
+_SEEDS = Rule("between 0 and 2**64 - 1", lambda value: 0 <= value <= MAX_WORD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,7 @@ class StepSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings(StepSettings):
+class ServingSettings(StepSettings):
     """All settings of an engine that users give.
 
     `revision`: of a model on the hub. `max_model_len`: None takes the checkpoint's, or what fits into the memory.
@@ -132,7 +134,7 @@ class EngineSettings(StepSettings):
         int | None,
         Setting(
             "Seed of requests without one; default: a new one each.",
-            rule=Rule("between 0 and 2**64 - 1", lambda value: 0 <= value <= MAX_WORD),
+            rule=_SEEDS,
         ),
     ] = None
     generation_config: Annotated[
