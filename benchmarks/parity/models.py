@@ -21,7 +21,7 @@ from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid
 
 NUM_DRAFTS = 3
 THREE_MODULES = "deepseek_v3, three modules"
-WITH_ONE_MODULE = ("deepseek_v3", "glm4_moe", "qwen3_5_text", "qwen3_next")
+WITH_ONE_MODULE = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "qwen3_5_text", "qwen3_next")
 WINDOW = 9
 # Small enough that thousands of requests take minutes. All contexts are far below the maximum.
 TINY: dict[str, Any] = {
@@ -113,7 +113,9 @@ TARGETS: Mapping[str, MakeTarget] = {
     "qwen3_moe": tiny_moe("qwen3_moe"),
     "deepseek_v2": tiny_moe("deepseek_v2"),
     "deepseek_v3": with_modules("deepseek_v3"),
+    "deepseek_v32": with_modules("deepseek_v32"),
     "glm4_moe": with_modules("glm4_moe"),
+    "glm_moe_dsa": with_modules("glm_moe_dsa"),
     "gemma3_text": lambda path, seed: louder(make_gemma3(path, "gemma3", seed, **TINY, **_EVERY_THIRD_FULL)),
     "gpt_oss": lambda path, seed: louder(make_gpt_oss(path, "gpt_oss", seed, **TINY, sliding_window=WINDOW)),
     "granitemoehybrid": lambda path, seed: louder(make_granite(path, seed)),

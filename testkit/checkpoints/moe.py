@@ -30,7 +30,10 @@ _YARN = {
     "original_max_position_embeddings": 256,
 }
 _ODD = {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 3}
+_INDEX = {"index_topk": 8, "index_n_heads": 8, "index_head_dim": 16, "n_group": 1, "topk_group": 1}
 _ARCHITECTURES = {
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
@@ -67,6 +70,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"norm_topk_prob": False, "tie_word_embeddings": True, "first_k_dense_replace": 0},
         },
     ),
+    "deepseek_v32": ("deepseek_v32", {**_LATENT, **_INDEX, "rope_scaling": {**_YARN, "mscale": 1.0}}),
+    "deepseek_v32-odd": (
+        "deepseek_v32",
+        {
+            **_LATENT,
+            **_INDEX,
+            **_ODD,
+            **{"kv_lora_rank": 21, "qk_nope_head_dim": 9, "qk_rope_head_dim": 6, "v_head_dim": 13, "head_dim": 6},
+            **{"index_topk": 5, "index_n_heads": 5, "index_head_dim": 7, "tie_word_embeddings": True},
+            **{"n_routed_experts": 5, "num_experts_per_tok": 2, "first_k_dense_replace": 0, "attention_bias": True},
+        },
+    ),
+    "glm_moe_dsa": ("glm_moe_dsa", {**_LATENT, **_INDEX, "index_topk_pattern": "FSF"}),
     "glm4_moe": (
         "glm4_moe",
         {**_EXPERTS, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "n_group": 1},

@@ -19,6 +19,7 @@ from baton.engine.attention.latent_cpu import absorbed
 from baton.engine.attention.registry import get_backend
 from baton.kernels.cpu import causal_conv, elementwise, gated_delta, mamba2, small_gemm
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
+from baton.kernels.cpu.index_scores import score
 from baton.kernels.cpu.scalar import as_array
 from baton.kv.geometry import CopyList
 from baton.transports.copying import copy_runs
@@ -169,6 +170,34 @@ def latent(random: Random) -> None:
         k = kept[r][: start + num, None].expand(-1, heads, -1)
         made = _attend(q[begin : begin + num], k, k[..., :width], scale, 0, None)
         _compare(out[begin : begin + num], made[0], dtype, made[1], width + rope + stop)
+
+
+def index(random: Random) -> None:
+    """Scores of an indexer. Slots that no row sees are NaN."""
+    heads, size, page_size = (int(random.integers(1, most)) for most in (6, 40, 20))
+    dtype, length, count = _dtype(random), int(random.integers(1, 200)), int(random.integers(1, 6))
+    columns = -(-length // page_size)
+    plane = _empty(columns + 2, 1, page_size, 1, size, dtype=dtype)
+    pages = random.permutation(np.arange(1, columns + 2, dtype=np.int32))[:columns]
+    keys = _normal(random, length, size, dtype=dtype)
+    at = np.arange(length)
+    plane[pages[at // page_size].astype(np.int64), 0, at % page_size, 0] = keys
+    positions = np.sort(random.integers(0, length, count)).astype(np.int64)
+    queries, weights = _normal(random, count, heads, size), _normal(random, count, heads)
+    out = _empty(count, int(positions[-1]) + 1)
+    with guard:
+        is_fine = score(
+            as_array(plane[:, 0, :, 0]), pages, positions, as_array(queries), as_array(weights), as_array(out)
+        )
+    if not is_fine:
+        raise AssertionError("a page is refused")
+    dots = torch.einsum("thd,sd->ths", queries.double(), keys.double()[: out.shape[1]])
+    expected = torch.einsum("th,ths->ts", weights.double(), dots.clamp_min(0))
+    reach = torch.einsum("thd,sd->ths", queries.double().abs(), keys.double()[: out.shape[1]].abs())
+    magnitude = torch.einsum("th,ths->ts", weights.double().abs(), reach)
+    for row, position in enumerate(positions):
+        seen = slice(0, int(position) + 1)
+        _compare(out[row, seen], expected[row, seen], torch.float32, magnitude[row, seen], heads * size)
 
 
 def rows(random: Random) -> None:
@@ -422,6 +451,7 @@ def copies(random: Random) -> None:
 FAMILIES: dict[str, Callable[[Random], None]] = {
     "paged": paged,
     "latent": latent,
+    "index": index,
     "rows": rows,
     "wide": wide,
     "states": states,

@@ -75,7 +75,9 @@ def _of_qwen(name: str, num_layers: int) -> tuple[int, str] | None:
 # Where the checkpoints of each type of target store a module's tensors.
 _PLACES: dict[str, Callable[[str, int], tuple[int, str] | None]] = {
     "deepseek_v3": _after_the_last_layer,
+    "deepseek_v32": _after_the_last_layer,
     "glm4_moe": _after_the_last_layer,
+    "glm_moe_dsa": _after_the_last_layer,
     "qwen3_5_moe_text": _of_qwen,
     "qwen3_5_text": _of_qwen,
     "qwen3_next": _of_qwen,

@@ -18,13 +18,14 @@ from baton.drafters.base import ChainDrafter, DraftBatch, Drafter, num_modules
 from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
 from baton.engine.attention.latent import PagedLatentAttention
 from baton.engine.attention.scan import StateBatch, scan
+from baton.engine.attention.sparse import choose
 from baton.engine.memory.draft_states import DraftStates
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.plan import DraftPlan, DraftResult, Int32Array, IntArray, PlanSpec, Rows, Written
 from baton.engine.sampling.sampler import DraftSampler
-from baton.kv.spec import GroupSpec, Owner
+from baton.kv.spec import INDEX_PLANE, GroupSpec, Owner
 from baton.models.base import CausalLM
-from baton.models.cache import LatentHeads, Recurrence
+from baton.models.cache import Chosen, IndexRows, LatentHeads, Recurrence
 from baton.structured import Constrained, DraftMatchers, Grammars
 
 LayerMap = dict[int, tuple[GroupMemory, int]]
@@ -51,6 +52,7 @@ class _LayerCache:
     ) -> None:
         self._backend, self._layers, self._batches, self._states = backend, layers, batches, states
         self._written = written
+        self.chosen: Chosen | None = None
 
     def __call__(
         self,
@@ -78,13 +80,21 @@ class _LayerCache:
         rope_TR: Tensor,
         scale: float,
         heads: LatentHeads | None = None,
+        chosen: Chosen | None = None,
     ) -> Tensor:
         memory, index = self._layers[layer_id]
-        latents = PagedLatentAttention(memory.planes, index, self._batches[memory.spec.name])
-        out = latents.attend(q_THD, latent_TC, rope_TR, scale, heads)
+        planes = [plane for plane, of in zip(memory.planes, memory.spec.planes, strict=True) if of.name != INDEX_PLANE]
+        latents = PagedLatentAttention(planes, index, self._batches[memory.spec.name])
+        out = latents.attend(q_THD, latent_TC, rope_TR, scale, heads, chosen)
         if self._written is not None:
             self._written(layer_id)
         return out
+
+    def choose(self, layer_id: int, rows: IndexRows) -> None:
+        memory, index = self._layers[layer_id]
+        names = [plane.name for plane in memory.spec.planes]
+        plane = memory.planes[names.index(INDEX_PLANE)]
+        self.chosen = choose(plane, index, self._batches[memory.spec.name], rows)
 
     def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:
         memory, index = self._layers[layer_id]

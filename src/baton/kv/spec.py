@@ -48,9 +48,14 @@ def kv_planes(num_kv_heads: int, head_dim: int, dtype: str) -> Planes:
     return PlaneSpec("k", dtype, num_kv_heads, head_dim), PlaneSpec("v", dtype, num_kv_heads, head_dim)
 
 
-def latent_planes(latent_dim: int, rope_dim: int, dtype: str) -> Planes:
-    """MLA's latent followed by the rope key, replicated on all ranks."""
-    return (PlaneSpec("latent", dtype, 1, latent_dim + rope_dim, "whole"),)
+# The plane of the keys by which sparse attention chooses tokens.
+INDEX_PLANE = "index"
+
+
+def latent_planes(latent_dim: int, rope_dim: int, dtype: str, index_dim: int = 0) -> Planes:
+    """MLA's latent followed by the rope key, and the index key if there is one, replicated on all ranks."""
+    latent = PlaneSpec("latent", dtype, 1, latent_dim + rope_dim, "whole")
+    return (latent, PlaneSpec(INDEX_PLANE, dtype, 1, index_dim, "whole")) if index_dim else (latent,)
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -24,10 +24,12 @@ class KVLayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentLayerSpec:
-    """One layer of latent attention (DeepSeek-V2, 2024): one latent and one rope key per token, for all heads."""
+    """One layer of latent attention (DeepSeek-V2, 2024): one latent and one rope key per token, for all heads.
+    `index_dim`: size of the key by which sparse attention chooses tokens, 0 if the layer has none."""
 
     latent_dim: int
     rope_dim: int
+    index_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,37 @@ class LatentHeads(Protocol):
     def values(self, latent_THC: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class IndexRows:
+    """The rows of an indexer (DeepSeek-V3.2, 2025): q [T, H, D], k [T, D] and `weights` float32 [T, H]. Key s has the
+    score sum over heads of weight relu(q k_s), and a row attends to the `top_k` visible keys with the best scores."""
+
+    q_THD: Tensor
+    k_TD: Tensor
+    weights_TH: Tensor
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The keys that an indexer chose: `positions` int64 [N, top_k], ascending, for the rows `rows` int64 [N]. All other
+    rows see at most `top_k` keys, and attend to all of them."""
+
+    rows: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+
+
 class LayerCache(Attend, Protocol):
-    """The cache for one forward's rows: called itself for keys and values, with a method for each other kind."""
+    """The cache for one forward's rows: called itself for keys and values, with a method for each other kind.
+
+    `chosen`: what the last layer with an indexer chose in this forward.
+    """
+
+    chosen: Chosen | None
+
+    def choose(self, layer_id: int, rows: IndexRows) -> None:
+        """Write the rows' index keys, then set `chosen`. The same layer's `attend_latent` comes after it."""
+        ...
 
     def attend_latent(
         self,
@@ -117,11 +148,13 @@ class LayerCache(Attend, Protocol):
         rope_TR: Tensor,
         scale: float,
         heads: LatentHeads | None = None,
+        chosen: Chosen | None = None,
     ) -> Tensor:
         """Write the rows' latents and rope keys (one for all heads), then attend causally.
 
         q is [T, H, D]; returns [T, H, V], in the form of `heads` that costs less for a request's rows. Without `heads`
-        a key is latent and rope key side by side and a value is the latent: q is [T, H, C + R]; returns [T, H, C].
+        a key is latent and rope key side by side and a value is the latent: q is [T, H, C + R]; returns [T, H, C]. The
+        rows of `chosen` attend to its keys only.
         """
         ...
 

@@ -54,9 +54,23 @@ class MoESpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """The indexer of sparse attention (DeepSeek-V3.2, 2025): a row attends to the `top_k` keys with the best scores of
+    `num_heads` heads of `head_dim`. `is_shared[l]`: layer l uses the choice of the last layer before it that has an
+    indexer (GLM-5, arXiv:2603.12201)."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    is_interleaved: bool
+    is_shared: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Sizes of multi-head latent attention: cached per token (`latent_dim`, `rope_dim`), the unrotated part of a head's
-    query and key (`nope_dim`), a head's value. `query_rank` None: queries have no low-rank projection."""
+    query and key (`nope_dim`), a head's value. `query_rank` None: queries have no low-rank projection. `index` None:
+    attention is not sparse."""
 
     latent_dim: int
     rope_dim: int
@@ -64,3 +78,4 @@ class LatentSpec:
     value_dim: int
     query_rank: int | None
     is_interleaved: bool
+    index: IndexSpec | None = None

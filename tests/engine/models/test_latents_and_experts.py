@@ -96,7 +96,9 @@ def hidden_of(one: Stepped, forwards: list[list[Span]]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", ["deepseek_v2-groups", "deepseek_v3", "deepseek_v3-odd", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "shape", ["deepseek_v2-groups", "deepseek_v3", "deepseek_v3-odd", "deepseek_v32-odd", "glm_moe_dsa", "qwen3_moe"]
+)
 def test_a_rows_bits_depend_on_its_own_request_alone(shape: str, dtype: str, tmp_path: Path) -> None:
     target = make_moe_checkpoint(tmp_path, shape)
     ways: list[tuple[int, list[list[Span]]]] = [
@@ -118,7 +120,7 @@ def test_a_rows_bits_depend_on_its_own_request_alone(shape: str, dtype: str, tmp
 
 # ---------------------------------------------------------------- cache and handoffs
 
-CACHED = ("deepseek_v2-lite", "deepseek_v3", "glm4_moe", "qwen3_moe")
+CACHED = ("deepseek_v2-lite", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "qwen3_moe")
 
 
 def with_head(folder: Path, shape: str, method: str) -> Settings:
@@ -195,6 +197,12 @@ def test_tensors_of_layers_behind_the_last_are_left_to_a_drafter(shape: str, tmp
         ("deepseek_v3", "n_group", 3),
         ("deepseek_v3", "n_group", 8),
         ("deepseek_v3", "quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ("deepseek_v32", "mlp_layer_types", ["dense", "sparse"]),
+        ("deepseek_v32", "q_lora_rank", None),
+        ("deepseek_v32", "index_topk", 0),
+        ("glm_moe_dsa", "index_topk_pattern", "SFF"),
+        ("glm_moe_dsa", "indexer_types", ["full", "half", "full"]),
+        ("glm_moe_dsa", "index_head_dim", 4),
         ("glm4_moe", "partial_rotary_factor", 0.2),
         ("qwen3_moe", "mlp_only_layers", "all"),
         ("qwen3_moe", "num_experts_per_tok", 9),
@@ -206,5 +214,7 @@ def test_what_would_change_results_is_refused_by_name(shape: str, field: str, va
         **{"vocab_size": 260, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3},
         **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, **fields, field: value},
     }
-    with pytest.raises(CheckpointError, match="fp8" if field == "quantization_config" else field):
+    with pytest.raises(
+        CheckpointError, match={"quantization_config": "fp8", "index_topk_pattern": "indexer_types"}.get(field, field)
+    ):
         model_class(model_type).parse_config(raw)

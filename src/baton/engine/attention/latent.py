@@ -19,7 +19,7 @@ from baton.engine.attention.base import AttnBatch, slot_error
 from baton.engine.attention.latent_cpu import absorbed
 from baton.engine.attention.sdpa import mark_nonfinite_rows, zero_nonfinite
 from baton.kernels.cpu.scalar import supports
-from baton.models.cache import LatentHeads
+from baton.models.cache import Chosen, LatentHeads
 
 _TILE = 64
 _ROW_BLOCK = 16
@@ -27,66 +27,23 @@ _ROW_BLOCK = 16
 _MOST_EXPANDED = 1 << 28
 
 
-class PagedLatentAttention:
-    """One layer's latents. `planes`: one or two [pages, layers, page_size, 1, width]; the widths add up to W."""
+class PagedLatents:
+    """Rows of a layer's latents in pages. `planes`: [pages, layers, page_size, 1, width], whose widths add up to W."""
 
     def __init__(self, planes: Sequence[Tensor], layer: int, batch: AttnBatch) -> None:
-        self._planes, self._layer, self._batch = planes, layer, batch
+        self.batch = batch
+        self._planes, self._layer = planes, layer
         self._page_size, self._num_pages, self._device = planes[0].shape[2], planes[0].shape[0], planes[0].device
 
-    def attend(
-        self, q_THD: Tensor, latent_TC: Tensor, rope_TR: Tensor, scale: float, heads: LatentHeads | None = None
-    ) -> Tensor:
-        """As `LayerCache.attend_latent`. Raises `BatonError` for a slot in the null page or outside the page table."""
-        self._write(torch.cat((latent_TC, rope_TR), dim=-1))
-        latent_dim = latent_TC.shape[-1]
-        if heads is None:
-            return self._absorbed(self._batch, q_THD, latent_dim, scale)
-        expanded = [
-            (r, start, stop)
-            for r, start, stop in self._requests(self._batch)
-            if not heads.always_absorbed and self._is_cheaper_expanded(q_THD, start, stop, latent_dim, heads)
-        ]
-        if not expanded:
-            return heads.values(self._absorbed(self._batch, heads.absorb(q_THD), latent_dim, scale))
-        out = q_THD.new_empty(*q_THD.shape[:2], heads.value_dim)
-        for r, start, stop in expanded:
-            out[start:stop] = self._expanded(r, q_THD[start:stop], self._batch.positions[start:stop], scale, heads)
-        rest, rows = self._without([r for r, _, _ in expanded])
-        if len(rows):
-            at = torch.from_numpy(rows).to(self._device)
-            out[at] = heads.values(self._absorbed(rest, heads.absorb(q_THD[at]), latent_dim, scale))
-        return out
-
-    def _is_cheaper_expanded(self, q_THD: Tensor, start: int, stop: int, latent_dim: int, heads: LatentHeads) -> bool:
-        """Whether expansion costs a request fewer multiplications than it saves. The cost counts twice, since keys and
-        values are also written, padded and read again."""
-        rows, kept, value = stop - start, int(self._batch.positions[stop - 1]) + 1, heads.value_dim
-        rope = sum(plane.shape[-1] for plane in self._planes) - latent_dim
-        nope = q_THD.shape[-1] - rope
-        once = kept * latent_dim * (nope + value)
-        saved = rows * (latent_dim * (nope + value) + kept * (2 * latent_dim - nope - value))
-        made = kept * q_THD.shape[1] * (q_THD.shape[2] + value)
-        return 2 * once < saved and made <= _MOST_EXPANDED
-
-    def _requests(self, batch: AttnBatch) -> Iterator[tuple[int, int, int]]:
+    def requests(self, batch: AttnBatch) -> Iterator[tuple[int, int, int]]:
         """(index, start, stop) of each request that has rows."""
         for r, (start, stop) in enumerate(zip(batch.query_start[:-1], batch.query_start[1:], strict=True)):
             if start < stop:
                 yield r, int(start), int(stop)
 
-    def _without(self, requests: list[int]) -> tuple[AttnBatch, np.ndarray]:
-        """The batch without these requests, and the indices of its rows, int64."""
-        counts = np.diff(self._batch.query_start)
-        owner = np.repeat(np.arange(len(counts)), counts)
-        counts[requests] = 0
-        rows = np.flatnonzero(~np.isin(owner, requests))
-        query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        return AttnBatch(query_start, self._batch.positions[rows], self._batch.page_table), rows
-
     def _slots(self, owner: np.ndarray, positions: np.ndarray) -> tuple[Tensor, Tensor]:
         """Page and slot of each position of the request in `owner`."""
-        columns, table = positions // self._page_size, self._batch.page_table
+        columns, table = positions // self._page_size, self.batch.page_table
         if len(columns) and columns.max() >= table.shape[1]:
             raise slot_error()
         pages = table[owner, columns].astype(np.int64)
@@ -94,20 +51,105 @@ class PagedLatentAttention:
             raise slot_error()
         return torch.from_numpy(pages).to(self._device), torch.from_numpy(positions % self._page_size).to(self._device)
 
-    def _write(self, kept_TW: Tensor) -> None:
-        counts = np.diff(self._batch.query_start)
-        pages, offsets = self._slots(np.repeat(np.arange(len(counts)), counts), self._batch.positions)
+    def write(self, kept_TW: Tensor) -> None:
+        counts = np.diff(self.batch.query_start)
+        pages, offsets = self._slots(np.repeat(np.arange(len(counts)), counts), self.batch.positions)
         parts = torch.split(kept_TW, [plane.shape[-1] for plane in self._planes], dim=-1)
         for plane, part in zip(self._planes, parts, strict=True):
             plane[pages, self._layer, offsets, 0] = part.to(plane.dtype)
 
-    def _kept(self, request: int, first: int, last: int) -> Tensor:
+    def kept(self, request: int, first: int, last: int) -> Tensor:
         """Cached rows [first, last): [S, W] in the cache's dtype."""
         pages, offsets = self._slots(np.full(last - first, request), np.arange(first, last))
         return torch.cat([plane[pages, self._layer, offsets, 0] for plane in self._planes], dim=-1)
 
+
+class PagedLatentAttention(PagedLatents):
+    """One layer's latents. `planes`: one or two [pages, layers, page_size, 1, width]; the widths add up to W."""
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        latent_TC: Tensor,
+        rope_TR: Tensor,
+        scale: float,
+        heads: LatentHeads | None = None,
+        chosen: Chosen | None = None,
+    ) -> Tensor:
+        """As `LayerCache.attend_latent`. Raises `BatonError` for a slot in the null page or outside the page table."""
+        self.write(torch.cat((latent_TC, rope_TR), dim=-1))
+        latent_dim = latent_TC.shape[-1]
+        if chosen is None or not len(chosen.rows):
+            return self._to_all(self.batch, q_THD, latent_dim, scale, heads)
+        out = q_THD.new_empty(*q_THD.shape[:2], latent_dim if heads is None else heads.value_dim)
+        is_dense = np.ones(len(q_THD), dtype=bool)
+        is_dense[chosen.rows] = False
+        if is_dense.any():
+            at = torch.from_numpy(np.flatnonzero(is_dense)).to(self._device)
+            out[at] = self._to_all(_with_rows(self.batch, is_dense), q_THD[at], latent_dim, scale, heads)
+        at = torch.from_numpy(chosen.rows).to(self._device)
+        q_NHW = q_THD[at] if heads is None else heads.absorb(q_THD[at])
+        made = self._to_chosen(q_NHW, chosen, latent_dim, scale)
+        out[at] = made if heads is None else heads.values(made)
+        return out
+
+    def _to_chosen(self, q_NHW: Tensor, chosen: Chosen, latent_dim: int, scale: float) -> Tensor:
+        """Absorbed attention [N, H, C] of rows to the keys that each chose, which are copied side by side first."""
+        counts = np.diff(self.batch.query_start)
+        owner = np.repeat(np.arange(len(counts)), counts)[chosen.rows]
+        top_k, outs = chosen.positions.shape[1], []
+        for begin in range(0, len(owner), _ROW_BLOCK):
+            positions, owners = chosen.positions[begin : begin + _ROW_BLOCK], owner[begin : begin + _ROW_BLOCK]
+            pages, offsets = self._slots(np.repeat(owners, top_k), positions.reshape(-1))
+            kept = torch.cat([plane[pages, self._layer, offsets, 0] for plane in self._planes], dim=-1)
+            # One page per row; page 0 is the null page.
+            copied = kept.new_zeros(len(owners) + 1, 1, top_k, 1, kept.shape[-1])
+            copied[1:, 0, :, 0] = kept.view(len(owners), top_k, -1)
+            numbers = np.arange(len(owners) + 1, dtype=np.int32)
+            batch = AttnBatch(numbers, np.full(len(owners), top_k - 1, dtype=np.int64), numbers[1:, None].copy())
+            rows = PagedLatentAttention([copied], 0, batch)
+            outs.append(rows._absorbed(batch, q_NHW[begin : begin + _ROW_BLOCK], latent_dim, scale))
+        return torch.cat(outs)
+
+    def _to_all(
+        self, batch: AttnBatch, q_THD: Tensor, latent_dim: int, scale: float, heads: LatentHeads | None
+    ) -> Tensor:
+        """Attention of the rows of `batch` to all keys that they see."""
+        if heads is None:
+            return self._absorbed(batch, q_THD, latent_dim, scale)
+        expanded = [
+            (r, start, stop)
+            for r, start, stop in self.requests(batch)
+            if not heads.always_absorbed and self._is_cheaper_expanded(batch, q_THD, start, stop, latent_dim, heads)
+        ]
+        if not expanded:
+            return heads.values(self._absorbed(batch, heads.absorb(q_THD), latent_dim, scale))
+        out = q_THD.new_empty(*q_THD.shape[:2], heads.value_dim)
+        is_rest = np.ones(len(q_THD), dtype=bool)
+        for r, start, stop in expanded:
+            out[start:stop] = self._expanded(r, q_THD[start:stop], batch.positions[start:stop], scale, heads)
+            is_rest[start:stop] = False
+        if is_rest.any():
+            at = torch.from_numpy(np.flatnonzero(is_rest)).to(self._device)
+            rest = _with_rows(batch, is_rest)
+            out[at] = heads.values(self._absorbed(rest, heads.absorb(q_THD[at]), latent_dim, scale))
+        return out
+
+    def _is_cheaper_expanded(
+        self, batch: AttnBatch, q_THD: Tensor, start: int, stop: int, latent_dim: int, heads: LatentHeads
+    ) -> bool:
+        """Whether expansion costs a request fewer multiplications than it saves. The cost counts twice, since keys and
+        values are also written, padded and read again."""
+        rows, kept, value = stop - start, int(batch.positions[stop - 1]) + 1, heads.value_dim
+        rope = sum(plane.shape[-1] for plane in self._planes) - latent_dim
+        nope = q_THD.shape[-1] - rope
+        once = kept * latent_dim * (nope + value)
+        saved = rows * (latent_dim * (nope + value) + kept * (2 * latent_dim - nope - value))
+        made = kept * q_THD.shape[1] * (q_THD.shape[2] + value)
+        return 2 * once < saved and made <= _MOST_EXPANDED
+
     def _expanded(self, request: int, q_THD: Tensor, positions: np.ndarray, scale: float, heads: LatentHeads) -> Tensor:
-        keys, values = heads.expand(self._kept(request, 0, int(positions[-1]) + 1).to(q_THD.dtype))
+        keys, values = heads.expand(self.kept(request, 0, int(positions[-1]) + 1).to(q_THD.dtype))
         # PyTorch's flash attention needs one head size for q, k and v.
         size = max(q_THD.shape[-1], values.shape[-1])
         q, k, v = (F.pad(part, (0, size - part.shape[-1])).transpose(0, 1)[None] for part in (q_THD, keys, values))
@@ -123,7 +165,7 @@ class PagedLatentAttention:
             return absorbed(self._planes, self._layer, q_THW, latent_dim, scale, batch)
         heads, width = q_THW.shape[1:]
         out = torch.empty(len(q_THW), heads, latent_dim, dtype=torch.float32, device=q_THW.device)
-        for r, start, stop in self._requests(batch):
+        for r, start, stop in self.requests(batch):
             for first in range(start, stop, _ROW_BLOCK):
                 last = min(first + _ROW_BLOCK, stop)
                 block = q_THW.new_zeros(_ROW_BLOCK, heads, width, dtype=torch.float32)
@@ -142,7 +184,7 @@ class PagedLatentAttention:
         lanes = torch.arange(_TILE, device=q_NW.device)
         for base in range(0, limit, _TILE):
             tile = q_NW.new_zeros(_TILE, q_NW.shape[-1])
-            kept = self._kept(request, base, min(base + _TILE, limit))
+            kept = self.kept(request, base, min(base + _TILE, limit))
             tile[: len(kept)] = kept
             # A non-finite token makes the rows that see it NaN. It must not reach other rows: 0 times NaN is NaN.
             bad = ~tile.sum(dim=1, keepdim=True).isfinite()
@@ -156,3 +198,10 @@ class PagedLatentAttention:
             out = out * rescale + weights @ tile[:, :latent_dim]
             peak = highest
         return out / total
+
+
+def _with_rows(batch: AttnBatch, is_kept: np.ndarray) -> AttnBatch:
+    """The batch with some of its rows [T], of each request its first or its last ones."""
+    counts = np.add.reduceat(np.append(is_kept, False), batch.query_start[:-1]) * (np.diff(batch.query_start) > 0)
+    query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    return AttnBatch(query_start, batch.positions[is_kept], batch.page_table)

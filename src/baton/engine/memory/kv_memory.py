@@ -170,8 +170,8 @@ def _kept(layer: LayerSpec, dtype: str) -> tuple[Kind, Planes]:
     match layer:
         case KVLayerSpec(num_kv_heads, head_dim, window):
             return "full" if window is None else "sliding_window", kv_planes(num_kv_heads, head_dim, dtype)
-        case LatentLayerSpec(latent_dim, rope_dim):
-            return "mla", latent_planes(latent_dim, rope_dim, dtype)
+        case LatentLayerSpec(latent_dim, rope_dim, index_dim):
+            return "mla", latent_planes(latent_dim, rope_dim, dtype, index_dim)
         case StateLayerSpec(planes):
             parts = (PlaneSpec(p.name, p.dtype or dtype, p.num_heads, p.head_dim, p.cut) for p in planes)
             return "state", tuple(parts)

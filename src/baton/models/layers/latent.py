@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.models.cache import LayerCache
+from baton.models.cache import Chosen, LayerCache
 from baton.models.config import ModelConfig, RopeSpec
 from baton.models.layers.headwise import headwise, invariant_headwise
 from baton.models.layers.layernorm import RMSNorm
@@ -84,7 +84,9 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
         spec = self._spec
-        q = self.q_proj(x) if spec.query_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        low_rank = None if spec.query_rank is None else self.q_a_layernorm(self.q_a_proj(x))
+        chosen = self._chosen(x, low_rank, cos_sin, cache)
+        q = self.q_proj(x) if low_rank is None else self.q_b_proj(low_rank)
         q_nope, q_rope = q.view(len(x), self._heads, -1).split([spec.nope_dim, spec.rope_dim], dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([spec.latent_dim, spec.rope_dim], dim=-1)
         # The shared key is rotated as one more head.
@@ -92,9 +94,15 @@ class LatentAttention(nn.Module):
         ropes = rotate(deinterleaved(ropes) if spec.is_interleaved else ropes, self._heads + 1, *cos_sin)
         q = torch.cat((q_nope, ropes[:, :-1]), dim=-1)
         out = cache.attend_latent(
-            self._layer_id, q, self.kv_a_layernorm(latent), ropes[:, -1], self._scale, self.kv_b_proj
+            self._layer_id, q, self.kv_a_layernorm(latent), ropes[:, -1], self._scale, self.kv_b_proj, chosen
         )
         return self.o_proj(out.reshape(len(x), -1))  # type: ignore[no-any-return]
+
+    def _chosen(
+        self, x: Tensor, low_rank: Tensor | None, cos_sin: tuple[Tensor, Tensor], cache: LayerCache
+    ) -> Chosen | None:
+        """The keys that the rows attend to, from the input [T, E] and the queries' low-rank projection [T, Q]."""
+        return None
 
 
 def _yarn_scale(rope: RopeSpec) -> float:
