@@ -142,7 +142,7 @@ def test_other_modules_are_refused_by_name(fields: dict[str, Any], why: str, tmp
 def test_targets_without_a_module_are_refused(tmp_path: Path, checkpoint: Any) -> None:
     spec = SpeculativeConfig.parse(json.dumps(mtp()))
     why, llama = (
-        "mtp is for targets of type deepseek_v3, glm4_moe, qwen3_5_.*, this is 'llama'",
+        "mtp is for targets of type deepseek_v3, .*qwen3_5_.*, this is 'llama'",
         str(checkpoint("llama")),
     )
     with pytest.raises(CheckpointError, match=why), stepped(model=llama, speculative_config=spec):

@@ -5,8 +5,6 @@ Scores are computed in tiles of one shape, so that a row chooses the same keys i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -44,9 +42,6 @@ def choose(plane: Tensor, layer: int, batch: AttnBatch, rows: IndexRows) -> Chos
     if not found:
         return Chosen(np.empty(0, np.int64), np.empty((0, rows.top_k), np.int64))
     return Chosen(np.concatenate(indices).astype(np.int64), np.concatenate(found).astype(np.int64))
-
-
-Scores = Callable[[PagedLatents, Tensor, int, np.ndarray, Tensor, Tensor], Tensor]
 
 
 def _scores_cpu(
