@@ -256,7 +256,7 @@ class Cluster:
         claimed = AttemptKey(key.transfer_id, key.attempt + 1, key.prefill_incarnation, forger.uid)
         # A separate generator, so that the seed's other draws do not depend on it.
         fork, prefills = Random(self.world.now), victim.ranks[0].node.runner.prefills
-        own = [k for k, known in prefills.live.items() if known.claimed and k.decode_incarnation == forger.uid]
+        own = [k for k, known in prefills.live.items() if known.machine.claimed and k.decode_incarnation == forger.uid]
         if own and fork.random() < _OWN_ATTEMPT:
             claimed = fork.choice(own)
         ticket = random.choice(sorted(self.tickets.values()))

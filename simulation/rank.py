@@ -157,6 +157,8 @@ class Rank:
             self._works()
             self.calls.popleft()()
         runner.poll()
+        if runner.runner.undefined is not None:
+            self.world.fail("undefined_transition", f"{self.name}: {runner.runner.undefined}")
         self.process.engine.agent_has_run()
         self._idle_turns = self._idle_turns + 1 if idle and wait < _TICK else 0
         if self._idle_turns > _MAX_IDLE_TURNS:

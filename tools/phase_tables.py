@@ -1,6 +1,7 @@
-"""`python -m tools.phase_tables`: what the two machines of an attempt do on each event in each phase.
+"""`python -m tools.phase_tables`: the transition tables of the handoff's machines, and what the two machines of an
+attempt do on each event in each phase.
 
-Writes the tables into docs/protocol.md, which a test compares with the machines.
+Writes them into docs/protocol.md, which a test compares with the tables and the machines.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from baton.errors import ProtocolError
+from baton.errors import ProtocolError, UndefinedTransitionError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.messages import AttemptKey, PieceDigest, Seeds
 from baton.handoff.protocol.prefill import PrefillHandoff
+from baton.handoff.protocol.transitions import DECODE, PREFILL, PREFILL_ENGINE, PREFILL_PEER, Table
 from baton.kv.interval import Interval
 from baton.wire import Mode
 
@@ -72,6 +75,7 @@ D_EVENTS: dict[str, ev.MachineEvent] = {
     "ADMITTED": received(msg.Admitted(KEY)),
     "PROGRESS": received(msg.Progress(KEY, DIGESTS)),
     "COMMIT": received(msg.Commit(KEY, final=FINAL, seeds=SEEDS, digests=DIGESTS)),
+    "COMMIT of the repair": received(msg.Commit(KEY, final=FINAL, seeds=SEEDS, round=1, digests=DIGESTS)),
     "READY": received(msg.Ready(KEY, final=FINAL, pages=P_PAGES, digests=DIGESTS)),
     "CONFIRM": received(msg.Confirm(KEY, SEEDS)),
     "FINISHED": received(msg.Finished(KEY, SEEDS)),
@@ -79,40 +83,57 @@ D_EVENTS: dict[str, ev.MachineEvent] = {
     **ENDS,
 }
 OPEN = (ev.Opened(), ev.PagesGiven(), received(msg.Announce(KEY, ticket="t")), REGISTER, DECLARED)
+LAST = P_EVENTS["sampled, the last"]
 PLACED = (ev.PeerReady(), ev.Placed(WANTED, D_PAGES))
 P_PATHS: dict[Mode, Modes] = {
     "push": {
         "open": OPEN,
-        "offered": (*OPEN, DIGESTED, COPIED, SAMPLED),
-        "closing": (*OPEN, GONE),
+        "committed": (*OPEN, DIGESTED, COPIED, SAMPLED),
+        "ending": (*OPEN, LAST),
+        "ended": (ev.Opened(), DECLARED, LAST),
+        "finished": (*OPEN, COPIED, LAST),
+        "stopping": (*OPEN, GONE),
         "closed": (*OPEN, COPIED, GONE),
     },
     "pull": {
         "open": OPEN,
-        "offered": (*OPEN, DIGESTED, SAMPLED),
-        "closing": (*OPEN, DIGESTED, SAMPLED, GONE),
+        "ready": (*OPEN, DIGESTED, SAMPLED),
+        "confirmed": (*OPEN, DIGESTED, SAMPLED, P_EVENTS["READ_DONE"]),
+        "ended": (ev.Opened(), DECLARED, LAST),
+        "finished": (*OPEN, LAST),
+        "awaiting reader": (*OPEN, DIGESTED, SAMPLED, GONE),
+        "awaiting ACK": (*OPEN, DIGESTED, SAMPLED, P_EVENTS["READ_DONE"], GONE),
         "closed": (*OPEN, GONE),
     },
 }
 COMMIT, READY, MATCH = D_EVENTS["COMMIT"], D_EVENTS["READY"], D_EVENTS["digests match"]
+UNREGISTERED: Modes = {
+    "waiting": (),
+    "placed": PLACED[1:],
+    "announced": PLACED[:1],
+    "admitted": (ev.PeerReady(), D_EVENTS["ADMITTED"]),
+}
 D_PATHS: dict[Mode, Modes] = {
     "push": {
-        "waiting": (),
-        "announced": PLACED[:1],
+        **UNREGISTERED,
         "registered": PLACED,
         "checking": (*PLACED, COMMIT),
+        "repairing": (*PLACED, COMMIT, D_EVENTS["digests differ"]),
+        "withdrawn": (ev.PeerReady(), GONE),
         "closing": (*PLACED, GONE),
+        "untold": (GONE,),
         "failed": (*PLACED, GONE, ENDS["CANCELLED"]),
         "done": (*PLACED, COMMIT, MATCH),
     },
     "pull": {
-        "waiting": (),
-        "announced": PLACED[:1],
+        **UNREGISTERED,
         "registered": PLACED,
         "reading": (*PLACED, READY),
         "checking": (*PLACED, READY, COPIED),
         "read": (*PLACED, READY, COPIED, MATCH),
-        "closing": (*PLACED, READY, GONE),
+        "withdrawn": (ev.PeerReady(), GONE),
+        "stopping": (*PLACED, READY, GONE),
+        "untold": (GONE,),
         "failed": (*PLACED, GONE),
         "done": (*PLACED, READY, COPIED, MATCH, D_EVENTS["CONFIRM"]),
     },
@@ -163,6 +184,8 @@ def cell(machine: Machine, event: ev.MachineEvent) -> str:
     before = machine.phase
     try:
         words = [word for word in map(said, machine.handle(event)) if word]
+    except UndefinedTransitionError:
+        return "*error*"
     except ProtocolError:
         return "refused"
     if machine.phase is not before:
@@ -182,39 +205,24 @@ def table(side: str, mode: Mode) -> str:
     return "\n".join(lines)
 
 
+def steps(table: Table[Any]) -> str:
+    """Markdown: a row for each step, a column for each phase before it, and the phase after it in the cells."""
+    before = list(dict.fromkeys(phase for row in table.steps.values() for phase in row))
+    columns = sorted(before, key=list(type(before[0])).index)
+    names = " | ".join(phase.value for phase in columns)
+    lines = [f"{table.machine}:", "", f"| step | {names} |", "|---" * (len(columns) + 1) + "|"]
+    for step, row in table.steps.items():
+        cells = [row[phase].value if phase in row else "" for phase in columns]
+        lines.append(f"| {step} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def tables() -> str:
-    return "\n\n".join(table(side, mode) for side in SIDES for mode in SIDES[side][1])
+    parts = [steps(each) for each in (PREFILL, PREFILL_ENGINE, PREFILL_PEER, DECODE)]
+    return "\n\n".join([*parts, *(table(side, mode) for side in SIDES for mode in SIDES[side][1])])
 
 
 BEGIN, END = "<!-- tables: begin -->\n", "\n<!-- tables: end -->"
-
-
-def transitions(side: str) -> dict[tuple[str, str], list[str]]:
-    """The events that bring a machine from one phase into another, in either mode: by (phase before, phase after)."""
-    make, paths, events = SIDES[side]
-    found: dict[tuple[str, str], list[str]] = {}
-
-    def handle(machine: Machine, event: ev.MachineEvent, name: str) -> None:
-        before = machine.phase
-        try:
-            machine.handle(copy.deepcopy(event))
-        except ProtocolError:
-            return
-        if machine.phase is not before and name not in found.setdefault((before.value, machine.phase.value), []):
-            found[before.value, machine.phase.value].append(name)
-
-    for mode, columns in paths.items():
-        for path in columns.values():
-            machine = make(mode)
-            for event in path:
-                handle(
-                    machine,
-                    event,
-                    next(name for name, each in events.items() if type(each) is type(event) and each == event),
-                )
-            for name, event in events.items():
-                handle(copy.deepcopy(machine), event, name)
-    return found
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
 """`python -m tools.pictures`: write the SVG pictures of the documents into docs/pictures.
 
-The machines are drawn from what they do (`tools.phase_tables`), pages and intervals from a real `KVCache`, and messages
+The machines are drawn from their transition tables, pages and intervals from a real `KVCache`, and messages
 are named by their structs. A test compares the files with what this script makes.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from baton.handoff.protocol import messages as msg
+from baton.handoff.protocol.transitions import DECODE, PREFILL, Table
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
 from baton.kv.tables import BlockTables
-from tools.phase_tables import transitions
 
 FOLDER = Path(__file__).parents[1] / "docs/pictures"
 INK, GREY, BLUE, GREEN, RED, AMBER, WHITE = "#1f2933", "#7b8794", "#d6e4f5", "#d9eedb", "#f9dcd9", "#fbeccb", "#ffffff"
@@ -173,21 +173,31 @@ def timeline() -> str:
 
 # ------------------------------------------------------------------ the two machines
 
-FAILURES = {"abort", "deadline", "fault", "peer lost", "peer fenced", "CANCEL", "CANCELLED", "NACK"}
-SIZE = (104, 34)
+SIZE = (112, 32)
+TABLES: dict[str, Table[Any]] = {"P": PREFILL, "D": DECODE}
 PLACES: dict[str, dict[str, Point]] = {
-    "P": {"open": (160, 110), "offered": (480, 110), "closed": (800, 110), "closing": (480, 230)},
+    "P": {
+        "open": (90, 130), "ending": (270, 75), "ended": (450, 75), "finished": (630, 75), "committed": (450, 130),
+        "ready": (340, 200), "confirmed": (560, 200), "closed": (860, 130),
+        "stopping": (860, 270), "awaiting reader": (560, 270), "awaiting ACK": (720, 270),
+    },
     "D": {
-        "waiting": (70, 530), "announced": (255, 530), "registered": (430, 530), "checking": (660, 530),
-        "done": (880, 530), "reading": (545, 440), "read": (770, 440), "closing": (430, 660), "failed": (770, 660),
+        "waiting": (75, 450), "placed": (240, 540), "announced": (240, 450), "admitted": (400, 450),
+        "registered": (560, 450), "reading": (640, 380), "checking": (730, 450), "repairing": (640, 540),
+        "read": (820, 380), "done": (890, 450), "withdrawn": (400, 620), "closing": (400, 670),
+        "stopping": (400, 720), "untold": (890, 620), "failed": (700, 670),
     },
 }  # fmt: skip
 BENDS = {
-    ("P", "open", "offered"): 14, ("P", "offered", "open"): 14, ("P", "open", "closed"): 52,
-    ("D", "announced", "done"): 232, ("D", "registered", "done"): 205, ("D", "registered", "checking"): 0,
-    ("D", "checking", "registered"): 34, ("D", "reading", "checking"): 17, ("D", "checking", "reading"): 17,
-    ("D", "waiting", "failed"): -115,
+    ("P", "open", "committed"): 10, ("P", "committed", "open"): 10,
+    ("D", "announced", "registered"): 52, ("D", "announced", "done"): 150, ("D", "admitted", "done"): 135,
+    ("D", "registered", "done"): 120, ("D", "reading", "checking"): 12, ("D", "checking", "reading"): 12,
+    ("D", "repairing", "checking"): 12, ("D", "checking", "repairing"): 12,
 }  # fmt: skip
+COLOURS = {
+    **dict.fromkeys(("stopping", "awaiting reader", "awaiting ACK", "withdrawn", "closing"), AMBER),
+    **dict.fromkeys(("failed", "untold"), RED),
+}
 
 
 def edge(centre: Point, other: Point) -> Point:
@@ -197,32 +207,29 @@ def edge(centre: Point, other: Point) -> Point:
     return centre[0] + x * scale, centre[1] + y * scale
 
 
-def label(events: list[str]) -> str:
-    told = [event for event in events if event not in FAILURES]
-    failed = ["failure"] if FAILURES & set(events) and told else []
-    return "\n".join(textwrap.wrap(", ".join([*told, *failed]).replace(", the last", " last"), 30))
-
-
 def machines() -> str:
     """Raises `KeyError` for a phase without a place."""
-    picture = Picture(960, 780, "The machines of P and D: phases, and the events between them")
-    for side, top, heading in (("P", 40, "P"), ("D", 320, "D")):
-        picture.text((24, top), heading, bold=True, size=16)
+    picture = Picture(960, 780, "The machines of P and D: phases, and the steps between them")
+    for side, top in (("P", 40), ("D", 340)):
+        picture.text((24, top), side, bold=True, size=16)
         places = PLACES[side]
-        found = transitions(side)
-        for (before, after), events in found.items():
+        found: dict[tuple[str, str], list[str]] = {}
+        for step, row in TABLES[side].steps.items():
+            for before, after in row.items():
+                if not step.startswith("fail"):
+                    found.setdefault((before.value, after.value), []).append(step)
+        for (before, after), names in found.items():
             a, b = places[before], places[after]
             bend = BENDS.get((side, before, after), 0)
             start, end = edge(a, b), edge(b, a)
             if abs(bend) > 40:
-                down = 1 if bend < 0 else -1
-                start, end = (a[0], a[1] + down * 19), (b[0], b[1] + down * 19)
-            picture.arrow(start, end, label(events), bend=bend, dashed=set(events) <= FAILURES)
+                start, end = (a[0], a[1] - 19), (b[0], b[1] - 19)
+            picture.arrow(start, end, ", ".join(names), bend=bend, dashed=names == ["quiet"])
         for phase, (x, y) in places.items():
-            fill = {"closing": AMBER, "failed": RED}.get(phase, BLUE if side == "P" else GREEN)
+            fill = COLOURS.get(phase, BLUE if side == "P" else GREEN)
             picture.box((x - SIZE[0] / 2, y - SIZE[1] / 2), SIZE, [phase], fill)
-    picture.text((480, 764), f"Dashed lines, and \"failure\": {', '.join(sorted(FAILURES, key=str.lower))}. "
-                 "CAPITALS are messages received.", size=12)  # fmt: skip
+    note = "From every phase but closed, failed, untold and done, a failure leads to a phase in amber or red."
+    picture.text((480, 764), note, size=12)
     return picture.done()
 
 

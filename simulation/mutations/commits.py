@@ -73,6 +73,7 @@ def _skip_digest_check() -> list[Patch]:
 def _commit_after_failure() -> list[Patch]:
     def around(self: DecodeHandoff, committed: Handle, message: Commit) -> list[Action]:
         if self.phase is DecodePhase.CLOSING and message.round == self.round:
+            self.phase = DecodePhase.CHECKING
             return self._commit(message, message.num_bytes, message.num_runs)
         return committed(message)
 
@@ -93,9 +94,15 @@ def _confirm_after_release() -> list[Patch]:
 @mutation("READ_DONE follows the last read")
 def _read_done_early() -> list[Patch]:
     def around(self: DecodeHandoff, ended: Handle, event: CopyEnded) -> list[Action]:
+        if self.closing or not event.ok or event.copy_id not in self.copies.outstanding:
+            return ended(event)
+        if self.phase is not DecodePhase.READING:
+            self.copies.end(event)
+            return []
+        rest = {i: copy for i, copy in self.copies.outstanding.items() if i != event.copy_id}
+        self.copies.outstanding = {event.copy_id: self.copies.outstanding[event.copy_id]}
         actions = ended(event)
-        if self.phase is DecodePhase.READING and self.copies.outstanding and event.ok:
-            actions += self._read_all()
+        self.copies.outstanding = rest
         return actions
 
     return around_method(DecodeHandoff, "_copy_ended", around)

@@ -18,16 +18,18 @@ from baton.handoff.protocol.events import (
     MachineEvent,
     PeerLost,
     Received,
+    Sampled,
     Send,
     Tick,
 )
 from baton.handoff.protocol.messages import (
+    Admitted,
     Announce,
     Bye,
     Cancelled,
     Message,
 )
-from baton.handoff.protocol.phases import DecodePhase, PrefillPhase
+from baton.handoff.protocol.phases import DecodePhase, EnginePhase, PrefillPhase
 from baton.handoff.protocol.prefill import PrefillHandoff
 from simulation.mutations.registry import Handle, Patch, around_method, mutation
 
@@ -54,9 +56,8 @@ def _timeout_then_reuse() -> list[Patch]:
 @mutation("a deadline frees nothing that D may still read")
 def _timeout_frees_source() -> list[Patch]:
     def around(self: PrefillHandoff, handle: Handle, event: MachineEvent) -> list[Action]:
-        if isinstance(event, Deadline):
-            self._exposed = False
-        return handle(event)
+        actions = handle(event)
+        return actions + self._settle(peer_quiet=True) if isinstance(event, Deadline) else actions
 
     return around_method(PrefillHandoff, "handle", around)
 
@@ -74,7 +75,7 @@ def _abort_then_reuse() -> list[Patch]:
 def _free_while_reading() -> list[Patch]:
     def around(self: DecodeHandoff, handle: Handle, event: MachineEvent) -> list[Action]:
         actions = handle(event)
-        if self.phase is DecodePhase.CLOSING and self.mode == "pull":
+        if self.phase is DecodePhase.STOPPING:
             self.copies.outstanding.clear()
             actions += self._settle()
         return actions
@@ -118,15 +119,13 @@ def _unknown_is_quiet() -> list[Patch]:
 
 @mutation("FINISHED waits until P's copies have ended")
 def _finish_while_copying() -> list[Patch]:
-    original = PrefillHandoff._finish
-
-    def finish(self: PrefillHandoff) -> list[Action]:
+    def around(self: PrefillHandoff, sampled: Handle, event: Sampled) -> list[Action]:
         outstanding, self.copies.outstanding = self.copies.outstanding, {}
-        actions = original(self)
-        self.copies.outstanding = outstanding
+        actions = sampled(event)
+        self.copies.outstanding = outstanding | self.copies.outstanding
         return actions
 
-    return [(PrefillHandoff, "_finish", finish)]
+    return around_method(PrefillHandoff, "_sampled", around)
 
 
 # ---------------------------------------------------------------- taking pages
@@ -137,11 +136,12 @@ _OVERLOAD = ("full_pools", "burst", "slow_engine", "prefix_store", "late_leg")
 
 @mutation("D takes pages only for what P has room for", _OVERLOAD)
 def _admitted_unseen() -> list[Patch]:
-    def around(self: PrefillHandoff, receive: Handle, message: Message) -> list[Action]:
-        self.admitted = self.admitted or isinstance(message, Announce)
-        return receive(message)
+    def around(self: PrefillHandoff, handle: Handle, event: MachineEvent) -> list[Action]:
+        actions, announced = handle(event), isinstance(event, Received) and isinstance(event.message, Announce)
+        unseen = announced and not self.registered and self.engine in (EnginePhase.ABSENT, EnginePhase.OPENED)
+        return [*actions, Send(Admitted(self.key))] if unseen and self.phase is PrefillPhase.OPEN else actions
 
-    return around_method(PrefillHandoff, "_receive", around)
+    return around_method(PrefillHandoff, "handle", around)
 
 
 @mutation("what waits in a queue has no deadline", _OVERLOAD)
@@ -166,7 +166,7 @@ def _cancelled_while_copying() -> list[Patch]:
 @mutation("D says CANCELLED only when its reads have ended")
 def _cancelled_while_reading() -> list[Patch]:
     def answer(self: DecodeHandoff) -> list[Action]:
-        failed = self.phase in (DecodePhase.CLOSING, DecodePhase.FAILED)
+        failed = self.closing or self.phase in (DecodePhase.UNTOLD, DecodePhase.FAILED)
         return [Send(Cancelled(self.key, self.reason))] if failed else []
 
     return [(DecodeHandoff, "_answer", answer)]
@@ -184,6 +184,6 @@ def _ignore_cancelled() -> list[Patch]:
 @mutation("CANCEL is repeated until it is answered")
 def _cancel_once() -> list[Patch]:
     def around(self: DecodeHandoff, handle: Handle, event: MachineEvent) -> list[Action]:
-        return [] if isinstance(event, Tick) and self.phase is DecodePhase.CLOSING else handle(event)
+        return [] if isinstance(event, Tick) and self.closing else handle(event)
 
     return around_method(DecodeHandoff, "handle", around)

@@ -18,6 +18,7 @@ BatonError
 ├── ProtocolError
 │   ├── IncompatiblePeerError
 │   ├── TicketExpiredError
+│   ├── UndefinedTransitionError
 │   └── WrongEngineError
 ├── HandoffError
 └── TransportError
@@ -25,7 +26,7 @@ BatonError
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class BatonError(Exception):
@@ -121,6 +122,18 @@ class TicketExpiredError(ProtocolError):
     """A valid ticket came after its expiry: its bearer or peer may have been paused. The request can be recomputed."""
 
     reason = "ticket_expired"
+
+
+class UndefinedTransitionError(ProtocolError):
+    """An event that a state machine's table does not define in its phase: a peer's message that no honest peer sends,
+    or a bug of this engine. `story`: the last events of that machine, oldest first.
+    """
+
+    def __init__(self, machine: str, phase: str, event: str, story: Sequence[str]) -> None:
+        super().__init__(
+            f"{machine}: {event} cannot happen in phase {phase!r}; before: {', '.join(story) or 'nothing'}"
+        )
+        self.machine, self.phase, self.event, self.story = machine, phase, event, tuple(story)
 
 
 class WrongEngineError(ProtocolError):

@@ -36,7 +36,6 @@ class _Attempt:
     peers: list[Peer] = field(default_factory=list)
     open: Peer | None = None
     far: Instance | None = None
-    expired: bool = False
     next_tick: float = 0.0
     gap: float = 0.0
 
@@ -76,15 +75,11 @@ class PrefillAttempt(_Attempt):
 
     def served(self, session: Session) -> bool:
         """Whether D's claim is checked already, so that this session may repeat it, or register what it announced."""
-        return self.claimed and (self.machine.closed or session.peer is not None)
+        return self.machine.claimed and (self.machine.closed or session.peer is not None)
 
     def waits_for(self, session: Session) -> bool:
         """Whether D's claim is checked already, but must wait until this session is connected."""
-        return self.claimed and not self.machine.closed and session.connecting is not None
-
-    @property
-    def claimed(self) -> bool:
-        return self.machine.announced or self.machine.registered
+        return self.machine.claimed and not self.machine.closed and session.connecting is not None
 
     def restart_time_limit(self, now: float) -> None:
         """D has sent a message of the attempt. Each ANNOUNCE, and the first REGISTER, restart its time limit."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 from baton.clock import Clock
-from baton.errors import ProtocolError
+from baton.errors import ProtocolError, UndefinedTransitionError
 from baton.handoff.agent.attempts import AttemptTable, DecodeAttempt, PrefillAttempt
 from baton.handoff.agent.digesting import Digesting
 from baton.handoff.agent.operations import Operations
@@ -52,6 +52,7 @@ class MachineRunner:
         self.decodes: AttemptTable[DecodeAttempt] = AttemptTable()
         self.operations: Operations[Attempt] = Operations(transport, channel.wake)
         self.counters = AgentCounters()
+        self.undefined: UndefinedTransitionError | None = None  # the last one
         self._timers = config.timers
         self._on_event, self._on_peer = on_event, on_peer
         self._digesting: Digesting[Attempt] | None = None
@@ -84,8 +85,7 @@ class MachineRunner:
                 except ProtocolError as error:
                     if strict and what is event:
                         raise
-                    self.counters.count("rejected")
-                    log.warning("attempt %s refused an event: %s", target.machine.key, error)
+                    self._refused(target, what, error)
                     continue
                 for action in actions:
                     self._carry_out(target, action)
@@ -96,6 +96,18 @@ class MachineRunner:
                 self.decodes.settle(target.machine.key, now)
         finally:
             self._running = False
+
+    def _refused(self, attempt: Attempt, event: ev.MachineEvent, error: ProtocolError) -> None:
+        """Drop a message that is not allowed. Anything else that a machine cannot do is a bug: the attempt fails."""
+        self.counters.count("rejected")
+        received = isinstance(event, ev.Received)
+        if not isinstance(error, UndefinedTransitionError) or (received and error.event == ev.name_of(event)):
+            log.warning("attempt %s refused an event: %s", attempt.machine.key, error)
+            return
+        self.undefined = error
+        log.error("attempt %s: %s", attempt.machine.key, error)
+        if not isinstance(event, ev.Fault):
+            self.feed(attempt, ev.Fault("internal_error", str(error)))
 
     def lose(self, attempt: Attempt, reason: str, message: str, quiet: bool = False) -> None:
         """The attempt's peer cannot be reached. `quiet`: it has said that its copies have ended."""

@@ -87,7 +87,7 @@ class RankHandoffs:
         attempt = self.runner.decodes.get(key)
         if attempt is None:
             self._decode(ticket, key, wanted, pages)
-        elif attempt.machine.placed:
+        elif not attempt.machine.takes_pages:
             log.warning("attempt %s is open already", key)
         else:
             attempt.begun = self.clock.monotonic()
@@ -162,8 +162,7 @@ class RankHandoffs:
     def _check(self, now: float) -> None:
         timers, runner = self.config.timers, self.runner
         for attempt in runner.live():
-            if now >= attempt.deadline(timers.handoff) and not attempt.expired:
-                attempt.expired = True
+            if now >= attempt.deadline(timers.handoff) and not attempt.machine.closing:
                 runner.feed(attempt, ev.Deadline())
         self.routing.registrations.retry()
         self.routing.evict(now)

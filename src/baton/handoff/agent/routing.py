@@ -26,7 +26,6 @@ from baton.handoff.protocol.messages import (
     Renew,
     Repair,
 )
-from baton.handoff.protocol.phases import DecodePhase
 from baton.handoff.protocol.ticket import Ticket
 from baton.handoff.session.base import Connection
 from baton.handoff.session.sessions import Session
@@ -155,7 +154,7 @@ class Routing:
             runner.lose(attempt, "incompatible_peer", wrong)
         else:
             unhealthy = self._sessions.health.why_not(attempt.machine.key.ends[0])
-            if unhealthy and attempt.machine.phase is DecodePhase.WAITING:
+            if unhealthy and not attempt.machine.reached:
                 runner.lose(attempt, "unhealthy_peer", unhealthy)
             attempt.on_hello(session)
             runner.on_peer_hello(attempt, session.hello or hello)
@@ -224,7 +223,7 @@ class Routing:
             raise ProtocolError("message for an attempt of other engines")
         attempt = self._runner.prefills.get(key)
         if isinstance(message, Announce | Register):
-            if attempt is not None and attempt.claimed and not attempt.machine.begun_with(message.ticket):
+            if attempt is not None and attempt.machine.claimed and not attempt.machine.begun_with(message.ticket):
                 # Drop the message without an answer: a NACK would end the attempt, which continues.
                 raise ProtocolError("the ticket is not the one by which this attempt was claimed")
             self.registrations.take(session, message)

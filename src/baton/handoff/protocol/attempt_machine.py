@@ -2,20 +2,57 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from typing import Generic, TypeVar
+
+from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.copies import CopyLedger
 from baton.handoff.protocol.messages import AttemptKey
+from baton.handoff.protocol.transitions import Table
 from baton.wire import Integrity, Mode
 
+PhaseT = TypeVar("PhaseT", bound=Enum)
+# How many events and steps an attempt remembers for the text of an error, and how many after its end.
+STORY, LAST_STORY = 16, 4
 
-class AttemptMachine:
+
+class AttemptMachine(Generic[PhaseT]):
     """`max_retries` bounds both the failed copies that are issued again and the rounds of repair, which `round` counts.
-    `reason`: why the attempt ended."""
+    `phase` changes as `table` says. `reason`: why the attempt ended. `story`: its last inputs and steps."""
 
-    def __init__(self, key: AttemptKey, mode: Mode, max_retries: int, integrity: Integrity) -> None:
+    def __init__(
+        self, key: AttemptKey, mode: Mode, max_retries: int, integrity: Integrity, table: Table[PhaseT], phase: PhaseT
+    ) -> None:
         self.key = key
         self.mode = mode
         self.max_retries = max_retries
         self.integrity = integrity
+        self.phase = phase
         self.reason = ""
         self.round = 0
         self.copies = CopyLedger(max_retries)
+        self.story: list[str] = []
+        self._table = table
+
+    def _enter(self, event: ev.MachineEvent) -> str:
+        """The name of an input. Raises `UndefinedTransitionError` if it cannot come in this phase."""
+        name = ev.name_of(event)
+        self._table.after(self.phase, name, self.story)
+        self._remember(name)
+        return name
+
+    def _step(self, step: str) -> None:
+        """Raises `UndefinedTransitionError` if it cannot be taken in this phase."""
+        self.phase = self._table.after(self.phase, step, self.story)
+        self._remember(f"{step} -> {self.phase.value}")
+
+    def _remember(self, what: str) -> None:
+        if self.story and self.story[-1] == what == "tick":
+            return
+        self.story.append(what)
+        if len(self.story) > STORY:
+            del self.story[0]
+
+    def _forget_story(self) -> None:
+        """Keep the end of it: many ended attempts are remembered."""
+        del self.story[:-LAST_STORY]

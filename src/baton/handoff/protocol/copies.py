@@ -42,10 +42,12 @@ class CopyLedger:
             self.num_runs += event.num_runs
         return copy
 
+    @property
+    def may_retry(self) -> bool:
+        return self.retries < self.max_retries
+
     def again(self, failed: StartCopy) -> list[Action]:
-        """Issue a failed copy again, unless the retries are used up."""
-        if self.retries == self.max_retries:
-            return []
+        """Issue a failed copy again. Requires `may_retry`."""
         self.retries += 1
         again = self.start(failed.group, failed.tokens, failed.source_pages, failed.dest_pages, failed.layers)
         return [Count("retries"), again]

@@ -7,8 +7,8 @@ D is committed by COMMIT (push) or by CONFIRM after its reads (pull), never by a
 integrity on, every due piece must match P's digest first; bad pieces are copied again (push: by REPAIR).
 
 Freeing: in push, P writes D's pages. After a failure they wait for FINISHED, CANCELLED, the COMMIT of the last REPAIR,
-or proof that P can write no more; if nothing was sent to P, they are free at once. In pull, only D's own reads touch
-them.
+or proof that P can write no more; if nothing was sent to P, they are free at once. A COMMIT before REGISTER proves
+nothing, because P may still get the REGISTER. In pull, only D's own reads touch them.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from collections.abc import Mapping
 
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg
-from baton.handoff.protocol.attempt_machine import AttemptMachine
+from baton.handoff.protocol.decode_state import UNPLACED, UNREACHED, DecodeState
 from baton.handoff.protocol.digest_checks import DigestChecks, tokens_of
 from baton.handoff.protocol.digests import check_shape, seeds_digest, uncovered
 from baton.handoff.protocol.messages import AttemptKey
-from baton.handoff.protocol.phases import DecodePhase
+from baton.handoff.protocol.phases import DecodePhase as Phase
 from baton.kv.interval import Interval
 from baton.wire import Integrity, Mode
 
 _BAD_SEEDS = "the seeds do not match their digest"
 
 
-class DecodeHandoff(AttemptMachine):
+class DecodeHandoff(DecodeState):
     """State machine of D for one attempt.
 
     `wanted`: the tokens that D needs, per group. `pages`: D's block tables, exclusive to this attempt in `wanted`.
     Without them the attempt is announced, and they come with `Placed`. `ticket`: the router's, sent in ANNOUNCE and
     REGISTER.
 
-    `handle` raises `ProtocolError` for digests outside `wanted`; the attempt is then unchanged.
+    `handle` raises `ProtocolError` for digests outside `wanted` and for an event that the table does not define; the
+    attempt is then unchanged.
     """
 
     def __init__(
@@ -49,10 +50,7 @@ class DecodeHandoff(AttemptMachine):
         integrity: Integrity = "off",
     ) -> None:
         super().__init__(key, mode, max_retries, integrity)
-        self.phase = DecodePhase.WAITING
-        self.placed = False
         self._ticket = ticket
-        self._admitted = False
         self._groups: frozenset[str] | None = None
         self._wanted: dict[str, Interval] = {}
         self._pages: dict[str, list[int]] = {}
@@ -60,34 +58,17 @@ class DecodeHandoff(AttemptMachine):
         self._proven: dict[str, int] = {}
         self._source: Mapping[str, list[int]] = {}  # pull: P's block tables
         self._claim: msg.Commit | msg.Ready | None = None  # the message whose digests are being checked
-        self._peer_quiet = True  # push: P can no longer write D's pages
-        self._farewell: msg.AttemptMessage | None = None
+        # Sent, or to be sent when P is reached, and repeated until it is answered.
         self._pending: msg.AttemptMessage | None = msg.Announce(key, ticket)
         if wanted is not None:
             self._place(wanted, pages or {})
 
-    @property
-    def closing(self) -> bool:
-        """Failed, and not proven quiet."""
-        return self.phase is DecodePhase.CLOSING
-
-    @property
-    def closed(self) -> bool:
-        """True when only late messages are left to answer."""
-        return self.phase in (DecodePhase.FAILED, DecodePhase.DONE)
-
     def handle(self, event: ev.MachineEvent) -> list[ev.Action]:
         """The actions must be carried out in order."""
+        name = self._enter(event)
         match event:
             case ev.PeerReady(groups):
-                self._groups = groups
-                if self.phase is DecodePhase.WAITING:
-                    self.phase = DecodePhase.REGISTERED if self.placed else DecodePhase.ANNOUNCED
-                    self._peer_quiet = False
-                if self._farewell is not None:
-                    farewell, self._farewell = self._farewell, None
-                    return [ev.Send(farewell)]
-                return self._repeat()
+                return self._reached(groups)
             case ev.Placed(wanted, pages):
                 return self._placed(wanted, pages)
             case ev.Received(message):
@@ -103,16 +84,28 @@ class DecodeHandoff(AttemptMachine):
             case ev.Deadline(message):
                 return self._fail("handoff_timeout", message)
             case ev.PeerLost(reason, message, fenced):
-                return self._fail(reason, message, tell=False) + (self._settle(peer_quiet=True) if fenced else [])
+                return self._fail(reason, message, tell=False) + self._settle(peer_quiet=fenced)
             case ev.Tick():
-                return [] if self.phase is DecodePhase.WAITING else self._repeat()
-            case _:
-                return []
+                return self._repeat()
+        raise AssertionError(f"{name} is in the table and has no handler")
+
+    def _reached(self, groups: frozenset[str] | None) -> list[ev.Action]:
+        """There is a session with P, the first or a later one."""
+        self._groups = groups
+        if self.phase is Phase.UNTOLD:
+            self._step("reach")
+            farewell, self._pending = self._pending, None
+            assert farewell is not None
+            return [ev.Send(farewell)]
+        if self.phase in UNREACHED:
+            self._step("reach")
+        return self._repeat()
 
     # ------------------------------------------------------------ destination pages
 
     def _place(self, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
-        self.placed, self._wanted = True, dict(wanted)
+        self._step("place")
+        self._wanted = dict(wanted)
         self._pages = {group: list(table) for group, table in pages.items()}
         self._digest_checks = DigestChecks(self._wanted, self._pages)
         # P needs D's pages only to write them.
@@ -121,19 +114,16 @@ class DecodeHandoff(AttemptMachine):
 
     def _placed(self, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> list[ev.Action]:
         """Register. If the attempt has failed meanwhile, P does not know the pages, so they are free."""
-        if self.placed or self.phase not in (DecodePhase.WAITING, DecodePhase.ANNOUNCED):
+        if self.phase not in UNPLACED:
             return []
         self._place(wanted, pages)
-        if self.phase is DecodePhase.WAITING:
-            return []
-        self.phase = DecodePhase.REGISTERED
         return self._repeat()
 
     # ------------------------------------------------------------ messages
 
     def _receive(self, message: msg.AttemptMessage) -> list[ev.Action]:
         match message:
-            case msg.Commit() | msg.Finished() | msg.Confirm() | msg.Cancel() if self.phase is DecodePhase.DONE:
+            case msg.Commit() | msg.Finished() | msg.Confirm() | msg.Cancel() if self.phase is Phase.DONE:
                 return [ev.Send(msg.Ack(self.key))]
             case msg.Admitted():
                 return self._admit()
@@ -143,14 +133,16 @@ class DecodeHandoff(AttemptMachine):
                 return self._committed(message)
             case msg.Ready() if self.mode == "pull":
                 return self._ready(message)
-            case msg.Confirm() if self.phase is DecodePhase.READ:
+            case msg.Confirm() if self.phase is Phase.READ:
                 return self._confirmed(message)
             case msg.Finished():
                 return self._finished(message)
             case msg.Nack(_, reason, text):
                 return self._fail(reason, text)
+            case msg.Cancel() if self.closing or self.closed:
+                return self._answer()
             case msg.Cancel(_, reason, text):
-                return self._fail(reason, text, tell=False) or self._answer()
+                return self._fail(reason, text, tell=False)
             case msg.Cancelled(_, reason):
                 actions = self._fail(reason, "cancelled by the prefill side", tell=False)
                 return actions + self._settle(peer_quiet=True)
@@ -158,14 +150,14 @@ class DecodeHandoff(AttemptMachine):
                 return self._answer()
 
     def _admit(self) -> list[ev.Action]:
-        if self._admitted or self.phase is not DecodePhase.ANNOUNCED:
+        if self.phase is not Phase.ANNOUNCED:
             return self._answer()
-        self._admitted = True
+        self._step("admit")
         return [ev.Notify(ev.DecodeAdmitted(self.key, self._groups))]
 
     def _progress(self, message: msg.Progress) -> list[ev.Action]:
         # After a REPAIR, copies overwrite pieces that an earlier PROGRESS reported as done.
-        if self.phase is not DecodePhase.REGISTERED or self.round or self.integrity == "off":
+        if self.phase is not Phase.REGISTERED or self.integrity == "off":
             return self._answer()
         check_shape(message.digests, self._wanted)
         return self._digest_checks.check(message.digests)
@@ -173,20 +165,24 @@ class DecodeHandoff(AttemptMachine):
     def _committed(self, message: msg.Commit) -> list[ev.Action]:
         # P sends COMMIT only when all its copies are done, but a later REPAIR may have started new ones.
         current = message.round == self.round
-        if self.phase is not DecodePhase.REGISTERED:
-            return (self._settle(peer_quiet=True) if current else []) or self._answer()
+        if self.phase is Phase.CLOSING and current:
+            return self._settle(peer_quiet=True)
+        if self.phase not in (Phase.REGISTERED, Phase.REPAIRING):
+            return self._answer()
         if not current:
             return []
         refused = self._refusal(message)
-        self._peer_quiet = True
+        self._step("check")
         if refused:
             return self._fail("incomplete_commit", f"COMMIT {refused}", tell=False)
         return self._check(message)
 
     def _ready(self, message: msg.Ready) -> list[ev.Action]:
-        if self.phase is not DecodePhase.REGISTERED:
+        if self.phase is Phase.READ:
+            return self._repeat()
+        if self.phase is not Phase.REGISTERED:
             # After a failure P still has to learn that D has no read outstanding.
-            return self._repeat() if self.phase is DecodePhase.READ else self._answer()
+            return self._answer()
         refused = self._refusal(message)
         if refused or not set(self._wanted) <= set(message.pages):
             return self._fail("incomplete_commit", f"READY {refused or 'does not bring a block table of each group'}")
@@ -204,10 +200,15 @@ class DecodeHandoff(AttemptMachine):
 
     def _finished(self, message: msg.Finished) -> list[ev.Action]:
         # P sends FINISHED only when it has no outstanding copies.
-        if self.phase in (DecodePhase.ANNOUNCED, DecodePhase.REGISTERED):
-            self._close(DecodePhase.DONE)
-            return [ev.Send(msg.Ack(self.key)), ev.Notify(ev.DecodeFinished(self.key, message.seeds))]
-        return self._settle(peer_quiet=True) or self._answer()
+        match self.phase:
+            case Phase.ANNOUNCED | Phase.ADMITTED | Phase.REGISTERED | Phase.REPAIRING:
+                self._step("finish")
+                self._forget()
+                return [ev.Send(msg.Ack(self.key)), ev.Notify(ev.DecodeFinished(self.key, message.seeds))]
+            case Phase.WITHDRAWN | Phase.CLOSING:
+                return self._settle(peer_quiet=True)
+            case _:
+                return self._answer()
 
     def _confirmed(self, message: msg.Confirm) -> list[ev.Action]:
         if self._seeds_good(message):
@@ -220,42 +221,46 @@ class DecodeHandoff(AttemptMachine):
     # ------------------------------------------------------------ copies and digests
 
     def _read(self, wanted: Mapping[str, list[Interval]]) -> list[ev.Action]:
-        self.phase, self._pending = DecodePhase.READING, None
+        self._step("read")
+        self._pending = None
         actions: list[ev.Action] = [
             self.copies.start(group, tokens, self._source[group], self._pages[group])
             for group, found in sorted(wanted.items())
             for tokens in found
         ]
-        return actions or self._read_all()
+        return actions if self.copies.outstanding else self._read_all()
 
     def _copy_ended(self, event: ev.CopyEnded) -> list[ev.Action]:
         copy = self.copies.end(event)
         if copy is None:
             return []
-        if self.phase is DecodePhase.CLOSING:
+        if self.phase is Phase.STOPPING:
             return self._settle()
-        if not event.ok:
-            return self.copies.again(copy) or self._fail("transfer_failed", event.message)
-        return [] if self.copies.outstanding else self._read_all()
+        if event.ok:
+            return [] if self.copies.outstanding else self._read_all()
+        if self.copies.may_retry:
+            return self.copies.again(copy)
+        return self._fail("transfer_failed", event.message)
 
     def _read_all(self) -> list[ev.Action]:
         assert self._claim is not None
+        self._step("check")
         return self._check(self._claim)
 
     def _check(self, claim: msg.Commit | msg.Ready) -> list[ev.Action]:
-        self.phase, self._pending, self._claim = DecodePhase.CHECKING, None, claim
+        self._pending, self._claim = None, claim
         actions = self._digest_checks.check(claim.digests) if self.integrity != "off" else []
         return actions if self._digest_checks.checking else actions + self._decide(claim)
 
     def _checked(self, event: ev.DigestsChecked) -> list[ev.Action]:
-        if not self._digest_checks.checked(event) or self.closed or self.phase is DecodePhase.CLOSING:
+        if not self._digest_checks.checked(event) or self.closed or self.closing:
             return []
         actions: list[ev.Action] = []
         proven = self._digest_checks.proven()
         if proven != self._proven:
             self._proven = proven
             actions.append(ev.Notify(ev.DecodeProgress(self.key, proven)))
-        if self.phase is not DecodePhase.CHECKING or self._digest_checks.checking:
+        if self.phase is not Phase.CHECKING or self._digest_checks.checking:
             return actions
         assert self._claim is not None
         return actions + self._decide(self._claim)
@@ -266,7 +271,8 @@ class DecodeHandoff(AttemptMachine):
         if not bad and seeds_good:
             if isinstance(claim, msg.Commit):
                 return self._commit(claim, claim.num_bytes, claim.num_runs)
-            self.phase, self._pending = DecodePhase.READ, msg.ReadDone(self.key)
+            self._step("read done")
+            self._pending = msg.ReadDone(self.key)
             return [ev.Send(self._pending)]
         pieces, again = sum(map(len, bad.values())), tokens_of(bad)
         # One REPAIR cannot name so many intervals, and merging them would overwrite proven tokens.
@@ -279,7 +285,7 @@ class DecodeHandoff(AttemptMachine):
         booked: list[ev.Action] = [ev.Count("bad_pieces", pieces), ev.Count("repairs")]
         if isinstance(claim, msg.Ready):
             return booked + self._read(again)
-        self.phase, self._peer_quiet = DecodePhase.REGISTERED, False
+        self._step("repair")
         self._pending = msg.Repair(self.key, self.round, again)
         return [*booked, ev.Send(self._pending)]
 
@@ -289,48 +295,51 @@ class DecodeHandoff(AttemptMachine):
     # ------------------------------------------------------------ the end
 
     def _commit(self, message: msg.Commit | msg.Confirm, num_bytes: int, num_runs: int) -> list[ev.Action]:
-        self._close(DecodePhase.DONE)
+        self._step("commit")
+        self._forget()
         return [ev.Send(msg.Ack(self.key)), ev.Notify(ev.DecodeCommitted(self.key, message.seeds, num_bytes, num_runs))]
 
     def _fail(self, reason: str, message: str, tell: bool = True, notify: bool = True) -> list[ev.Action]:
-        if self.phase is DecodePhase.CLOSING or self.closed:
+        if self.closing or self.closed:
             return []
-        asked = self.phase is not DecodePhase.WAITING
-        self.phase, self.reason = DecodePhase.CLOSING, reason
-        cancel = msg.Cancel(self.key, reason, message[:2000])
-        # P may hold pages for this attempt even if D never reached it: tell it once it can be reached.
-        self._pending, self._farewell = (cancel, None) if asked else (None, cancel)
+        self._step(f"fail ({self.mode})")
+        self.reason, self._pending = reason, msg.Cancel(self.key, reason, message[:2000])
         failed = ev.DecodeFailed(self.key, reason, message, recoverable=reason not in ev.FINAL_REASONS)
         actions: list[ev.Action] = [ev.Notify(failed)] if notify else []
-        if tell and self._pending is not None:
+        if self.phase is Phase.UNTOLD:
+            # P may hold pages for this attempt even if D never reached it: it gets CANCEL once it can be reached.
+            self._forget()
+            return [*actions, ev.Notify(ev.DecodeReleased(self.key))]
+        if tell:
             actions.append(ev.Send(self._pending))
         return actions + self.copies.cancel() + self._settle()
 
     def _settle(self, peer_quiet: bool = False) -> list[ev.Action]:
-        """Free D's pages when nothing can write them."""
-        self._peer_quiet = self._peer_quiet or peer_quiet
-        if self.phase is not DecodePhase.CLOSING or self.copies.outstanding:
-            return []
+        """Free D's pages when nothing can write them. `peer_quiet`: P is proven to write them no more."""
         # Even if D has no pages to free, P may hold its own until it learns of the end.
-        if (self.mode == "push" or not self.placed) and not self._peer_quiet:
+        waits = self.copies.outstanding if self.phase is Phase.STOPPING else not peer_quiet
+        if waits or not self.closing:
             return []
-        asked = self._pending is not None
-        self._close(DecodePhase.FAILED)
-        answer: list[ev.Action] = [ev.Send(msg.Cancelled(self.key, self.reason))] if asked else []
-        return [*answer, ev.Notify(ev.DecodeReleased(self.key))]
+        self._step("quiet")
+        self._forget()
+        return [ev.Send(msg.Cancelled(self.key, self.reason)), ev.Notify(ev.DecodeReleased(self.key))]
 
     def _answer(self) -> list[ev.Action]:
         """After a failure, send CANCELLED once D has no outstanding copies."""
-        failed = self.phase in (DecodePhase.CLOSING, DecodePhase.FAILED)
-        return [ev.Send(msg.Cancelled(self.key, self.reason))] if failed and not self.copies.outstanding else []
+        failed = self.phase in (Phase.WITHDRAWN, Phase.CLOSING, Phase.UNTOLD, Phase.FAILED)
+        return [ev.Send(msg.Cancelled(self.key, self.reason))] if failed else []
 
-    def _close(self, phase: DecodePhase) -> None:
+    def _forget(self) -> None:
         # What remains is a tombstone that answers until its ticket expires: drop the tables.
-        self.phase, self._pending, self._pages, self._source, self._claim = phase, None, {}, {}, None
+        self._pages, self._source, self._claim = {}, {}, None
+        if self.phase is not Phase.UNTOLD:
+            self._pending = None
         self._digest_checks = DigestChecks({}, {})
+        self._forget_story()
 
     def _repeat(self) -> list[ev.Action]:
-        return [ev.Send(self._pending)] if self._pending is not None and not self.closed else []
+        repeats = self._pending is not None and not self.closed and self.phase not in UNREACHED
+        return [ev.Send(self._pending)] if repeats and self._pending is not None else []
 
 
 def _text(tokens: Mapping[str, list[Interval]]) -> str:

@@ -1,4 +1,4 @@
-"""Phases of the two state machines of an attempt."""
+"""Phases of the two state machines of an attempt. `transitions.py` says which follows which."""
 
 from __future__ import annotations
 
@@ -8,21 +8,53 @@ from enum import Enum
 class PrefillPhase(Enum):
     """Of P's machine."""
 
-    OPEN = "open"  # prefilling, or waiting for REGISTER
-    OFFERED = "offered"  # COMMIT, READY, CONFIRM or FINISHED sent, and repeated until answered
-    CLOSING = "closing"  # failed; waiting until the pages are quiet
+    OPEN = "open"  # prefilling, or waiting for REGISTER, or copying
+    ENDING = "ending"  # the first token ended the request; own copies are outstanding
+    ENDED = "ended"  # the first token ended the request, and the pages are free; D does not know yet
+    COMMITTED = "committed"  # push: COMMIT sent, and repeated until answered
+    READY = "ready"  # pull: READY sent, and repeated until answered; D may be reading
+    CONFIRMED = "confirmed"  # pull: CONFIRM sent, and repeated until answered
+    FINISHED = "finished"  # FINISHED sent, and repeated until answered
+    STOPPING = "stopping"  # failed; own copies are outstanding
+    AWAITING_READER = "awaiting reader"  # pull: failed after READY; D may be reading
+    AWAITING_ACK = "awaiting ACK"  # pull: failed after CONFIRM; ACK too proves that D reads no more
     CLOSED = "closed"  # nothing left to do
+
+
+class EnginePhase(Enum):
+    """What P's engine has to do with an attempt."""
+
+    ABSENT = "absent"  # it has not opened its leg: D's claim began the attempt
+    OPENED = "opened"  # it has opened its leg
+    ADMITTED = "admitted"  # it has pages for the whole prompt
+    RELEASED = "released"  # it knows that its pages are free
+    UNTOLD = "untold"  # the attempt ended before it opened its leg, and it is notified when it does
+
+
+class PeerPhase(Enum):
+    """What P has received from D."""
+
+    SILENT = "silent"  # nothing: D waits for no answer
+    HEARD = "heard"  # a message that is no claim
+    ANNOUNCED = "announced"  # ANNOUNCE
+    REGISTERED = "registered"  # REGISTER
 
 
 class DecodePhase(Enum):
     """Of D's machine."""
 
-    WAITING = "waiting"  # no session with P yet, nothing sent
-    ANNOUNCED = "announced"  # ANNOUNCE sent, no destination pages yet
-    REGISTERED = "registered"  # REGISTER or REPAIR sent
+    WAITING = "waiting"  # no session with P yet and no destination pages; nothing sent
+    PLACED = "placed"  # no session with P yet, but destination pages; nothing sent
+    ANNOUNCED = "announced"  # ANNOUNCE sent, no destination pages
+    ADMITTED = "admitted"  # P can finish the prefill; still no destination pages
+    REGISTERED = "registered"  # REGISTER sent; in push, P may write the pages
+    REPAIRING = "repairing"  # push: REPAIR sent; P may write the pages
     READING = "reading"  # pull: own reads outstanding
     CHECKING = "checking"  # all data arrived; digests are being compared
     READ = "read"  # pull: READ_DONE sent
-    CLOSING = "closing"  # failed; waiting until the pages are quiet
+    WITHDRAWN = "withdrawn"  # failed before REGISTER; CANCEL is repeated, since P may hold pages for D
+    CLOSING = "closing"  # push: failed; CANCEL is repeated, since P may write the pages
+    STOPPING = "stopping"  # pull: failed; own reads are outstanding
+    UNTOLD = "untold"  # failed and released before P was reached, which gets CANCEL when it is
     FAILED = "failed"  # failed, and released
     DONE = "done"  # committed or finished

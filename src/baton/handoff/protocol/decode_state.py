@@ -1,0 +1,39 @@
+"""The state of D's machine, and what follows from its phase."""
+
+from __future__ import annotations
+
+from baton.handoff.protocol.attempt_machine import AttemptMachine
+from baton.handoff.protocol.messages import AttemptKey
+from baton.handoff.protocol.phases import DecodePhase as Phase
+from baton.handoff.protocol.transitions import DECODE
+from baton.wire import Integrity, Mode
+
+UNREACHED = (Phase.WAITING, Phase.PLACED)
+UNPLACED = (Phase.WAITING, Phase.ANNOUNCED, Phase.ADMITTED)
+
+
+class DecodeState(AttemptMachine[Phase]):
+    """`phase` changes as its table says."""
+
+    def __init__(self, key: AttemptKey, mode: Mode, max_retries: int, integrity: Integrity) -> None:
+        super().__init__(key, mode, max_retries, integrity, DECODE, Phase.WAITING)
+
+    @property
+    def closing(self) -> bool:
+        """Failed, and not proven quiet."""
+        return self.phase in (Phase.WITHDRAWN, Phase.CLOSING, Phase.STOPPING)
+
+    @property
+    def closed(self) -> bool:
+        """True when only late messages are left to answer."""
+        return self.phase in (Phase.UNTOLD, Phase.FAILED, Phase.DONE)
+
+    @property
+    def reached(self) -> bool:
+        """There has been a session with P."""
+        return self.phase not in UNREACHED
+
+    @property
+    def takes_pages(self) -> bool:
+        """The engine may give the attempt its pages, although an ended attempt does not use them."""
+        return self.phase in UNPLACED or self.phase is Phase.WITHDRAWN or self.closed

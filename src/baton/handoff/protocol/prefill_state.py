@@ -1,0 +1,57 @@
+"""The state of P's machine: its own phase, what P's engine has to do with the attempt, and what D has sent."""
+
+from __future__ import annotations
+
+from baton.handoff.protocol.attempt_machine import AttemptMachine
+from baton.handoff.protocol.messages import AttemptKey
+from baton.handoff.protocol.phases import EnginePhase, PeerPhase
+from baton.handoff.protocol.phases import PrefillPhase as Phase
+from baton.handoff.protocol.transitions import PREFILL, PREFILL_ENGINE, PREFILL_PEER
+from baton.wire import Integrity, Mode
+
+# Failed, and D may still read the pages.
+AWAITING = (Phase.AWAITING_READER, Phase.AWAITING_ACK)
+
+
+class PrefillState(AttemptMachine[Phase]):
+    """`phase`, `engine` and `peer` change as their tables say."""
+
+    def __init__(self, key: AttemptKey, mode: Mode, max_retries: int, integrity: Integrity) -> None:
+        super().__init__(key, mode, max_retries, integrity, PREFILL, Phase.OPEN)
+        self.engine = EnginePhase.ABSENT
+        self.peer = PeerPhase.SILENT
+
+    def _engine_step(self, event: str) -> None:
+        self.engine = PREFILL_ENGINE.after(self.engine, event, self.story)
+
+    def _peer_step(self, event: str) -> None:
+        self.peer = PREFILL_PEER.after(self.peer, event, self.story)
+
+    @property
+    def closing(self) -> bool:
+        """Failed, and not proven quiet."""
+        return self.phase is Phase.STOPPING or self.phase in AWAITING
+
+    @property
+    def closed(self) -> bool:
+        """True when the machine can be replaced by its terminal reply."""
+        return self.phase is Phase.CLOSED
+
+    @property
+    def opened(self) -> bool:
+        """The engine has opened its leg."""
+        return self.engine not in (EnginePhase.ABSENT, EnginePhase.UNTOLD)
+
+    @property
+    def released(self) -> bool:
+        """The pages are free."""
+        return self.engine in (EnginePhase.RELEASED, EnginePhase.UNTOLD)
+
+    @property
+    def claimed(self) -> bool:
+        """D has announced or registered."""
+        return self.peer in (PeerPhase.ANNOUNCED, PeerPhase.REGISTERED)
+
+    @property
+    def registered(self) -> bool:
+        return self.peer is PeerPhase.REGISTERED
