@@ -39,7 +39,7 @@ def test_a_machine_takes_no_claim_with_another_ticket(mode: Mode, before: str) -
     for forged in (msg.Announce(KEY, "other"), register(KEY, "other", mode, FOREIGN)):
         with pytest.raises(ProtocolError, match="ticket"):
             p.handle(ev.Received(forged))
-    assert p.announced is (before != "nothing")
+    assert p.claimed is (before != "nothing")
     assert p.registered is (before == "registered")
     actions = p.handle(ev.Received(register(KEY, "t", mode)))
     actions += p.handle(ev.Declared(N, {"target": [1, 2]}, {"target": N}))
