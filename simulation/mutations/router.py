@@ -99,8 +99,8 @@ def _short_contexts_are_taken() -> list[Patch]:
 def _resumed_prompts_are_longer() -> list[Patch]:
     original = Joined.rest
 
-    def rest(self: Joined, attempt: int) -> GenerateRequest:
-        request = original(self, attempt)
+    def rest(self: Joined, attempt: int, waited_s: float = 0.0) -> GenerateRequest:
+        request = original(self, attempt, waited_s)
         if attempt == 0:
             return request
         left = request.sampling_params.max_tokens - len(self.token_ids)
@@ -114,8 +114,8 @@ def _resumed_prompts_are_longer() -> list[Patch]:
 def _each_attempt_draws_a_seed() -> list[Patch]:
     original = Joined.rest
 
-    def rest(self: Joined, attempt: int) -> GenerateRequest:
-        request = original(self, attempt)
+    def rest(self: Joined, attempt: int, waited_s: float = 0.0) -> GenerateRequest:
+        request = original(self, attempt, waited_s)
         seed = request.sampling_params.seed
         if attempt == 0 or seed is None:
             return request

@@ -10,6 +10,7 @@ from baton.errors import RequestError
 from baton.sampling_params import NO_DEFAULTS, SamplingDefaults, SamplingParams, TokenId
 
 MAX_CACHE_SALT_CHARS = 1024
+MAX_WAITED_S = 1e6
 MAX_TICKET_CHARS = 24 * 1024  # holds the control addresses of all ranks
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 TicketText = Annotated[str, msgspec.Meta(max_length=MAX_TICKET_CHARS)]
@@ -64,6 +65,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     - `max_prefill_tokens`: an engine that lacks the KV of more tokens declines the request as `prefix_missing`. None:
       it computes them.
     - `timings`: the engine sends `LegTimings` with the first token.
+    - `waited_s`: seconds since the request began, if earlier attempts failed. It keeps its place among an engine's
+      waiting requests, and does not begin again after those that came later.
     - `identity`: an engine with another `comparison.token_identity` refuses the request. None: any engine takes it.
     """
 
@@ -74,6 +77,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     handoff: HandoffParams | None = None
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
     max_prefill_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    waited_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAITED_S)] = 0.0
     identity: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     timings: bool = False
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.engine.config import KVTransferConfig
@@ -199,6 +200,25 @@ def test_neither_queue_starves_the_other(tmp_path: Path, alone: Stepped) -> None
         one.check(streams, expected)
         later = sum(at > one.ended_at["long"] for at in one.ended_at.values())
         assert later >= len(short) // 2, one.ended_at
+
+
+def test_a_request_that_began_earlier_elsewhere_keeps_its_place(alone: Stepped) -> None:
+    """Its engine has died, and it begins again here: not after those that came while it ran there."""
+    given = {
+        name: request(name, prompt, params(4)) for name, prompt in zip("abc", prompts([200, 201, 202]), strict=True)
+    }
+    given["c"] = msgspec.structs.replace(given["c"], waited_s=60.0)
+    streams = {}
+    for name, one in given.items():
+        streams[name] = alone.add(one)
+        if name == "a":
+            alone.step()
+    began: list[str] = []
+    while not all(stream.ended for stream in streams.values()):
+        alone.step()
+        began += [name for name, stream in streams.items() if stream.token_ids and name not in began]
+    assert began == ["a", "c", "b"], "what runs goes on, and then the one that began first"
+    assert streams["c"].chunks[0].queued_s < 60.0, "only the wait on this engine is told"
 
 
 def test_a_limit_to_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

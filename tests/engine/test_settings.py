@@ -114,6 +114,8 @@ REQUEST: dict[str, Row] = {
     "handoff": "it is the ticket",
     "cache_salt": "it says which requests share pages of equal bits",
     "max_prefill_tokens": _FAILS,
+    "waited_s": "it is a place in the queue",
+    "timings": "it asks for times",
     "identity": "it is the facts' own digest",
 }
 INFO: dict[str, Row] = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from baton.errors import (
@@ -30,7 +31,7 @@ from baton.sampling_params import SamplingParams
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
 from baton.timeouts import timeout
-from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk, TokenLogprobs
+from baton.wire import MAX_WAITED_S, EngineInfo, EngineLoad, GenerateRequest, TokenChunk, TokenLogprobs
 from testkit.servers.fake_serving import ADMIN, ADMIN_TOKEN, FakeEngine, served, status_of, until
 from testkit.servers.fleets import BODY, QUICK, Cluster, bare, complete, expected_answer, recoveries, several_answers
 
@@ -160,6 +161,17 @@ async def test_a_reported_failure_goes_to_another_prefill_engine(directory: Path
     async with cluster.run() as (url, session):
         assert (await complete(session, url))[0] == 200
         assert len(cluster.prefills[0].requests) == len(cluster.prefills[1].requests) == 1
+
+
+async def test_a_request_that_begins_again_says_how_long_it_waited(directory: Path) -> None:
+    """So it keeps its place among those that wait on the prefill engine."""
+    cluster = Cluster(directory, num_prefill=1)
+    cluster.decodes[0].fail = "down"
+    async with cluster.run() as (url, session):
+        status, _ = await complete(session, url)
+        assert status == 200
+    first, again = (request.waited_s for request in cluster.prefills[0].requests)
+    assert first == 0.0 < again
 
 
 async def test_a_prefill_engine_that_is_lost_is_the_decode_engines_matter(directory: Path) -> None:
@@ -437,9 +449,11 @@ def test_the_rest_of_a_request_counts_from_its_prompt() -> None:
     stream = joined()
     assert stream.rest(0) is stream.request
     stream.push(chunk(0, 5, 6))
-    rest = stream.rest(2)
+    rest = stream.rest(2, 1.5)
     assert (rest.request_id, rest.prompt_token_ids, rest.num_prompt_tokens) == ("r.2", [1, 2, 5, 6], 2)
     assert rest.sampling_params == stream.request.sampling_params
+    assert (stream.request.waited_s, rest.waited_s) == (0.0, 1.5)
+    assert msgspec.convert(msgspec.to_builtins(stream.rest(2, 1e9)), GenerateRequest).waited_s == MAX_WAITED_S
 
 
 def test_a_lost_engine_is_an_unavailable_one_to_clients() -> None:

@@ -58,9 +58,10 @@ class Request:
       features got no KV for the prompt and begins after it.
     - `num_known_drafted`, `mtp_hidden` float32 [K - 1, E]: for a drafter with several modules, the tokens known at its
       last run, and the rows for its next one (`baton.drafters.chain`).
-    - `arrival`: the order of arrival at this engine. `queued_at`: its time (monotonic seconds).
     - `marks`: when what happened, by the names of `LegTimings` (monotonic seconds); None if nobody asked.
     - `num_bytes`, `num_runs`: of the committed handoff.
+    - `arrival`: the order of arrival at this engine. `queued_at`: its time (monotonic seconds). `waited_s`: how long
+      it had waited before, in earlier attempts.
     - `started`: it has had pages, or recomputes after a failed handoff. `started_at`: when its prompt was first
       computed here; None for a decode leg.
     """
@@ -88,6 +89,7 @@ class Request:
         self.queued_at = 0.0
         self.num_bytes = self.num_runs = 0
         self.marks: dict[str, float] | None = {} if wire.timings else None
+        self.waited_s = wire.waited_s
         self.started_at: float | None = None
         self.committed_at: float | None = None  # of the handoff; None after the first step
         self.runs_since: float | None = None  # first step, or commit of the handoff
@@ -143,9 +145,9 @@ class Request:
         return LegTimings(**since, num_bytes=self.num_bytes, num_runs=self.num_runs)
 
     @property
-    def queue_key(self) -> tuple[bool, int]:
-        """Sort key in queues: requests that have started first, then by arrival."""
-        return not self.started, self.arrival
+    def queue_key(self) -> tuple[bool, float, int]:
+        """Sort key in queues: requests that have started first, then those that began first, on whichever engine."""
+        return not self.started, self.queued_at - self.waited_s, self.arrival
 
     @property
     def num_output(self) -> int:

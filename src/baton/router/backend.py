@@ -152,8 +152,10 @@ class RouterBackend:
         progress = _Progress(Joined(request), hand_off=kv_mode is not None)
         joined = progress.joined
         async with self.concurrency.slot():
+            now = asyncio.get_running_loop().time
+            began = now()
             while True:
-                rest = joined.rest(progress.attempt)
+                rest = joined.rest(progress.attempt, now() - began)
                 route = await self._next_route(progress, rest)
                 if on_route is not None:
                     on_route(route.why, [engine.name for engine in (route.prefill, route.decode) if engine is not None])

@@ -14,7 +14,7 @@ import msgspec
 
 from baton.errors import BatonError, EngineLostError, HandoffError, ProtocolError, is_refusal
 from baton.timeouts import timeout
-from baton.wire import GenerateRequest, LegRole, TokenChunk
+from baton.wire import MAX_WAITED_S, GenerateRequest, LegRole, TokenChunk
 
 # After the first token, so that it is sent to the client before the decode leg's request.
 _THEN_S = 0.001
@@ -86,8 +86,10 @@ class Joined:
         self.token_ids += chunk.token_ids
         return chunk
 
-    def rest(self, attempt: int) -> GenerateRequest:
-        """The request for the missing tokens. Each attempt has its own id: engines may still hold earlier ones."""
+    def rest(self, attempt: int, waited_s: float = 0.0) -> GenerateRequest:
+        """The request for the missing tokens, `waited_s` seconds after the first attempt began. Each attempt has its
+        own id: engines may still hold earlier ones.
+        """
         if attempt == 0:
             return self.request
         return msgspec.structs.replace(
@@ -95,6 +97,7 @@ class Joined:
             request_id=f"{self.request.request_id}.{attempt}",
             prompt_token_ids=self.request.prompt_token_ids + self.token_ids,
             num_prompt_tokens=len(self.request.prompt_token_ids),
+            waited_s=min(waited_s, MAX_WAITED_S),
         )
 
 
