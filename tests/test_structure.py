@@ -116,6 +116,7 @@ ROOMS: dict[str, set[str]] = {
         "engine",
         "text",
         "openai",
+        "observe",
         "server",
         "router",
         "verify",

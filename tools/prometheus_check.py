@@ -1,4 +1,5 @@
-"""Let a Prometheus server scrape a running deployment, and run the queries of vLLM's example dashboards.
+"""Let a Prometheus server scrape a running deployment, and run the queries of vLLM's example dashboards, of Baton's own
+dashboards and of its alert rules (examples/observability), whose thresholds are left out.
 
     python -m tools.prometheus_check [MODEL] [--prometheus PATH]
 
@@ -14,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import tempfile
@@ -26,9 +28,11 @@ from typing import Annotated, Any
 
 import aiohttp
 import typer
+import yaml
 
 from baton.bench.client import stream_completion
 from baton.deployment import Deployment
+from tools.grafana import FOLDER
 
 WINDOW = "20s"
 _LOAD_S = 12.0
@@ -93,6 +97,22 @@ def queries(model: str) -> dict[str, str]:
     return found
 
 
+def panel_queries() -> dict[str, str]:
+    """The queries of Baton's dashboards, by dashboard and panel, from the files."""
+    found = {}
+    for file in sorted((FOLDER / "grafana").glob("*.json")):
+        for panel in json.loads(file.read_text())["panels"]:
+            for target in panel["targets"]:
+                found[f"{file.stem}: {panel['title']} {target['refId']}"] = target["expr"]
+    return found
+
+
+def alert_queries() -> dict[str, str]:
+    """What the alert rules compare, by rule: their expressions without thresholds."""
+    rules = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
+    return {f"alert: {rule['alert']}": re.sub(r" (?:==|>) [\d.]+", "", rule["expr"]) for rule in rules}
+
+
 def metric_names() -> set[str]:
     names = {*_RATES.values(), *_GAUGES.values(), *_SUMS.values()}
     names |= {f"{name}_{part}" for name in _HISTOGRAMS.values() for part in ("bucket", "sum", "count")}
@@ -119,7 +139,13 @@ def running(program: Path, target: str) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         probe.close()
-        jobs = [{"job_name": "baton", "static_configs": [{"targets": [urllib.parse.urlsplit(target).netloc]}]}]
+        jobs = [
+            {
+                "job_name": "baton",
+                "honor_labels": True,
+                "static_configs": [{"targets": [urllib.parse.urlsplit(target).netloc]}],
+            }
+        ]
         config = Path(folder) / "prometheus.yml"
         config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}))
         flags = [f"--config.file={config}", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"]
@@ -177,13 +203,17 @@ def main(
     ):
         asyncio.run(_load(deployment.url, _LOAD_S))
         time.sleep(1.5)
-        for panel, query in queries("model").items():
+        asked = {**queries("model"), **panel_queries(), **alert_queries()}
+        rules = [str((prometheus or installed()).with_name("promtool")), "check", "rules", str(FOLDER / "alerts.yaml")]
+        subprocess.run(rules, check=True)
+        for panel, query in asked.items():
+            query = query.replace("$__rate_interval", WINDOW)
             series = ask(server, query)
             missing += not series
             largest = max((float(one["value"][1]) for one in series), default=None)
             shown = "no data" if largest is None else f"{largest:g}"
-            print(f"{panel:32} {len(series):3} series  {shown}")
-    print(f"{len(queries('model')) - missing} of {len(queries('model'))} queries return data")
+            print(f"{panel:48} {len(series):3} series  {shown}")
+    print(f"{len(asked) - missing} of {len(asked)} queries return data")
     raise typer.Exit(1 if missing else 0)
 
 

@@ -23,7 +23,7 @@ def shown(*arguments: str, columns: int = 80) -> str:
 
 def test_sentences_on_commands_fit() -> None:
     commands = shown().partition("Commands:")[2]
-    assert commands.count("\n  ") == 8
+    assert commands.count("\n  ") == 10
     assert "..." not in commands
 
 

@@ -19,6 +19,7 @@ from baton.cli.logs import log_to_stderr, logger, logs, wants_json
 from baton.cli.router import router_command
 from baton.cli.serve import serve_command, up_command
 from baton.cli.verify import verify_command
+from baton.cli.watch import status_command, top_command
 from baton.deployment.processes import CONFIG_STATUS
 from baton.errors import BatonError, ConfigError, RequestError
 
@@ -73,6 +74,8 @@ app.command("generate", cls=GroupedCommand, short_help="Answer one prompt, in th
 app.command("keys", short_help="Make keys for engines and routers.")(keys_command)
 app.command("verify", short_help="Prove that two servers answer alike.")(verify_command)
 app.command("doctor", short_help="Find what cannot be handed off between running servers.")(doctor_command)
+app.command("status", short_help="Print the state of a router.")(status_command)
+app.command("top", short_help="Watch the state of a router.")(top_command)
 app.add_typer(bench_app, name="bench")
 
 

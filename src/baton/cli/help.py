@@ -39,6 +39,7 @@ _PANELS: tuple[tuple[str, str], ...] = (
         "ssl_cert_reqs "
         "ticket_key_file keys log_level log_format",
     ),
+    ("Traces", "otlp_traces_endpoint trace trace_sampling_ratio"),
 )
 _PANEL_OF = {name: panel for panel, names in _PANELS for name in names.split()}
 _ROLES, _OTHERS = "Engines of one role", "Options"

@@ -1,0 +1,80 @@
+"""The state of a router as text, for `baton status` and `baton top`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def status_text(state: Mapping[str, Any]) -> str:
+    """`/status`, or an event of the dashboard, which has latencies and errors too. Control characters of servers are
+    shown as `?`: they could change the terminal.
+    """
+    parts = [_head(state), _engines(state["engines"]), _routes(state), *_alarms(state), *_more(state)]
+    return "\n".join("".join(c if c.isprintable() or c == "\n" else "?" for c in part) for part in parts)
+
+
+def _head(state: Mapping[str, Any]) -> str:
+    engines = state["engines"]
+    healthy = sum(bool(engine["healthy"]) for engine in engines)
+    ready = "ready" if state["ready"] else "NOT READY"
+    model = f", model {state['model']}" if state.get("model") else ""
+    return f"{ready}: {healthy} of {len(engines)} engines can be used{model}"
+
+
+def _engines(engines: Sequence[Mapping[str, Any]]) -> str:
+    rows = [("engine", "role", "health", "legs", "running", "waiting", "KV", "handoffs")]
+    for engine in engines:
+        load = engine["load"] or {}
+        info = engine["info"] or {}
+        health = "draining" if engine["draining"] else "healthy" if engine["healthy"] else "not usable"
+        usage = f"{load['kv_usage']:.1%}" if load else "-"
+        counts = (str(load.get(name, "-")) for name in ("num_running", "num_waiting"))
+        legs, handoffs = str(engine["num_inflight"]), str(load.get("num_handoffs", "-"))
+        name = str(info.get("engine_id", engine["url"]))
+        rows.append((name, engine["role"], health, legs, *counts, usage, handoffs))
+    problems = [f"  {engine['url']}: {engine['problem']}" for engine in engines if engine["problem"]]
+    return "\n".join([*_table(rows), *problems])
+
+
+def _routes(state: Mapping[str, Any]) -> str:
+    handoffs = state["handoffs"]
+    failures = ", ".join(f"{reason} {count}" for reason, count in handoffs["failures"].items())
+    recoveries = ", ".join(f"{rung} {count}" for rung, count in state["recoveries"].items())
+    lines = [
+        f"routes: {state['decisions']['summary']}",
+        f"handoffs: {handoffs['active']} run, {handoffs['completed']} completed, {handoffs['failed']} failed"
+        + (f" ({failures})" if failures else ""),
+    ]
+    return "\n".join([*lines, *([f"recoveries: {recoveries}"] if recoveries else [])])
+
+
+def _alarms(state: Mapping[str, Any]) -> Iterable[str]:
+    for group in state["acceptance"]["groups"]:
+        pair = f"{group['prefill']} to {group['decode']}" if group["prefill"] else group["decode"]
+        first, later = (
+            " ".join(f"{share:.2f}" for share in group[part]["acceptance_per_pos"]) or "-"
+            for part in ("first_verification", "later_verifications")
+        )
+        route = str(group["route"]).replace("_", " ")
+        yield f"acceptance, {route}, {pair}: first {first}; later {later}; {group['num_requests']} requests"
+    yield from (f"ALARM: {alarm}" for alarm in state["acceptance"]["alarms"])
+
+
+def _more(state: Mapping[str, Any]) -> Iterable[str]:
+    if "stages" not in state:
+        return
+    yield "in flight: " + ", ".join(f"{stage} {count}" for stage, count in state["stages"].items())
+    for kind, name in (("handed_off", "handed off"), ("local", "one engine")):
+        points = [point for point in state["latency"][kind] if point["ttft_ms"] is not None]
+        if points:
+            last = points[-1]
+            tpot = "-" if last["tpot_ms"] is None else f"{last['tpot_ms']:.2f} ms"
+            yield f"{name}: TTFT {last['ttft_ms']:.1f} ms, TPOT {tpot} (medians of {last['num_requests']} requests)"
+    for error in state["errors"][:5]:
+        yield f"error: {error['id']}: {error['error']}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

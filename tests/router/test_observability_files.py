@@ -1,0 +1,50 @@
+"""Dashboards and alert rules ask for metrics that exist. `tools.prometheus_check` asks a real Prometheus server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton.engine.metrics import EngineMetrics
+from tests.router.test_acceptance import named
+from tests.router.test_recovery import Cluster, complete
+from tests.server.fake_serving import load_of
+from tools.grafana import DASHBOARDS, FOLDER, metric_names, text_of
+from tools.prometheus_check import alert_queries, panel_queries
+
+
+@pytest.mark.parametrize("name", sorted(DASHBOARDS))
+def test_dashboards_are_current(name: str) -> None:
+    assert (FOLDER / "grafana" / f"{name}.json").read_text() == text_of(name), "python -m tools.grafana"
+
+
+async def test_every_metric_of_the_queries_exists(directory: Path) -> None:
+    engine = EngineMetrics()
+    engine.load = load_of(0)
+    engine.verified(3, 1)
+    rows = {(name, kind) for name, kind, *_ in engine.collect_rows()}
+    shown = {f"{name}_total" if kind == "counter" else name for name, kind in rows}
+    shown |= {f"{name}_{part}" for name, kind in rows if kind == "histogram" for part in ("bucket", "sum", "count")}
+    cluster = named(Cluster(directory, num_prefill=1, num_decode=2))
+    cluster.decodes[0].fail = "dies"
+    async with cluster.run() as (url, session):
+        for _ in range(2):
+            assert (await complete(session, url))[0] == 200
+        async with session.get(f"{url}/metrics") as response:
+            text = await response.text()
+    shown |= {line.partition("{")[0].partition(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+    queries = {**panel_queries(), **alert_queries()}
+    missing = {name: asked - shown for name, query in queries.items() if (asked := metric_names(query)) - shown}
+    assert missing == {}
+    assert len(queries) > 40
+
+
+def test_the_compose_file_mounts_files_that_exist() -> None:
+    services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
+    mounts = [mount.split(":")[0] for service in services.values() for mount in service.get("volumes", ())]
+    assert mounts
+    assert all((FOLDER / mount).exists() for mount in (*mounts, services["baton"]["extends"]["file"]))
+    scrape = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())["scrape_configs"][0]
+    assert scrape["job_name"] == "baton", "an alert rule names the job"

@@ -1,0 +1,67 @@
+"""`baton status` and `baton top` over a running router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import click
+import pytest
+import typer
+
+from baton.cli.watch import status_command, top_command
+from baton.errors import EngineUnavailableError, ProtocolError
+from baton.observe.terminal import status_text
+from baton.server import build_app
+from baton.text import Tokenizer
+from tests.router.test_acceptance import named
+from tests.router.test_recovery import Cluster, complete
+from tests.server.fake_serving import FakeEngine, served, status_of
+
+
+async def test_a_routers_state_as_text(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = named(Cluster(directory, num_prefill=1, num_decode=1))
+    async with cluster.run() as (url, session):
+        assert (await complete(session, url))[0] == 200
+        await asyncio.to_thread(status_command, url)
+        shown = capsys.readouterr().out
+        assert shown.startswith("ready: 2 of 2 engines can be used")
+        assert "prefill-0" in shown
+        assert "routes: 1 of the last 1 handed off, 0 local" in shown
+        assert "acceptance, handed off, prefill-0 to decode-0: first 1.00 1.00; later 1.00 1.00; 1 requests" in shown
+        await asyncio.to_thread(top_command, f"{url}/v1")
+        shown = capsys.readouterr().out
+        assert "in flight: waiting 0, prefill 0, handoff 0, decode 0" in shown
+        assert "handed off: TTFT" in shown
+        assert "\x1b" not in shown, "it is not a terminal"
+        await asyncio.to_thread(status_command, url, True)
+        assert json.loads(capsys.readouterr().out)["ready"] is True
+        state = await status_of(session, url)
+    state["engines"][0]["problem"] = "\x1b[31mred"
+    state["acceptance"]["alarms"] = ["acceptance of decode-0 is too low"]
+    text = status_text(state)
+    assert "\x1b" not in text
+    assert "ALARM: acceptance of decode-0 is too low" in text
+
+
+async def test_what_is_no_router_is_said(directory: Path) -> None:
+    app = build_app(FakeEngine(directory), Tokenizer.load(directory))  # type: ignore[arg-type]
+    async with served(app) as engine:
+        for command in (status_command, top_command):
+            with pytest.raises(ProtocolError, match=r"is not a router|has no dashboard"):
+                await asyncio.to_thread(command, engine)
+    with pytest.raises(EngineUnavailableError, match="does not answer"):
+        await asyncio.to_thread(status_command, "http://127.0.0.1:1")
+
+
+async def test_a_router_that_is_not_ready_ends_with_status_1(directory: Path) -> None:
+    cluster = named(Cluster(directory, num_prefill=1, num_decode=1))
+    async with cluster.run() as (url, session):
+        for engine in (await status_of(session, url))["engines"]:
+            cluster.stop(cluster.prefills[0] if engine["role"] == "prefill" else cluster.decodes[0])
+        while (await status_of(session, url))["ready"]:
+            pass
+        with pytest.raises((typer.Exit, click.exceptions.Exit)) as ended:
+            await asyncio.to_thread(status_command, url)
+        assert ended.value.exit_code == 1
