@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from baton.engine.metrics import EngineMetrics
+from testkit.servers.fake_serving import load_of
+from testkit.servers.fleets import Cluster, complete
 from tests.router.test_acceptance import named
-from tests.router.test_recovery import Cluster, complete
-from tests.server.fake_serving import load_of
 from tools.grafana import DASHBOARDS, FOLDER, metric_names, text_of
 from tools.prometheus_check import alert_queries, panel_queries
 

@@ -19,8 +19,8 @@ from baton.observe.tracing.request_trace import is_sampled
 from baton.observe.tracing.tracer import make_tracer
 from baton.wire import GenerateRequest, LegTimings, TokenChunk
 from testkit.servers.fake_serving import FakeEngine, served
+from testkit.servers.fleets import Cluster, complete
 from tests.router.test_acceptance import named
-from tests.router.test_recovery import Cluster, complete
 
 ID, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = {"traceparent": f"00-{ID}-{PARENT}-01"}

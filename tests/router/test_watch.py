@@ -15,9 +15,9 @@ from baton.errors import EngineUnavailableError, ProtocolError
 from baton.observe.terminal import status_text
 from baton.server import build_app
 from baton.text import Tokenizer
+from testkit.servers.fake_serving import FakeEngine, served, status_of
+from testkit.servers.fleets import Cluster, complete
 from tests.router.test_acceptance import named
-from tests.router.test_recovery import Cluster, complete
-from tests.server.fake_serving import FakeEngine, served, status_of
 
 
 async def test_a_routers_state_as_text(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
