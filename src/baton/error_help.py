@@ -36,6 +36,7 @@ CODE_BY_ERROR: dict[type[errors.BatonError], str] = {
     errors.ProtocolError: "protocol_error",
     errors.IncompatiblePeerError: "incompatible_peer",
     errors.TicketExpiredError: "ticket_expired",
+    errors.UndefinedTransitionError: "undefined_transition",
     errors.WrongEngineError: "wrong_engine",
     errors.HandoffError: "handoff_failed",
     errors.TransportError: "transfer_failed",
@@ -86,6 +87,9 @@ HELP: dict[str, ErrorHelp] = {
     "engine_stalled": ErrorHelp("503", "an engine's step does not end", "kill its process; `baton up` starts it again"),
     "draining": ErrorHelp("503", "the server is about to end", "send the request to another server, or later"),
     "protocol_error": ErrorHelp("409", "a message breaks the protocol", "run the same version on all sides"),
+    "undefined_transition": ErrorHelp(
+        "409", "an event came that the protocol does not expect", "report it with the log"
+    ),
     "wrong_engine": ErrorHelp(
         "409", "a ticket names another engine or an earlier start of it", "send the request again"
     ),
@@ -129,6 +133,11 @@ HELP: dict[str, ErrorHelp] = {
     "superseded": _handoff("a later attempt of the request has begun", "nothing"),
     "ticket_expired": ErrorHelp(
         "409, handoff", "a leg came after its ticket's life", "raise `--ticket-life`; look for pauses"
+    ),
+    "token_mismatch": ErrorHelp(
+        "500, handoff",
+        "two engines chose different tokens at one position",
+        "run `baton doctor`, then `baton verify`: their numerics or weights differ",
     ),
     "transfer_failed": _handoff(
         "the transport could not copy", "check the transport's log, `/dev/shm` and the network"

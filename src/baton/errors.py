@@ -177,6 +177,7 @@ REASONS = frozenset(
         "step_failed",
         "superseded",
         "ticket_expired",
+        "token_mismatch",
         "transfer_failed",
         "unhealthy_peer",
         "unknown",

@@ -11,6 +11,7 @@ import pytest
 from baton import errors
 from baton.error_help import CODE_BY_ERROR, CODE_BY_STATUS, HELP, code_of
 from baton.openai.http.errors import to_api_error
+from baton.router.join import TokenMismatch
 from baton.server import build_app
 from baton.text import Tokenizer
 from testkit.servers.fake_serving import FakeEngine, served
@@ -29,6 +30,8 @@ def made(kind: type[errors.BatonError]) -> errors.BatonError:
         return errors.ConfigError("field", "is wrong")
     if issubclass(kind, errors.IncompatiblePeerError):
         return errors.IncompatiblePeerError({"field": (1, 2)})
+    if issubclass(kind, errors.UndefinedTransitionError):
+        return errors.UndefinedTransitionError("machine", "phase", "event", [])
     if issubclass(kind, errors.HandoffError):
         return errors.HandoffError("no_room", "full")
     return kind("it failed")
@@ -38,6 +41,14 @@ def test_every_class_of_the_tree_has_a_code() -> None:
     own = [kind for kind in tree() if kind.__module__ == errors.__name__]
     assert set(own) == set(CODE_BY_ERROR)
     assert all(code in HELP for code in CODE_BY_ERROR.values())
+
+
+def test_no_other_module_adds_a_code() -> None:
+    """Classes outside of `baton.errors` have the code of their parent, or one of the reasons."""
+    for kind in tree():
+        if kind.__module__ != errors.__name__:
+            assert kind not in CODE_BY_ERROR
+    assert code_of(TokenMismatch(0, 1, 2)) in errors.REASONS
 
 
 def test_every_reason_has_a_cause_and_a_cure() -> None:
