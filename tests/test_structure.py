@@ -41,6 +41,7 @@ COMMON = {
 ROOMS: dict[str, set[str]] = {
     "kv": set(),
     "kvstore": {"kv"},
+    "kvevents": {"kv"},
     "transports": {"kv", "kvstore"},
     "handoff.plan": {"kv"},
     "handoff.protocol": {"kv", "handoff.plan"},
@@ -57,6 +58,7 @@ ROOMS: dict[str, set[str]] = {
     "engine": {
         "kv",
         "kvstore",
+        "kvevents",
         "handoff.plan",
         "handoff.protocol",
         "handoff.session",
@@ -70,7 +72,7 @@ ROOMS: dict[str, set[str]] = {
         "openai",
     },
     "server": {"engine", "openai", "text"},
-    "router": {"openai", "observe", "text", "handoff.protocol"},
+    "router": {"kvevents", "openai", "observe", "text", "handoff.protocol"},
     "engines": {"kv", "handoff.plan", "handoff.protocol", "handoff.session", "transports"},
     "vllm": {
         "engines",

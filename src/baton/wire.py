@@ -177,6 +177,7 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
       that were handed to it, other engines' those on prompts that they computed.
     - `max_num_seqs`: the number of requests computed at once; 0: unknown.
     - `default_seed`: for requests without a seed. None: each gets a random one.
+    - `kv_events_port`, `kv_events_replay_port`: where it publishes its KV events, at the host of its URL; 0: nowhere.
     - `token_api`: whether it serves `POST /inference/v1/generate`.
     """
 
@@ -190,6 +191,8 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     batch_invariant: bool
     default_seed: int | None = None
     token_api: bool = True
+    kv_events_port: int = 0
+    kv_events_replay_port: int = 0
 
 
 # The key of Baton's fields in `kv_transfer_params` of vLLM requests and responses.

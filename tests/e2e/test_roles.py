@@ -19,6 +19,11 @@ from benchmarks.scrape import get_json, scrape, until_idle
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
+# On free ports; the engines tell the router which.
+EVENTS = {
+    "enable_kv_cache_events": True,
+    **dict.fromkeys(("endpoint", "replay_endpoint"), "tcp://127.0.0.1:*"),
+}
 TOKEN = "t" * 32
 PROMPT = [3 + (7 * i) % 2000 for i in range(300)]
 
@@ -31,7 +36,10 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BreakableDe
     token.chmod(0o600)
     with BreakableDeployment(
         TARGET,
-        engine_flags=["--batch-invariant", "--speculative-config", json.dumps(EAGLE3)],
+        engine_flags=[
+            *("--batch-invariant", "--speculative-config", json.dumps(EAGLE3)),
+            *("--kv-events-config", json.dumps(EVENTS)),
+        ],
         router_flags=["--max-local-prefill-length", "64", "--admin-token-file", str(token)],
     ) as running:
         yield running
@@ -71,6 +79,10 @@ async def _a_held_prompt_and_a_lost_role(up: BreakableDeployment) -> None:
         assert await ask(session, up.url, PROMPT) == want
         assert await accepted(session, d) == [2 * count for count in once], "the same drafts are accepted"
         assert await decisions(session, up.url) == {"handed_off": 1, "cached": 1}
+        # The prompt's blocks of target and drafter, on both engines, by their events.
+        blocks = await scrape(session, up.url, "baton:router_engine_kv_blocks")
+        assert len(blocks) == 2
+        assert min(blocks) >= 2 * (len(PROMPT) // 16), blocks
         # The next turn of a conversation: D also holds its own output.
         turn = [*PROMPT, *want, *range(5, 25)]
         said = await ask(session, up.url, turn)

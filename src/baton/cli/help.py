@@ -20,13 +20,14 @@ _PANELS: tuple[tuple[str, str], ...] = (
     (
         "Memory and batches",
         "block_size max_num_batched_tokens max_num_seqs kv_cache_memory gpu_memory_utilization engines_per_host "
-        "enable_prefix_caching mamba_block_size max_queued_requests queue_timeout_s stall_timeout_s",
+        "enable_prefix_caching kv_events_config mamba_block_size max_queued_requests queue_timeout_s stall_timeout_s",
     ),
     ("Ranks", "tensor_parallel_size pipeline_parallel_size data_parallel_size"),
     (
         "Routing",
         "kv_mode policy prefill_policy decode_policy policy_config max_local_prefill_length "
-        "allow_mode_override admin_token_file token_api engine",
+        "allow_mode_override admin_token_file token_api engine "
+        "kv_event_source kv_event_replay_source",
     ),
     (
         "Answers",

@@ -92,6 +92,8 @@ def to_flags(settings: StepSettings) -> list[str]:
 
 
 def _flag_value(value: Any) -> str:
+    if isinstance(value, msgspec.Struct):
+        value = {name: part for name, part in msgspec.structs.asdict(value).items() if part is not None}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {name: part for name, part in dataclasses.asdict(value).items() if part is not None}
     return json.dumps(value) if isinstance(value, dict) else str(value)

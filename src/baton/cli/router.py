@@ -37,6 +37,13 @@ class FrontOptions(RouterOptions):
     prefill: _Urls = None
     decode: _Urls = None
     both: _Urls = None
+    kv_event_source: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL=ENDPOINT", help="Where a vLLM or SGLang server publishes its KV events. Repeat."),
+    ] = None
+    kv_event_replay_source: Annotated[
+        list[str] | None, typer.Option(metavar="URL=ENDPOINT", help="Where it repeats them. Repeat.")
+    ] = None
     tokenizer: Annotated[str | None, typer.Option(help="Default: the engines' own checkpoint.")] = None
     recovery: Annotated[Recovery, typer.Option(help="How far the router goes for a request whose engines failed.")] = (
         "full"
@@ -66,6 +73,12 @@ class FrontOptions(RouterOptions):
         int, typer.Option(min=1, help="Choices that may wait for their first token; more get 429.")
     ] = MAX_QUEUED_REQUESTS
 
+    def event_sources(self) -> dict[str, tuple[str, ...]]:
+        return {
+            "kv_event_source": tuple(self.kv_event_source or ()),
+            "kv_event_replay_source": tuple(self.kv_event_replay_source or ()),
+        }
+
 
 @with_options
 def router_command(options: FrontOptions, listen: ListenOptions, process: ProcessOptions) -> None:
@@ -82,7 +95,7 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
         key = load_or_create_key(key_file) if key_file else None
         answers = {"parsing": listen.parsing(), "per_request": listen.per_request(), **listen.template()}
         door = {"access": listen.access(), "limits": listen.limits()}
-        config = options.to_config(listen.host, ticket_key=key, **door, **answers, **urls)
+        config = options.to_config(listen.host, ticket_key=key, **door, **answers, **urls, **options.event_sources())
         listener = listen.bind()
 
         def on_ready(url: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from baton.drafters.base import num_modules
@@ -45,6 +46,7 @@ from baton.handoff.session.config import DEFAULT_MAX_RETRIES, own_bind
 from baton.handoff.session.keys import KeyRing
 from baton.kv.cache import KVCache
 from baton.kv.spec import GroupSpec
+from baton.kvevents.publisher import EventPublisher
 from baton.kvstore.prefix_store import PrefixStore
 from baton.structured import Grammars
 from baton.text import Tokenizer
@@ -72,6 +74,7 @@ class Engine:
     transports: Sequence[Transport]
     redeemer: Redeemer | None
     grammars: Grammars | None = None
+    events: EventPublisher | None = None
 
     @property
     def agent(self) -> HandoffAgent | None:
@@ -86,6 +89,8 @@ class Engine:
             self.core.prefix_store.close()
         if self.grammars is not None:
             self.grammars.close()
+        if self.events is not None:
+            self.events.close()
         self.core.peers.close()
         # The pool is a view of the transport's memory.
         self.core.executor.close()
@@ -140,6 +145,12 @@ def _build(
         config.enable_prefix_caching,
         config.mamba_block_size,
     )
+    events = None
+    if config.kv_events_config.enabled:
+        rank = config.data_parallel_rank if config.data_parallel_size > 1 else None
+        events = EventPublisher(config.kv_events_config, rank)
+        undo.callback(events.close)
+        events.watch(cache, computing.whole)
     scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
     spec, eos_ids = config.speculative_config, frozenset(loaded.tokenizer.eos_token_ids)
     rejection = spec is not None and spec.verifier == "rejection"
@@ -171,8 +182,10 @@ def _build(
         agent.start()
     computing.followers.watch(lambda cause: mailbox.post(EngineUnavailableError(cause)))
     info = _info(config, loaded, pool.size, facts, incarnation, [agent.address for agent in agents], cache)
+    if events is not None:
+        info = msgspec.structs.replace(info, kv_events_port=events.port, kv_events_replay_port=events.replay_port)
     redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None
-    return Engine(info, core, loaded.tokenizer, agents, transports, redeemer, loaded.grammars)
+    return Engine(info, core, loaded.tokenizer, agents, transports, redeemer, loaded.grammars, events)
 
 
 def _load(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import CapacityError
@@ -20,6 +20,10 @@ from baton.kv.prefix import Chain, chain_hash, page_identity
 # The fraction of the pool that is evicted ahead is 1 / this. If pages were evicted one by one, the free ones would be
 # the tails of the oldest requests: prompts of 32 to 128 pages in a pool of 2,000 then need 61 runs instead of 6.
 EVICT_AHEAD = 50
+
+
+# Called with a block's digest, its parent's (None: it begins the prompt), its chain's root, and its identity tokens.
+OnStored = Callable[[bytes, bytes | None, bytes, Sequence[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class PagePool:
         self._cached: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}
         # Per parent, sorted by identity: the page with the longest common prefix is next to the insertion point.
         self._children: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
+        self.on_stored: OnStored | None = None
+        self.on_removed: Callable[[bytes], None] | None = None
         self.version = 0  # raised whenever a page enters or leaves the prefix cache
 
     @property
@@ -156,6 +162,8 @@ class PagePool:
             return
         self.version += 1
         parent, own, identity = entry
+        if self.on_removed is not None:
+            self.on_removed(own)
         del self._by_hash[own]
         siblings = self._children[parent]
         del siblings[bisect_left(siblings, (identity, page))]
@@ -182,6 +190,8 @@ class PagePool:
             if index < first or page == 0 or own in self._by_hash or page in self._cached:
                 continue
             self._enter(page, parent, own, identity)
+            if self.on_stored is not None:
+                self.on_stored(own, parent if index else None, chain.root, identity)
         return stop
 
     def _enter(self, page: int, parent: bytes, own: bytes, identity: tuple[int, ...]) -> None:

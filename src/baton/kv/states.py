@@ -41,6 +41,10 @@ class StatePool(PagePool):
         own = self._digest(tokens, num_tokens // self.interval, chain)
         if own not in self._by_hash and slot not in self._cached:
             self._enter(slot, own, own, ())
+            if self.on_stored is not None:
+                count = num_tokens // self.interval
+                last = tokens[num_tokens - self.interval : num_tokens]
+                self.on_stored(own, chain[count - 2] if count > 1 else None, chain.root, last)
 
     def lookup(self, tokens: Sequence[int], max_tokens: int, digests: Chain | None = None) -> PrefixHit:
         """The longest checkpoint of at most `max_tokens` tokens: one slot, or none."""

@@ -31,6 +31,7 @@ from baton.router.client import new_session
 from baton.router.connectors import BATON_ENGINES, create_connector
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.dashboard import add_dashboard
+from baton.router.index.readers import EventReaders, read_sources
 from baton.router.observed import ObservedBackend
 from baton.router.policies import DEFAULT_POLICY, PolicyConfig, create_policies
 from baton.router.pool import EnginePool
@@ -54,6 +55,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     - `kv_connector`, `seed_first_token` (send the first token to the decode server) and `near_tie` (tolerance for two
       different first tokens, in nats): only for `engine` vllm.
     - `policy`: how engines are chosen; `prefill_policy`, `decode_policy` None: as `policy`.
+    - `kv_event_source`, `kv_event_replay_source`: `URL=ENDPOINT` of engines that do not tell where they publish.
     - `tokenizer` None: the engines' checkpoint. `chat_template` (a text) None: the checkpoint's.
       `chat_template_content_format`: how it reads the content of messages.
     - `kv_mode` None: push, or the connector's only mode.
@@ -76,6 +78,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_policy: str | None = None
     decode_policy: str | None = None
     policy_config: PolicyConfig = PolicyConfig()
+    kv_event_source: tuple[str, ...] = ()
+    kv_event_replay_source: tuple[str, ...] = ()
     tokenizer: str | None = None
     chat_template: str | None = None
     chat_template_content_format: ContentFormatOption = "auto"
@@ -136,6 +140,10 @@ async def build_app(config: RouterConfig) -> web.Application:
     policies = create_policies(
         config.policy, config.prefill_policy, config.decode_policy, config.policy_config, random.Random()
     )
+    readers = EventReaders(
+        read_sources(config.kv_event_source, "kv_event_source"),
+        read_sources(config.kv_event_replay_source, "kv_event_replay_source"),
+    )
     session = new_session()
     load = functools.partial(
         Tokenizer.load,
@@ -143,7 +151,7 @@ async def build_app(config: RouterConfig) -> web.Application:
         chat_template_content_format=config.chat_template_content_format,
     )
     veto = policies.config.is_overload if policies.config.has_veto else None
-    pool = EnginePool(session, connector.client, config.tokenizer, config.timers, load, veto)
+    pool = EnginePool(session, connector.client, config.tokenizer, config.timers, load, veto, readers)
     backend = RouterBackend(
         pool,
         connector,
@@ -163,6 +171,7 @@ async def build_app(config: RouterConfig) -> web.Application:
             for url in urls:
                 await pool.add(url, role)
     except BaseException:
+        await readers.close()
         await session.close()
         raise
     metrics = FrontMetrics()
@@ -320,5 +329,10 @@ def _rows(backend: RouterBackend, queue: AdmissionLimit) -> Iterator[Row]:
         yield gauge("router_engine_inflight", "Legs on an engine.", engine.num_inflight, **labels)
         text = "Prompt tokens of this router's requests that an engine has yet to compute."
         yield gauge("router_engine_queued_tokens", text, engine.queued_tokens, **labels)
+        if (subscriber := backend.pool.readers.subscribers.get(engine.url)) is not None:
+            text = "Blocks that an engine holds, by its KV events."
+            yield gauge("router_engine_kv_blocks", text, subscriber.index.num_blocks, **labels)
+            text = "Gaps in an engine's KV events after which the router forgot its blocks."
+            yield counter("router_engine_kv_event_gaps", text, subscriber.sequence.num_gaps, **labels)
         text = "Whether an engine gets no new requests because of its load."
         yield gauge("router_engine_overloaded", text, engine.overloaded, **labels)

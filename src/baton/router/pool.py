@@ -19,6 +19,7 @@ from baton.errors import (
 from baton.router.address import checked_url
 from baton.router.client import EngineClient
 from baton.router.identity import PoolIdentity
+from baton.router.index.readers import EventReaders
 from baton.router.pooled_engine import PooledEngine
 from baton.router.prefixes import KnownPrefixes
 from baton.router.timers import RouterTimers
@@ -44,11 +45,13 @@ class EnginePool:
         timers: RouterTimers | None = None,
         load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
         is_overload: Callable[[EngineLoad], bool] | None = None,
+        readers: EventReaders | None = None,
     ) -> None:
         """`tokenizer_dir` None: the engines' checkpoint. `is_overload`: whether an engine with this load gets no new
         requests; None: loads are not asked for. Times are those of the event loop.
         """
         self._is_overload = is_overload
+        self.readers = readers or EventReaders()
         self.timers = timers or RouterTimers()
         self._new_client = new_client
         self._session = session
@@ -133,6 +136,7 @@ class EnginePool:
 
     def _part(self, engine: PooledEngine) -> None:
         """Watch a removed engine while it has legs. A request that was already routed may still add one."""
+        self.readers.stop(engine.url)
         engine.leaving = True
         engine.when_busy = lambda: self._removed.add(engine)
         engine.when_idle = lambda: self._removed.discard(engine)
@@ -170,6 +174,7 @@ class EnginePool:
             for task in asking:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
+            await self.readers.close()
 
     def _ask(self, engine: PooledEngine) -> asyncio.Task[None]:
         task = self._asking.get(engine)
@@ -215,7 +220,8 @@ class EnginePool:
         await self.identity.adopt(engine, info)
         if engine.info is None or engine.info.incarnation != info.incarnation:
             clock = asyncio.get_running_loop().time
-            engine.known = KnownPrefixes(info.prefix_step, info.kv_tokens, clock)
+            held = self.readers.follow(engine.url, info)
+            engine.known = held or KnownPrefixes(info.prefix_step, info.kv_tokens, clock)
         if engine.problem is not None and self._engines.get(engine.url) is engine:
             logger.info("engine %s: %s can be used", engine.url, info.engine_id)
         engine.info, engine.problem = info, None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from baton.comparison import token_identity
 from baton.errors import EngineLostError
 from baton.router.client import EngineClient
-from baton.router.prefixes import KnownPrefixes
+from baton.router.prefixes import KnownPrefixes, Prefixes
 from baton.wire import EngineInfo, GenerateRequest, Role
 
 OnLost = Callable[[EngineLostError], None]
@@ -64,7 +64,7 @@ class PooledEngine:
     evicted: bool = False
     draining: bool = False
     leaving: bool = False
-    known: KnownPrefixes = field(default_factory=KnownPrefixes)
+    known: Prefixes = field(default_factory=KnownPrefixes)
     when_busy: Callable[[], None] = lambda: None
     when_idle: Callable[[], None] = lambda: None
     _legs: list[_Leg] = field(default_factory=list)

@@ -8,9 +8,13 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from baton.kvevents.messages import salt_key
 
 # Tokens per hash. Fewer tokens than this do not matter for routing.
 BLOCK_TOKENS = 16
+KEY_BYTES = 8
 # For engines that do not tell how much KV they hold.
 _DEFAULT_TOKENS = 1 << 20
 # A block that was not used for this long is taken for evicted.
@@ -27,14 +31,48 @@ def chain_of(tokens: Sequence[int], salt: str = "") -> list[bytes]:
     return chain
 
 
+def next_key(parent: int, tokens: Sequence[int], extra: tuple[Any, ...] | None) -> int:
+    """The key of a block. `parent` 0: it begins a prompt. A key decides only where a prompt is sent."""
+    data = parent.to_bytes(KEY_BYTES, "big") + array("q", tokens).tobytes()
+    if extra:
+        data += repr(extra).encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=KEY_BYTES).digest(), "big")
+
+
+class PromptKeys:
+    """The keys of a prompt's whole blocks, for one block size and one form of its salt. Computed as far as asked."""
+
+    def __init__(self, tokens: Sequence[int], block_size: int, salt: str | None) -> None:
+        self._tokens, self._size = tokens, block_size
+        self._extra = (salt,) if salt else None
+        self._keys: list[int] = []
+        self.num_blocks = len(tokens) // block_size
+
+    def key(self, index: int) -> int:
+        while len(self._keys) <= index:
+            start = len(self._keys) * self._size
+            parent, extra = (self._keys[-1], None) if self._keys else (0, self._extra)
+            self._keys.append(next_key(parent, self._tokens[start : start + self._size], extra))
+        return self._keys[index]
+
+
 class PromptBlocks:
     """The blocks of one prompt, hashed at most once. `tokens` must not change."""
 
-    __slots__ = ("_chain", "salt", "tokens")
+    __slots__ = ("_chain", "_keys", "salt", "tokens")
 
     def __init__(self, tokens: Sequence[int], salt: str | None = None) -> None:
         self.tokens, self.salt = tokens, salt or ""
         self._chain: list[bytes] | None = None
+        self._keys: dict[tuple[int, bool], PromptKeys] = {}
+
+    def keys(self, block_size: int, has_salt_keys: bool) -> PromptKeys:
+        """The keys of blocks of this size. `has_salt_keys`: with `salt_key` in place of the salt."""
+        asked = block_size, has_salt_keys
+        if asked not in self._keys:
+            salt = salt_key(self.salt) if self.salt and has_salt_keys else self.salt
+            self._keys[asked] = PromptKeys(self.tokens, block_size, salt)
+        return self._keys[asked]
 
     def chain(self) -> list[bytes]:
         """The hashes of the prompt's whole blocks."""
@@ -43,15 +81,37 @@ class PromptBlocks:
         return self._chain
 
 
+class Prefixes(Protocol):
+    """What one engine holds of prompts."""
+
+    def num_tokens(self, prompt: PromptBlocks) -> int:
+        """The expected prefix hit, in tokens. The last token is always computed."""
+        ...
+
+    def learn(self, prompt: PromptBlocks) -> None:
+        """The engine has the KV of this prompt, or will have."""
+        ...
+
+    def forget(self, prompt: PromptBlocks) -> None:
+        """The engine lacks some of this prompt."""
+        ...
+
+
 class KnownPrefixes:
     """An LRU set of the blocks that one engine probably holds.
 
     `step`: its prefix hits are multiples of this many tokens; 0: it has none. `kv_tokens`: its KV capacity; 0: unknown.
-    `clock`: in seconds, for `EXPIRY_S`.
+    `clock`: in seconds. A block that was not used for `expiry_s` is taken for evicted.
     """
 
-    def __init__(self, step: int = 0, kv_tokens: int = 0, clock: Callable[[], float] = lambda: 0.0) -> None:
-        self._step, self._clock = step, clock
+    def __init__(
+        self,
+        step: int = 0,
+        kv_tokens: int = 0,
+        clock: Callable[[], float] = lambda: 0.0,
+        expiry_s: float = EXPIRY_S,
+    ) -> None:
+        self._step, self._clock, self._expiry_s = step, clock, expiry_s
         self._most = (kv_tokens or _DEFAULT_TOKENS) // BLOCK_TOKENS if step else 0
         self._blocks: OrderedDict[bytes, float] = OrderedDict()
 
@@ -59,7 +119,7 @@ class KnownPrefixes:
         """The expected prefix hit, in tokens. The last token is always computed."""
         if not self._step or not self._blocks:
             return 0
-        chain, since = prompt.chain(), self._clock() - EXPIRY_S
+        chain, since = prompt.chain(), self._clock() - self._expiry_s
         num = next((i for i, block in enumerate(chain) if self._blocks.get(block, since) <= since), len(chain))
         found = min(num * BLOCK_TOKENS, len(prompt.tokens) - 1)
         return found // self._step * self._step

@@ -92,6 +92,8 @@ class EngineConfig(ServingSettings):
             raise ConfigError("kv_transfer_config.prefix_store", "is for engines of one rank")
         if store is not None and not self.enable_prefix_caching:
             raise ConfigError("kv_transfer_config.prefix_store", "needs prefix caching, which is off")
+        told = self.kv_events_config.enabled
+        self._need(not told or self.enable_prefix_caching, "kv_events_config", "off without prefix caching")
         check_bind(transfer.control_bind, self.keys is not None)
 
     def sampling_defaults(self) -> SamplingDefaults:

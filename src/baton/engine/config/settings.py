@@ -13,6 +13,7 @@ from baton.engine.config.speculative import SpeculativeConfig
 from baton.engine.config.values import json_object, parse_size
 from baton.kv.cache import CHECKPOINT_TOKENS
 from baton.kv.interval import MAX_TOKENS
+from baton.kvevents.config import KVEventsConfig
 from baton.sampling_params import MAX_WORD
 from baton.wire import Integrity, KVStream, Recovery
 
@@ -115,6 +116,12 @@ class ServingSettings(StepSettings):
         KVTransferConfig,
         Setting('JSON: {"kv_transport": "shm", ...}.', parse=KVTransferConfig.parse, metavar="<str>"),
     ] = field(default_factory=KVTransferConfig)
+    kv_events_config: Annotated[
+        KVEventsConfig,
+        Setting(
+            'Publish KV events: {"enable_kv_cache_events": true, ...}.', parse=KVEventsConfig.parse, metavar="<str>"
+        ),
+    ] = field(default_factory=KVEventsConfig)
     max_model_len: Annotated[int | None, Setting("Longest sequence; default: the model's.", rule=at_least(2))] = None
     attention_backend: Annotated[str | None, Setting("Default: the best for the device.")] = None
     gpu_memory_utilization: Annotated[

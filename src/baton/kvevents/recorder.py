@@ -1,0 +1,97 @@
+"""Records the changes of an engine's prefix caches as KV events. Written by the engine thread, read by another."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.kv.prefix import ROOT
+from baton.kvevents.messages import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """A group's number, its kind with vLLM's name, its window, and its tokens per block."""
+
+    index: int
+    kind: str
+    window: int | None
+    block_size: int
+
+
+class EventRecorder:
+    """Events that are not published yet, at most `limit`. `wake` is called when the first of them is added.
+
+    If there are too many, all are dropped, and consumers are told to clear what they know.
+    """
+
+    def __init__(self, limit: int, wake: Callable[[], None] = lambda: None) -> None:
+        self._limit, self.wake = limit, wake
+        self._events: deque[KVEvent] = deque()
+        self.num_lost = 0
+
+    def stored(
+        self, group: RecordedGroup, own: bytes, parent: bytes | None, root: bytes, tokens: Sequence[int]
+    ) -> None:
+        """One block is held. `tokens`: its own and those after it that its KV depends on. `parent` None: it begins the
+        prompt, whose chain has this `root`.
+        """
+        size = group.block_size
+        extra: list[tuple[Any, ...] | None] | None = [(root.hex(),)] if parent is None and root != ROOT else None
+        self._add(
+            BlockStored(
+                block_hashes=[own],
+                parent_block_hash=parent,
+                token_ids=list(tokens[:size]),
+                block_size=size,
+                lora_id=None,
+                medium=MEDIUM_GPU,
+                lora_name=None,
+                extra_keys=extra,
+                group_idx=group.index,
+                kv_cache_spec_kind=group.kind,
+                kv_cache_spec_sliding_window=group.window,
+                lookahead_token_ids=[list(tokens[size:])] if len(tokens) > size else None,
+            )
+        )
+
+    def removed(self, group: RecordedGroup, own: bytes) -> None:
+        self._add(BlockRemoved(block_hashes=[own], medium=MEDIUM_GPU, group_idx=group.index))
+
+    def _add(self, event: KVEvent) -> None:
+        if len(self._events) >= self._limit:
+            self.num_lost += len(self._events)
+            self._events.clear()
+            self._events.append(AllBlocksCleared())
+        self._events.append(event)
+        if len(self._events) == 1:
+            self.wake()
+
+    def take(self) -> list[KVEvent]:
+        """All events so far, adjacent blocks of a chain as one event. May run on another thread."""
+        found: list[KVEvent] = []
+        while self._events:
+            event = self._events.popleft()
+            last = found[-1] if found else None
+            if isinstance(event, BlockStored) and isinstance(last, BlockStored) and _follows(event, last):
+                last.block_hashes += event.block_hashes
+                last.token_ids += event.token_ids
+                if last.extra_keys is not None:
+                    last.extra_keys.append(None)
+                if last.lookahead_token_ids is not None and event.lookahead_token_ids is not None:
+                    last.lookahead_token_ids += event.lookahead_token_ids
+            elif isinstance(event, BlockRemoved) and isinstance(last, BlockRemoved) and _is_alike(event, last):
+                last.block_hashes += event.block_hashes
+            else:
+                found.append(event)
+        return found
+
+
+def _follows(event: BlockStored, last: BlockStored) -> bool:
+    return event.group_idx == last.group_idx and event.parent_block_hash == last.block_hashes[-1]
+
+
+def _is_alike(event: BlockRemoved, last: BlockRemoved) -> bool:
+    return event.group_idx == last.group_idx

@@ -1,0 +1,1 @@
+"""What engines hold of prompts, as their KV events say."""

@@ -1,0 +1,155 @@
+"""The blocks that one engine holds, by the tokens of prompts.
+
+An engine's block hashes are its own. So this index gives each block a key of its own: a hash over the key of the block
+before it, its tokens and its extra keys. A prompt's keys are computed the same way, and looked up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.kvevents.messages import AllBlocksCleared, BlockHash, BlockStored, KVEvent
+from baton.router.prefixes import PromptBlocks, PromptKeys, next_key
+
+# Events with larger numbers are ignored: no engine has so many groups or so large blocks.
+_MAX_GROUPS = 64
+_MAX_BLOCK_SIZE = 1 << 16
+_MAX_HASH_BYTES = 64
+_WINDOWS = ("sliding_window", "sliding_window_mla", "chunked_local_attention")
+_STATES = ("mamba",)
+
+
+@dataclass(slots=True)
+class _Group:
+    """One group of layers. `keys`: of held blocks, by the engine's hash. `held`: how many hashes have a key: blocks of
+    equal tokens differ if their KV depends on the tokens after them.
+    """
+
+    block_size: int
+    kind: str
+    window: int
+    keys: dict[BlockHash, int] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
+
+    def cut(self, keys: PromptKeys, limit: int) -> int:
+        """The longest prefix of at most `limit` tokens from which this group can go on."""
+        if self.kind in _STATES:
+            return self._last_state(keys, limit)
+        blocks = min(-(-limit // self.block_size), keys.num_blocks)
+        if self.kind in _WINDOWS and self.window:
+            return min(limit, self._window_end(keys, blocks))
+        num = next((i for i in range(blocks) if keys.key(i) not in self.held), blocks)
+        return min(limit, num * self.block_size)
+
+    def _last_state(self, keys: PromptKeys, limit: int) -> int:
+        """A state cannot be cut: the last one that ends within `limit`."""
+        for blocks in range(limit // self.block_size, 0, -1):
+            if keys.key(blocks - 1) in self.held:
+                return blocks * self.block_size
+        return 0
+
+    def _window_end(self, keys: PromptKeys, blocks: int) -> int:
+        """The end of the last block with a whole window before it, in tokens."""
+        run = 0  # held blocks from `end` backwards
+        end = blocks
+        for index in range(blocks - 1, -1, -1):
+            if keys.key(index) in self.held:
+                run += 1
+                if run * self.block_size >= self.window - 1 or index == 0:
+                    return end * self.block_size
+            else:
+                run, end = 0, index
+        return 0
+
+
+class BlockIndex:
+    """The blocks of one engine, at most `max_blocks`: beyond that, the oldest tenth is forgotten.
+
+    `num_unknown`: events that were ignored, since the block before theirs is not known or a number is out of range.
+    """
+
+    def __init__(self, max_blocks: int = 1 << 20, has_salt_keys: bool = False) -> None:
+        """`has_salt_keys`: the engine's events have `salt_key` in place of a salt."""
+        self._most, self.has_salt_keys = max_blocks, has_salt_keys
+        self._groups: dict[int, _Group] = {}
+        self.num_blocks = self.num_unknown = 0
+
+    def apply(self, event: KVEvent) -> None:
+        """Follow one event."""
+        if isinstance(event, AllBlocksCleared):
+            self.clear()
+        elif event.medium not in (None, "GPU"):
+            return  # held where an engine cannot compute with it
+        elif isinstance(event, BlockStored):
+            self._store(event)
+        elif (group := self._groups.get(event.group_idx or 0)) is not None:
+            for own in event.block_hashes:
+                self._remove(group, own)
+
+    def clear(self) -> None:
+        """Nothing is known to be held."""
+        self._groups.clear()
+        self.num_blocks = 0
+
+    def num_tokens(self, prompt: PromptBlocks) -> int:
+        """How many tokens of the prompt the engine need not compute, at most all but one: what all its groups hold."""
+        if not self._groups:
+            return 0
+        limit = len(prompt.tokens) - 1
+        found = -1
+        # A window or state may end before what other groups hold, and then cuts the others.
+        while found != limit:
+            found = limit
+            for group in self._groups.values():
+                limit = group.cut(prompt.keys(group.block_size, self.has_salt_keys), limit)
+        return limit
+
+    def _store(self, event: BlockStored) -> None:
+        index, size, hashes = event.group_idx or 0, event.block_size, event.block_hashes
+        sane = 0 <= index < _MAX_GROUPS and 0 < size <= _MAX_BLOCK_SIZE and len(event.token_ids) == size * len(hashes)
+        group = self._groups.get(index)
+        if not sane or (group is not None and group.block_size != size):
+            self.num_unknown += 1
+            return
+        if group is None:
+            window = event.kv_cache_spec_sliding_window or 0
+            group = self._groups[index] = _Group(size, event.kv_cache_spec_kind or "", window)
+        parent = 0 if event.parent_block_hash is None else group.keys.get(event.parent_block_hash)
+        if parent is None:
+            self.num_unknown += 1
+            return
+        extra = event.extra_keys or []
+        for number, own in enumerate(hashes):
+            keys = extra[number] if number < len(extra) else None
+            if keys is None and not number and event.parent_block_hash is None and event.cache_salt:
+                keys = (event.cache_salt,)
+            if keys is None and event.lora_name:
+                keys = (event.lora_name,)
+            try:
+                parent = next_key(parent, event.token_ids[number * size : (number + 1) * size], keys)
+            except OverflowError:
+                self.num_unknown += 1
+                return
+            if isinstance(own, bytes) and len(own) > _MAX_HASH_BYTES:
+                self.num_unknown += 1
+                return
+            if own not in group.keys:
+                group.keys[own] = parent
+                group.held[parent] = group.held.get(parent, 0) + 1
+                self.num_blocks += 1
+        if self.num_blocks > self._most:
+            self._shrink()
+
+    def _remove(self, group: _Group, own: BlockHash) -> None:
+        key = group.keys.pop(own, None)
+        if key is None:
+            return
+        self.num_blocks -= 1
+        group.held[key] -= 1
+        if not group.held[key]:
+            del group.held[key]
+
+    def _shrink(self) -> None:
+        for group in self._groups.values():
+            for own in list(group.keys)[: -(-len(group.keys) // 10)]:
+                self._remove(group, own)

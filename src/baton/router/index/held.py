@@ -1,0 +1,28 @@
+"""What an engine holds, by its KV events, and what it was just sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.router.index.blocks import BlockIndex
+from baton.router.prefixes import KnownPrefixes, PromptBlocks
+
+# A prompt that was sent counts as held for so long. By then the engine's events tell of its blocks.
+_PROMISED_S = 5.0
+
+
+class HeldPrefixes:
+    """The prefixes of one engine whose events are read."""
+
+    def __init__(self, index: BlockIndex, clock: Callable[[], float]) -> None:
+        self.index = index
+        self._promised = KnownPrefixes(1, 0, clock, _PROMISED_S)
+
+    def num_tokens(self, prompt: PromptBlocks) -> int:
+        return max(self.index.num_tokens(prompt), self._promised.num_tokens(prompt))
+
+    def learn(self, prompt: PromptBlocks) -> None:
+        self._promised.learn(prompt)
+
+    def forget(self, prompt: PromptBlocks) -> None:
+        self._promised.forget(prompt)
