@@ -37,9 +37,9 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         except (msgspec.DecodeError, RecursionError) as error:
             raise ConfigError("kv_events_config", str(error)) from None
         for name in ("endpoint", "replay_endpoint"):
-            value = getattr(config, name)
-            if value is not None:
-                check_endpoint(value, f"kv_events_config.{name}")
+            endpoint = getattr(config, name)
+            if endpoint is not None:
+                check_endpoint(endpoint, f"kv_events_config.{name}")
         for name in ("buffer_steps", "hwm", "max_queue_size"):
             if getattr(config, name) < 1:
                 raise ConfigError(f"kv_events_config.{name}", f"must be at least 1, got {getattr(config, name)}")
