@@ -48,9 +48,10 @@ class FrontOptions(RouterOptions):
     recovery: Annotated[Recovery, typer.Option(help="How far the router goes for a request whose engines failed.")] = (
         "full"
     )
-    engine: Annotated[Literal["baton", "vllm"], typer.Option(help="What runs at the URLs: `baton serve`, or vLLM.")] = (
-        "baton"
-    )
+    engine: Annotated[
+        Literal["baton", "vllm", "sglang"],
+        typer.Option(help="What runs at the URLs: `baton serve`, vLLM, or SGLang."),
+    ] = "baton"
     kv_connector: Annotated[
         str | None,
         typer.Option(help="vLLM: BatonConnector (default), or its own NixlConnector (pull) or NixlPushConnector."),

@@ -28,7 +28,7 @@ from baton.openai.tools import NO_PARSING, Parsing
 from baton.router.admin import Admin
 from baton.router.backend import RouterBackend
 from baton.router.client import new_session
-from baton.router.connectors import BATON_ENGINES, create_connector
+from baton.router.connectors import create_connector
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.dashboard import add_dashboard
 from baton.router.index.readers import EventReaders, read_sources
@@ -43,7 +43,7 @@ from baton.text import ContentFormatOption, Tokenizer
 from baton.waiting import MAX_QUEUED_REQUESTS, AdmissionLimit
 from baton.wire import EngineLoad, Mode, Recovery, Role
 
-EngineKind = Literal["baton", "vllm"]
+EngineKind = Literal["baton", "vllm", "sglang"]
 # In nats. Kernels that add 16-bit weights in another order change probabilities by about 10 %.
 DEFAULT_NEAR_TIE = 0.1
 
@@ -127,7 +127,7 @@ async def build_app(config: RouterConfig) -> web.Application:
     """
     vllm = config.engine == "vllm"
     settings = ConnectorConfig(config.ticket_key, config.seed_first_token, config.ticket_life)
-    connector = create_connector(config.kv_connector if vllm else BATON_ENGINES, settings)
+    connector = create_connector(config.kv_connector if vllm else config.engine, settings)
     if connector.needs_ticket_key and config.ticket_key is None and (config.prefill or config.decode):
         raise ConfigError("ticket_key_file", "is required with prefill and decode engines")
     for name in ("kv_mode", "allow_mode_override"):
@@ -159,7 +159,7 @@ async def build_app(config: RouterConfig) -> web.Application:
         config.allow_mode_override,
         config.recovery,
         config.near_tie if vllm else 0.0,  # Baton's own engines never sample a token twice
-        Routes(pool, policies, config.max_local_prefill_length),
+        Routes(pool, policies, config.max_local_prefill_length if connector.computes_alone else 0),
     )
     roles: tuple[tuple[Role, tuple[str, ...]], ...] = (
         ("prefill", config.prefill),

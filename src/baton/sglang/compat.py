@@ -96,7 +96,7 @@ def _pool_buffers(args: Any, entries: range, pool: Any, owner: Any, queue: Any) 
 def first_head(queue: Any, owner: str, num_heads: int) -> int:
     """The model's number of this rank's first head, if it has `num_heads`. Raises `ConfigError` if that is no share."""
     rank, size = tensor_rank()
-    config = queue.scheduler.model_config if owner == "target" else draft_config(queue.scheduler)
+    config = queue.scheduler.model_config if owner == "target" else draft_config(queue.scheduler.server_args)
     total = int(config.get_total_num_kv_heads())
     if size == 1 or num_heads == total:
         return 0
@@ -105,9 +105,12 @@ def first_head(queue: Any, owner: str, num_heads: int) -> int:
     return rank * min(size, total) // size * num_heads
 
 
-def draft_config(scheduler: Any) -> Any:
+def draft_config(server: Any) -> Any:
     """The drafter's model config."""
-    return scheduler.draft_worker.draft_worker.draft_runner.model_config
+    from sglang.srt.configs.model_config import ModelConfig
+
+    path, revision = server.speculative_draft_model_path, server.speculative_draft_model_revision
+    return ModelConfig.from_server_args(server, model_path=path, model_revision=revision, is_draft_model=True)
 
 
 def tensor_rank() -> tuple[int, int]:

@@ -33,6 +33,7 @@ def install() -> None:
         (f"{_PREFILL_QUEUE}.create_sender", _bind_sender, HookType.AFTER),
         (f"{_DECODE_QUEUE}._create_receiver_and_enqueue", _bind_receiver, HookType.AFTER),
         (f"{_MIXIN}.get_next_disagg_prefill_batch_to_run", _scheduled, HookType.AFTER),
+        (f"{_MIXIN}.process_batch_result_disagg_prefill", _stream_first_tokens, HookType.AFTER),
         (_STATE, _add_identity, HookType.AFTER),
     ]
     for target, hook, kind in hooks:
@@ -88,6 +89,17 @@ def _scheduled(plan: Any, *args: Any, **kwargs: Any) -> None:
     for request in plan.batch_to_run.reqs if plan.batch_to_run else ():
         if isinstance(request.disagg_kv_sender, BatonKVSender):
             request.disagg_kv_sender.scheduled()
+
+
+def _stream_first_tokens(result: None, scheduler: Any, batch: Any, *args: Any) -> None:
+    """SGLang's prefill server answers when the transfer has ended. A client of the router need not wait for that."""
+    from baton.sglang.conn import BatonKVSender
+
+    waiting = {id(request) for request in scheduler.disagg_prefill_inflight_queue}
+    for request in batch.reqs:
+        ours = isinstance(request.disagg_kv_sender, BatonKVSender)
+        if ours and request.stream and id(request) in waiting and not request.finished():
+            scheduler.output_streamer.stream_output([request], request.return_logprob)
 
 
 def _add_identity(answer: Any, scheduler: Any, *args: Any) -> None:

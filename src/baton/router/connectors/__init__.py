@@ -5,18 +5,20 @@ from __future__ import annotations
 from baton.errors import ConfigError
 from baton.router.connectors.base import Connector, ConnectorConfig
 from baton.router.connectors.baton import EngineConnector
+from baton.router.connectors.sglang import SglangConnector
 from baton.router.connectors.vllm_baton import VllmBatonConnector
 from baton.router.connectors.vllm_nixl import NixlPullConnector, NixlPushConnector
 
-# Baton's own engines have one kind. vLLM's connectors have vLLM's names.
-BATON_ENGINES = "baton"
+# Baton's own engines and SGLang servers have one kind each. vLLM's connectors have vLLM's names.
+BATON_ENGINES, SGLANG = "baton", "sglang"
 CONNECTORS: dict[str, type[Connector]] = {
     BATON_ENGINES: EngineConnector,
+    SGLANG: SglangConnector,
     "BatonConnector": VllmBatonConnector,
     "NixlConnector": NixlPullConnector,
     "NixlPushConnector": NixlPushConnector,
 }
-VLLM_CONNECTORS = tuple(name for name in CONNECTORS if name != BATON_ENGINES)
+VLLM_CONNECTORS = tuple(name for name in CONNECTORS if name not in (BATON_ENGINES, SGLANG))
 
 
 def create_connector(name: str, config: ConnectorConfig) -> Connector:

@@ -59,12 +59,14 @@ class Connector(ABC):
     """One kind of handoff, for all engines of a router.
 
     `needs_ticket_key`: it signs tickets. `can_seed`: it can send the first token to the decode engine. `has_modes`: a
-    request may choose push or pull. Raises `ConfigError` for a setting that it does not support.
+    request may choose push or pull. `computes_alone`: a decode engine can compute a whole request. Raises `ConfigError`
+    for a setting that it does not support.
     """
 
     needs_ticket_key: ClassVar[bool] = False
     can_seed: ClassVar[bool] = False
     has_modes: ClassVar[bool] = True
+    computes_alone: ClassVar[bool] = True
 
     def __init__(self, config: ConnectorConfig) -> None:
         if config.seed_first_token and not self.can_seed:

@@ -1,0 +1,218 @@
+"""The HTTP client of an SGLang server with Baton's plug-in: identity and legs, over SGLang's own API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+
+from baton.errors import EngineLostError, HandoffError, ProtocolError, RequestError
+from baton.openai.answers import decode
+from baton.router.client import EngineClient
+from baton.router.timers import RouterTimers
+from baton.sampling_params import SamplingParams
+from baton.wire import (
+    EngineIdentity,
+    EngineInfo,
+    EngineLoad,
+    GenerateRequest,
+    Role,
+    SglangIdentity,
+    TokenChunk,
+    TokenLogprobs,
+)
+
+if TYPE_CHECKING:
+    from baton.router.pooled_engine import PooledEngine
+
+_MAX_BODY_BYTES = 16 * 2**20
+_EVENT, _DONE = b"data:", b"[DONE]"
+
+
+class _State(msgspec.Struct):
+    baton: SglangIdentity | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    model_path: str
+    served_model_name: str | None = None
+    internal_states: list[_State] = []
+
+
+class _Load(msgspec.Struct):
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    token_usage: float = 0.0
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load] = []
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    message: str | None = None
+    matched: Any = None
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: _Finish | None = None
+    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    output_top_logprobs: list[list[tuple[float, int, Any]] | None] | None = None
+
+
+class _Event(msgspec.Struct):
+    """One event of `POST /generate`. `output_ids` are all so far, or only new ones, as the server is set up."""
+
+    output_ids: list[int] = []
+    meta_info: _Meta | None = None
+    error: dict[str, Any] | None = None
+
+
+class SglangClient(EngineClient):
+    """The client of one SGLang server."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> None:
+        super().__init__(session, url, timers)
+        self._role = role
+
+    @staticmethod
+    def of(engine: PooledEngine) -> SglangClient:
+        """The client of an engine of the SGLang connector."""
+        assert isinstance(engine.client, SglangClient)
+        return engine.client
+
+    async def info(self) -> EngineInfo:
+        """Each time from the server, since it may have been restarted."""
+        asked = time.monotonic()
+        found = decode(
+            await self._get("/server_info", _MAX_BODY_BYTES), _ServerInfo, f"{self.url} is not an SGLang server"
+        )
+        identity = found.internal_states[0].baton if found.internal_states else None
+        if identity is None:
+            raise ProtocolError(f"{self.url} does not run SGLang with --disaggregation-transfer-backend baton")
+        if self._role != identity.role:
+            raise RequestError(f"{self.url} has role {identity.role!r}, not {self._role!r}", "role")
+        own = {name: getattr(identity, name) for name in EngineIdentity.__struct_fields__}
+        return EngineInfo(
+            **own | {"clock": identity.clock + time.monotonic() - asked},
+            role=self._role,
+            model=found.served_model_name or found.model_path,
+            model_path=found.model_path,
+            max_model_len=identity.max_model_len,
+            batch_invariant=False,
+        )
+
+    async def load(self) -> EngineLoad:
+        body = await self._get("/v1/loads", _MAX_BODY_BYTES)
+        loads = decode(body, _Loads, f"{self.url} is not an SGLang server").loads
+        return EngineLoad(
+            num_running=sum(load.num_running_reqs for load in loads),
+            num_waiting=sum(load.num_waiting_reqs for load in loads),
+            num_handoffs=0,
+            kv_usage=max((load.token_usage for load in loads), default=0.0),
+            num_referenced_pages=0,
+            num_quarantined_pages=0,
+            num_cached_pages=0,
+        )
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """A request without a ticket, which a server with the plug-in refuses."""
+        return self.leg(request, {})
+
+    async def leg(
+        self, request: GenerateRequest, handoff: Mapping[str, Any], first_only: bool = False
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the chunks of one leg, with the fields `handoff` in its body; with `first_only`, one token.
+
+        Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server has ended the request.
+        """
+        params, sent = request.sampling_params, 0
+        left = params.max_tokens - request.num_known
+        body = msgspec.json.encode({**generate_body(request, left), **handoff})
+        async with self._answer("/generate", [body], self._leg_timeout, _MAX_BODY_BYTES) as response:
+            async for line in response.content:
+                data = line.strip().removeprefix(_EVENT).lstrip()
+                if data == _DONE:
+                    return
+                if not data:
+                    continue
+                event = decode(data, _Event, f"{self.url} is not an SGLang server")
+                chunk = to_token_chunk(request, event, sent)
+                sent += len(chunk.token_ids)
+                if first_only and left > 1 and chunk.finish_reason == "length":
+                    chunk = msgspec.structs.replace(chunk, finish_reason=None)
+                yield chunk
+        raise EngineLostError(f"engine {self.url} went away in mid-stream")
+
+
+def generate_body(request: GenerateRequest, left: int) -> dict[str, Any]:
+    """The body of `POST /generate` for at most `left` more tokens."""
+    params = request.sampling_params
+    sampling: dict[str, Any] = {
+        "max_new_tokens": left,
+        "min_new_tokens": min(max(params.min_tokens - request.num_known, 0), left),
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k if params.top_k > 0 else -1,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "skip_special_tokens": False,
+    }
+    if params.seed is not None:
+        sampling["sampling_seed"] = (params.seed + params.sample_index) % 2**31
+    if params.logit_bias:
+        sampling["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    body: dict[str, Any] = {"input_ids": request.prompt_token_ids, "sampling_params": sampling, "stream": True}
+    if params.logprobs is not None:
+        body |= {"return_logprob": True, "top_logprobs_num": params.logprobs}
+    if request.cache_salt is not None:
+        body["extra_key"] = request.cache_salt
+    return body
+
+
+def to_token_chunk(request: GenerateRequest, event: _Event, num_sent: int) -> TokenChunk:
+    """An event as a chunk, after `num_sent` tokens of its leg. Raises `HandoffError` if the server ended the request,
+    `ProtocolError` for an event that is no continuation."""
+    if event.error is not None:
+        raise HandoffError("engine_error", str(event.error.get("message")))
+    meta = event.meta_info or _Meta()
+    finish = meta.finish_reason
+    if finish is not None and finish.type == "abort":
+        raise HandoffError("engine_error", finish.message or "the server gave the request up")
+    new = meta.completion_tokens - num_sent
+    if not 0 <= new <= len(event.output_ids):
+        raise ProtocolError(f"an event with {len(event.output_ids)} tokens does not follow {num_sent}")
+    tokens = event.output_ids[len(event.output_ids) - new :]
+    matched = finish.matched if finish is not None else None
+    return TokenChunk(
+        request_id=request.request_id,
+        token_ids=tokens,
+        position=request.num_known + num_sent if tokens else None,
+        logprobs=_logprobs(request.sampling_params, meta, new) if tokens else None,
+        finish_reason=None if finish is None else "length" if finish.type == "length" else "stop",
+        stop_reason=matched if isinstance(matched, int) and matched in request.sampling_params.stop_token_ids else None,
+        num_cached_tokens=meta.cached_tokens,
+    )
+
+
+def _logprobs(params: SamplingParams, meta: _Meta, new: int) -> list[TokenLogprobs] | None:
+    if params.logprobs is None or meta.output_token_logprobs is None:
+        return None
+    own = meta.output_token_logprobs[-new:]
+    top = (meta.output_top_logprobs or [None] * new)[-new:]
+    if len(own) != new or len(top) != new:
+        raise ProtocolError("logprobs of other tokens than those sent")
+    return [
+        TokenLogprobs(logprob or 0.0, [(token, value) for value, token, _ in best or ()][: params.logprobs])
+        for (logprob, _, _), best in zip(own, top, strict=True)
+    ]

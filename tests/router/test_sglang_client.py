@@ -1,0 +1,84 @@
+"""A leg's request to an SGLang server, and its events as chunks."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from baton.errors import EngineUnavailableError, HandoffError, ProtocolError, RequestError
+from baton.router.connectors import create_connector
+from baton.router.connectors.base import ConnectorConfig
+from baton.router.sglang_client import _Event, generate_body, to_token_chunk
+from baton.sampling_params import SamplingParams
+from baton.wire import GenerateRequest
+
+
+def request(**params: object) -> GenerateRequest:
+    """A prompt of three tokens, and one output token that the client has."""
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, **params)  # type: ignore[arg-type]
+    return GenerateRequest(request_id="r", prompt_token_ids=[1, 2, 3, 4], num_prompt_tokens=3, sampling_params=sampling)
+
+
+def event(tokens: list[int], count: int, finish: dict[str, object] | None = None, **more: object) -> _Event:
+    meta = {"completion_tokens": count, "finish_reason": finish, **more}
+    return msgspec.convert({"output_ids": tokens, "meta_info": meta}, _Event)
+
+
+def test_events_may_repeat_all_tokens_or_have_the_new_ones_alone() -> None:
+    for tokens in ([7, 8, 9], [8, 9]):
+        chunk = to_token_chunk(request(), event(tokens, 3), 1)
+        assert (chunk.token_ids, chunk.position, chunk.finish_reason) == ([8, 9], 2, None)
+
+
+def test_the_ends_of_a_leg() -> None:
+    ended = {"type": "stop", "matched": 9}
+    assert to_token_chunk(request(), event([9], 1, ended), 0).finish_reason == "stop"
+    assert to_token_chunk(request(), event([9], 1, ended), 0).stop_reason is None
+    assert to_token_chunk(request(stop_token_ids=(9,)), event([9], 1, ended), 0).stop_reason == 9
+    assert to_token_chunk(request(), event([9], 1, {"type": "length", "length": 1}), 0).finish_reason == "length"
+
+
+def test_a_failed_handoff_is_an_error_and_never_an_answer() -> None:
+    """Field class G: SGLang ends it with finish reason "abort" in a response with status 200."""
+    with pytest.raises(HandoffError, match="peer_lost"):
+        to_token_chunk(request(), event([9], 1, {"type": "abort", "message": "peer_lost: P is silent"}), 0)
+    with pytest.raises(HandoffError, match="too long"):
+        to_token_chunk(request(), msgspec.convert({"error": {"message": "too long"}}, _Event), 0)
+    with pytest.raises(ProtocolError, match="does not follow"):
+        to_token_chunk(request(), event([9], 5), 1)
+
+
+def test_logprobs_are_those_of_the_new_tokens() -> None:
+    own = [[-0.1, 7, None], [-0.2, 8, None]]
+    top = [[[-0.1, 7, None]], [[-0.2, 8, None], [-1.5, 3, None]]]
+    more = {"output_token_logprobs": own, "output_top_logprobs": top}
+    chunk = to_token_chunk(request(logprobs=2), event([7, 8], 2, None, **more), 1)
+    assert chunk.logprobs is not None
+    (only,) = chunk.logprobs
+    assert (only.logprob, only.top) == (-0.2, [(8, -0.2), (3, -1.5)])
+
+
+def test_limits_count_from_the_clients_prompt() -> None:
+    body = generate_body(request(min_tokens=5, seed=3, logit_bias={4: 1.5}), 7)
+    sampling = body["sampling_params"]
+    assert body["input_ids"] == [1, 2, 3, 4]
+    assert (sampling["max_new_tokens"], sampling["min_new_tokens"]) == (7, 4)
+    assert (sampling["sampling_seed"], sampling["logit_bias"], sampling["top_k"]) == (3, {"4": 1.5}, -1)
+
+
+def test_what_sglang_cannot_do_is_refused_by_name() -> None:
+    connector = create_connector("sglang", ConnectorConfig(b"k" * 32))
+    for name, value in {"allowed_token_ids": (1,), "bad_words": ("a",), "prompt_logprobs": 1}.items():
+        with pytest.raises(RequestError, match=name):
+            connector.check(SamplingParams(**{name: value}))  # type: ignore[arg-type]
+    connector.check(SamplingParams())
+    assert connector.can_resume(SamplingParams(temperature=0.0))
+    assert not connector.can_resume(SamplingParams(temperature=0.0, frequency_penalty=1.0))
+
+
+def test_no_server_computes_a_request_alone() -> None:
+    from types import SimpleNamespace
+
+    connector = create_connector("sglang", ConnectorConfig(b"k" * 32))
+    with pytest.raises(EngineUnavailableError, match="one leg"):
+        connector.alone(request(), SimpleNamespace(url="http://d"))  # type: ignore[arg-type]

@@ -1,0 +1,203 @@
+"""What SGLang may do with a request's pages in each phase of its legs. The agent is a list of calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from baton.errors import HandoffError
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.messages import AttemptKey, Seeds
+from baton.handoff.protocol.ticket import Redeemer, Ticket, mint
+from baton.kv.interval import Interval, Rules
+from baton.sglang.geometry import BufferLayout
+from baton.sglang.legs import RankLegs, ReceiverLeg, SenderLeg, prompt_digest
+from baton.wire import EngineIdentity
+
+KEY = b"k" * 32
+PROMPT = list(range(10, 20))
+SEEDS = Seeds(first_token=7)
+
+
+class ListAgent:
+    """Notes calls; an abort is accepted at once unless it `hangs`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.hangs = False
+
+    def names(self) -> list[str]:
+        return [call[0] for call in self.calls]
+
+    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
+        self.calls.append(("abort", key, reason))
+        if taken is not None and not self.hangs:
+            threading.Thread(target=taken).start()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.calls.append((name, *args))
+
+
+def identity(name: str) -> EngineIdentity:
+    address = [f"tcp://{name}:1"]
+    return EngineIdentity(name, f"i{name}", address, "{}", 99, [], 0)
+
+
+def ticket(prompt: list[int] = PROMPT) -> str:
+    until = time.monotonic() + 60
+    made = Ticket.between(identity("P"), identity("D"), "push", prompt_digest(prompt), (until, until))
+    return mint(KEY, made)
+
+
+def rank(name: str, page_size: int = 4, abort_timeout: float = 5.0) -> tuple[RankLegs, ListAgent]:
+    rules = {"target.k.0": Rules("full", 0), "draft.k.0": Rules("full", 1)}
+    layout = BufferLayout(page_size, [], {}, rules)
+    legs = RankLegs(layout, Redeemer(KEY, name, f"i{name}"), abort_timeout=abort_timeout)
+    agent = ListAgent()
+    legs.bind(agent)  # type: ignore[arg-type]
+    return legs, agent
+
+
+def key_of(leg: SenderLeg | ReceiverLeg) -> AttemptKey:
+    assert leg.ticket is not None
+    return leg.ticket.key
+
+
+def test_a_prompt_is_declared_chunk_by_chunk_and_its_seeds_come_last() -> None:
+    legs, agent = rank("P")
+    leg = legs.open_prefill(ticket(), PROMPT)
+    assert legs.poll(leg) == "ready"
+    assert agent.names() == ["open_prefill"]
+    legs.scheduled(leg)
+    legs.scheduled(leg)
+    legs.computed(leg, [3, 5], 8, lambda: pytest.fail("the prompt is not computed yet"))
+    legs.computed(leg, [9], 2, lambda: SEEDS)
+    assert agent.names() == ["open_prefill", "admit_prefill", "declare_final", "declare_final", "finish_prefill"]
+    assert agent.calls[2][3:] == (
+        {"target.k.0": [3, 5], "draft.k.0": [3, 5]},
+        {"target.k.0": 8, "draft.k.0": 8},
+    )
+    assert agent.calls[3][3]["draft.k.0"] == [3, 5, 9]
+    assert agent.calls[3][4] == {"target.k.0": 10, "draft.k.0": 10}
+    assert agent.calls[4][2] == SEEDS
+
+
+def test_a_decode_leg_gets_pages_after_admission_only() -> None:
+    legs, agent = rank("D")
+    leg = legs.open_decode(ticket(), PROMPT)
+    assert legs.poll(leg) == "waiting"
+    legs.post(ev.DecodeAdmitted(key_of(leg)))
+    assert legs.poll(leg) == "ready"
+    legs.place(leg, 4, [6, 7])
+    name, _, length, wanted, pages = agent.calls[-1]
+    assert (name, length) == ("open_decode", 10)
+    assert wanted == {"target.k.0": Interval(4, 10), "draft.k.0": Interval(4, 10)}
+    assert pages["target.k.0"] == [0, 6, 7]
+    legs.post(ev.DecodeCommitted(key_of(leg), SEEDS, 100, 3))
+    assert legs.poll(leg) == "done"
+    assert leg.seeds == SEEDS
+    assert legs.counts == {"committed": 1, "bytes": 100, "runs": 3}
+
+
+def test_an_aborted_decode_legs_pages_stay_until_no_copy_can_write_to_them() -> None:
+    """Field class F: pages freed while the write goes on, and the next request gets another's KV."""
+    legs, agent = rank("D")
+    leg = legs.open_decode(ticket(), PROMPT)
+    legs.post(ev.DecodeAdmitted(key_of(leg)))
+    legs.poll(leg)
+    legs.place(leg, 0, [1, 2, 3])
+    legs.abort(leg)
+    assert agent.names()[-1] == "abort"
+    assert legs.poll(leg) == "moving"
+    legs.post(ev.DecodeReleased(key_of(leg)))
+    assert legs.poll(leg) == "failed"
+    assert leg.why == "aborted"
+
+
+@pytest.mark.parametrize("admitted", [True, False])
+def test_an_aborted_leg_without_pages_gets_none(admitted: bool) -> None:
+    legs, agent = rank("D")
+    leg = legs.open_decode(ticket(), PROMPT)
+    legs.abort(leg)
+    if admitted:  # it had been on its way
+        legs.post(ev.DecodeAdmitted(key_of(leg)))
+    assert legs.poll(leg) == "waiting"
+    legs.place(leg, 0, [1, 2, 3])
+    assert "open_decode" not in agent.names()
+
+
+def test_a_dead_peer_fails_the_leg_by_name_after_its_pages_are_quiet() -> None:
+    """Field class H."""
+    legs, _ = rank("D")
+    leg = legs.open_decode(ticket(), PROMPT)
+    legs.post(ev.DecodeAdmitted(key_of(leg)))
+    legs.poll(leg)
+    legs.place(leg, 0, [1, 2, 3])
+    legs.post(ev.DecodeFailed(key_of(leg), "peer_lost", "P is silent", recoverable=True))
+    assert legs.poll(leg) == "moving"
+    legs.post(ev.DecodeReleased(key_of(leg)))
+    assert legs.poll(leg) == "failed"
+    assert leg.why == "peer_lost: P is silent"
+    assert legs.counts["failed_peer_lost"] == 1
+
+
+def test_a_commitment_that_crosses_an_abort_is_not_used() -> None:
+    legs, _ = rank("D")
+    leg = legs.open_decode(ticket(), PROMPT)
+    legs.abort(leg)
+    legs.post(ev.DecodeCommitted(key_of(leg), SEEDS, 1, 1))
+    assert legs.poll(leg) == "failed"
+
+
+def test_a_prefill_leg_that_was_given_up_declares_nothing_more() -> None:
+    legs, agent = rank("P")
+    leg = legs.open_prefill(ticket(), PROMPT)
+    legs.computed(leg, [1, 2], 8, lambda: SEEDS)
+    legs.abort(leg)
+    calls = len(agent.calls)
+    legs.computed(leg, [3], 2, lambda: SEEDS)
+    assert len(agent.calls) == calls
+    legs.post(ev.PrefillReleased(key_of(leg), "aborted"))
+    assert legs.poll(leg) == "failed"
+
+
+def test_an_agent_that_hangs_ends_the_server_rather_than_let_pages_be_reused() -> None:
+    legs, agent = rank("P", abort_timeout=0.01)
+    leg = legs.open_prefill(ticket(), PROMPT)
+    agent.hangs = True
+    with pytest.raises(HandoffError, match="does not give up"):
+        legs.abort(leg)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "no ticket"),
+        ("10.0.0.1", "ticket"),
+        (ticket(PROMPT[:-1]), "another request"),
+    ],
+    ids=["none", "an address", "another prompt's"],
+)
+def test_a_leg_without_its_own_ticket_is_refused(text: str | None, why: str) -> None:
+    """What a client sends chooses no address and no other request's KV."""
+    for legs, agent, opened in [(*rank("P"), "open_prefill"), (*rank("D"), "open_decode")]:
+        leg = getattr(legs, opened)(text, PROMPT)
+        assert legs.poll(leg) == "failed"
+        assert why in leg.why
+        assert not agent.calls
+        assert legs.counts == {"refused": 1}
+        legs.abort(leg)  # SGLang aborts what failed
+        assert not agent.calls
+
+
+def test_a_ticket_serves_one_request() -> None:
+    legs, _ = rank("D")
+    text = ticket()
+    assert legs.open_decode(text, PROMPT).ticket is not None
+    again = legs.open_decode(text, PROMPT)
+    assert legs.poll(again) == "failed"
+    assert "used before" in again.why
