@@ -148,7 +148,7 @@ def test_wrong_shape(path: Path) -> None:
         ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50.0"]),
         ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "30.0"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, ["quantization_config", "bitsandbytes"]),
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 3}, ["layer_types", "mistral"]),
         ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 3}, ["layer_types"]),
         ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3}, ["use_sliding_window"]),

@@ -14,7 +14,7 @@ from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.config import RawConfig, get_bool, get_int
 from baton.models.layers.linear import Build
-from baton.models.loading.loader import fill
+from baton.models.loading.loader import fill, quantized_weights
 from baton.models.loading.stored import StoredTensors, read_config, text_config
 
 # A module's own tensors in DeepSeek's checkpoints; all others belong to its layer.
@@ -33,7 +33,8 @@ class Mtp(MtpHead):
     def load(cls, path: str, target: CausalLM, build: Build) -> MtpHead:
         """Build and fill the modules from the target's checkpoint directory `path`. Raises `CheckpointError` if some
         or all are missing."""
-        num, place = _num_modules(text_config(read_config(path)))
+        raw = text_config(read_config(path))
+        num, place = _num_modules(raw)
         drafter: MtpHead = cls(target, build) if num == 1 else MtpChain(target, build, num)
         num_layers, stored = target.config.num_layers, StoredTensors(path)
 
@@ -41,7 +42,7 @@ class Mtp(MtpHead):
             found = place(stored.name(name), num_layers)
             return f"layers.{found[0]}.{found[1]}" if found is not None and found[0] < num else None
 
-        fill(drafter, path, rename, target.unpack)
+        fill(drafter, path, rename, target.unpack, quantized_weights(raw, stored))
         return drafter.eval()
 
 

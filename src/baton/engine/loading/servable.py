@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import CheckpointError
+from baton.models.loading.quantized import scheme_of
 from baton.models.loading.stored import text_config
 
 # Suffixes of architecture names that are not text generators, and what they are.
@@ -55,7 +56,8 @@ def _why(directory: Path, config: Mapping[str, Any]) -> str | None:
                 return f"{found} is in {what}: serve the model's checkpoint in safetensors"
     if weights and not config and "params.json" in names:
         return f"{weights[0]} is in Mistral's own format, without a config.json: serve the one in Hugging Face's format"
-    return _of_config(config, names) or _of_headers(directory, weights)
+    is_plain = not text_config(config).get("quantization_config")
+    return _of_config(config, names) or (_of_headers(directory, weights) if is_plain else None)
 
 
 def _of_config(config: Mapping[str, Any], names: list[str]) -> str | None:
@@ -73,6 +75,10 @@ def _of_config(config: Mapping[str, Any], names: list[str]) -> str | None:
     for field in ("compression_config", "quantization"):
         if config.get(field):
             return f"config.json: {field} is of quantized weights, which are not supported: {_FULL}"
+    try:
+        scheme_of(text_config(config))
+    except CheckpointError as error:
+        return f"{error}: {_FULL}"
     if not config.get("quantization_config"):
         found = next((name for name in _QUANTIZED if name in names), None)
         if found is not None:

@@ -25,6 +25,7 @@ from baton.models.config import RawConfig, get_dtype
 from baton.models.layers.expert_parallel import RemoteExpert
 from baton.models.layers.linear import Build, Linear, WeightCut
 from baton.models.layers.parallel import SINGLE_RANK, Share, Stage, TensorRank
+from baton.models.loading.quantized import QuantizedWeights, scheme_of
 from baton.models.loading.stored import StoredTensors, open_file, read_config, text_config, weight_files
 from baton.models.registry import model_class
 from baton.models.tensor_names import layer_index
@@ -114,10 +115,17 @@ def keep_tensor(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     return ((name, tensor),)
 
 
-def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = keep_tensor) -> None:
+def fill(
+    module: nn.Module,
+    path: str | Path,
+    rename: Rename,
+    unpack: Unpack = keep_tensor,
+    quantized: QuantizedWeights | None = None,
+) -> None:
     """Copy the checkpoint's tensors into `module`, casting to its dtypes, and pack each linear layer once it is filled.
 
     `rename` maps a stored name to the module's, or to None to leave the tensor out. `unpack`: as `CausalLM.unpack`.
+    `quantized` joins the parts of quantised weights first.
     Raises `CheckpointError` naming a tensor without a place, a place without a tensor, or a tensor of another shape.
     Peak memory: the weights once, one layer, and a piece of a file.
     """
@@ -129,13 +137,17 @@ def fill(module: nn.Module, path: str | Path, rename: Rename, unpack: Unpack = k
 
     def here(stored: str) -> str | None:
         name = rename(stored)
+        if name is not None and quantized is not None:
+            weight = quantized.name(stored)
+            name = None if weight is None else rename(weight)
         return None if name is None or _expert_of(name) in remote else name
 
     sizes = {file: file.stat().st_size for file in weight_files(path)}
     watch, total, before = _WATCH.get(), sum(sizes.values()), 0
     for file, size in sizes.items():
         for stored, tensor, share in _stored(file, here):
-            for place, values in unpack(str(rename(stored)), tensor):
+            weight = tensor if quantized is None else quantized.add(stored, tensor)
+            for place, values in () if weight is None else unpack(str(here(stored)), weight):
                 if _expert_of(place) in remote:
                     continue  # from a stacked tensor
                 if place not in places:
@@ -232,6 +244,8 @@ def load_model(
     raw = text_config(read_config(path))
     cls = model_class(raw.get("model_type"))
     stored, chosen = StoredTensors(path), resolve_dtype(dtype, raw)
+    if (quantized := quantized_weights(raw, stored)) is not None:
+        raw = {**raw, "quantization_config": None}
     config = stored.resolve_tying(cls.parse_config(raw), chosen)
     try:
         model = cls(config, Build(chosen, torch.device(device), batch_invariant, ranks))
@@ -244,10 +258,20 @@ def load_model(
     def rename(name: str) -> str | None:
         return None if name in unused else _of_stage(model.stored_name(stored.name(name)), ranks.stage, own)
 
-    fill(model, path, rename, model.unpack)
+    if quantized is not None:
+        size = sum(place.tensor.nbytes for place in weight_table(model).values())
+        dtype_name = str(chosen).removeprefix("torch.")
+        logger.info("%s: weights in %s become %s, %.1f GiB", path, quantized.scheme, dtype_name, size / (1 << 30))
+    fill(model, path, rename, model.unpack, quantized)
     if ranks.rank == ranks.stage.index == 0:
         stored.log_unused(unused)
     return model.eval()
+
+
+def quantized_weights(raw: RawConfig, stored: StoredTensors) -> QuantizedWeights | None:
+    """What joins the parts of a checkpoint's quantised weights. Raises `CheckpointError` for unknown formats."""
+    scheme = scheme_of(raw)
+    return None if scheme is None else QuantizedWeights(scheme, stored.names)
 
 
 def _of_stage(name: str | None, stage: Stage, layers: range) -> str | None:

@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Fields that a nested config of a text model may leave to the outer one.
-_BESIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "bos_token_id")
+_BESIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config")
 # What the names of a text model begin with in a checkpoint of text and images.
 _NESTED = ("model.language_model.", "language_model.model.")
 _PARTS = ("model.embed_tokens.", "model.norm.", "lm_head.")
@@ -120,8 +120,13 @@ class StoredTensors:
         """Reads the files' headers. Raises `CheckpointError`."""
         self._path = Path(path)
         self._files = stored_tensors(path)
-        rename = _renaming(self._files)
-        self._names = {stored: rename(stored) for stored in self._files}
+        self._rename = _renaming(self._files)
+        self._names = {stored: self._rename(stored) for stored in self._files}
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names in the files."""
+        return self._files.keys()
 
     def resolve_tying(self, config: _Config, dtype: torch.dtype) -> _Config:
         """`config` with `tie_word_embeddings` corrected as in transformers: a stored LM head that differs from the
@@ -155,8 +160,8 @@ class StoredTensors:
             )
 
     def name(self, stored: str) -> str:
-        """The model's name of a stored tensor."""
-        return self._names[stored]
+        """The model's name of a stored tensor, or of a weight that is stored in parts."""
+        return self._names.get(stored) or self._rename(stored)
 
     def unused(self, num_layers: int) -> frozenset[str]:
         """The stored names of tensors of parts that the model lacks, such as a value head or a later layer. Unknown

@@ -1,0 +1,264 @@
+"""Quantised weights of checkpoints, dequantised while they are loaded: what is computed is full precision.
+
+Formats: block-wise FP8 (DeepSeek-V3, arXiv:2412.19437, 3.3), compressed-tensors (FP8, INT8 and packed INT4), GPTQ
+(arXiv:2210.17323) and AWQ (arXiv:2306.00978). The quantisation of activations, if a config has one, is not applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from baton.errors import CheckpointError
+from baton.models.config import RawConfig, get_int
+from baton.models.loading.unpacking import unpack_awq, unpack_columns, unpack_rows
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Of calibration and of activations: they change no weight.
+_IGNORED = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_zero_point", "input_global_scale")
+
+
+class Scheme(Protocol):
+    """How one weight is stored: `needed` tensors, which replace `weight`, and `optional` ones."""
+
+    name: str
+    needed: tuple[str, ...]
+    optional: tuple[str, ...]
+
+    def dequantise(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The weight [out, in] in float32. Raises `CheckpointError` if the parts do not go together."""
+        ...
+
+
+class ScaledWeight:
+    """`weight` [out, in] in FP8 or INT8, times a scale for each tensor, output channel, or block of `block` outputs and
+    inputs. FP8 in blocks has `weight_scale_inv`, which is the factor all the same."""
+
+    optional: tuple[str, ...] = ("weight_zero_point",)
+
+    def __init__(self, name: str, scale: str, block: tuple[int, int] | None, dtypes: Collection[torch.dtype]) -> None:
+        self.name, self._scale, self._block, self._dtypes = name, scale, block, dtypes
+        self.needed: tuple[str, ...] = ("weight", scale)
+
+    def dequantise(self, parts: Mapping[str, Tensor]) -> Tensor:
+        weight, scale = parts["weight"], parts[self._scale].float()
+        if weight.dtype not in self._dtypes or weight.dim() != 2:
+            wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._dtypes)
+            raise CheckpointError(f"weight is {weight.dtype} {list(weight.shape)}, expected 2 dimensions of {wanted}")
+        zeros = parts.get("weight_zero_point")
+        wide = weight.float() if zeros is None else weight.float() - _spread(zeros.float(), weight.shape, self._block)
+        return wide * _spread(scale, weight.shape, self._block)
+
+
+class PackedWeight:
+    """compressed-tensors' `weight_packed`: int32 words [out, in / (32 / bits)], lowest bits first, offset by half the
+    range, with a scale for each group of inputs."""
+
+    name = "compressed-tensors"
+    needed: tuple[str, ...] = ("weight_packed", "weight_scale", "weight_shape")
+    optional: tuple[str, ...] = ("weight_zero_point", "weight_g_idx")
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+
+    def dequantise(self, parts: Mapping[str, Tensor]) -> Tensor:
+        shape = torch.Size(parts["weight_shape"].tolist())
+        values = unpack_columns(parts["weight_packed"], self._bits)
+        if len(shape) != 2 or values.shape[0] != shape[0] or values.shape[1] < shape[1]:
+            raise CheckpointError(f"weight_packed does not hold the {list(shape)} of weight_shape")
+        middle, scale = 1 << (self._bits - 1), parts["weight_scale"].float()
+        wide = values[:, : shape[1]].float() - middle
+        groups = parts.get("weight_g_idx")
+        if (zeros := parts.get("weight_zero_point")) is not None:
+            # Packed along the outputs.
+            zeros = unpack_rows(zeros, self._bits)[: shape[0]].float() - middle
+            wide = wide - _by_group(zeros, groups, shape)
+        return wide * _by_group(scale, groups, shape)
+
+
+class Gptq:
+    """`qweight` int32 [in / (32 / bits), out], `qzeros` int32 [groups, out / (32 / bits)], `scales` [groups, out], and
+    the group of each input in `g_idx`. `zero_offset` 1: zeros are stored less one, as in the first version."""
+
+    name = "gptq"
+    needed: tuple[str, ...] = ("qweight", "qzeros", "scales")
+    optional: tuple[str, ...] = ("g_idx",)
+
+    def __init__(self, bits: int, zero_offset: int) -> None:
+        self._bits, self._zero_offset = bits, zero_offset
+
+    def dequantise(self, parts: Mapping[str, Tensor]) -> Tensor:
+        values, scales = unpack_rows(parts["qweight"], self._bits), parts["scales"].float()
+        zeros = unpack_columns(parts["qzeros"], self._bits) + self._zero_offset
+        return _of_groups(values, zeros, scales, parts.get("g_idx"))
+
+
+class Awq:
+    """`qweight` int32 [in, out / 8], `qzeros` int32 [groups, out / 8], `scales` [groups, out], in 4 bits."""
+
+    name = "awq"
+    needed: tuple[str, ...] = ("qweight", "qzeros", "scales")
+    optional: tuple[str, ...] = ()
+
+    def dequantise(self, parts: Mapping[str, Tensor]) -> Tensor:
+        zeros = unpack_awq(parts["qzeros"])
+        return _of_groups(unpack_awq(parts["qweight"]), zeros, parts["scales"].float(), None)
+
+
+def _of_groups(values: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None) -> Tensor:
+    """(values - zeros) * scales, transposed: values [in, out], zeros and scales [groups, out]."""
+    size = values.shape[0]
+    if values.shape[1] != scales.shape[1] or zeros.shape != scales.shape:
+        shapes = f"{list(values.shape)}, qzeros {list(zeros.shape)} and scales {list(scales.shape)}"
+        raise CheckpointError(f"qweight {shapes} do not go together")
+    index = _group_index(groups, size, len(scales))
+    return ((values - zeros[index]).float() * scales[index]).T.contiguous()
+
+
+def _by_group(part: Tensor, groups: Tensor | None, shape: torch.Size) -> Tensor:
+    """A scale or zero [out, groups] for each number of a weight [out, in]."""
+    if part.dim() != 2 or part.shape[0] != shape[0]:
+        raise CheckpointError(f"a scale has shape {list(part.shape)}, the weight {list(shape)}")
+    return part[:, _group_index(groups, shape[1], part.shape[1])]
+
+
+def _group_index(groups: Tensor | None, size: int, count: int) -> Tensor:
+    if groups is None:
+        if size % count:
+            raise CheckpointError(f"{size} inputs in {count} groups")
+        return torch.arange(size) // (size // count)
+    index = groups.long()
+    if index.shape != (size,) or bool((index < 0).any()) or bool((index >= count).any()):
+        raise CheckpointError(f"g_idx does not give the {size} inputs one of {count} groups each")
+    return index
+
+
+def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> Tensor:
+    """A scale for all, for each output [out, 1], or for each block [blocks, blocks], as wide as a weight. The last
+    blocks may be smaller."""
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    if scale.dim() == 1:
+        scale = scale[:, None]
+    rows, columns = (1, shape[1]) if block is None else block
+    if scale.shape != (-(-shape[0] // rows), -(-shape[1] // columns)):
+        raise CheckpointError(f"a scale has shape {list(scale.shape)}, the weight {list(shape)}")
+    return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def scheme_of(raw: RawConfig) -> Scheme | None:
+    """The scheme of `quantization_config`. None if there is none, and for MXFP4, which an architecture reads itself.
+    Raises `CheckpointError` naming what is not supported."""
+    config = raw.get("quantization_config")
+    method = config.get("quant_method") if isinstance(config, Mapping) else config
+    if config is None or method == "mxfp4":
+        return None
+    make = _METHODS.get(str(method))
+    if make is None or not isinstance(config, Mapping):
+        known = ", ".join((*_METHODS, "mxfp4"))
+        raise CheckpointError(f"config.json: quantization_config: quant_method is {method!r}, expected one of {known}")
+    return make(config)
+
+
+def _fp8(config: Mapping[str, Any]) -> Scheme:
+    block = _block(config, "weight_block_size")
+    return ScaledWeight("fp8", "weight_scale_inv" if block else "weight_scale", block, _FLOAT8)
+
+
+def _gptq(config: Mapping[str, Any]) -> Scheme:
+    form = config.get("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise CheckpointError(
+            f"config.json: quantization_config: checkpoint_format is {form!r}, expected gptq or gptq_v2"
+        )
+    return Gptq(_bits(config, "bits", (2, 4, 8)), int(form == "gptq"))
+
+
+def _awq(config: Mapping[str, Any]) -> Scheme:
+    if (version := str(config.get("version", "gemm")).lower()) != "gemm":
+        raise CheckpointError(f"config.json: quantization_config: version is {version!r}, expected gemm")
+    _bits(config, "bits", (4,))
+    return Awq()
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
+    groups = config.get("config_groups")
+    entries = list(groups.values()) if isinstance(groups, Mapping) else []
+    weights = [entry.get("weights") for entry in entries if isinstance(entry, Mapping)]
+    if len(weights) != 1 or not isinstance(weights[0], Mapping):
+        raise CheckpointError("config.json: quantization_config: config_groups must have one group, with weights")
+    form = str(entries[0].get("format") or config.get("format"))
+    if form == "pack-quantized":
+        return PackedWeight(_bits(weights[0], "num_bits", (4, 8)))
+    if form not in ("float-quantized", "int-quantized", "naive-quantized"):
+        raise CheckpointError(f"config.json: quantization_config: format {form!r} is not supported")
+    _bits(weights[0], "num_bits", (8,))
+    return ScaledWeight(
+        "compressed-tensors", "weight_scale", _block(weights[0], "block_structure"), (*_FLOAT8, torch.int8)
+    )
+
+
+_METHODS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq}
+
+
+def _block(config: Mapping[str, Any], name: str) -> tuple[int, int] | None:
+    """Outputs and inputs of a block, None if there are no blocks."""
+    block = config.get(name)
+    if block is None:
+        return None
+    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        raise CheckpointError(f"config.json: quantization_config: {name} is {block!r}, expected two sizes")
+    return block[0], block[1]
+
+
+def _bits(config: Mapping[str, Any], name: str, known: Collection[int]) -> int:
+    bits = get_int(config, name)
+    if bits not in known:
+        wanted = " or ".join(map(str, known))
+        raise CheckpointError(f"config.json: quantization_config: {name} is {bits}, expected {wanted}")
+    return bits
+
+
+class QuantizedWeights:
+    """Joins the tensors of quantised weights, which come in any order and possibly from several files."""
+
+    def __init__(self, scheme: Scheme, names: Collection[str]) -> None:
+        """`names`: all stored names. Layers without the scheme's tensors are not quantised."""
+        self.scheme = scheme.name
+        self._scheme, self._names = scheme, frozenset(names)
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+
+    def name(self, stored: str) -> str | None:
+        """The name of the weight that a stored tensor is a part of, or its own name. None for one that is ignored."""
+        stem, _, part = stored.rpartition(".")
+        if part in _IGNORED:
+            return None
+        return f"{stem}.weight" if self._is_part(stem, part) else stored
+
+    def add(self, stored: str, tensor: Tensor) -> Tensor | None:
+        """The weight with its last part; None before; a tensor that is not quantised as it is."""
+        stem, _, part = stored.rpartition(".")
+        if not self._is_part(stem, part):
+            return tensor
+        parts = self._waiting.setdefault(stem, {})
+        parts[part] = tensor
+        if len(parts) < len(self._parts(stem)):
+            return None
+        del self._waiting[stem]
+        try:
+            return self._scheme.dequantise(parts)
+        except CheckpointError as error:
+            raise CheckpointError(f"tensor {stem}.weight, quantised by {self._scheme.name}: {error}") from None
+
+    def _is_part(self, stem: str, part: str) -> bool:
+        scheme = self._scheme
+        return part in (*scheme.needed, *scheme.optional) and all(
+            f"{stem}.{name}" in self._names for name in scheme.needed
+        )
+
+    def _parts(self, stem: str) -> list[str]:
+        every = (*self._scheme.needed, *self._scheme.optional)
+        return [name for name in every if f"{stem}.{name}" in self._names]
