@@ -78,7 +78,7 @@ def _values(name: str, shape: torch.Size, generator: torch.Generator) -> torch.T
         return 0.1 * noise - (1.0 if name.endswith("dt_bias") else 0.0)
     if "embed_tokens" in name or "lm_head" in name:
         return 0.3 * noise
-    scaled: Tensor = noise * shape[-1] ** -0.5
+    scaled: torch.Tensor = noise * shape[-1] ** -0.5
     return scaled
 
 
