@@ -16,6 +16,9 @@ from baton.router.vllm_client import VllmClient
 from baton.sampling_params import SamplingParams
 from baton.wire import EngineIdentity, EngineInfo, GenerateRequest, Role
 
+# vLLM's default block size. It is only a guess of what a server holds.
+_BLOCK_TOKENS = 16
+
 
 class VllmConnector(Connector):
     """A kind of handoff between vLLM servers."""
@@ -31,6 +34,8 @@ class VllmConnector(Connector):
                 model=model.id,
                 model_path=model.root,
                 max_model_len=model.max_model_len,
+                # vLLM caches prompts unless told not to. Whether it finds handed-over prompts again is not known.
+                prefix_step=_BLOCK_TOKENS if role == "prefill" else 0,
                 batch_invariant=False,
             )
 
