@@ -11,6 +11,7 @@ import pytest
 from tools.kernel_check.__main__ import ALLOCATORS, environment
 
 
+@pytest.mark.timeout(900)  # the first run compiles all kernels, on a loaded machine for minutes
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_kernels(allocator: str, tmp_path: Path) -> None:
     try:

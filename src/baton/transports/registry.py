@@ -116,12 +116,16 @@ def check_keys(uri: str, has_keys: bool, field: str) -> None:
 
 
 def check_device(uri: str, device: str, field: str) -> None:
-    """Refuse a built-in transport that does not open memory of `device`: cpu, cuda or cuda:N.
+    """Refuse a built-in transport that does not open memory of `device`: cpu, cuda or cuda:N. `faulty` alters host
+    memory only.
 
     Raises `ConfigError` for `field`, and as `parse_uri` does.
     """
-    scheme = parse_uri(uri)[0].rpartition("+")[2]
+    name = parse_uri(uri)[0]
+    scheme = name.rpartition("+")[2]
     fits = _OF_HOSTS if device == "cpu" else _OF_DEVICES
+    if device != "cpu" and name != scheme:
+        raise ConfigError(field, f"{name} does not open memory of {device}; these do: {', '.join(fits)}")
     if scheme in _BUILT_IN and scheme not in fits:
         raise ConfigError(field, f"{scheme} does not open memory of {device}; these do: {', '.join(fits)}")
 

@@ -296,7 +296,7 @@ def facts(config: Any, version: str) -> dict[str, str]:
         "model.quantization": str(model.quantization),
         "cache.dtype": str(config.cache_config.cache_dtype),
         "model.tokenizer": _tokenizer(model),
-        "output.eos_token_ids": repr(_eos_token_ids(model)),
+        "output.eos_token_ids": repr(sorted(set(eos_token_ids(config)))),
         "output.grammars": str(config.structured_outputs_config.backend),
         "output.sampling_defaults": sampling_defaults(config).describe(),
         "drafter.method": "none" if speculative is None else speculative.method,
@@ -304,15 +304,6 @@ def facts(config: Any, version: str) -> dict[str, str]:
     if speculative is not None and speculative.draft_model_config is not None:
         known["drafter.weights"] = _weights(speculative.draft_model_config)
     return known
-
-
-def _eos_token_ids(model: Any) -> list[int]:
-    """The token ids that end a sequence: those of the model config and of the generation config."""
-    found: set[int] = set()
-    for source in (model.hf_config.to_dict(), model.try_get_generation_config()):
-        value = source.get("eos_token_id")
-        found |= {value} if isinstance(value, int) else set(value or ())
-    return sorted(found)
 
 
 def _tokenizer(model: Any) -> str:

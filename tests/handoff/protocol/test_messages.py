@@ -15,6 +15,8 @@ from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.fingerprint import compare, geometry_fields
 from baton.handoff.protocol.frames import DECODERS, MAX_FRAME, PROTOCOL_VERSION, Envelope, decode, encode, kind_of
 from baton.handoff.protocol.messages import (
+    MAX_DRAFTER_STATES,
+    MAX_DRAFTS,
     Ack,
     Admitted,
     Announce,
@@ -41,6 +43,7 @@ from baton.handoff.protocol.messages import (
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
+from baton.sampling_params import MAX_LOGPROBS
 from baton.wire import TokenLogprobs
 from testkit.handoffs.planes import with_planes
 
@@ -113,6 +116,14 @@ def test_a_damaged_frame_is_refused_or_is_another_valid_message(message: Message
 
 def envelope(kind: str, body: bytes, version: int = PROTOCOL_VERSION, sequence: int = 1) -> bytes:
     return msgspec.msgpack.encode(Envelope(version, 1, sequence, kind, msgspec.Raw(body)))
+
+
+def test_the_largest_seeds_fit_into_each_message_that_has_some() -> None:
+    most = [((1 << 31) - 1 - token, -1e300) for token in range(MAX_LOGPROBS)]
+    drafts = [(1 << 31) - 1] * MAX_DRAFTS
+    seeds = Seeds((1 << 31) - 1, TokenLogprobs(-1e300, most), drafts, b"x" * MAX_DRAFTER_STATES)
+    for message in (Commit(KEY, {}, seeds), Confirm(KEY, seeds), Finished(KEY, seeds)):
+        assert decode(encode(message, 1, 1))[2] == message
 
 
 def test_what_is_wrong_is_named() -> None:

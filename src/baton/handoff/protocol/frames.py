@@ -53,7 +53,7 @@ _LIMITS: dict[type[Message], int] = {
     Progress: _TABLES,
     Commit: _TABLES,
     Repair: 256 * 1024,
-    Finished: _SMALL,
+    Finished: _SEEDS,
     Ack: _SMALL,
     Nack: _SMALL,
     Cancel: _SMALL,
