@@ -118,6 +118,18 @@ def test_an_aborted_decode_legs_pages_stay_until_no_copy_can_write_to_them() -> 
     assert leg.why == "aborted"
 
 
+def test_a_hit_on_the_whole_prompt_is_refused_if_the_drafters_last_entry_must_move() -> None:
+    legs, agent = rank("D")
+    leg = legs.open_decode(ticket(), PROMPT)
+    legs.post(ev.DecodeAdmitted(key_of(leg)))
+    legs.poll(leg)
+    legs.place(leg, 10, [])
+    assert agent.names() == ["announce_decode", "abort"]
+    legs.post(ev.DecodeReleased(key_of(leg)))
+    assert legs.poll(leg) == "failed"
+    assert "the drafter's last entry" in leg.why
+
+
 @pytest.mark.parametrize("admitted", [True, False])
 def test_an_aborted_leg_without_pages_gets_none(admitted: bool) -> None:
     legs, agent = rank("D")

@@ -19,7 +19,6 @@ from baton.sglang.seeds import MetadataRows
 from baton.transports.base import Region
 
 SUPPORTED = ("0.5.23",)
-DRAFT_METHODS = ("EAGLE", "EAGLE3", "STANDALONE")
 
 
 def check_version() -> str:
@@ -36,11 +35,12 @@ def check_server(server: Any, parallel: Any) -> None:
     for name in ("pp_size", "attn_cp_size", "attn_dcp_size", "dp_size", "attn_dp_size"):
         if (size := int(getattr(parallel, name, 1) or 1)) != 1:
             raise ConfigError(name, f"the plug-in hands off between servers without ranks of this kind, got {size}")
+    if (size := int(parallel.attn_tp_size)) != 1:
+        raise ConfigError("tp_size", f"tensor ranks have not been run with this plug-in yet, got {size}")
     if server.device not in ("cpu", "cuda"):
         raise ConfigError("device", f"the plug-in knows CPUs and CUDA devices, got {server.device}")
-    method = server.speculative_algorithm
-    if method not in (None, *DRAFT_METHODS):
-        raise ConfigError("speculative_algorithm", f"the plug-in knows {', '.join(DRAFT_METHODS)}, got {method}")
+    if (method := server.speculative_algorithm) is not None:
+        raise ConfigError("speculative_algorithm", f"speculation has not been run with this plug-in yet, got {method}")
     if server.enable_pd_role_switch:
         raise ConfigError("enable_pd_role_switch", "a ticket names the role in which a server was registered")
     if server.disaggregation_decode_allocation_policy != "early":

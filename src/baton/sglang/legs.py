@@ -159,10 +159,15 @@ class RankLegs:
         """The leg has pages for its tokens from `hit` on, which begins a page."""
         if leg.ticket is None or leg.aborted or leg.phase == "failed":
             return
+        wanted = self._layout.wanted(leg.num_tokens, hit)
+        if any(not each.empty and each.start < hit for each in wanted.values()):
+            # The drafter's entry of the last prompt token is another prompt's, and its page is shared.
+            leg.why = "the decode server's prefix hit covers the whole prompt, and the drafter's last entry must move"
+            self.abort(leg)
+            return
         self._settle()
         leg.opened, leg.phase = True, "moving"
         table = [NULL_PAGE] * (hit // self._layout.page_size) + list(pages)
-        wanted = self._layout.wanted(leg.num_tokens, hit)
         self.agent.open_decode(leg.ticket, leg.num_tokens, wanted, self._layout.tables(table))
 
     # ------------------------------------------------------------ both
