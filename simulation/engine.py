@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from baton.engine.core import EngineCore
-from baton.engine.handoff import HandoffLegs, LegSettings
+from baton.engine.handoff import HandoffLegs
 from baton.engine.layer_stream import LayerStream
+from baton.engine.leg import LegSettings
 from baton.engine.mailbox import Mailbox
 from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus

@@ -10,7 +10,7 @@ import msgspec
 
 from baton.errors import BatonError, DrainingError, EngineLostError, EngineUnavailableError
 from baton.openai.http.errors import to_api_error
-from baton.router.client import EngineClient, error_of_response
+from baton.router.clients.engine_client import EngineClient, error_of_response
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 if TYPE_CHECKING:

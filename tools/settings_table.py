@@ -1,4 +1,4 @@
-"""`python -m tools.settings_table`: the settings of an engine, written into docs/settings.md from their declarations.
+"""`python -m tools.settings_table` writes the settings of an engine into docs/reference/settings.md.
 
 A test compares the file with the declarations.
 """
@@ -13,7 +13,7 @@ from baton.cli.settings import FLAG_VARIABLES
 from baton.engine.config import ServingSettings, declared
 from baton.engine.config.setting import DeclaredSetting
 
-DOC = Path(__file__).parents[1] / "docs" / "settings.md"
+DOC = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 _HEAD = """# Settings of an engine
 
 What `baton serve`, `baton up`, `baton generate` and `baton.LLM` take. A setting is a flag, a variable, a key of the

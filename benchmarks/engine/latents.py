@@ -19,7 +19,7 @@ from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.latent import PagedLatentAttention
 from baton.models.layers.latent import LatentProjection
 from baton.models.layers.linear import Build
-from baton.models.specs import LatentSpec
+from baton.models.layers.specs import LatentSpec
 
 SPEC = LatentSpec(latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128, query_rank=None, is_interleaved=True)
 HEADS, PAGE, ROUNDS = 16, 16, 15

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from baton.engine.handoff import HandoffLegs, Leg
+from baton.engine.handoff import HandoffLegs
+from baton.engine.leg import Leg
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import StepRunner

@@ -12,7 +12,7 @@ from baton.engine import requests
 from baton.errors import IncompatiblePeerError, RequestError
 from baton.openai import backend as served
 from baton.router import identity, pooled_engine
-from baton.router.address import checked_url
+from baton.router.clients.address import checked_url
 from baton.router.concurrency import ConcurrencyLimit
 from baton.router.identity import PoolIdentity
 from baton.router.join import Joined

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
-from baton.router.client import BatonClient, new_session
+from baton.router.clients.engine_client import BatonClient, new_session
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.wire import EngineInfo, GenerateRequest, HandoffParams, Mode, TokenChunk

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from baton.engine.core import EngineCore
-from baton.engine.handoff import HandoffLegs, LegSettings
+from baton.engine.handoff import HandoffLegs
+from baton.engine.leg import LegSettings
 from baton.engine.metrics import EngineMetrics
 from baton.engine.plan import PlanSpec
 from baton.engine.planning import DraftRows

@@ -20,7 +20,8 @@ import pytest
 
 from baton.engine import step as step_module
 from baton.engine.core import EngineCore
-from baton.engine.handoff import HandoffLegs, PagesReleased
+from baton.engine.handoff import HandoffLegs
+from baton.engine.leg import PagesReleased
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler

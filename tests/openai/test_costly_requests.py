@@ -17,7 +17,7 @@ import pytest
 
 from baton.openai import FrontMetrics, service
 from baton.openai.conversation import MAX_MESSAGES
-from baton.router.client import _leg_body
+from baton.router.clients.engine_client import _leg_body
 from baton.sampling_params import SamplingParams
 from baton.server import build_app
 from baton.text import Tokenizer

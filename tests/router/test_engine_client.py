@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from baton.errors import EngineUnavailableError, ProtocolError, RequestError
-from baton.router.client import BatonClient, new_session
+from baton.router.clients.engine_client import BatonClient, new_session
 from baton.router.timers import RouterTimers
 from baton.sampling_params import MAX_TOKEN_ID, SamplingParams
 from baton.wire import GenerateRequest, TokenChunk, TokenLogprobs

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.router import client
+from baton.router.clients import engine_client as client
 from baton.wire import GenerateRequest
 from testkit.servers.fleets import BODY, Cluster
 

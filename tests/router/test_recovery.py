@@ -23,7 +23,7 @@ from baton.errors import (
     ProtocolError,
 )
 from baton.router import RouterConfig, build_app
-from baton.router.client import BatonClient, new_session
+from baton.router.clients.engine_client import BatonClient, new_session
 from baton.router.join import Joined
 from baton.router.pool import EnginePool
 from baton.router.timers import RouterTimers

@@ -15,7 +15,7 @@ from baton.doctor.facts import BOTH, Reading, Server
 from baton.errors import BatonError, ProtocolError
 from baton.openai.answers import Model, decode, printable
 from baton.openai.client import OpenAIClient
-from baton.router.vllm_api import render_bodies, rendered_defaults
+from baton.router.clients.vllm_api import render_bodies, rendered_defaults
 from baton.wire import BATON_PARAM, EngineIdentity, LegParams, LegRole, VllmIdentity
 
 _NIXL, _PER_POSITION = "vllm:nixl_", "vllm:spec_decode_num_accepted_tokens_per_pos_total"

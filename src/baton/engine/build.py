@@ -18,8 +18,9 @@ from baton.engine.attention.registry import get_backend
 from baton.engine.config import EngineConfig
 from baton.engine.core import EmitChunk, EngineCore
 from baton.engine.executor import Executor, LocalExecutor
-from baton.engine.handoff import HandoffLegs, LegSettings
+from baton.engine.handoff import HandoffLegs
 from baton.engine.layer_stream import LayerStream
+from baton.engine.leg import LegSettings
 from baton.engine.loading.checkpoints import Loaded, load_checkpoints
 from baton.engine.loading.facts import engine_facts
 from baton.engine.mailbox import Mailbox

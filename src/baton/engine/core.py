@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from baton.engine.handoff import Effect, HandoffLegs, PagesReleased, RequestArrived, RequestFailed
+from baton.engine.handoff import HandoffLegs
+from baton.engine.leg import Effect, PagesReleased, RequestArrived, RequestFailed
 from baton.engine.mailbox import Mailbox
 from baton.engine.metrics import EngineMetrics
 from baton.engine.planning import DraftRows

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from baton.errors import CheckpointError
-from baton.models.specs import LatentSpec, MoESpec
+from baton.models.layers.specs import LatentSpec, MoESpec
 
 RawConfig = Mapping[str, Any]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from baton.models.config import ModelConfig, RawConfig, get_bool, get_float, get_int
-from baton.models.deepseek import Deepseek, expect, expert_layers, latent_fields
-from baton.models.specs import MoESpec
+from baton.models.families.deepseek import Deepseek, expect, expert_layers, latent_fields
+from baton.models.layers.specs import MoESpec
 
 
 class DeepseekV2(Deepseek):

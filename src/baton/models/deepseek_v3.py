@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.models.config import ModelConfig, RawConfig, get_bool
-from baton.models.deepseek import Deepseek, latent_fields, sigmoid_experts
+from baton.models.families.deepseek import Deepseek, latent_fields, sigmoid_experts
 
 _DEFAULTS = {
     "first_k_dense_replace": 3,

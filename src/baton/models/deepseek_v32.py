@@ -11,12 +11,12 @@ from torch import nn
 from baton.errors import CheckpointError
 from baton.models.cache import LatentLayerSpec, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, get_int
-from baton.models.deepseek import Deepseek, expert_layers, latent_fields, sigmoid_experts
+from baton.models.families.deepseek import Deepseek, expert_layers, latent_fields, sigmoid_experts
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.linear import Build
 from baton.models.layers.moe import feed_forward
 from baton.models.layers.sparse_latent import SparseLatentAttention
-from baton.models.specs import IndexSpec
+from baton.models.layers.specs import IndexSpec
 
 _V32: Mapping[str, Any] = {
     "first_k_dense_replace": 3,

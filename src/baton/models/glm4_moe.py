@@ -6,7 +6,7 @@ from torch import nn
 
 from baton.models.base import CausalLM
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool
-from baton.models.deepseek import is_mtp_layer, sigmoid_experts
+from baton.models.families.deepseek import is_mtp_layer, sigmoid_experts
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.linear import Build
 from baton.models.layers.moe import feed_forward

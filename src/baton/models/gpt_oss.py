@@ -23,7 +23,7 @@ from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.mxfp4 import BLOCKS, SCALES, Mxfp4Pairs, dequantised
 from baton.models.layers.row_linear import RowLinear
-from baton.models.specs import MoESpec
+from baton.models.layers.specs import MoESpec
 
 _DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 36,

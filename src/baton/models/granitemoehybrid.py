@@ -19,7 +19,7 @@ from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build
 from baton.models.layers.mamba2 import Mamba2, Mamba2Spec, stored_parts
 from baton.models.layers.moe import Router, mlp_experts
-from baton.models.specs import MoESpec
+from baton.models.layers.specs import MoESpec
 
 _RECURRENT = ("mamba", "linear_attention")
 _ATTENTION = ("attention", "full_attention")

@@ -4,7 +4,7 @@ vision tower, the text model is loaded."""
 from __future__ import annotations
 
 from baton.models.config import RawConfig
-from baton.models.qwen_hybrid import QwenHybrid, QwenHybridConfig, hybrid_fields, qwen_experts
+from baton.models.families.qwen_hybrid import QwenHybrid, QwenHybridConfig, hybrid_fields, qwen_experts
 
 
 class Qwen35(QwenHybrid):

@@ -10,7 +10,7 @@ from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.linear import Build
 from baton.models.layers.moe import feed_forward
-from baton.models.specs import MoESpec
+from baton.models.layers.specs import MoESpec
 
 
 class Qwen3Moe(CausalLM):

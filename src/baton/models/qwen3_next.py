@@ -10,8 +10,8 @@ from torch import Tensor
 
 from baton.errors import CheckpointError
 from baton.models.config import RawConfig
+from baton.models.families.qwen_hybrid import QwenHybrid, QwenHybridConfig, hybrid_fields, qwen_experts
 from baton.models.qwen3_moe import moe_layers
-from baton.models.qwen_hybrid import QwenHybrid, QwenHybridConfig, hybrid_fields, qwen_experts
 
 
 class Qwen3Next(QwenHybrid):

@@ -27,7 +27,7 @@ from baton.openai.routes import add_health, add_openai_routes
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.router.admin import Admin
 from baton.router.backend import RouterBackend
-from baton.router.client import new_session
+from baton.router.clients.engine_client import new_session
 from baton.router.connectors import create_connector
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.dashboard import add_dashboard

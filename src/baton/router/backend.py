@@ -8,7 +8,6 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import msgspec
@@ -26,10 +25,10 @@ from baton.errors import (
 from baton.openai import ServedModel
 from baton.openai.backend import OnRoute
 from baton.openai.http.caller import CALLER, session_of
-from baton.openai.http.errors import error_of_chunk
+from baton.router.attempt import RequestProgress, RunningAttempt
 from baton.router.concurrency import ConcurrencyLimit
 from baton.router.connectors.base import Connector, HandoffOutcome, Legs
-from baton.router.join import Chunks, Joined, LegChunks, LegFailed, LegItems, TokenMismatch, join_legs
+from baton.router.join import Chunks, Joined, LegFailed, LegItems, TokenMismatch, join_legs
 from baton.router.near_tie import measure_gap
 from baton.router.policies import create_policies
 from baton.router.pool import EnginePool
@@ -48,49 +47,6 @@ MayMove = Callable[[PooledEngine], bool]
 OnRecovery = Callable[[str, Recovery, BaseException], None]
 # Request id, legs, their engines, mode: returns the legs to read.
 OnLegs = Callable[[str, Legs, Mapping[LegRole, PooledEngine], Mode], Legs]
-
-
-@dataclass(slots=True)
-class _Progress:
-    """A request over its attempts. `tried`: engines that failed. `fruitless`: attempts in a row without a new token.
-    `hand_off`: the next attempt must be a handoff. `decided`: an engine has taken the request. `route`: the next
-    attempt's, if it is known already."""
-
-    joined: Joined
-    hand_off: bool
-    tried: list[PooledEngine] = field(default_factory=list)
-    attempt: int = 0
-    fruitless: int = 0
-    decided: bool = False
-    route: Route | None = None
-
-
-@dataclass(slots=True)
-class RunningAttempt:
-    """The chunks of one attempt. `note` each of them. `prefilled`: called with the first chunk, which shows that the
-    prompt is computed. `failures`: counts errors of handoffs by reason; None: this is no handoff."""
-
-    chunks: LegChunks
-    prefilled: list[Callable[[], None]]
-    failures: Counter[str] | None = None
-    outcome: HandoffOutcome = "aborted"
-
-    def note(self, chunk: TokenChunk, leg: LegRole) -> None:
-        """Raises `LegFailed` for an error from which another attempt may recover."""
-        while self.prefilled:
-            self.prefilled.pop()()
-        while self.prefilled:
-            self.prefilled.pop()()
-        if chunk.finish_reason is None:
-            return
-        if chunk.finish_reason != "error":
-            self.outcome = "completed" if leg == "decode" else "finished_early"
-            return
-        self.outcome = "failed"
-        if self.failures is not None:
-            self.failures[reason_label((chunk.error or "unknown").partition(":")[0])] += 1
-        if chunk.recoverable:
-            raise LegFailed("decode", error_of_chunk(chunk.error), reported=True)
 
 
 class RouterBackend:
@@ -149,7 +105,7 @@ class RouterBackend:
     ) -> AsyncGenerator[TokenChunk, None]:
         """Wait for room, then yield the request's chunks over all attempts. Raises the last attempt's error."""
         self.pool.identity.bind()
-        progress = _Progress(Joined(request), hand_off=kv_mode is not None)
+        progress = RequestProgress(Joined(request), hand_off=kv_mode is not None)
         joined = progress.joined
         async with self.concurrency.slot():
             now = asyncio.get_running_loop().time
@@ -182,7 +138,7 @@ class RouterBackend:
                     if len(joined.token_ids) > max(num_known, 1):  # the decode engine has added tokens
                         self._routes.served(route, request, joined.token_ids)
 
-    async def _next_route(self, progress: _Progress, rest: GenerateRequest) -> Route:
+    async def _next_route(self, progress: RequestProgress, rest: GenerateRequest) -> Route:
         """The next attempt's route, which counts as a decision unless its engine may still decline."""
         route, again = progress.route, progress.decided
         if route is None:
@@ -195,7 +151,7 @@ class RouterBackend:
             self.decisions.took(route.why)
         return route
 
-    async def _settle(self, progress: _Progress, route: Route, mismatch: TokenMismatch) -> None:
+    async def _settle(self, progress: RequestProgress, route: Route, mismatch: TokenMismatch) -> None:
         """Let the decode engine continue from the client's tokens if two engines disagree at a near-tie, else raise
         `mismatch`."""
         if route.prefill is None or not await self._is_near_tie(progress.joined, mismatch, route.prefill):
@@ -206,7 +162,7 @@ class RouterBackend:
         progress.route = Route("resumed", route.decode)  # it holds nearly all of the KV
 
     async def _recover(
-        self, progress: _Progress, route: Route, rest: GenerateRequest, failed: LegFailed, num_known: int
+        self, progress: RequestProgress, route: Route, rest: GenerateRequest, failed: LegFailed, num_known: int
     ) -> None:
         """Prepare another attempt, or raise the error of the failed one, which began with `num_known` tokens."""
         joined, error = progress.joined, failed.error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.router.client import EngineClient
+from baton.router.clients.engine_client import EngineClient
 from baton.router.join import Joined, TokenMismatch
 from baton.sampling_params import MAX_LOGPROBS, SamplingParams
 from baton.wire import GenerateRequest

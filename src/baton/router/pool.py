@@ -16,8 +16,8 @@ from baton.errors import (
     ProtocolError,
     RequestError,
 )
-from baton.router.address import checked_url
-from baton.router.client import EngineClient
+from baton.router.clients.address import checked_url
+from baton.router.clients.engine_client import EngineClient
 from baton.router.identity import PoolIdentity
 from baton.router.index.readers import EventReaders
 from baton.router.pooled_engine import PooledEngine

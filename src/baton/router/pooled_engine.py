@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from baton.comparison import token_identity
 from baton.errors import EngineLostError
-from baton.router.client import EngineClient
+from baton.router.clients.engine_client import EngineClient
 from baton.router.prefixes import KnownPrefixes, Prefixes
 from baton.wire import EngineInfo, GenerateRequest, Role
 

@@ -11,7 +11,7 @@ import msgspec
 
 from baton.errors import EngineLostError, HandoffError, ProtocolError, RequestError
 from baton.openai.answers import decode
-from baton.router.client import EngineClient
+from baton.router.clients.engine_client import EngineClient
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.wire import (

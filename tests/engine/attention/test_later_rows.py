@@ -22,7 +22,7 @@ from baton.models.layers import mamba2_torch
 from baton.models.layers.headwise import headwise, invariant_headwise
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.moe import MoE
-from baton.models.specs import MoESpec
+from baton.models.layers.specs import MoESpec
 from tests.models import test_mamba2 as mamba2
 
 pytestmark = pytest.mark.usefixtures("one_thread")

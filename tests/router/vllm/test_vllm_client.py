@@ -22,14 +22,14 @@ from baton.errors import (
     RequestError,
 )
 from baton.openai.answers import Choice, Logprobs
-from baton.router import vllm_client
-from baton.router.address import checked_url, split_rank
-from baton.router.client import BatonClient, new_session
+from baton.router.clients import vllm_client
+from baton.router.clients.address import checked_url, split_rank
+from baton.router.clients.engine_client import BatonClient, new_session
+from baton.router.clients.vllm_api import completion_body, to_chunk
+from baton.router.clients.vllm_client import VllmClient
 from baton.router.connectors import create_connector
 from baton.router.connectors.base import Connector, ConnectorConfig
 from baton.router.timers import RouterTimers
-from baton.router.vllm_api import completion_body, to_chunk
-from baton.router.vllm_client import VllmClient
 from baton.sampling_params import NO_DEFAULTS, SamplingDefaults, SamplingParams, StructuredOutputsParams
 from baton.wire import GenerateRequest, Role, TokenChunk, TokenLogprobs
 from testkit.servers.fake_vllm import FakeVllm, token_at
@@ -243,7 +243,7 @@ async def test_its_clock_is_read_again(
     first = (await asked.info()).clock
     monkeypatch.setattr(server, "identity", lambda: identity | {"clock": 5e6})
     assert first <= (await asked.info()).clock < first + 60
-    monkeypatch.setattr("baton.router.vllm_client._CLOCK_S", 0.0)
+    monkeypatch.setattr("baton.router.clients.vllm_client._CLOCK_S", 0.0)
     assert 5e6 <= (await asked.info()).clock < 5e6 + 60
     monkeypatch.setattr(server, "identity", dict)
     assert 5e6 <= (await asked.info()).clock < 5e6 + 60

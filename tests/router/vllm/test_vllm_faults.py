@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from baton.router import vllm_client
+from baton.router.clients import vllm_client
 from testkit.servers.fake_serving import join, status_of, until
 from testkit.servers.fake_vllm import FakeVllm, token_at
 from testkit.servers.vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said

@@ -18,7 +18,7 @@ from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear, isolate_non_finite, reads_next_row
 from baton.models.layers.rotary import deinterleaved, rotate, yarn_mscale
 from baton.models.layers.row_linear import RowLinear
-from baton.models.specs import LatentSpec
+from baton.models.layers.specs import LatentSpec
 
 # Not rms_norm_eps, as in transformers.
 _LATENT_EPS = 1e-6

@@ -18,7 +18,7 @@ from baton.models.config import ModelConfig
 from baton.models.layers.decoder_layer import MLP
 from baton.models.layers.expert_parallel import RemoteExpert, SharedLayer
 from baton.models.layers.linear import Build, Linear
-from baton.models.specs import MoESpec
+from baton.models.layers.specs import MoESpec
 
 ExpertCall = Callable[[Tensor], Tensor]
 

@@ -20,7 +20,7 @@ from baton.models.config import ModelConfig
 from baton.models.layers.latent import LatentAttention
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import deinterleaved, rotate
-from baton.models.specs import IndexSpec
+from baton.models.layers.specs import IndexSpec
 
 _NORM_EPS = 1e-6
 

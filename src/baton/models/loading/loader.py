@@ -27,8 +27,8 @@ from baton.models.layers.linear import Build, Linear, WeightCut
 from baton.models.layers.parallel import SINGLE_RANK, Share, Stage, TensorRank
 from baton.models.loading.quantized import QuantizedWeights, scheme_of
 from baton.models.loading.stored import StoredTensors, open_file, read_config, text_config, weight_files
+from baton.models.loading.tensor_names import layer_index
 from baton.models.registry import model_class
-from baton.models.tensor_names import layer_index
 
 logger = logging.getLogger(__name__)
 

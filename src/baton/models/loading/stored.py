@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from baton.errors import CheckpointError
 from baton.models.config import ModelConfig, RawConfig
+from baton.models.loading.tensor_names import LAYER, layer_index
 from baton.models.registry import MODELS
-from baton.models.tensor_names import LAYER, layer_index
 
 log = logging.getLogger(__name__)
 

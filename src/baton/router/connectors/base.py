@@ -13,7 +13,7 @@ import aiohttp
 
 from baton.errors import ConfigError, EngineLostError, EngineUnavailableError, RequestError
 from baton.handoff.protocol.ticket import TICKET_LIFE_S, new_transfer_id
-from baton.router.client import EngineClient
+from baton.router.clients.engine_client import EngineClient
 from baton.router.join import Chunks
 from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers

@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 
 from baton.handoff.protocol.ticket import request_digest
-from baton.router.client import BatonClient
+from baton.router.clients.engine_client import BatonClient
 from baton.router.connectors.base import Connector, Legs
 from baton.router.connectors.tickets import mint_ticket
 from baton.router.join import Chunks

@@ -8,11 +8,11 @@ import aiohttp
 
 from baton.errors import ProtocolError, RequestError
 from baton.openai.answers import Model
+from baton.router.clients.vllm_api import can_resume
+from baton.router.clients.vllm_client import VllmClient
 from baton.router.connectors.base import Connector
 from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
-from baton.router.vllm_api import can_resume
-from baton.router.vllm_client import VllmClient
 from baton.sampling_params import SamplingParams
 from baton.wire import EngineIdentity, EngineInfo, GenerateRequest, Role
 

@@ -13,12 +13,12 @@ import msgspec
 
 from baton.errors import ProtocolError, RequestError
 from baton.handoff.protocol.ticket import request_digest
+from baton.router.clients.vllm_client import VllmClient
 from baton.router.connectors.base import ConnectorConfig, HandoffOutcome, Legs, in_turn, muted
 from baton.router.connectors.tickets import mint_ticket
 from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.join import Chunks
 from baton.router.pooled_engine import PooledEngine
-from baton.router.vllm_client import VllmClient
 from baton.sampling_params import SamplingParams
 from baton.wire import BATON_PARAM, GenerateRequest, LegParams, LegRole, Mode, Role, VllmIdentity
 

@@ -15,11 +15,11 @@ from typing import ClassVar, Literal
 import msgspec
 
 from baton.errors import EngineUnavailableError, ProtocolError, RequestError
+from baton.router.clients.vllm_client import VllmClient
 from baton.router.connectors.base import ConnectorConfig, HandoffOutcome, Legs, in_turn
 from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.join import Chunks
 from baton.router.pooled_engine import PooledEngine
-from baton.router.vllm_client import VllmClient
 from baton.sampling_params import NO_DEFAULTS
 from baton.wire import EngineIdentity, GenerateRequest, LegRole, Mode, Role, TokenChunk
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from baton.errors import ConfigError, RequestError
 from baton.kvevents.config import check_endpoint
-from baton.router.address import checked_url, split_rank
+from baton.router.clients.address import checked_url, split_rank
 from baton.router.index.blocks import BlockIndex
 from baton.router.index.held import HeldPrefixes
 from baton.router.index.subscriber import EventSubscriber

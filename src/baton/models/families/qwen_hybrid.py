@@ -18,7 +18,7 @@ from baton.models.layers.gated_delta import GatedDeltaNet, GatedDeltaSpec
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build
 from baton.models.layers.moe import feed_forward
-from baton.models.specs import MoESpec
+from baton.models.layers.specs import MoESpec
 
 _RECURRENT, _ATTENTION = "linear_attention", "full_attention"
 # How positions of images are laid out. Positions of text are the same in all sections.

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from baton.errors import ConfigError, OverloadedError
-from baton.router.client import EngineClient
+from baton.router.clients.engine_client import EngineClient
 from baton.router.policies import POLICIES, Asked, PolicyConfig, create_policies, read_config
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import Charge, PooledEngine
@@ -19,8 +19,8 @@ from baton.router.prefixes import KnownPrefixes, PromptBlocks
 from baton.router.routes import Route, Routes
 from baton.wire import EngineInfo, GenerateRequest, LegRole, Role, SamplingParams
 from testkit.servers.fake_serving import FakeEngine, status_of, until
+from tests.router.choice.test_routes import holding
 from tests.router.test_recovery import Cluster, complete
-from tests.router.test_routes import holding
 
 
 class _Client(EngineClient):

@@ -24,7 +24,7 @@ from baton.openai.answers import decode, read_error
 from baton.openai.client import PLAIN, describe, failures, read_body, read_refusal
 from baton.openai.http.errors import DRAINING, ENGINE_STALLED
 from baton.openai.http.tracing import TRACE
-from baton.router.address import split_rank
+from baton.router.clients.address import split_rank
 from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 

@@ -14,8 +14,8 @@ from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.latent import LatentAttention
 from baton.models.layers.linear import Build
 from baton.models.layers.moe import feed_forward
-from baton.models.specs import LatentSpec, MoESpec
-from baton.models.tensor_names import layer_index
+from baton.models.layers.specs import LatentSpec, MoESpec
+from baton.models.loading.tensor_names import layer_index
 
 
 class Deepseek(CausalLM):

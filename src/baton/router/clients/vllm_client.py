@@ -18,9 +18,9 @@ from baton.comparison import token_identity
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, IncompatiblePeerError, ProtocolError
 from baton.openai.answers import Completion, Model, Models, decode
 from baton.openai.client import failures, read_body, read_events, read_samples
-from baton.router.client import EngineClient, error_of_response
+from baton.router.clients.engine_client import EngineClient, error_of_response
+from baton.router.clients.vllm_api import completion_body, render_bodies, rendered_defaults, to_chunk
 from baton.router.timers import RouterTimers
-from baton.router.vllm_api import completion_body, render_bodies, rendered_defaults, to_chunk
 from baton.sampling_params import SamplingDefaults
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 

@@ -1,0 +1,1 @@
+"""Common bases of several architectures of one family."""

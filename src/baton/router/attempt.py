@@ -1,0 +1,56 @@
+"""What a request's attempts share, and one attempt that runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.errors import reason_label
+from baton.openai.http.errors import error_of_chunk
+from baton.router.connectors.base import HandoffOutcome
+from baton.router.join import Joined, LegChunks, LegFailed
+from baton.router.pooled_engine import PooledEngine
+from baton.router.routes import Route
+from baton.wire import LegRole, TokenChunk
+
+
+@dataclass(slots=True)
+class RequestProgress:
+    """A request over its attempts. `tried`: engines that failed. `fruitless`: attempts in a row without a new token.
+    `hand_off`: the next attempt must be a handoff. `decided`: an engine has taken the request. `route`: the next
+    attempt's, if it is known already."""
+
+    joined: Joined
+    hand_off: bool
+    tried: list[PooledEngine] = field(default_factory=list)
+    attempt: int = 0
+    fruitless: int = 0
+    decided: bool = False
+    route: Route | None = None
+
+
+@dataclass(slots=True)
+class RunningAttempt:
+    """The chunks of one attempt. `note` each of them. `prefilled`: called with the first chunk, which shows that the
+    prompt is computed. `failures`: counts errors of handoffs by reason; None: this is no handoff."""
+
+    chunks: LegChunks
+    prefilled: list[Callable[[], None]]
+    failures: Counter[str] | None = None
+    outcome: HandoffOutcome = "aborted"
+
+    def note(self, chunk: TokenChunk, leg: LegRole) -> None:
+        """Raises `LegFailed` for an error from which another attempt may recover."""
+        while self.prefilled:
+            self.prefilled.pop()()
+        if chunk.finish_reason is None:
+            return
+        if chunk.finish_reason != "error":
+            self.outcome = "completed" if leg == "decode" else "finished_early"
+            return
+        self.outcome = "failed"
+        if self.failures is not None:
+            self.failures[reason_label((chunk.error or "unknown").partition(":")[0])] += 1
+        if chunk.recoverable:
+            raise LegFailed("decode", error_of_chunk(chunk.error), reported=True)

@@ -1,0 +1,1 @@
+"""HTTP clients of engines: Baton's own and vLLM servers."""
