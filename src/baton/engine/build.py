@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 import torch
 
 from baton.drafters.base import num_modules
@@ -19,6 +18,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.core import EmitChunk, EngineCore
 from baton.engine.executor import Executor, LocalExecutor
 from baton.engine.handoff import HandoffLegs
+from baton.engine.info import engine_info
 from baton.engine.layer_stream import LayerStream
 from baton.engine.leg import LegSettings
 from baton.engine.loading.checkpoints import Loaded, load_checkpoints
@@ -26,7 +26,7 @@ from baton.engine.loading.facts import engine_facts
 from baton.engine.mailbox import Mailbox
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.memory.kv_memory import KVMemory, kv_memory, model_groups
-from baton.engine.memory.pool_size import Memory, PoolSize
+from baton.engine.memory.pool_size import Memory
 from baton.engine.metrics import EngineMetrics
 from baton.engine.ranks.agents import make_agents
 from baton.engine.ranks.collective import expert_ranks
@@ -53,7 +53,7 @@ from baton.structured import Grammars
 from baton.text import Tokenizer
 from baton.transports.base import Transport
 from baton.transports.mapped.shm import ShmTransport
-from baton.transports.registry import create_transport, default_integrity, transport_name
+from baton.transports.registry import create_transport, default_integrity
 from baton.transports.remote.file import open_store
 from baton.wire import EngineInfo, Integrity
 
@@ -146,12 +146,7 @@ def _build(
         config.enable_prefix_caching,
         config.mamba_block_size,
     )
-    events = None
-    if config.kv_events_config.enabled:
-        rank = config.data_parallel_rank if config.data_parallel_size > 1 else None
-        events = EventPublisher(config.kv_events_config, rank)
-        undo.callback(events.close)
-        events.watch(cache, computing.whole)
+    events = _events(config, cache, computing.whole, undo)
     scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
     spec, eos_ids = config.speculative_config, frozenset(loaded.tokenizer.eos_token_ids)
     rejection = spec is not None and spec.verifier == "rejection"
@@ -182,11 +177,24 @@ def _build(
     for agent in agents:
         agent.start()
     computing.followers.watch(lambda cause: mailbox.post(EngineUnavailableError(cause)))
-    info = _info(config, loaded, pool.size, facts, incarnation, [agent.address for agent in agents], cache)
-    if events is not None:
-        info = msgspec.structs.replace(info, kv_events_port=events.port, kv_events_replay_port=events.replay_port)
+    addresses = [agent.address for agent in agents]
+    info = engine_info(config, loaded, pool.size, facts, incarnation, addresses, cache, events)
     redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None
     return Engine(info, core, loaded.tokenizer, agents, transports, redeemer, loaded.grammars, events)
+
+
+def _events(
+    config: EngineConfig, cache: KVCache, whole: Sequence[GroupSpec], undo: contextlib.ExitStack
+) -> EventPublisher | None:
+    """The publisher of what the prefix cache holds, if it is wanted."""
+    if not config.kv_events_config.enabled:
+        return None
+    events = EventPublisher(
+        config.kv_events_config, config.data_parallel_rank if config.data_parallel_size > 1 else None
+    )
+    undo.callback(events.close)
+    events.watch(cache, whole)
+    return events
 
 
 def _load(
@@ -305,45 +313,6 @@ def _legs(
     )
     alter_seeds = getattr(transport, "alter_seeds", None)
     return HandoffLegs(agent, scheduler, EngineMetrics(), ends, settings, layers=layers, alter_seeds=alter_seeds)
-
-
-def _info(
-    config: EngineConfig,
-    loaded: Loaded,
-    size: PoolSize,
-    facts: dict[str, str],
-    incarnation: str,
-    control_addresses: list[str],
-    cache: KVCache,
-) -> EngineInfo:
-    spec = config.speculative_config
-    moves_all = spec is None or spec.draft_kv == "require"
-    kinds = {rules.kind for rules in cache.rules.values()}
-    # A handoff moves only the part of a window or state that decoding needs. That is no prefix.
-    refound = moves_all and kinds <= {"full", "mla"}
-    step = cache.checkpoint_interval if "state" in kinds else 1
-    return EngineInfo(
-        engine_id=config.engine_id,
-        incarnation=incarnation,
-        role=config.role,
-        model=config.served_model_name or Path(config.model).name,
-        model_path=str(Path(config.model).resolve()),
-        max_model_len=size.max_model_len,
-        kv_tokens=size.num_tokens,
-        prefix_step=step if config.enable_prefix_caching and (refound or config.role != "decode") else 0,
-        max_num_seqs=config.max_num_seqs,
-        vocab_size=loaded.model.vocab_size,
-        eos_token_ids=list(loaded.tokenizer.eos_token_ids),
-        control_addresses=control_addresses,
-        fingerprint=json.dumps(facts, sort_keys=True),
-        num_speculative_tokens=config.num_drafts,
-        batch_invariant=config.batch_invariant,
-        default_seed=config.seed,
-        sampling_defaults=config.sampling_defaults(),
-        data_parallel_rank=config.data_parallel_rank if config.data_parallel_size > 1 else None,
-        token_api=config.role != "both" or config.token_api,
-        kv_transport=transport_name(config.kv_transfer_config.kv_transport) if control_addresses else "",
-    )
 
 
 def _prefix_store(

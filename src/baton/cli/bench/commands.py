@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.data_plane import handoff_command, transport_command
-from baton.cli.load import load_command
+from baton.cli.bench.data_plane import handoff_command, transport_command
+from baton.cli.bench.load import load_command
 from baton.cli.options import ModelArgument, with_options
 from baton.cli.tables import JsonFlag
 from baton.engine.config import SpeculativeConfig

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from baton.errors import EngineUnavailableError, HandoffError, ProtocolError, RequestError
+from baton.router.clients.sglang_client import _Event, generate_body, to_token_chunk
 from baton.router.connectors import create_connector
 from baton.router.connectors.base import ConnectorConfig
-from baton.router.sglang_client import _Event, generate_body, to_token_chunk
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from baton.bench.tools import LoadTool, tool_command
-from baton.cli.load_options import DatasetOptions, ReportOptions, TargetOptions, TrafficOptions
+from baton.cli.bench.load_options import DatasetOptions, ReportOptions, TargetOptions, TrafficOptions
 from baton.cli.tables import JsonFlag, show_table
 from baton.errors import ConfigError, EngineUnavailableError
 

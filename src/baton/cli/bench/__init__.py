@@ -1,0 +1,5 @@
+"""The `baton bench` commands."""
+
+from baton.cli.bench.commands import app
+
+__all__ = ["app"]
