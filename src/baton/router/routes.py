@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from baton.errors import OverloadedError
 from baton.router.policies import Asked, Policies
+from baton.router.policies.base import cost
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import Charge, PooledEngine
 from baton.router.prefixes import PromptBlocks
@@ -23,7 +24,7 @@ Why = Literal[
 ]
 WHYS: tuple[Why, ...] = get_args(Why)
 PREFIX_MISSING = "prefix_missing"  # an engine's reason to decline
-# An engine with a cached prefix may have up to this many more legs than the one whose turn it is.
+# An engine with a cached prefix may have so many more legs than the one whose turn it is, even if that costs more.
 _SLACK_LEGS = 1
 _LAST = 100
 
@@ -135,14 +136,16 @@ class Routes:
         if len(asked.prompt.tokens) <= self._most:
             return Route("short", chosen)
         limit = max(self._most, self._turn_limit(asked, prefill))
-        near = [
-            engine
-            for engine in decode
-            if engine.num_inflight <= chosen.num_inflight + _SLACK_LEGS and asked.uncached(engine) <= limit
-        ]
-        if not near:
+        config, held = self._policies.config, [engine for engine in decode if asked.uncached(engine) <= limit]
+        if not held:
             return None
-        best = chosen if chosen in near else min(near, key=lambda engine: engine.num_inflight)
+        # What it costs elsewhere: a prefill engine computes, and the chosen decode engine receives.
+        handoff = cost(replace(asked, receives=True), chosen, config)
+        handoff += min(cost(replace(asked, decodes=False), engine, config) for engine in prefill)
+        best = min(held, key=lambda engine: (cost(asked, engine, config), engine is not chosen, engine.order))
+        is_near = best.num_inflight <= chosen.num_inflight + _SLACK_LEGS
+        if not is_near and cost(asked, best, config) > handoff:
+            return None
         return Route("cached", best, max_prefill_tokens=limit)
 
     def _turn_limit(self, asked: Asked, prefill: Sequence[PooledEngine]) -> int:

@@ -146,6 +146,14 @@ def test_a_conversation_stays_with_its_decode_engine(directory: Path) -> None:
         assert after.decode is turn.decode
         # The prefill engine lacks the answer too, so the decode engine computes the few new tokens.
         assert (after.why, after.max_prefill_tokens) == ("cached", 138)
+    turn.decode.num_inflight, turn.decode.kv_tokens = (
+        3,
+        900,
+    )  # it is cheaper to wait there than to compute all elsewhere
+    stays = routes.choose(asked([*range(300), *range(900, 920)]), (), False)
+    assert stays is not None
+    assert (stays.why, stays.decode) == ("cached", turn.decode)
+    turn.decode.num_inflight, turn.decode.kv_tokens = 0, 0
     far = routes.choose(asked([*range(300), *range(1000, 1400)]), (), False)
     assert far is not None
     assert (far.why, far.decode) == ("handed_off", turn.decode)
