@@ -64,7 +64,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     - `cache_salt`: KV of equal prefixes is only shared between requests with the same salt.
     - `max_prefill_tokens`: an engine that lacks the KV of more tokens declines the request as `prefix_missing`. None:
       it computes them.
-    - `timings`: the engine sends `LegTimings` with the first token.
+    - `timings`: the engine sends `LegTimings` with its first tokens.
     - `waited_s`: seconds since the request began, if earlier attempts failed. It keeps its place among an engine's
       waiting requests, and does not begin again after those that came later.
     - `identity`: an engine with another `comparison.token_identity` refuses the request. None: any engine takes it.
@@ -122,7 +122,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     - `prompt_logprobs`: per prompt token, None for the first. Sent once, with the first token or the end.
     - `accepted`, `drafted`: accepted and proposed drafts of each verification that ended in this chunk.
     - `queued_s`: how long the prompt waited until an engine began it. Sent once, with the first token.
-    - `timings`: only if the request asks for them. Sent once, with the first token.
+    - `timings`: only if the request asks for them. Sent once, with the first tokens of a leg.
     - `error`: `"<reason>: <message>"`, only with `finish_reason == "error"`. `recoverable`: another engine may be able
       to continue.
     """

@@ -58,7 +58,8 @@ class Request:
       features got no KV for the prompt and begins after it.
     - `num_known_drafted`, `mtp_hidden` float32 [K - 1, E]: for a drafter with several modules, the tokens known at its
       last run, and the rows for its next one (`baton.drafters.chain`).
-    - `marks`: when what happened, by the names of `LegTimings` (monotonic seconds); None if nobody asked.
+    - `marks`: when what happened, by the names of `LegTimings` (monotonic seconds); None if nobody asked, or after the
+      first chunk.
     - `num_bytes`, `num_runs`: of the committed handoff.
     - `arrival`: the order of arrival at this engine. `queued_at`: its time (monotonic seconds). `waited_s`: how long
       it had waited before, in earlier attempts.
@@ -136,12 +137,13 @@ class Request:
             self.marks.setdefault(name, now)
 
     def timings(self, now: float) -> LegTimings | None:
-        """What to send with the first token; None if nobody asked."""
+        """What to send with the first chunk; None if nobody asked, or it was sent."""
         if self.marks is None:
             return None
         since = {name: at - self.queued_at for name, at in self.marks.items()}
         if self.started_at is not None:
             since |= {"started": self.started_at - self.queued_at, "sampled": now - self.queued_at}
+        self.marks = None
         return LegTimings(**since, num_bytes=self.num_bytes, num_runs=self.num_runs)
 
     @property

@@ -215,7 +215,7 @@ class StepRunner:
             stop_reason=stop_reason,
             num_cached_tokens=request.num_cached,
             queued_s=request.queued_s if position == 0 else None,
-            timings=request.timings(self.clock.monotonic()) if position == 0 and request.marks is not None else None,
+            timings=request.timings(self.clock.monotonic()) if request.marks is not None else None,
             prompt_logprobs=(request.prompt_logprobs or None) if position == 0 else None,
         )
         # A prefill leg's stream stays open until its pages are free: only an open one shows that the client has left.

@@ -156,9 +156,9 @@ class RequestTrace:
         token to the decode engine's.
         """
         prefill, told = self._legs.get("prefill"), leg.timings
-        prefilled = prefill.first if prefill is not None and prefill.first is not None else now
+        prefilled = None if prefill is None else prefill.first
         known = told is not None and told.registered is not None and told.committed is not None
-        begin, end = prefilled, now
+        begin, end = leg.began if prefilled is None else prefilled, now
         if told is not None and told.registered is not None and told.committed is not None:
             begin, end = min(leg.began + told.registered, now), min(leg.began + told.committed, now)
         span = self._child("baton.handoff", begin, leg.span, _engine(leg))
@@ -170,7 +170,7 @@ class RequestTrace:
                 if since is not None:
                     span.events.append(SpanEvent(name, self._ns(min(leg.began + since, now))))
             span.attributes |= {"baton.handoff.bytes": told.num_bytes, "baton.handoff.runs": told.num_runs}
-        if end > begin:
+        if prefilled is not None and end > begin:
             hidden = (min(max(prefilled, begin), end) - begin) / (end - begin)
             span.attributes["baton.handoff.hidden_share"] = hidden
         self._export(span, end)
