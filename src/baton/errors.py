@@ -70,7 +70,11 @@ class ForbiddenError(RequestError):
 
 
 class OverloadedError(BatonError):
-    """Too many requests wait (HTTP 429); a later one may be taken."""
+    """Too many requests wait (HTTP 429). `retry_after_s`: when one may be taken, an estimate; None: soon."""
+
+    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineUnavailableError(BatonError):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from baton.errors import OverloadedError
@@ -11,17 +14,30 @@ from baton.errors import OverloadedError
 MAX_QUEUED_REQUESTS = 1024
 
 
-class AdmissionLimit:
-    """Counts waiting choices. `limit` None: unlimited."""
+# First tokens from which the speed of a queue is estimated, and the bounds of the estimate, in seconds.
+_LAST = 32
+_MIN_RETRY_S, _MAX_RETRY_S = 1, 60
 
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
+
+class AdmissionLimit:
+    """Counts waiting choices. `limit` None: unlimited. `clock`: monotonic seconds, only for `retry_after_s`."""
+
+    def __init__(self, limit: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._clock = limit, clock
+        self._served: deque[float] = deque(maxlen=_LAST)
         self.num_waiting = 0
+
+    def retry_after_s(self) -> int:
+        """How long those that wait will take at the speed of the last first tokens, 1 to 60 seconds."""
+        if len(self._served) < 2:
+            return _MIN_RETRY_S
+        each = (self._clock() - self._served[0]) / (len(self._served) - 1)
+        return max(_MIN_RETRY_S, min(_MAX_RETRY_S, math.ceil(each * self.num_waiting)))
 
     def check(self, num: int = 1) -> None:
         """Raise `OverloadedError` if `num` more exceed the limit. If none waits, any number is allowed."""
         if self._limit is not None and self.num_waiting and self.num_waiting + num > self._limit:
-            raise OverloadedError(f"{self.num_waiting} requests wait already; try again later")
+            raise OverloadedError(f"{self.num_waiting} requests wait already; try again later", self.retry_after_s())
 
     @contextlib.contextmanager
     def waiting(self, num: int, bounded: bool = True) -> Iterator[Callable[[], None]]:
@@ -38,6 +54,7 @@ class AdmissionLimit:
             nonlocal left
             left -= 1
             self.num_waiting -= 1
+            self._served.append(self._clock())
 
         try:
             yield served

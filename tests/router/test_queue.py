@@ -10,9 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from baton.errors import OverloadedError
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
+from baton.waiting import AdmissionLimit
 from testkit.servers.fake_serving import KEY, TEXT, FakeEngine, served, until
 
 
@@ -108,3 +110,20 @@ async def test_all_engines_are_asked_before_a_429(directory: Path) -> None:
         for _ in range(5):
             status, answer, _ = await complete(session, url)
             assert (status, answer["choices"][0]["text"]) == (200, TEXT[:6])
+
+
+def test_when_to_try_again_follows_from_the_queue() -> None:
+    now = [0.0]
+    queue = AdmissionLimit(20, lambda: now[0])
+    with contextlib.ExitStack() as stack:
+        served = stack.enter_context(queue.waiting(20))
+        assert queue.retry_after_s() == 1, "nothing is known of its speed yet"
+        for _ in range(4):
+            served()
+            now[0] += 2.0
+        with pytest.raises(OverloadedError) as refused:
+            queue.check(9)
+        # 16 wait, and 8 s have passed since the first of 4: one in 2.67 s.
+        assert refused.value.retry_after_s == 43
+        now[0] += 1000.0
+        assert queue.retry_after_s() == 60

@@ -161,7 +161,7 @@ def json_response(value: object, status: int = 200) -> web.Response:
 
 def error_response(error: ApiError, body: bytes | None = None) -> web.Response:
     """An error, by default in OpenAI's shape."""
-    headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 429 else None
+    headers = {"Retry-After": str(error.retry_after_s or _RETRY_AFTER_S)} if error.status == 429 else None
     return web.Response(
         body=body or error.body(), status=error.status, content_type="application/json", headers=headers
     )

@@ -47,13 +47,14 @@ _UNAVAILABLE_REASONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """An error as a client sees it."""
+    """An error as a client sees it. `retry_after_s`: for status 429, when to try again; None: soon."""
 
     status: int
     message: str
     type: str
     param: str | None = None
     code: str | None = None
+    retry_after_s: int | None = None
 
     def body(self) -> bytes:
         fields = {
@@ -94,7 +95,8 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(400, "the request nests too deeply", "invalid_request_error", None, "invalid_request")
     if isinstance(error, BatonError):
         status, shape = next((status, shape) for kind, status, shape in _STATUS_BY_ERROR if isinstance(error, kind))
-        return ApiError(status, text, shape, param, code_of(error))
+        retry = error.retry_after_s if isinstance(error, OverloadedError) else None
+        return ApiError(status, text, shape, param, code_of(error), retry)
     logger.error("unexpected error while serving a request", exc_info=error)
     return ApiError(500, "internal error", "server_error", None, "internal_error")
 
