@@ -22,15 +22,12 @@ LONG_MODULES = {
     "handoff/session/sockets.py": _UNSPLIT,
 }
 LONG_FUNCTIONS = {
-    "bench/engine.py:step_over_forward": _UNSPLIT,
     "cli/serve.py:up_command": _UNSPLIT,
     "cli/verify.py:verify_command": _UNSPLIT,
     "deployment/processes.py:__init__": _UNSPLIT,
     "kernels/cpu/attention_tile.py:attend_tile": _COMPILED,
     "kernels/cpu/gated_delta.py:scan": "one compiled loop",
-    "openai/http/app.py:new_app": _UNSPLIT,
     "router/app.py:build_app": _UNSPLIT,
-    "router/dashboard.py:add_dashboard": _UNSPLIT,
     "vllm/open_cache.py:open_cache": _UNSPLIT,
 }
 MANY_PARAMETERS = {

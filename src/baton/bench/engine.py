@@ -7,11 +7,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.core import EngineCore
 from baton.engine.executor import LocalExecutor
 from baton.engine.llm import LLM
+from baton.engine.requests import make_request
+from baton.engine.runner import ModelRunner
 from baton.sampling_params import SamplingParams
 from baton.verify.observe import make_cases
 from baton.wire import GenerateRequest
@@ -26,25 +30,8 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
     The bare forward is the same model on the same rows, pages and attention kernel, with argmax of the logits but
     without scheduling, sampling, block tables, output and cache bookkeeping. Steps of both alternate.
     """
-    import numpy as np
-
-    from baton.engine.requests import make_request
-
     with LLM(model, max_num_seqs=batch) as llm:
-        engine = llm._engine
-        core = engine.core
-        assert isinstance(core.executor, LocalExecutor)
-        runner = core.executor.runner
-        params = SamplingParams(max_tokens=4 * STEPS, temperature=0.0, ignore_eos=True)
-        cases = make_cases(engine.tokenizer, [128 + i for i in range(batch)], params)
-        for index, case in enumerate(cases):
-            wire = GenerateRequest(
-                request_id=str(index), prompt_token_ids=list(case.prompt_token_ids), sampling_params=params
-            )
-            llm._chunks[str(index)] = []
-            core.add(make_request(engine, wire))
-        while any(r.is_prefilling for r in core.scheduler.running) or len(core.scheduler.running) < batch:
-            core.step()
+        core, runner = _decoding(llm, batch)
         memory, _ = runner._target_layers[0]
         group, kv = memory.spec, memory.kv
         assert kv is not None
@@ -88,6 +75,23 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
             step_s.append(time.perf_counter() - started)
     step, plain = statistics.median(step_s) * 1e3, statistics.median(bare_s) * 1e3
     return step / plain, step, plain
+
+
+def _decoding(llm: LLM, batch: int) -> tuple[EngineCore, ModelRunner]:
+    """An engine of which `batch` requests have their prompts computed."""
+    engine = llm._engine
+    core = engine.core
+    assert isinstance(core.executor, LocalExecutor)
+    params = SamplingParams(max_tokens=4 * STEPS, temperature=0.0, ignore_eos=True)
+    cases = make_cases(engine.tokenizer, [128 + i for i in range(batch)], params)
+    for index, case in enumerate(cases):
+        prompt = list(case.prompt_token_ids)
+        wire = GenerateRequest(request_id=str(index), prompt_token_ids=prompt, sampling_params=params)
+        llm._chunks[str(index)] = []
+        core.add(make_request(engine, wire))
+    while any(r.is_prefilling for r in core.scheduler.running) or len(core.scheduler.running) < batch:
+        core.step()
+    return core, core.executor.runner
 
 
 def speculative_over_plain(model: str, speculative_config: dict[str, Any]) -> tuple[float, float, float]:

@@ -29,12 +29,6 @@ def add_dashboard(
     """Add `/dashboard`. `status` returns `/status`, shared by all open pages."""
     num_open = 0
 
-    async def page(request: web.Request) -> web.StreamResponse:
-        """The dashboard."""
-        made = dashboard_page()
-        headers = {"Content-Security-Policy": made.policy, "Cache-Control": "no-cache"}
-        return web.Response(text=made.html, content_type="text/html", headers=headers)
-
     async def snapshot() -> bytes:
         told = {
             **await status(),
@@ -78,9 +72,16 @@ def add_dashboard(
             raise web.HTTPNotFound(reason="no recent request has this id")
         return json_response({"choices": [one.describe(now) for one in found]})
 
-    app.router.add_get("/dashboard", page)
+    app.router.add_get("/dashboard", _page)
     app.router.add_get("/dashboard/events", events)
     app.router.add_get("/dashboard/requests/{id}", one_request)
+
+
+async def _page(request: web.Request) -> web.StreamResponse:
+    """The dashboard."""
+    made = dashboard_page()
+    headers = {"Content-Security-Policy": made.policy, "Cache-Control": "no-cache"}
+    return web.Response(text=made.html, content_type="text/html", headers=headers)
 
 
 def _model(observed: ObservedBackend) -> str | None:

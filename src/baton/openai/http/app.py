@@ -91,14 +91,7 @@ def new_app(
     @web.middleware
     async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         # Set per request: a connection's task serves its requests one after the other.
-        CALLER.set(
-            Caller(
-                request_id_of(request.headers),
-                request.remote,
-                keys.number(request),
-                session=session_in(request.headers),
-            )
-        )
+        CALLER.set(_caller(request, keys))
         TRACE.set(trace_of(request.headers))
         if (allowed := access.preflight(request)) is not None:
             return allowed
@@ -139,6 +132,11 @@ def new_app(
     app[DRAIN], app[LIMITS], app[BODIES], app[KEYS] = drain, limits, Bodies(limits), keys
     _add_metrics(app, metrics, families)
     return app
+
+
+def _caller(request: web.Request, keys: ApiKeys) -> Caller:
+    session = session_in(request.headers)
+    return Caller(request_id_of(request.headers), request.remote, keys.number(request), session=session)
 
 
 def _add_metrics(
