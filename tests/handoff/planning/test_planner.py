@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import IncompatiblePeerError, ProtocolError
-from baton.handoff.plan.planner import RankGeometry, plan, senders
+from baton.handoff.plan.planner import Instance, RankGeometry, plan, senders
 from baton.kv.geometry import (
     BLOCK_MAJOR_NHD,
     LAYER_MAJOR_NHD,
@@ -63,6 +63,16 @@ def make(
 
 def ranks(*geometries: Geometry) -> list[RankGeometry]:
     return [RankGeometry(rank=i, geometry=g) for i, g in enumerate(geometries)]
+
+
+def test_an_instance_needs_valid_geometries_of_distinct_ranks() -> None:
+    good = make()
+    bad = msgspec.structs.replace(good, num_pages=0)
+    assert Instance(rank=0, groups={"g": ranks(good, good)}).check()
+    with pytest.raises(ProtocolError, match="every count must be at least 1"):
+        Instance(rank=0, groups={"g": ranks(good, bad)}).check()
+    with pytest.raises(ProtocolError, match="a rank is named twice"):
+        Instance(rank=0, groups={"g": [*ranks(good), *ranks(good)]}).check()
 
 
 def addresses(geometry: Geometry, table: list[int], tokens: range) -> dict[tuple[int, ...], int]:

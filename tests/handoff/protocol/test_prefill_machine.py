@@ -213,11 +213,13 @@ def test_abort_in_push_waits_for_its_own_copies_only() -> None:
 @pytest.mark.parametrize("proof", ["cancelled", "fence", "ack"])
 def test_deadline_in_pull_frees_nothing_before_the_reader_is_quiet(proof: str) -> None:
     p, _ = machine("pull", REGISTER, ALL, Sampled(SEEDS, False, WHOLE), Received(ReadDone(KEY)))
+    assert not p.closing
     assert p.handle(Deadline())[0] == Send(Cancel(KEY, "handoff_timeout", "the handoff did not end in time"))
     for event in (Deadline(), Abort("again"), PeerLost("peer_lost", "", fenced=False)):
         assert p.handle(event) == []
     assert p.handle(Tick()) == [Send(Cancel(KEY, "handoff_timeout"))]
     assert p.handle(Received(Cancel(KEY, "x"))) == [Send(Cancelled(KEY, "handoff_timeout"))]
+    assert p.closing
     assert not p.released
     events = {
         "cancelled": Received(Cancelled(KEY, "x")),
@@ -226,6 +228,7 @@ def test_deadline_in_pull_frees_nothing_before_the_reader_is_quiet(proof: str) -
     }
     assert p.handle(events[proof]) == [Send(Cancelled(KEY, "handoff_timeout")), released("handoff_timeout")]
     assert p.closed
+    assert not p.closing
 
 
 def test_pull_frees_at_once_what_was_never_offered() -> None:

@@ -34,6 +34,7 @@ def test_sessions_outlive_their_lease_while_both_live(world: World) -> None:
     world.run(60)
     assert p.node.stats().sessions == d.node.stats().sessions == 1
     assert p.node.stats().lost_leases == d.node.stats().lost_leases == 0
+    assert len(d.sent(Hello)) == 2, "one with the challenge and one with the proof, and none in an open session"
     sessions = [*p.node.sessions.clients.values(), *d.node.sessions.servers.values()]
     assert all(session.round_trip is not None and 0 < session.round_trip <= 3 * STEP for session in sessions)
 

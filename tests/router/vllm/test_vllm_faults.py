@@ -130,6 +130,19 @@ async def test_an_error_of_a_decode_server_that_is_well_is_its_prefill_servers(d
     assert all(asked[name.removesuffix(".1")] != server for name, server in retried.items())
 
 
+@pytest.mark.parametrize(
+    ("fail", "message"), [("error", "engine_error: the engine ended the request"), ("abort", "it gave the request up")]
+)
+async def test_a_prefill_leg_that_a_nixl_server_gives_up_is_an_engine_failure(
+    directory: Path, fail: str, message: str
+) -> None:
+    pair = Pair(directory, "NixlConnector")
+    pair.p.fail, pair.p.fail_role = fail, "prefill"
+    async with pair.run(recovery="none") as (url, session):
+        status, answer = await complete(session, url)
+        assert (status, answer["error"]["message"]) == (503, f"engine (address): {message}")
+
+
 async def test_a_busy_prefill_server_is_told_all_the_same(directory: Path) -> None:
     """The message may wait for its turn longer than a leg is drained."""
     pair = Pair(directory)
