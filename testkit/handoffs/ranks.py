@@ -23,6 +23,7 @@ from baton.kv.spec import GroupSpec, kv_planes, latent_planes
 from baton.transports.registry import create_transport
 from testkit.handoffs.nodes import KEY, TIMERS
 from testkit.handoffs.tickets import signed
+from testkit.inside import legs_of
 
 SEEDS = Seeds(first_token=5, draft_token_ids=[6, 7, 8])
 NUM_PAGES = 24
@@ -249,7 +250,7 @@ def settle(*engines: Engine) -> None:
         assert time.monotonic() < until, [rank.agent.stats() for engine in engines for rank in engine.ranks]
         time.sleep(0.005)
     for engine in engines:
-        assert not engine.together._legs
+        assert not legs_of(engine.together)
 
 
 def prefill(p: Engine, ticket: SignedTicket, n: int, source: dict[str, list[int]]) -> None:

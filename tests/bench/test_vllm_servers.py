@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.vllm.servers import VllmServer
+from testkit.inside import processes_of
 
 # As an engine does: it makes shared memory that a resource tracker knows, and starts a process that uses it too.
 ENGINE = """
@@ -31,8 +32,8 @@ def test_a_killed_server_leaves_no_process_and_no_shared_memory(tmp_path: Path) 
             name, child = process.stdout.readline().decode().split()
         memory = Path("/dev/shm") / name
         assert memory.exists()
-        assert int(child) in server._processes()
+        assert int(child) in processes_of(server)
     finally:
         server.kill()
     assert not memory.exists()
-    assert not server._processes()
+    assert not processes_of(server)

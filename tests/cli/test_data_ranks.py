@@ -26,6 +26,7 @@ from baton.deployment import Reporter
 from baton.deployment.processes import rank_ids
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.openai.http.serving import bind
+from testkit.inside import processes_of
 
 # A rank that prints its flags when it serves, and ends with status 3 if it finds a file `end-RANK`.
 RANK = """
@@ -74,7 +75,7 @@ def test_ranks_serve_together_and_the_end_of_one_ends_the_others(
         (tmp_path / "end-1").touch()
         with pytest.raises(EngineUnavailableError, match="data-parallel rank 1 ended with status 3"):
             started.wait()
-        pids = [process.pid for process in started._processes]
+        pids = [process.pid for process in processes_of(started)]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not store.exists()
     assert "rank 0: loading" in capsys.readouterr().out
@@ -86,11 +87,11 @@ def test_the_one_that_was_killed_is_the_cause(
     with ranks(monkeypatch, tmp_path) as started:
         started.await_ready(reporter)
         (tmp_path / "end-0").touch()
-        started._processes[0].wait()
-        started._processes[1].kill()
-        started._processes[1].wait()
+        processes_of(started)[0].wait()
+        processes_of(started)[1].kill()
+        processes_of(started)[1].wait()
         # Both appear to run at the first check.
-        monkeypatch.setattr(started, "_processes", [*started._processes, _Running()])
+        monkeypatch.setattr(started, "_processes", [*processes_of(started), _Running()])
         with pytest.raises(EngineUnavailableError, match="data-parallel rank 1 ended with status -9"):
             started.wait()
         monkeypatch.undo()
@@ -123,7 +124,7 @@ def test_a_setting_that_a_rank_refuses_is_told(
         (tmp_path / name).touch()
     with ranks(monkeypatch, tmp_path) as started:
         if also:
-            started._processes[0].wait()
+            processes_of(started)[0].wait()
             wait_for_report(started._pipes[1])
         with pytest.raises(ConfigError, match=r"^block_size: is odd$"):
             started.await_ready(reporter)
@@ -151,7 +152,7 @@ def test_ranks_that_all_exit_by_themselves_have_failed(
 ) -> None:
     with ranks(monkeypatch, tmp_path) as started:
         started.await_ready(reporter)
-        for process in started._processes:  # without a signal to this process
+        for process in processes_of(started):  # without a signal to this process
             process.terminate()
             assert process.wait() == 0
         with pytest.raises(EngineUnavailableError, match="data-parallel rank 0 ended with status 0"):

@@ -16,6 +16,7 @@ from baton.drafters.registry import DRAFTERS
 from baton.models.base import CausalLM
 from baton.models.cache import KVLayerSpec
 from baton.models.layers.linear import Build
+from testkit.inside import engine_of
 
 TARGET = "models/baton-demo-llama"
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 9, 9], [1], list(range(40, 90))]
@@ -77,7 +78,7 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> d
 def run(params: SamplingParams, **settings: Any) -> list[tuple[list[int], list[int]]]:
     with LLM(TARGET, batch_invariant=True, dtype="float32", **settings) as llm:
         results = llm.generate(PROMPTS, params)
-        assert llm._engine.core.load().num_referenced_pages == 0
+        assert engine_of(llm).core.load().num_referenced_pages == 0
         return [(r.outputs[0].token_ids, r.outputs[0].accepted) for r in results]
 
 

@@ -14,6 +14,7 @@ import torch
 
 from baton import LLM, SamplingParams
 from benchmarks import smollm2
+from testkit.inside import engine_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,7 +35,7 @@ def test_greedy_tokens_are_those_of_transformers(model: Path) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True)
     theirs = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
     with LLM(str(model), dtype="float32", kv_cache_memory=KV_MEMORY) as llm:
-        asked = [smollm2.chat_ids(llm._engine.tokenizer, question) for question in smollm2.QUESTIONS]
+        asked = [smollm2.chat_ids(engine_of(llm).tokenizer, question) for question in smollm2.QUESTIONS]
         got = llm.generate(asked, SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0))
     for question, ids, result in zip(smollm2.QUESTIONS, asked, got, strict=True):
         chat = [{"role": "user", "content": question}]
@@ -51,10 +52,12 @@ def test_greedy_tokens_are_those_of_transformers(model: Path) -> None:
 def test_the_turn_ends_by_itself(model: Path) -> None:
     with LLM(str(model), kv_cache_memory=KV_MEMORY) as llm:
         (result,) = llm.generate(
-            [smollm2.chat_ids(llm._engine.tokenizer, smollm2.QUESTIONS[0])],
+            [smollm2.chat_ids(engine_of(llm).tokenizer, smollm2.QUESTIONS[0])],
             SamplingParams(max_tokens=64, temperature=0.0),
         )
-        assert llm._engine.tokenizer.decode(result.outputs[0].token_ids[-1:], skip_special_tokens=False) == "<|im_end|>"
+        assert (
+            engine_of(llm).tokenizer.decode(result.outputs[0].token_ids[-1:], skip_special_tokens=False) == "<|im_end|>"
+        )
     assert result.outputs[0].finish_reason == "stop"
     assert re.search(r"Paris\.?$", result.outputs[0].text)
 

@@ -18,6 +18,7 @@ from baton.errors import EngineUnavailableError, OverloadedError
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.sampling_params import SamplingParams
 from testkit.engines import TARGET, request
+from testkit.inside import engine_of, thread_of
 
 
 async def test_the_death_of_the_engine_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +26,7 @@ async def test_the_death_of_the_engine_thread_is_told(tmp_path: Path, monkeypatc
     load_or_create_key(key_file)
     transfer = KVTransferConfig(kv_transport="local://")
     engine = AsyncEngine(EngineConfig(model=TARGET, ticket_key_file=key_file, kv_transfer_config=transfer))
-    core, agent = engine._engine.core, engine._engine.agent
+    core, agent = engine_of(engine).core, engine_of(engine).agent
     assert agent is not None
 
     def fail() -> bool:
@@ -41,7 +42,7 @@ async def test_the_death_of_the_engine_thread_is_told(tmp_path: Path, monkeypatc
         with pytest.raises(EngineUnavailableError, match="RuntimeError"):
             engine.load()
         # If the agent stayed alive, peers would wait for this engine until their tickets expire.
-        await asyncio.wait_for(asyncio.to_thread(agent._thread.join), 60.0)
+        await asyncio.wait_for(asyncio.to_thread(thread_of(agent).join), 60.0)
     finally:
         engine.close()
 
@@ -49,7 +50,7 @@ async def test_the_death_of_the_engine_thread_is_told(tmp_path: Path, monkeypatc
 async def test_no_request_waits_for_a_thread_that_died_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread dies between the check that the engine lives and the registration of the request's stream."""
     engine = AsyncEngine(EngineConfig(model=TARGET))
-    core = engine._engine.core
+    core = engine_of(engine).core
 
     def fail() -> bool:
         raise RuntimeError("out of luck")
@@ -58,7 +59,7 @@ async def test_no_request_waits_for_a_thread_that_died_as_it_came(monkeypatch: p
 
     def make_request(*arguments: Any) -> Request:
         core.post(lambda: None)
-        engine._thread.join(20)
+        thread_of(engine).join(20)
         return whole(*arguments)
 
     engine.start()
@@ -105,7 +106,7 @@ async def test_a_request_id_that_is_used_again_at_once_gets_its_own_tokens_alone
         first = engine.generate(request("same", [1, 2], params))
         await anext(first)
         held = threading.Event()
-        engine._engine.core.post(lambda: (held.wait(20), None)[1])
+        engine_of(engine).core.post(lambda: (held.wait(20), None)[1])
         await first.aclose()
         second = engine.generate(request("same", [3, 4], params))
         begun = asyncio.ensure_future(anext(second))

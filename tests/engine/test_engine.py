@@ -11,6 +11,7 @@ import pytest
 from baton import LLM, SamplingParams
 from baton.errors import CheckpointError, ConfigError, RequestError
 from baton.verify.observe import make_cases
+from testkit.inside import engine_of
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
@@ -21,7 +22,7 @@ PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5
 def run(prompts: list[list[int]], params: SamplingParams, **settings: Any) -> list[tuple[list[int], list[int]]]:
     with LLM(TARGET, batch_invariant=True, **settings) as llm:
         results = llm.generate(prompts, params)
-        load = llm._engine.core.load()
+        load = engine_of(llm).core.load()
         assert load.num_referenced_pages == 0
         assert load.num_quarantined_pages == 0
         return [(r.outputs[0].token_ids, r.outputs[0].accepted) for r in results]
@@ -30,7 +31,7 @@ def run(prompts: list[list[int]], params: SamplingParams, **settings: Any) -> li
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     with LLM(TARGET) as llm:
-        cases = make_cases(llm._engine.tokenizer, [1, 2, 15, 16, 17, 31, 32, 33, 90], SamplingParams())
+        cases = make_cases(engine_of(llm).tokenizer, [1, 2, 15, 16, 17, 31, 32, 33, 90], SamplingParams())
     return [list(case.prompt_token_ids) for case in cases]
 
 
@@ -78,7 +79,7 @@ def test_preemption_by_recompute_changes_nothing(prompts: list[list[int]]) -> No
     settings = {"speculative_config": EAGLE3, "kv_cache_memory": 24 * PAGE_BYTES}
     with LLM(TARGET, batch_invariant=True, **settings) as llm:
         results = llm.generate(many, params)
-        assert llm.metrics.num_preemptions == llm._engine.core.scheduler.num_preemptions > 0
+        assert llm.metrics.num_preemptions == engine_of(llm).core.scheduler.num_preemptions > 0
         assert [(r.outputs[0].token_ids, r.outputs[0].accepted) for r in results] == expected
 
 
@@ -175,7 +176,7 @@ def test_stop_conditions(prompts: list[list[int]]) -> None:
         params = SamplingParams(max_tokens=24, temperature=0.0, stop=(word,))
         by_text = llm.generate([prompts[5]], params)[0].outputs[0]
         assert by_text.text == free.text[: free.text.index(word)]
-        assert llm._engine.core.load().num_referenced_pages == 0
+        assert engine_of(llm).core.load().num_referenced_pages == 0
 
 
 def test_refusals_name_the_cause(prompts: list[list[int]]) -> None:

@@ -20,6 +20,7 @@ from baton.sampling_params import SamplingParams
 from baton.wire import TokenChunk
 from testkit.checkpoints.drafters_tokens import draft_model
 from testkit.engines import EAGLE3, TARGET, request, stepped
+from testkit.inside import engine_of, thread_of
 
 PROMPTS = [[1, 2, 3], [7, 8], [9] * 20, [4, 5, 6, 7]]
 GUILTY = 2
@@ -174,7 +175,7 @@ async def test_an_engine_that_can_compute_nothing_fails_as_a_whole(
         monkeypatch.setattr(ModelRunner, broken, fail)
         with pytest.raises(EngineUnavailableError, match="RuntimeError"):
             await answers(engine)
-        await asyncio.wait_for(asyncio.to_thread(engine._thread.join), 30)
+        await asyncio.wait_for(asyncio.to_thread(thread_of(engine).join), 30)
         assert failures == ["the engine failed: RuntimeError('the device is gone')"]
         engine.on_failure(failures.append)  # registered late, but called at once
         assert len(failures) == 2
@@ -197,7 +198,7 @@ def test_a_request_that_leaves_nothing_to_choose_ends_alone(page: int, tmp_path:
 
 async def test_a_canary_leaves_nothing(quiet: list[list[int]]) -> None:
     async with running() as engine:
-        core = engine._engine.core
+        core = engine_of(engine).core
         assert step._works(core)
         assert core.load().num_referenced_pages == 0
         assert [tokens(chunks) for chunks in await answers(engine)] == quiet

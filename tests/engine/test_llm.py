@@ -10,6 +10,7 @@ import pytest
 
 from baton import LLM, SamplingParams
 from baton.errors import ConfigError, RequestError
+from testkit.inside import engine_of
 
 DEMO = "models/baton-demo-llama"
 TEXT = "The for statement"
@@ -24,7 +25,7 @@ def llm() -> Iterator[LLM]:
 
 
 def test_all_forms_of_a_prompt_give_the_same(llm: LLM) -> None:
-    ids = llm._engine.tokenizer.encode(TEXT)
+    ids = engine_of(llm).tokenizer.encode(TEXT)
     forms: list[Any] = [TEXT, ids, {"prompt": TEXT}, {"prompt_token_ids": ids}]
     alone = [llm.generate(form, GREEDY) for form in forms]
     together = llm.generate([*forms, {"prompt": TEXT, "prompt_token_ids": ids}], GREEDY)
@@ -42,7 +43,7 @@ def test_a_prompt_of_another_form_is_refused(llm: LLM, prompt: dict[str, Any]) -
 
 
 def test_chat_is_the_template_before_generate(llm: LLM) -> None:
-    tokenizer = llm._engine.tokenizer
+    tokenizer = engine_of(llm).tokenizer
     text = tokenizer.apply_chat_template(CHAT)
     (want,) = llm.generate({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}, GREEDY)
     (have,) = llm.chat(CHAT, GREEDY)
@@ -81,13 +82,13 @@ def test_chat_takes_the_template_and_how_it_reads_content(llm: LLM, caplog: pyte
 
 
 def test_without_a_tokenizer_ids_go_in_and_come_out(llm: LLM) -> None:
-    ids = llm._engine.tokenizer.encode(TEXT)
+    ids = engine_of(llm).tokenizer.encode(TEXT)
     (want,) = llm.generate([ids], GREEDY)
     with LLM(DEMO, kv_cache_memory=8 << 20, skip_tokenizer_init=True) as bare:
         (have,) = bare.generate([{"prompt_token_ids": ids}], GREEDY)
         assert have.outputs[0].token_ids == want.outputs[0].token_ids
         assert have.outputs[0].text == ""
-        assert bare._engine.tokenizer.eos_token_ids == llm._engine.tokenizer.eos_token_ids
+        assert engine_of(bare).tokenizer.eos_token_ids == engine_of(llm).tokenizer.eos_token_ids
         for form in (TEXT, {"prompt": TEXT}):
             with pytest.raises(RequestError, match="since skip_tokenizer_init is on"):
                 bare.generate([form], GREEDY)

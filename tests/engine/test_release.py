@@ -16,6 +16,7 @@ from baton.engine.executor import LocalExecutor
 from baton.engine.llm import LLM
 from baton.sampling_params import SamplingParams
 from testkit.engines import pair
+from testkit.inside import engine_of
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
@@ -43,7 +44,7 @@ def left(refs: dict[str, weakref.ref[Any]]) -> list[str]:
 
 def test_llm(no_garbage_collector: None, checkpoint: Callable[..., Path]) -> None:
     llm = LLM(str(checkpoint("qwen3")), kv_cache_memory=1 << 20, skip_tokenizer_init=True)
-    refs = held(llm._engine)
+    refs = held(engine_of(llm))
     llm.generate([1, 2, 3], PARAMS)
     assert left(refs) == [*refs]
     llm.close()

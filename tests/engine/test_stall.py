@@ -16,6 +16,7 @@ from baton.engine.config import EngineConfig
 from baton.errors import ConfigError, EngineStalledError
 from baton.sampling_params import SamplingParams
 from testkit.engines import TARGET, pair, request, stepped
+from testkit.inside import engine_of
 
 LIMIT_S = 30.0
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, seed=1, ignore_eos=True)
@@ -38,7 +39,7 @@ async def until_stalled(engine: AsyncEngine, stalled: bool) -> None:
 
 async def test_a_thread_that_hangs_is_told_and_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = AsyncEngine(EngineConfig(model=TARGET, stall_timeout_s=1.0))
-    core = engine._engine.core
+    core = engine_of(engine).core
     go_on = threading.Event()
     whole = core.step
 

@@ -44,6 +44,7 @@ from testkit.handoffs.nodes import (
     ticket_for,
 )
 from testkit.handoffs.tickets import signed
+from testkit.inside import change_hello, hello_of, node_of
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
@@ -135,7 +136,7 @@ def test_what_is_given_up_may_be_overwritten_while_it_is_copied(pair: Pair, mode
     p.agent.declare_final(ticket.key, n, source, {"target": n, "draft": n - 1})
     p.agent.finish_prefill(ticket.key, SEEDS, False, {"draft": n})
     until = time.monotonic() + 60
-    while not any(len(node.agent._node.operations) for node in (p, d)):
+    while not any(len(node_of(node.agent).operations) for node in (p, d)):
         assert time.monotonic() < until, "no copy begins"
         time.sleep(0.001)
     p.agent.abort(ticket.key, "preempted", taken.set)
@@ -216,11 +217,11 @@ def test_ranks_that_a_pair_does_not_bring_are_not_forgotten(pair: Pair) -> None:
 @pytest.mark.parametrize("groups", ["none", "another rank's"])
 def test_groups_that_only_the_fingerprint_has_are_missed(pair: Pair, groups: str) -> None:
     p, d = pair.both()
-    sessions = p.agent._node.sessions
-    facts = {**sessions._hello.fingerprint, **geometry_fields(sessions._hello.instance)}
-    sessions._hello = msgspec.structs.replace(sessions._hello, fingerprint=facts)
+    sessions = node_of(p.agent).sessions
+    facts = {**hello_of(sessions).fingerprint, **geometry_fields(hello_of(sessions).instance)}
+    change_hello(sessions, fingerprint=facts)
     instance = (
-        Instance(rank=0, groups={}) if groups == "none" else Instance(rank=3, groups=sessions._hello.instance.groups)
+        Instance(rank=0, groups={}) if groups == "none" else Instance(rank=3, groups=hello_of(sessions).instance.groups)
     )
     assert_refused(p, d, instance, r"group\.target\.ranks")
 
@@ -241,8 +242,8 @@ def half(geometry: Geometry, rank: int) -> RankGeometry:
 
 def assert_refused(p: Node, d: Node, said: Instance, why: str) -> None:
     """D refuses a P whose HELLO contains the instance `said`."""
-    sessions = p.agent._node.sessions
-    sessions._hello = msgspec.structs.replace(sessions._hello, instance=said)
+    sessions = node_of(p.agent).sessions
+    change_hello(sessions, instance=said)
     ticket = ticket_for(p, d, "pull")
     d.agent.open_decode(ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, d.pages(1, 4))
     p.agent.open_prefill(ticket)

@@ -14,6 +14,7 @@ from baton.handoff.protocol.messages import AttemptKey, Pair, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, verify
 from baton.wire import HandoffParams
 from testkit.handoffs.ranks import Shape, wanted_of
+from testkit.inside import legs_of
 
 KEY = b"k" * 32
 TWO = Shape(tp=2)
@@ -78,7 +79,7 @@ def test_pages_that_come_after_the_end_begin_nothing_anew() -> None:
     assert d.pairs(ticket) == {(0, 0), (1, 0)}  # whose tombstones take no pages
     assert d.noted[1:3] == [(what, ticket.transfer_id, (1, 0)) for what in ("announced", "aborted")]  # P's may be apart
     assert d.pairs(other) == {(0, 0), (1, 1)}
-    assert set(d.agent._legs) == {other.key}
+    assert set(legs_of(d.agent)) == {other.key}
     assert [type(event) for event in d.events] == [ev.DecodeFailed, ev.DecodeReleased]
 
 
@@ -127,7 +128,7 @@ def test_no_rank_is_sought_that_a_ticket_does_not_name(num_sources: int) -> None
     assert d.pairs(bad) == {(0, 0)}
     d.agent.on_event(ev.DecodeFailed(bad.key, "incompatible_peer", "", True))
     d.agent.on_event(ev.DecodeReleased(bad.key))
-    assert set(d.agent._legs) == {good.key}
+    assert set(legs_of(d.agent)) == {good.key}
 
 
 def test_a_ticket_of_many_ranks_comes_with_a_request() -> None:
@@ -161,7 +162,7 @@ def test_ranks_that_come_after_the_end_are_shown_no_pages() -> None:
     assert noted == ["open_prefill", "admit_prefill", "finish_prefill"]
     p.on_event(ev.PrefillReleased(ticket.key.of_pair((0, 1)), "finished"))
     assert events == [ev.PrefillReleased(ticket.key, "finished")]
-    assert not p._legs
+    assert not legs_of(p)
 
 
 def test_a_claim_before_the_prefill_leg_tells_which_ranks_there_are() -> None:

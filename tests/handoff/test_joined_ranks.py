@@ -27,6 +27,7 @@ from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import SignedTicket
 from baton.kv.interval import Interval
 from testkit.handoffs.ranks import Shape
+from testkit.inside import legs_of, peers_of
 
 Mode = Literal["push", "pull"]
 SEEDS = Seeds(7, None, [8])
@@ -117,7 +118,7 @@ class World:
             side.bind(agents)
             if self.random.random() < 0.3:
                 # It knows the other engine from an earlier handoff.
-                side._peers[self.ticket.key.ends[1 - number][0]] = self.instances[1 - number]
+                peers_of(side)[self.ticket.key.ends[1 - number][0]] = self.instances[1 - number]
         self.halves: tuple[dict[Pair, Half], dict[Pair, Half]] = ({}, {})
         self.ready: set[Pair] = set()
         self.final = dict.fromkeys(self.wanted, 0)  # what P's engine has computed, on all ranks
@@ -291,7 +292,7 @@ class World:
             assert sum(isinstance(event, ends) for event in told) == 1, told
             assert sum(isinstance(event, ev.DecodeFailed) for event in told) <= 1
             assert not any(half.copies for half in self.halves[side].values())
-            assert not self.sides[side]._legs
+            assert not legs_of(self.sides[side])
         if any(isinstance(event, ev.DecodeFailed) for event in self.events[1]):
             assert isinstance(self.events[1][-1], ev.DecodeReleased)
 

@@ -16,6 +16,7 @@ from baton.handoff.plan.topology import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.gather import pairs_of
 from testkit.handoffs.ranks import Engine, Rank, Shape, hand_over, settle, ticket_for, wanted_of
+from testkit.inside import legs_of
 
 
 class ShapeApart(Shape):
@@ -45,7 +46,7 @@ class Workers:
 
     @property
     def _legs(self) -> dict[Any, Any]:
-        return {key: leg for rank in self.ranks for key, leg in rank._legs.items()}
+        return {key: leg for rank in self.ranks for key, leg in legs_of(rank).items()}
 
     def next_request(self) -> None:
         """Forget the events of earlier requests."""

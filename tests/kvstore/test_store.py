@@ -22,6 +22,7 @@ from baton.transports.batches import Runs
 from baton.transports.registry import create_transport
 from baton.transports.remote.file import FileLibrary
 from baton.transports.remote.transport import RemoteTransport
+from testkit.inside import library_of
 
 
 def age(path: Path, seconds: float) -> None:
@@ -147,14 +148,14 @@ def test_whoever_asks_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         def fail(*arguments: Any) -> None:
             raise MemoryError
 
-        assert isinstance(far._library, FileLibrary)
-        monkeypatch.setattr(far._library, "_fetch", fail)
+        assert isinstance(library_of(far), FileLibrary)
+        monkeypatch.setattr(library_of(far), "_fetch", fail)
         operation = near.submit(peer, "write", CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3))
         assert operation.wait(10) == "failed"
         assert operation.error == "MemoryError"
         assert peer.alive()
-        assert isinstance(near._library, FileLibrary)
-        while near._library._asked:  # until the driver's thread has released the batch
+        assert isinstance(library_of(near), FileLibrary)
+        while library_of(near)._asked:  # until the driver's thread has released the batch
             time.sleep(0.005)
     finally:
         far.close()

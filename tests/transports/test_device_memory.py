@@ -18,6 +18,7 @@ from baton.transports.base import DeviceMemory
 from baton.transports.registry import create_transport
 from baton.transports.remote import nixl
 from baton.transports.remote.transport import RemoteDescriptor, RemoteTransport, parse_descriptor
+from testkit.inside import driver_of, library_of
 
 _numbers = itertools.count()
 
@@ -80,7 +81,7 @@ entered: set[tuple[int, int]] = set()
 
 
 def agent_of(transport: RemoteTransport) -> FakeAgent:
-    agent: FakeAgent = transport._library._agent  # type: ignore[attr-defined]
+    agent: FakeAgent = library_of(transport)._agent  # type: ignore[attr-defined]
     return agent
 
 
@@ -96,7 +97,7 @@ def test_descriptors_name_device_and_kind_of_memory() -> None:
         descriptor = far.register([memory_of(0, 1 << 40, 4096), memory_of(0, 1 << 41, 8192)])
         near.register([memory_of(3, 1 << 42, 4096)])
         assert agent_of(near).started_with == {3}
-        bounce = near._driver.bounce.ctypes.data
+        bounce = driver_of(near).bounce.ctypes.data
         assert agent_of(near).registered == [
             ([(bounce, 64, 0, "")], "DRAM"),
             ([(1 << 42, 4096, 3, "")], "VRAM"),

@@ -28,6 +28,7 @@ from baton.transports.remote.library import BatchFailedError, Library, RemotePee
 from baton.transports.remote.lifeline import MAX_STRANGERS, RECEIVED_BYTES, Event, Lifeline, Line
 from baton.transports.remote.sockets import LEAST_BYTES, held_bytes
 from baton.transports.remote.transport import MAX_REGIONS, RemoteTransport
+from testkit.inside import driver_of
 
 
 @dataclass(eq=False)
@@ -101,7 +102,7 @@ class Side:
 
     def settle(self, state: str) -> None:
         self.batch().state = state
-        self.transport._driver.lifeline.wake()
+        driver_of(self.transport).lifeline.wake()
 
 
 def eventually(holds: Callable[[], object]) -> None:
@@ -195,7 +196,7 @@ def test_a_connection_is_cut_when_its_batch_has_ended(
     assert near.library.removed == []
     near.settle(state)
     assert operation.wait(10) == "failed"
-    eventually(lambda: near.transport._driver.peers == [])
+    eventually(lambda: driver_of(near.transport).peers == [])
     assert near.library.removed == ["far"]
 
 
@@ -225,7 +226,7 @@ def test_a_word_of_the_peer_proves_nothing_of_what_this_side_does(sides: tuple[S
     operation = near.submit(peer)
     near.settle("failed")
     eventually(lambda: not peer.alive())
-    for line in list(far.transport._driver._announced):
+    for line in list(driver_of(far.transport)._announced):
         line.send(b"drained")
     assert operation.wait(0.5) == "pending"
 
@@ -415,7 +416,7 @@ def test_a_fence_takes_in_all_that_sockets_hold(sides: tuple[Side, Side], monkey
     near, far = sides
     peer = near.transport.connect(far.descriptor).result(30)
     turns: list[float] = []
-    lifeline = near.transport._driver.lifeline
+    lifeline = driver_of(near.transport).lifeline
     real = lifeline.wait
 
     def wait(timeout_s: float) -> list[Event]:

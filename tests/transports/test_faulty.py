@@ -97,11 +97,11 @@ def test_fail_says_so() -> None:
         assert not theirs[0][2 * PAGE :].any()
 
 
-def test_duplicate_and_delay_still_copy() -> None:
-    for options in ("fault=duplicate", "fault=delay&delay_s=0.01"):
-        with pair(options) as (near, peer, own, theirs):
-            assert run(near, peer, pages([4], [4])).poll() == "done"
-            assert np.array_equal(theirs[0][4 * PAGE : 5 * PAGE], own[0][4 * PAGE : 5 * PAGE])
+@pytest.mark.parametrize("options", ["fault=duplicate", "fault=delay&delay_s=0.01"])
+def test_duplicate_and_delay_still_copy(options: str) -> None:
+    with pair(options) as (near, peer, own, theirs):
+        assert run(near, peer, pages([4], [4])).poll() == "done"
+        assert np.array_equal(theirs[0][4 * PAGE : 5 * PAGE], own[0][4 * PAGE : 5 * PAGE])
 
 
 def test_reorder_lets_the_next_one_pass() -> None:

@@ -34,6 +34,7 @@ from baton.transports.remote.library import RemotePeer
 from baton.transports.remote.lifeline import MAX_FRAME, Lifeline, Line
 from baton.transports.remote.transport import RemoteDescriptor, RemoteTransport, parse_descriptor
 from testkit.handoffs.remote_uris import SCHEMES, uri_of
+from testkit.inside import driver_of, library_of, process_of
 
 
 def eventually(holds: Callable[[], object]) -> None:
@@ -65,7 +66,7 @@ def test_a_stopped_peer_proves_nothing_until_it_is_dead(
         region = near.allocate("near", size)
         near.register([region])
         peer = near.connect(far.descriptor).result(30)
-        os.kill(far._process.pid, signal.SIGSTOP)
+        os.kill(process_of(far).pid, signal.SIGSTOP)
         operation = near.submit(peer, "write", run_of(size), "stuck")
         assert operation.wait(0.5) == "pending"
         near.cancel(operation)
@@ -221,7 +222,7 @@ def test_peers_that_never_answer_hold_no_thread_and_no_connection(
         near.register([near.allocate("near", 64)])
         far = mute.register([mute.allocate("mute", 64)])
         peer = near.connect(good.register([good.allocate("good", 64)])).result(30)
-        monkeypatch.setattr(mute._library, "_serve", lambda line, ask: None)
+        monkeypatch.setattr(library_of(mute), "_serve", lambda line, ask: None)
         monkeypatch.setattr(remote_module, "CALL_TIMEOUT_S", 0.3)
         sockets, threads = num_sockets(), threading.active_count()
         attempts = [near.connect(far) for _ in range(80)]
@@ -229,7 +230,7 @@ def test_peers_that_never_answer_hold_no_thread_and_no_connection(
             with pytest.raises(TransportError, match="does not answer"):
                 attempt.result(60)
         assert near.submit(peer, "write", run_of(64)).wait(30) == "done"
-        eventually(lambda: near._driver.peers == [peer])
+        eventually(lambda: driver_of(near).peers == [peer])
         eventually(lambda: num_sockets() <= sockets)
         eventually(lambda: threading.active_count() <= threads + 16)  # the workers, which are idle
     finally:
@@ -248,7 +249,7 @@ def test_a_write_is_pending_until_the_peer_has_answered(tmp_path: Path, monkeypa
         near.register([own])
         descriptor = far.register([theirs])
         writer, reader = near.connect(descriptor).result(30), near.connect(descriptor).result(30)
-        library, held = far._library, []
+        library, held = library_of(far), []
         assert isinstance(library, FileLibrary)
         serve = library._serve
         monkeypatch.setattr(library, "_serve", lambda line, ask: held.append((line, ask)))
@@ -285,7 +286,7 @@ def altered(descriptor: bytes, **changes: object) -> bytes:
 
 def test_descriptors_that_no_transport_makes_are_refused(far: RemoteTransport) -> None:
     descriptor = far.register([far.allocate("far", 64)])
-    contact = far._driver.lifeline.contact
+    contact = driver_of(far).lifeline.contact
     for changes, message in (
         ({"scheme": "nixl"}, "descriptor of 'nixl'"),
         ({"metadata": b"x"}, "is damaged"),
@@ -314,7 +315,7 @@ def test_another_store_is_named_as_the_cause(far: RemoteTransport, tmp_path: Pat
 
 
 def test_a_caller_without_the_secret_gets_nothing(far: RemoteTransport) -> None:
-    contact = far._driver.lifeline.contact
+    contact = driver_of(far).lifeline.contact
     lifeline = Lifeline("127.0.0.1")
     try:
         with pytest.raises(TransportError, match=r"no answer|refused"):
@@ -361,7 +362,7 @@ def answer_of(far: RemoteTransport, frame: bytes) -> bytes | None:
     """The answer of `far` on a new line; None if it ends the line."""
     lifeline = Lifeline("127.0.0.1")
     try:
-        line: Line = lifeline.dial(far._driver.lifeline.contact)
+        line: Line = lifeline.dial(driver_of(far).lifeline.contact)
         line.send(frame)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -373,9 +374,9 @@ def answer_of(far: RemoteTransport, frame: bytes) -> bytes | None:
 
 
 def test_an_answer_counts_only_on_the_line_that_was_asked(far: RemoteTransport) -> None:
-    library = far._library
+    library = library_of(far)
     assert isinstance(library, FileLibrary)
-    contact = far._driver.lifeline.contact
+    contact = driver_of(far).lifeline.contact
     lifeline = Lifeline("127.0.0.1")
     try:
         asked, line = lifeline.dial(contact), lifeline.dial(contact)
@@ -394,7 +395,7 @@ def test_an_answer_counts_only_on_the_line_that_was_asked(far: RemoteTransport) 
 
 
 def test_a_reused_pid_is_a_dead_process(far: RemoteTransport) -> None:
-    contact = far._driver.lifeline.contact
+    contact = driver_of(far).lifeline.contact
     assert not ProcessWatch(contact.pid, contact.start_time, contact.host_key).dead()
     assert ProcessWatch(contact.pid, "1", contact.host_key).dead()
     # Nothing is known of another host's processes, whatever their numbers.

@@ -27,6 +27,7 @@ from baton.transports.mapped.populate import PIECE_BYTES, populate
 from baton.transports.mapped.segments import SHM_DIR, remove_stale_segments
 from baton.transports.mapped.shm import ShmTransport
 from baton.transports.process import start_time_of
+from testkit.inside import process_of
 
 
 @pytest.fixture
@@ -288,7 +289,7 @@ sys.stdin.readline()
 
 def test_segments_of_a_killed_owner_are_removed_by_its_peer() -> None:
     owner = SpawnedPeer("shm://", [4096, 100])
-    pid = owner._process.pid
+    pid = process_of(owner).pid
     with subprocess.Popen(
         [sys.executable, "-c", _SURVIVOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as peer:
@@ -335,12 +336,12 @@ def test_a_disconnected_peer_holds_no_file_and_its_death_is_still_seen(transport
         assert not any(peer.alive() or peer.fenced() for peer in peers)
         last = transport.connect(owner.descriptor).result(30)
         # Killed, but not reaped yet: its memory is gone, which is what counts.
-        owner._process.kill()
+        process_of(owner).kill()
         while not last.fenced():
             time.sleep(0.01)
         transport.disconnect(last)
         assert last.fenced()
-        eventually(lambda: segments(owner._process.pid) == [])
+        eventually(lambda: segments(process_of(owner).pid) == [])
         owner.kill()
         assert all(peer.fenced() and not peer.alive() for peer in [*peers, last])
     finally:

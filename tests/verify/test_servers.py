@@ -133,13 +133,13 @@ def test_other_answers_are_differences(name: str, verify: Verify) -> None:
     assert result.out.endswith(f"identical: 0/{NUM}\n")
 
 
-def test_one_wrong_token_of_one_request_is_found(verify: Verify) -> None:
-    for sides in ((0, 5), (5, 0)):
-        fakes = [FakeOpenAI(change=of_choice(put(5, by), only=2)) for by in sides]
-        result = verify(*fakes)
-        assert result.code == 1, result
-        assert "DIFFERENT candidate: request 2 (prompt of 7 tokens): token 5: expected" in result.out
-        assert result.out.endswith(f"identical: {NUM - 1}/{NUM}\n")
+@pytest.mark.parametrize("sides", [(0, 5), (5, 0)])
+def test_one_wrong_token_of_one_request_is_found(verify: Verify, sides: Any) -> None:
+    fakes = [FakeOpenAI(change=of_choice(put(5, by), only=2)) for by in sides]
+    result = verify(*fakes)
+    assert result.code == 1, result
+    assert "DIFFERENT candidate: request 2 (prompt of 7 tokens): token 5: expected" in result.out
+    assert result.out.endswith(f"identical: {NUM - 1}/{NUM}\n")
 
 
 @pytest.mark.parametrize("name", MALFORMED)

@@ -240,24 +240,24 @@ def test_layers_behind_one_that_is_missing_wait_for_the_end_of_the_step() -> Non
     assert two.wrong() == []
 
 
-def test_a_leg_that_is_given_up_is_told_of_no_more() -> None:
+@pytest.mark.parametrize("end", ["preempted", "cancelled", "released"])
+def test_a_leg_that_is_given_up_is_told_of_no_more(end: str) -> None:
     """Preempted, cancelled by D, or released because the peer died."""
-    for end in ("preempted", "cancelled", "released"):
-        two = Pair(25)
-        two.step(0, 16)
-        num_told = len(two.agent.told)
-        if end == "preempted":
-            two.worker.release_preempted([two.ticket.key])
-        elif end == "cancelled":
-            two.worker.begin(StepNews(cancelled=[two.ticket.key]))
-        if end != "preempted":
-            two.worker.post(ev.PrefillReleased(two.ticket.key, "peer_lost"))
-            two.worker.results()
-        copied = list(two.agent.copied)
-        two.step(16, 25)
-        assert two.agent.copied == copied or end == "released"
-        assert len(two.agent.told) == num_told
-        two.worker.begin(StepNews(closed=[ClosePrefill(two.ticket.key, held=False, failed=True)]))
+    two = Pair(25)
+    two.step(0, 16)
+    num_told = len(two.agent.told)
+    if end == "preempted":
+        two.worker.release_preempted([two.ticket.key])
+    elif end == "cancelled":
+        two.worker.begin(StepNews(cancelled=[two.ticket.key]))
+    if end != "preempted":
+        two.worker.post(ev.PrefillReleased(two.ticket.key, "peer_lost"))
+        two.worker.results()
+    copied = list(two.agent.copied)
+    two.step(16, 25)
+    assert two.agent.copied == copied or end == "released"
+    assert len(two.agent.told) == num_told
+    two.worker.begin(StepNews(closed=[ClosePrefill(two.ticket.key, held=False, failed=True)]))
 
 
 def test_a_prefix_that_either_side_has() -> None:

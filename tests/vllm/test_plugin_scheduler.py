@@ -108,26 +108,26 @@ def test_a_prefill_leg_is_announced_computed_and_held() -> None:
     assert (step.computed, step.closed) == ([], [ClosePrefill(t.key, held=True, failed=False)])
 
 
-def test_the_first_block_of_a_window_outlives_its_request() -> None:
+@pytest.mark.parametrize("end", ["sent", "preempted", "aborted"])
+def test_the_first_block_of_a_window_outlives_its_request(end: str) -> None:
     # The decode engine computes token 9 and sees keys 4 to 9; vLLM, which has computed it, keeps those from 5 on.
     pool = Pool()
     p = side("P", tables=[FULL, CacheTable(1, "sliding_window", 6, 5, ())], pool=pool)
-    for end in ("sent", "preempted", "aborted"):
-        request = leg("prefill", ticket())
-        p.on_new_request(request)
-        p.on_scheduled("prefill-1", 9 if end == "aborted" else 10, ([1, 2, 3], [7, 8]), replace=True)
-        p.on_scheduled("prefill-1", 11, None, replace=False)
+    request = leg("prefill", ticket())
+    p.on_new_request(request)
+    p.on_scheduled("prefill-1", 9 if end == "aborted" else 10, ([1, 2, 3], [7, 8]), replace=True)
+    p.on_scheduled("prefill-1", 11, None, replace=False)
+    assert pool.references[7] == 1
+    if end == "preempted":
+        p.on_preempted({"prefill-1"})
+        assert pool.references[7] == 0
+    held, _ = p.on_finished(request)
+    assert held == (end != "preempted")
+    if held:
         assert pool.references[7] == 1
-        if end == "preempted":
-            p.on_preempted({"prefill-1"})
-            assert pool.references[7] == 0
-        held, _ = p.on_finished(request)
-        assert held == (end != "preempted")
-        if held:
-            assert pool.references[7] == 1
-            p.on_sent("prefill-1")
         p.on_sent("prefill-1")
-        assert set(pool.references.values()) == {0}
+    p.on_sent("prefill-1")
+    assert set(pool.references.values()) == {0}
 
 
 def test_a_prefill_leg_that_ends_early_is_given_up() -> None:

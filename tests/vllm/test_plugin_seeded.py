@@ -113,24 +113,24 @@ def test_a_ticket_for_another_length_permits_nothing() -> None:
     assert sum(p.refused.values()) == 2
 
 
-def test_a_cancelled_leg_is_let_go() -> None:
-    for finished in (True, False):
-        p, t, other = side("P"), ticket(), ticket()
-        request = seeded_leg(p, t)
-        request.output_token_ids.append(FIRST)
-        if finished:
-            p.on_finished(request)
-            p.take_step()
-        p.on_new_request(cancel(other))
-        assert p.take_step() == StepNews(), "that one is another's"
-        p.on_new_request(cancel(t))
-        if finished:
-            assert p.take_step().cancelled == [t.key]
-        else:
-            assert p.on_finished(request) == (True, None)
-            assert p.take_step().closed == [ClosePrefill(t.key, held=True, failed=True, sampled=FIRST)]
-        p.on_new_request(cancel(t))
-        assert p.on_finished(cancel(t)) == (False, None)
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_cancelled_leg_is_let_go(finished: bool) -> None:
+    p, t, other = side("P"), ticket(), ticket()
+    request = seeded_leg(p, t)
+    request.output_token_ids.append(FIRST)
+    if finished:
+        p.on_finished(request)
+        p.take_step()
+    p.on_new_request(cancel(other))
+    assert p.take_step() == StepNews(), "that one is another's"
+    p.on_new_request(cancel(t))
+    if finished:
+        assert p.take_step().cancelled == [t.key]
+    else:
+        assert p.on_finished(request) == (True, None)
+        assert p.take_step().closed == [ClosePrefill(t.key, held=True, failed=True, sampled=FIRST)]
+    p.on_new_request(cancel(t))
+    assert p.on_finished(cancel(t)) == (False, None)
 
 
 @pytest.mark.parametrize("why", ["forged", "expired", "none"])

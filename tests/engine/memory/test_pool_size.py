@@ -16,6 +16,7 @@ from baton.engine.memory.pool_size import MIN_POOL_BYTES, Demand, Memory, PoolSi
 from baton.errors import ConfigError
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes
 from testkit.engines import EAGLE3, TARGET
+from testkit.inside import engine_of
 
 GIB = 1 << 30
 PAGE_BYTES = 2 << 20  # 16 tokens of an 8 B model
@@ -200,7 +201,7 @@ def test_a_request_may_have_all_of_the_context_and_the_start_says_how_much() -> 
     """A chat request without `max_tokens` asks for exactly that."""
     page_bytes = 16 * 2 * 4 * 32 * 2 * 5
     with LLM(TARGET, speculative_config=EAGLE3, kv_cache_memory=10 * page_bytes, batch_invariant=True) as llm:
-        context = llm._engine.info.max_model_len
+        context = engine_of(llm).info.max_model_len
         assert context == 9 * 16 - 3
         prompt = list(range(5, 45))
         params = SamplingParams(max_tokens=context - len(prompt), temperature=0.0, ignore_eos=True)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from baton import LLM, SamplingParams
 from baton.verify.observe import make_cases
 from testkit.checkpoints.common import make_checkpoint, make_drafter
+from testkit.inside import engine_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,7 +74,7 @@ def find(tmp_path_factory: pytest.TempPathFactory) -> Find:
         if name == "demo":
             target = DEMO / "baton-demo-llama"
             with LLM(str(target), kv_cache_memory=KV_MEMORY) as llm:
-                cases = make_cases(llm._engine.tokenizer, list(LENGTHS), SamplingParams())
+                cases = make_cases(engine_of(llm).tokenizer, list(LENGTHS), SamplingParams())
             heads = {method: DEMO / f"baton-demo-{method}" for method in METHODS[1:]}
             return Models(target, heads, [list(case.prompt_token_ids) for case in cases])
         root = tmp_path_factory.mktemp(name)

@@ -21,6 +21,7 @@ from baton.models.layers.expert_parallel import ExpertRanks
 from baton.sampling_params import SamplingParams
 from benchmarks.parity.models import TARGETS
 from testkit.engines import TARGET, request
+from testkit.inside import engine_of, thread_of
 
 Answer = tuple[list[int], list[int]]
 PROMPTS = [[3 + (7 * i + 13 * n) % 90 for i in range(n)] for n in (1, 17, 40, 61)]
@@ -96,9 +97,9 @@ async def test_ranks_answer_as_one_engine_does(tmp_path: Path, settings: dict[st
 async def test_the_end_of_one_is_the_end_of_all(tmp_path: Path, settings: dict[str, Any]) -> None:
     """A sleeping rank learns of it when it gets a request."""
     with ranks(2, tmp_path, settings) as (first, second):
-        core = second._engine.core
+        core = engine_of(second).core
         for _ in range(1000):  # gloo's connections belong to this process and outlive the thread
-            if all(engine._engine.core.peers.may_sleep(False) for engine in (first, second)):
+            if all(engine_of(engine).core.peers.may_sleep(False) for engine in (first, second)):
                 break
             await asyncio.sleep(0.01)
 
@@ -107,13 +108,13 @@ async def test_the_end_of_one_is_the_end_of_all(tmp_path: Path, settings: dict[s
 
         core.step = fail  # type: ignore[method-assign]
         core.post(lambda: None)
-        await asyncio.to_thread(second._thread.join, 10.0)
+        await asyncio.to_thread(thread_of(second).join, 10.0)
         # In reality its process and its sockets would end now.
         assert isinstance(core.peers, Lockstep)
         core.peers.wake_sockets.close()
         with pytest.raises(EngineUnavailableError, match="EngineUnavailableError"):
             await answer(first, "1", PROMPTS[1])
-        await asyncio.to_thread(first._thread.join, 10.0)
+        await asyncio.to_thread(thread_of(first).join, 10.0)
         assert first._failure is not None
         assert "data-parallel rank 1 has gone" in first._failure
 

@@ -13,6 +13,7 @@ from baton import LLM
 from baton.engine import executor
 from baton.engine.plan import Sampling
 from baton.errors import BatonError, EngineUnavailableError
+from testkit.inside import engine_of
 from tests.engine.ranks.test_rank_processes import GREEDY, PARAMS, PROMPTS, SETTINGS, TARGET
 
 
@@ -34,7 +35,7 @@ def test_whose_fault_ends_what(monkeypatch: pytest.MonkeyPatch) -> None:
             assert [r.outputs[0].token_ids for r in llm.generate(PROMPTS[:3], GREEDY)] == expected
         assert all(r.outputs[0].token_ids for r in llm.generate(PROMPTS, PARAMS))
 
-        core = llm._engine.core
+        core = engine_of(llm).core
         local = core.executor.local  # type: ignore[attr-defined]
         drafted = local.draft
         monkeypatch.setattr(

@@ -22,6 +22,7 @@ from baton.engine.ranks.messages import Compute, decode_order, encode
 from baton.errors import BatonError, ConfigError, EngineUnavailableError
 from baton.transports.mapped.segments import file_of
 from testkit.checkpoints.granite import make_granite
+from testkit.inside import engine_of
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
@@ -162,7 +163,7 @@ def test_memory_that_no_other_process_reaches_is_named() -> None:
 def test_a_plan_that_fails_ends_the_ranks() -> None:
     """A rank that raised is inside an all-reduce in which the others wait."""
     with LLM(TARGET, **SETTINGS, tensor_parallel_size=2) as llm:
-        executor = llm._engine.core.executor
+        executor = engine_of(llm).core.executor
         assert isinstance(executor, RankExecutor)
         rows = one_request([1, 2], {name: [99999] for name in executor.spec.target_groups})
         with pytest.raises(EngineUnavailableError, match="rank"):

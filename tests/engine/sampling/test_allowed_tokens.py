@@ -8,6 +8,7 @@ from baton.engine.llm import LLM
 from baton.errors import RequestError
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from testkit.engines import EAGLE3, TARGET
+from testkit.inside import engine_of
 
 PROMPTS = [list(range(20, 20 + n)) for n in (1, 5, 40)]
 SOME = (7, 300, 301, 302, 1999, 2047)
@@ -32,7 +33,7 @@ def test_no_other_token_is_chosen() -> None:
             assert all(set(tokens) <= set(params.allowed_token_ids or ()) for tokens in alone)
             assert all(len(tokens) == params.max_tokens for tokens in alone)
         # With a grammar, only tokens that both allow.
-        tokenizer = plain._engine.tokenizer
+        tokenizer = engine_of(plain).tokenizer
         digits = {i for i in range(2048) if tokenizer.token_text(i) in ("3", "5")}
         ends = set(tokenizer.eos_token_ids)
         follows = StructuredOutputsParams(regex="[0-9]{6}")

@@ -162,12 +162,14 @@ def resume(two: Pair, prompt: list[int], params: SamplingParams, want: Stream) -
         assert decode.finish_reason == want.finish_reason
 
 
-def test_a_request_resumes_alone(expected: list[Stream], plain: Stepped, prompt: list[int]) -> None:
-    for index in (1, 4):
-        for cut in (1, 3):
-            known = expected[index].token_ids[:cut]
-            have = plain.run(f"alone{index}{cut}", prompt, PARAMS[index], known)
-            assert have.token_ids == expected[index].token_ids[cut:]
+@pytest.mark.parametrize("index", [1, 4])
+@pytest.mark.parametrize("cut", [1, 3])
+def test_a_request_resumes_alone(
+    expected: list[Stream], plain: Stepped, prompt: list[int], index: int, cut: int
+) -> None:
+    known = expected[index].token_ids[:cut]
+    have = plain.run(f"alone{index}{cut}", prompt, PARAMS[index], known)
+    assert have.token_ids == expected[index].token_ids[cut:]
 
 
 def test_a_grammar_ends_the_output_before_min_tokens(plain: Stepped, prompt: list[int]) -> None:

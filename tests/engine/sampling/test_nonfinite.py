@@ -35,6 +35,7 @@ from testkit.checkpoints.common import make_checkpoint
 from testkit.checkpoints.drafters_tokens import ngram
 from testkit.checkpoints.moe import make_moe_checkpoint
 from testkit.engines import EAGLE3, TARGET, Stepped, pair, request, stepped
+from testkit.inside import engine_of
 from testkit.servers.fake_serving import served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -285,12 +286,12 @@ def test_a_handoff(spoiled: str, mode: Any, tmp_path: Path) -> None:
 
 async def test_what_clients_are_told() -> None:
     engine = AsyncEngine(EngineConfig(model=TARGET, speculative_config=SpeculativeConfig.parse(json.dumps(EAGLE3))))
-    assert isinstance(engine._engine.core.executor, LocalExecutor)
-    spoil_runner(engine._engine.core.executor.runner)
+    assert isinstance(engine_of(engine).core.executor, LocalExecutor)
+    spoil_runner(engine_of(engine).core.executor.runner)
     engine.start()
     asked: dict[str, Any] = {"prompt": [7, 8, BAD, 4], "max_tokens": 4, "temperature": 0.0}
     try:
-        app = build_app(engine, engine._engine.tokenizer)
+        app = build_app(engine, engine_of(engine).tokenizer)
         async with served(app) as url, aiohttp.ClientSession() as session:
             async with session.post(f"{url}/v1/completions", json=asked) as response:
                 body = await response.json()
@@ -329,11 +330,11 @@ async def test_what_a_routers_clients_are_told(stream: bool, recovery: Any, tmp_
                 "recovery": recovery,
             }
             engine = AsyncEngine(EngineConfig(model=TARGET, **settings))
-            assert isinstance(engine._engine.core.executor, LocalExecutor)
-            spoil_runner(engine._engine.core.executor.runner)
+            assert isinstance(engine_of(engine).core.executor, LocalExecutor)
+            spoil_runner(engine_of(engine).core.executor.runner)
             engine.start()
             stack.callback(engine.close)
-            urls.append(await stack.enter_async_context(served(build_app(engine, engine._engine.tokenizer))))
+            urls.append(await stack.enter_async_context(served(build_app(engine, engine_of(engine).tokenizer))))
         config = RouterConfig(prefill=(urls[0],), decode=(urls[1],), ticket_key=key, tokenizer=TARGET)
         router = await stack.enter_async_context(served(await build_router(config)))
         session = await stack.enter_async_context(aiohttp.ClientSession())
@@ -348,7 +349,7 @@ async def test_what_a_routers_clients_are_told(stream: bool, recovery: Any, tmp_
 
 def test_the_offline_class_raises() -> None:
     with LLM(model=TARGET) as llm:
-        executor = llm._engine.core.executor
+        executor = engine_of(llm).core.executor
         assert isinstance(executor, LocalExecutor)
         spoil_runner(executor.runner)
         with pytest.raises(HandoffError, match="nonfinite_logits"):

@@ -15,6 +15,7 @@ from baton.errors import RequestError
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, TokenChunk, TokenLogprobs
 from testkit.engines import EAGLE3, TARGET
+from testkit.inside import engine_of
 
 PROMPT = [int(i) for i in np.random.default_rng(0).integers(5, 2000, 150)]
 NUM_TOP = 3
@@ -22,7 +23,7 @@ NUM_TOP = 3
 
 def scored(llm: LLM, max_tokens: int, beside: int = 0, prompt: list[int] = PROMPT) -> list[TokenLogprobs | None]:
     """The logprobs of a prompt, while other requests run."""
-    core, chunks = llm._engine.core, list[TokenChunk]()
+    core, chunks = engine_of(llm).core, list[TokenChunk]()
     core.emit = core.steps.emit = lambda chunk, last: chunks.append(chunk)
     own = SamplingParams(max_tokens=max_tokens, temperature=0.0, prompt_logprobs=NUM_TOP, ignore_eos=True)
     requests = [("own", prompt, own)]
@@ -31,7 +32,7 @@ def scored(llm: LLM, max_tokens: int, beside: int = 0, prompt: list[int] = PROMP
         requests.append((str(number), PROMPT[: 40 + number], params))
     for name, tokens, params in requests:
         wire = GenerateRequest(request_id=name, prompt_token_ids=tokens, sampling_params=params)
-        core.add(make_request(llm._engine, wire))
+        core.add(make_request(engine_of(llm), wire))
     while core.scheduler.has_work:
         core.step()
     assert not core.requests

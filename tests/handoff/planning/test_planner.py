@@ -211,22 +211,22 @@ def test_a_prefix_hit_in_the_middle_of_a_page_and_a_lookahead_page() -> None:
     assert {int(at) // page for at in planned[0].dest_offset} == {9, 2}
 
 
-def test_one_replica_sends_and_senders_are_spread() -> None:
+@pytest.mark.parametrize("dest_tp", [1, 2, 8])
+def test_one_replica_sends_and_senders_are_spread(dest_tp: int) -> None:
     # Eight source ranks share two heads, four replicas each.
     sources = ranks(*[make(heads=(i // 4, i // 4 + 1)) for i in range(8)])
-    for dest_tp in (1, 2, 8):
-        got = []
-        for rank in range(dest_tp):
-            heads = (0, 2) if dest_tp == 1 else (rank * 2 // dest_tp, rank * 2 // dest_tp + 1)
-            got.append(senders(sources, RankGeometry(rank=rank, geometry=make(heads=heads))))
-        assert (
-            got
-            == {
-                1: [(0, 4)],
-                2: [(0,), (5,)],
-                8: [(i,) for i in range(8)],
-            }[dest_tp]
-        )
+    got = []
+    for rank in range(dest_tp):
+        heads = (0, 2) if dest_tp == 1 else (rank * 2 // dest_tp, rank * 2 // dest_tp + 1)
+        got.append(senders(sources, RankGeometry(rank=rank, geometry=make(heads=heads))))
+    assert (
+        got
+        == {
+            1: [(0, 4)],
+            2: [(0,), (5,)],
+            8: [(i,) for i in range(8)],
+        }[dest_tp]
+    )
 
 
 def test_latents_come_from_one_rank_each() -> None:

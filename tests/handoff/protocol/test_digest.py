@@ -13,11 +13,13 @@ from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol.digests import (
     SAMPLED_SHARE,
     MemoryDigester,
+    cells_of,
     check_shape,
     due,
     mismatches,
     pieces,
     seeds_digest,
+    share,
     uncovered,
 )
 from baton.handoff.protocol.events import BadPiece
@@ -78,6 +80,14 @@ def test_layout_and_page_size_do_not_matter() -> None:
         assert [p.tokens for p in found] == list(pieces(Interval(start, stop)))
         assert all(len(p.hashes) == 2 * 8 * LAYERS for p in found)
     assert one.digests(5, 5) == []
+
+
+def test_a_rank_sends_every_cell_of_another_that_it_holds_alone() -> None:
+    """Of each layer and plane; the order is that of the digests of a piece."""
+    rank = Pool(16).ranks["target"]
+    cells = share((rank,), rank, 0)
+    assert sorted(cells) == sorted(cells_of(rank.geometry))
+    assert len(cells) == len(LAYER_IDS) * 2
 
 
 def test_one_flipped_bit_is_named() -> None:

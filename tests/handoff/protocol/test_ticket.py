@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError, EngineUnavailableError, ProtocolError
 from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.ticket import (
+    Redeemer,
     SignedTicket,
     Ticket,
     load_or_create_key,
@@ -106,10 +107,20 @@ def test_digest_covers_prompt_and_parameters() -> None:
     assert len(base) == 32
     assert base != request_digest([1, 3], SamplingParams())
     assert base != request_digest([1, 2], SamplingParams(seed=1))
+    assert base == request_digest([1, 2], SamplingParams(), 2) != request_digest([1, 2], SamplingParams(), 1)
     assert request_digest([1], SamplingParams(logit_bias={1: 0.5, 2: 1.0})) == request_digest(
         [1], SamplingParams(logit_bias={2: 1.0, 1: 0.5})
     )
     assert len({new_transfer_id() for _ in range(100)}) == 100
+
+
+def test_refused_tickets_are_counted() -> None:
+    redeemer = Redeemer(KEY, TICKET.decode_engine, "d-1")
+    redeemer.redeem(mint(KEY, TICKET), "decode", None, 900.0)
+    assert redeemer.refused == 0
+    with pytest.raises(ProtocolError, match="used before"):
+        redeemer.redeem(mint(KEY, TICKET), "decode", None, 900.0)
+    assert redeemer.refused == 1
 
 
 def test_key_file(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from baton.handoff.session.curve import as_client
 from baton.handoff.session.keys import KeyRing, Keys, TicketKeys, check_bind, is_local, make_keys, ticket_key_file
 from baton.handoff.session.sockets import Channel
 from baton.log_limit import LINES_PER_SECOND, LogLimit
+from testkit.inside import accepted_of
 
 KEYS = TicketKeys(b"k" * 32)
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -254,7 +255,7 @@ def test_a_new_session_on_one_connection_ends_the_old(p: Channel, stranger: Stra
     got = exchange(p, until=lambda: p.frames == 3)[p]
     sessions = [(c.session, type(m)) for c, m in got]
     assert sessions == [(1, Hello), (1, Bye), (2, Hello), (2, Bye), (3, Hello)]
-    assert len(p._accepted) == len(p._unproven) == 1
+    assert len(accepted_of(p)) == len(p._unproven) == 1
 
 
 def test_strangers_make_room_and_proven_peers_stay(
@@ -271,11 +272,11 @@ def test_strangers_make_room_and_proven_peers_stay(
     assert len(ended) == p.evicted == 6
     assert peer not in ended
     assert len(p._unproven) == 4
-    assert len(p._accepted) == 5
+    assert len(accepted_of(p)) == 5
     stranger.sockets[0].send(encode(Bye("x"), 1, 2))
     assert exchange(p, until=lambda: p.frames == 12)[p] == [(peer, Bye("x"))]
     p.drop(peer)
-    assert len(p._accepted) == 4
+    assert len(accepted_of(p)) == 4
 
 
 def test_sessions_are_bounded(p: Channel, stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +287,7 @@ def test_sessions_are_bounded(p: Channel, stranger: Stranger, monkeypatch: pytes
         exchange(p, until=lambda session=session: p.frames == session)[p][-1][0].proven = True
     stranger.connect().send(encode(hello("D"), 9, 1))
     assert exchange(p, until=lambda: p.malformed == 1)[p] == []
-    assert len(p._accepted) == 3
+    assert len(accepted_of(p)) == 3
 
 
 def test_unknown_sessions_are_told_and_repeats_dropped(p: Channel, stranger: Stranger) -> None:

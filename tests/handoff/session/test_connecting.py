@@ -14,6 +14,7 @@ from baton.kv.interval import Interval
 from baton.transports.base import Peer
 from baton.transports.mapped.local import LocalTransport
 from testkit.handoffs.modelled_network import TIMERS, Clock, Node, World
+from testkit.inside import peers_of
 
 
 class Hanging(LocalTransport):
@@ -123,7 +124,7 @@ def test_a_connection_that_comes_too_late_is_let_go(world: World) -> None:
     world.run(TIMERS.lease + 2)
     to_p.answer()
     world.run(1)
-    assert to_p._peers == []
+    assert peers_of(to_p) == []
 
 
 # ---------------------------------------------------------------- recently refused connections

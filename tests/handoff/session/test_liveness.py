@@ -21,6 +21,7 @@ from baton.handoff.session.config import Timers
 from baton.kv.interval import Interval
 from baton.transports.base import Operation, Peer
 from testkit.handoffs.modelled_network import STEP, TIMERS, N, Node, StuckTransport, World
+from testkit.inside import peers_of
 
 
 @pytest.fixture(params=["push", "pull"])
@@ -98,14 +99,14 @@ def test_a_silent_decode_engine_costs_its_lease_and_frees_nothing_it_may_read(wo
 def test_the_memory_of_a_silent_peer_is_let_go_when_nothing_needs_it(world: World, mode: str) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     world.hand_over(p, d, mode)
-    assert len(p.transport._peers) == len(d.transport._peers) == 1
+    assert len(peers_of(p.transport)) == len(peers_of(d.transport)) == 1
     p.paused = True
     world.run(TIMERS.lease + 2)
-    assert d.transport._peers == []
+    assert peers_of(d.transport) == []
     assert d.node.stats().sessions == 0
     p.paused, d.paused = False, True
     world.run(TIMERS.lease + 2)
-    assert p.transport._peers == []
+    assert peers_of(p.transport) == []
     d.paused = False
     world.hand_over(p, d, mode)
 
@@ -121,7 +122,7 @@ def test_a_restarted_prefill_engine_is_met_again(world: World, mode: str) -> Non
     assert d.count(DecodeReleased) == 1
     world.hand_over(again, d, mode)
     assert ticket.key.prefill_incarnation != again.incarnation
-    assert len(d.transport._peers) == 1
+    assert len(peers_of(d.transport)) == 1
 
 
 def test_a_restarted_decode_engine_is_met_again(world: World, mode: str) -> None:
@@ -132,7 +133,7 @@ def test_a_restarted_decode_engine_is_met_again(world: World, mode: str) -> None
     world.run(2)
     assert p.events == [PrefillReleased(ticket.key, "peer_lost")]
     world.hand_over(p, again, mode)
-    assert len(p.transport._peers) == 1
+    assert len(peers_of(p.transport)) == 1
 
 
 def test_an_engine_that_never_answers_is_given_up_within_the_lease(world: World) -> None:

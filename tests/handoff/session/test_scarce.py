@@ -25,6 +25,7 @@ from baton.transports.mapped.segments import remove_stale_segments
 from baton.transports.process import ProcessWatch, own_host_key, start_time_of
 from baton.transports.remote.lifeline import Lifeline
 from testkit.handoffs.nodes import SEEDS, Node, Pair, ticket_for
+from testkit.inside import node_of
 
 N = 8
 
@@ -113,7 +114,7 @@ def test_an_error_of_the_clock_part_does_not_keep_messages_waiting(pair: Pair) -
         raise OSError(errno.EMFILE, "Too many open files")
 
     for node in (p, d):
-        node.agent._node.sessions.renew = broken  # type: ignore[method-assign]
+        node_of(node.agent).sessions.renew = broken  # type: ignore[method-assign]
     begin(p, d)
     d.next(DecodeCommitted)
 

@@ -125,10 +125,10 @@ async def test_where_all_connections_are_busy_others_wait(
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-def test_few_files_leave_some_for_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for files, expected in ((10, 1), (364, 100), (2**20, 16384), (resource.RLIM_INFINITY, 16384)):
-        monkeypatch.setattr(resource, "getrlimit", lambda kind, files=files: (files, files))
-        assert accepting.max_connections(HttpLimits()) == expected
+@pytest.mark.parametrize(("files", "expected"), [(10, 1), (364, 100), (2**20, 16384), (resource.RLIM_INFINITY, 16384)])
+def test_few_files_leave_some_for_engines(monkeypatch: pytest.MonkeyPatch, files: Any, expected: int) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind, files=files: (files, files))
+    assert accepting.max_connections(HttpLimits()) == expected
 
 
 async def test_a_handshake_that_fails_is_no_line_in_the_log(

@@ -321,12 +321,12 @@ def test_noise_is_of_the_position_and_the_sample() -> None:
     assert body(ask(seed=5), first_only=True)["seed"] == body(ask(seed=5))["seed"] == 5
 
 
-def test_penalties_do_not_survive_a_resumption() -> None:
-    for name in ("BatonConnector", "NixlConnector"):
-        kind = connector(name)
-        assert kind.can_resume(SamplingParams(repetition_penalty=1.2, logit_bias={1: 2.0}))
-        assert not kind.can_resume(SamplingParams(presence_penalty=0.1))
-        assert not kind.can_resume(SamplingParams(frequency_penalty=0.1))
+@pytest.mark.parametrize("name", ["BatonConnector", "NixlConnector"])
+def test_penalties_do_not_survive_a_resumption(name: str) -> None:
+    kind = connector(name)
+    assert kind.can_resume(SamplingParams(repetition_penalty=1.2, logit_bias={1: 2.0}))
+    assert not kind.can_resume(SamplingParams(presence_penalty=0.1))
+    assert not kind.can_resume(SamplingParams(frequency_penalty=0.1))
 
 
 def test_grammars_go_to_the_server_and_do_not_survive_a_resumption() -> None:

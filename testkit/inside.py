@@ -1,0 +1,76 @@
+"""The internals that tests look into, each named once: if one moves, only this module changes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgspec
+
+from baton.handoff.agent.agent import HandoffAgent
+from baton.handoff.agent.rank_handoffs import RankHandoffs
+from baton.handoff.protocol.messages import Hello
+from baton.handoff.session.sessions import Sessions
+from baton.transports.remote.driver import Driver
+
+
+def engine_of(front: Any) -> Any:
+    """The `Engine` of an `LLM` or an `AsyncEngine`."""
+    return front._engine
+
+
+def node_of(agent: HandoffAgent) -> RankHandoffs:
+    """What an agent runs on its thread."""
+    return agent._node
+
+
+def hello_of(sessions: Sessions) -> Hello:
+    """The HELLO that an engine sends, without challenge and descriptor."""
+    return sessions._hello
+
+
+def change_hello(sessions: Sessions, **changes: Any) -> None:
+    sessions._hello = msgspec.structs.replace(sessions._hello, **changes)
+
+
+def driver_of(transport: Any) -> Driver:
+    """The thread of a transport over a library."""
+    found: Driver = transport._driver
+    return found
+
+
+def library_of(transport: Any) -> Any:
+    return transport._library
+
+
+def peers_of(transport: Any) -> Any:
+    """The peers that a transport is connected with."""
+    return transport._peers
+
+
+def legs_of(agent: Any) -> dict[Any, Any]:
+    """The handoffs that an instance's agent keeps, by key."""
+    found: dict[Any, Any] = agent._legs
+    return found
+
+
+def thread_of(owner: Any) -> threading.Thread:
+    found: threading.Thread = owner._thread
+    return found
+
+
+def processes_of(owner: Any) -> Any:
+    """The child processes of a server or a launcher."""
+    found = owner._processes
+    return found() if callable(found) else found
+
+
+def process_of(peer: Any) -> Any:
+    """The process of a `SpawnedPeer`."""
+    return peer._process
+
+
+def accepted_of(channel: Any) -> dict[Any, Any]:
+    """Connections that a channel has accepted, by identity."""
+    found: dict[Any, Any] = channel._accepted
+    return found

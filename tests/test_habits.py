@@ -1,0 +1,78 @@
+"""How tests are written: counts that may fall and must not rise."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = [path for folder in ("tests", "testkit") for path in sorted((ROOT / folder).rglob("*.py"))]
+CPU_CLOCKS = {"process_time", "process_time_ns", "thread_time", "thread_time_ns", "cpu_times"}
+SLEEPS = {"time.sleep", "asyncio.sleep"}
+Found = Iterator[int]
+
+
+def sleeps_before_an_assertion(tree: ast.Module) -> Found:
+    """A test that sleeps and then asserts that nothing happened passes on a slow machine, whatever the code does."""
+    for node in ast.walk(tree):
+        for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+            for first, second in itertools.pairwise(block) if isinstance(block, list) else ():
+                call = first.value if isinstance(first, ast.Expr) else None
+                call = call.value if isinstance(call, ast.Await) else call
+                if isinstance(second, ast.Assert) and isinstance(call, ast.Call) and ast.unparse(call.func) in SLEEPS:
+                    yield from [first.lineno] * (ast.unparse(call.args[0]) != "0")  # 0: a turn of the event loop
+
+
+def cpu_time(tree: ast.Module) -> Found:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in CPU_CLOCKS:
+            yield node.lineno
+
+
+def private_accesses(tree: ast.Module) -> Found:
+    """`x._name`. `testkit.inside` has accessors for the common ones."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            owner = ast.unparse(node.value)
+            if owner not in {"self", "cls", "super()"}:
+                yield node.lineno
+
+
+def patches(tree: ast.Module) -> Found:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
+            yield node.lineno
+
+
+def loops_of_cases(tree: ast.Module) -> Found:
+    """A test that asserts in a loop over a list of cases: the first failure hides the others. Parametrize it."""
+    for test in ast.walk(tree):
+        if isinstance(test, ast.FunctionDef | ast.AsyncFunctionDef) and test.name.startswith("test_"):
+            for loop in test.body:
+                if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Tuple | ast.List):
+                    inside = [*ast.walk(loop)]
+                    raises = any(
+                        "pytest.raises" in ast.unparse(node) for node in inside if isinstance(node, ast.withitem)
+                    )
+                    if raises or any(isinstance(node, ast.Assert) for node in inside):
+                        yield loop.lineno
+
+
+# Lower a number when you can.
+CEILINGS: dict[Callable[[ast.Module], Found], int] = {
+    sleeps_before_an_assertion: 0,
+    cpu_time: 0,
+    private_accesses: 158,
+    patches: 253,
+    loops_of_cases: 160,
+}
+
+
+@pytest.mark.parametrize("habit", CEILINGS, ids=lambda habit: str(habit.__name__))
+def test_a_bad_habit_does_not_spread(habit: Callable[[ast.Module], Found]) -> None:
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in FILES for line in habit(ast.parse(path.read_text("utf-8")))]
+    assert len(found) <= CEILINGS[habit], f"{len(found)}: {' '.join(found)}"
