@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from testkit.checkpoints.common import write_tokenizer
 

@@ -116,10 +116,10 @@ def test_digest_covers_prompt_and_parameters() -> None:
 
 def test_refused_tickets_are_counted() -> None:
     redeemer = Redeemer(KEY, TICKET.decode_engine, "d-1")
-    redeemer.redeem(mint(KEY, TICKET), "decode", None, 900.0)
+    redeemer.redeem(mint(KEY, TICKET), "decode", None, 4900.0)
     assert redeemer.refused == 0
     with pytest.raises(ProtocolError, match="used before"):
-        redeemer.redeem(mint(KEY, TICKET), "decode", None, 900.0)
+        redeemer.redeem(mint(KEY, TICKET), "decode", None, 4900.0)
     assert redeemer.refused == 1
 
 
