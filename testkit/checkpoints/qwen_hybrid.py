@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from testkit.checkpoints.common import write_tokenizer
 
