@@ -24,7 +24,9 @@ def sleeps_before_an_assertion(tree: ast.Module) -> Found:
                 call = first.value if isinstance(first, ast.Expr) else None
                 call = call.value if isinstance(call, ast.Await) else call
                 if isinstance(second, ast.Assert) and isinstance(call, ast.Call) and ast.unparse(call.func) in SLEEPS:
-                    yield from [first.lineno] * (ast.unparse(call.args[0]) != "0")  # 0: a turn of the event loop
+                    acts = any(isinstance(node, ast.Await) for node in ast.walk(second))
+                    # 0 is a turn of the event loop.
+                    yield from [first.lineno] * (ast.unparse(call.args[0]) != "0" and not acts)
 
 
 def cpu_time(tree: ast.Module) -> Found:

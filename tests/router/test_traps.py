@@ -14,8 +14,8 @@ import pytest
 from baton.errors import EngineUnavailableError
 from baton.text import Tokenizer
 from testkit.servers.fake_serving import ADMIN, ADMIN_TOKEN, status_of
+from testkit.servers.fleets import Cluster, bare, complete, expected_answer
 from tests.router.choice.test_routes import LONG, decisions, holding
-from tests.router.test_recovery import Cluster, bare, complete, expected_answer
 
 
 async def _change(session: Any, router: str, what: str, **body: Any) -> int:
