@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.engine.core import EngineCore
 from baton.engine.request import FOLLOWS, Request, RequestStatus
 from baton.engine.sampling.sampling_state import SamplingState
 from baton.sampling_params import SamplingParams
-from baton.wire import FinishReason
+from baton.wire import FinishReason, LegTimings
 from testkit.engines import pair, request, stepped
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -101,3 +102,17 @@ def test_every_request_ends_once_in_one_place(
         while one.core.requests:
             one.step()
         assert sorted(name for core, name in ended if core is one.core) == ["a", "b"]
+
+
+def test_a_request_tells_its_times_once_and_only_if_asked() -> None:
+    wire = msgspec.structs.replace(request("r", [1, 2, 3], PARAMS), timings=True)
+    timed = Request(wire, SamplingState(PARAMS, [1, 2, 3], 10, ()))
+    timed.queued_at = 10.0
+    timed.mark("announced", 10.5)
+    timed.mark("announced", 11.0)  # the first time counts
+    timed.num_bytes = 64
+    assert timed.timings(12.0) == LegTimings(announced=0.5, num_bytes=64)
+    assert timed.timings(13.0) is None
+    untimed = Request(request("r", [1, 2, 3], PARAMS), SamplingState(PARAMS, [1, 2, 3], 10, ()))
+    untimed.mark("announced", 10.5)
+    assert untimed.timings(12.0) is None
