@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from baton.errors import CheckpointError
@@ -20,6 +19,7 @@ from baton.models.layers.linear import Build
 from baton.models.layers.mamba2 import Mamba2, Mamba2Spec, stored_parts
 from baton.models.layers.moe import Router, mlp_experts
 from baton.models.layers.specs import MoESpec
+from baton.models.loading.tensor_names import split_rows
 
 _RECURRENT = ("mamba", "linear_attention")
 _ATTENTION = ("attention", "full_attention")
@@ -75,7 +75,7 @@ class GraniteMoeHybrid(CausalLM):
         granite, (owner, _, kind) = cast(GraniteConfig, self.config), name.rpartition(".")
         place, _, layer = owner.rpartition(".")
         if place.endswith(".mamba") and (parts := stored_parts(granite.mamba).get(layer)):
-            for part, values in _split(name, tensor, parts):
+            for part, values in split_rows(name, tensor, parts):
                 yield f"{owner}.{part}.{kind}", values
         elif layer in _MLP_LAYERS and place.endswith(".shared_mlp"):
             yield from _of_mlp(name, place, layer, tensor, granite.shared_size)
@@ -139,16 +139,8 @@ def _of_mlp(name: str, place: str, layer: str, tensor: Tensor, size: int) -> Ite
     if layer == _MLP_LAYERS[1]:
         yield f"{place}.down_proj.weight", tensor
         return
-    for part, values in _split(name, tensor, {"gate_proj": size, "up_proj": size}):
+    for part, values in split_rows(name, tensor, {"gate_proj": size, "up_proj": size}):
         yield f"{place}.{part}.weight", values
-
-
-def _split(name: str, tensor: Tensor, parts: Mapping[str, int]) -> Iterable[tuple[str, Tensor]]:
-    """Split a stored tensor into `parts` of so many rows each. Raises `CheckpointError` if the rows do not add up."""
-    rows = sum(parts.values())
-    if tensor.dim() == 0 or len(tensor) != rows:
-        raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, expected {rows} rows")
-    return zip(parts, torch.split(tensor, list(parts.values())), strict=True)
 
 
 def _experts(raw: RawConfig, fields: dict[str, Any]) -> MoESpec | None:

@@ -18,6 +18,8 @@ MODELS = {
     "gpt_oss": "baton.models.gpt_oss:GptOss",
     "llama": "baton.models.llama:Llama",
     "mistral": "baton.models.mistral:Mistral",
+    "mixtral": "baton.models.mixtral:Mixtral",
+    "phi3": "baton.models.phi3:Phi3",
     "qwen2": "baton.models.qwen2:Qwen2",
     "qwen3": "baton.models.qwen3:Qwen3",
     "qwen3_5_moe_text": "baton.models.qwen3_5:Qwen35Moe",

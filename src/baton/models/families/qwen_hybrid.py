@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from baton.errors import CheckpointError
@@ -19,6 +18,7 @@ from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build
 from baton.models.layers.moe import feed_forward
 from baton.models.layers.specs import MoESpec
+from baton.models.loading.tensor_names import split_rows
 
 _RECURRENT, _ATTENTION = "linear_attention", "full_attention"
 # How positions of images are laid out. Positions of text are the same in all sections.
@@ -154,11 +154,3 @@ def _of_experts(name: str, owner: str, kind: str, tensor: Tensor, moe: MoESpec |
         size = moe.intermediate_size
         for part, rows in split_rows(name, values, {"gate_proj": size, "up_proj": size}):
             yield f"{place}.{part}.weight", rows
-
-
-def split_rows(name: str, tensor: Tensor, parts: Mapping[str, int]) -> Iterable[tuple[str, Tensor]]:
-    """Split a stored tensor into `parts` of so many rows each. Raises `CheckpointError` if the rows do not add up."""
-    rows = sum(parts.values())
-    if tensor.dim() == 0 or len(tensor) != rows:
-        raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, expected {rows} rows")
-    return zip(parts, torch.split(tensor, list(parts.values())), strict=True)
