@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from baton.errors import CheckpointError
 from baton.kernels.cpu.elementwise import clamped_glu
 from baton.models import load_model
-from baton.models.gpt_oss import GptOss
+from baton.models.architectures.gpt_oss import GptOss
 from baton.models.layers.linear import Build
 from baton.models.layers.mxfp4 import dequantised
 from baton.models.loading.loader import weight_table

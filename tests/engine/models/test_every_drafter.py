@@ -19,8 +19,8 @@ from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, DraftResult
 from baton.errors import CheckpointError
 from baton.kv.cache import KVCache
+from baton.models.architectures.glm4_moe import Glm4Moe
 from baton.models.config import ModelConfig, RawConfig
-from baton.models.glm4_moe import Glm4Moe
 from baton.models.loading.loader import load_model
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_checkpoint, make_drafter

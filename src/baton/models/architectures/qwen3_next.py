@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from baton.errors import CheckpointError
+from baton.models.architectures.qwen3_moe import moe_layers
 from baton.models.config import RawConfig
 from baton.models.families.qwen_hybrid import QwenHybrid, QwenHybridConfig, hybrid_fields, qwen_experts
-from baton.models.qwen3_moe import moe_layers
 
 
 class Qwen3Next(QwenHybrid):
