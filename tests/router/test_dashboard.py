@@ -19,7 +19,7 @@ from baton.text import Tokenizer
 from testkit.servers.fake_serving import ADMIN_TOKEN, FakeEngine, served, status_of
 from testkit.servers.fleets import QUICK, Cluster, complete
 from tests.router.test_acceptance import named
-from tools.chromium import CHROMIUM, browser
+from tools.browser.chromium import CHROMIUM, browser
 
 HELD = RouterTimers(check=0.05, answer=0.3, lease=60.0)
 

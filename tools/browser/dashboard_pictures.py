@@ -1,6 +1,6 @@
 """Take the pictures of the dashboard in docs/pictures: one prefill and two decode engines under load, in Chromium.
 
-    python -m tools.dashboard_pictures [--output DIR]
+    python -m tools.browser.dashboard_pictures [--output DIR]
 
 Needs `chromium` (`apt-get install chromium`). One decode engine is killed, so that a recovery and an alarm are seen.
 """
@@ -19,7 +19,7 @@ import typer
 
 from baton.bench.client import stream_completion
 from baton.deployment import Deployment
-from tools.chromium import Tab, browser
+from tools.browser.chromium import Tab, browser
 
 _MODEL, _HEAD = "models/baton-demo-llama", "models/baton-demo-eagle3"
 _ROUTER = ["--max-local-prefill-length", "64"]

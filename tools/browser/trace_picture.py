@@ -1,6 +1,6 @@
 """Draw docs/pictures/trace.svg: the trace of one request whose decode engine is killed, from a real deployment.
 
-python -m tools.trace_picture
+python -m tools.browser.trace_picture
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import aiohttp
 from baton.bench.client import stream_completion
 from baton.deployment import Deployment
 
-PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "trace.svg"
+PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "trace.svg"
 _MODEL, _HEAD = "models/baton-demo-llama", "models/baton-demo-eagle3"
 _COLORS = {"router": "#1f6feb", "prefill-0": "#1a7f37", "decode-0": "#b35900", "decode-1": "#8250df"}
 _WIDTH, _LEFT, _ROW = 900, 250, 22

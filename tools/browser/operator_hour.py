@@ -1,6 +1,6 @@
 """Cause six faults in real deployments, and print what the dashboard shows for each in Chromium.
 
-    python -m tools.operator_hour [FAULT...]
+    python -m tools.browser.operator_hour [FAULT...]
 
 The faults of docs/operations.md: dead-prefill, full-decode, slow-network, wrong-drafter, other-key, nothing-handed-off.
 """
@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from baton.bench.client import stream_completion
 from baton.deployment import Deployment
 from baton.errors import BatonError
-from tools.chromium import Tab, browser
+from tools.browser.chromium import Tab, browser
 
 _MODEL, _HEAD = "models/baton-demo-llama", "models/baton-demo-eagle3"
 _TEXT = Path("src/baton/engine/core.py")
