@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton.handoff.agent.agent import HandoffAgent
+from baton.handoff.agent.calls import DecodeLeg, DecodePages, GiveUp, LegEvent, PrefillLeg
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance
-from baton.handoff.protocol.events import DecodeAdmitted, LayersWithdrawn, LayersWritten
-from baton.handoff.protocol.messages import AttemptKey, Seeds
+from baton.handoff.protocol.events import Declared, DecodeAdmitted, LayersWithdrawn, LayersWritten, Sampled
+from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.ticket import SignedTicket
-from baton.kv.interval import Interval
 
 if TYPE_CHECKING:
     from simulation.engine import Engine
@@ -38,29 +38,42 @@ class SimAgent(InstanceAgent):
         self._unplaced: dict[AttemptKey, SignedTicket] = {}
         self.bind([SimRankAgent(rank) for rank in engine.process.ranks])
 
-    # ------------------------------------------------------------ P
+    def post(self, key: AttemptKey, event: LegEvent) -> None:
+        engine = self._engine
+        match event:
+            case PrefillLeg():
+                engine.prefills[str(key)] = engine.legs.open[key].request
+            case Declared(_, _, final):
+                self._check_final(key, final)
+            case Sampled(seeds, _, final):
+                self._check_final(key, final)
+                self._process.cluster.seeds[str(key)] = seeds
+            case LayersWritten() | LayersWithdrawn():
+                self._process.cluster.rungs["layers"] += 1
+                # A forward that is about to fail withdraws this event, so it is not checked.
+                if isinstance(event, LayersWritten) and not engine.executor.broken:
+                    self._check_final(key, event.final, event.layers)
+            case DecodeLeg(ticket) if not self._announces:
+                # Some engines skip ANNOUNCE: they have pages for all requests.
+                self._unplaced[key] = ticket
+                self._process.post(lambda: engine.on_handoff(DecodeAdmitted(key)))
+                return
+            case DecodePages(_, prompt_len, wanted, pages):
+                self._process.world.progress()
+                self._unplaced.pop(key, None)
+                engine.opens(key, prompt_len, wanted, pages)
+            case GiveUp():
+                self._given_up(key)
+        super().post(key, event)
 
-    def open_prefill(self, ticket: SignedTicket) -> None:
-        self._engine.prefills[str(ticket.key)] = self._engine.legs.open[ticket.key].request
-        super().open_prefill(ticket)
-
-    def declare_final(
-        self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
-    ) -> None:
-        self._check_final(key, final)
-        super().declare_final(key, prompt_len, pages, final)
-
-    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
-        self._check_final(key, final)
-        self._process.cluster.seeds[str(key)] = seeds
-        super().finish_prefill(key, seeds, finished, final)
-
-    def stream_layers(self, key: AttemptKey, event: LayersWritten | LayersWithdrawn) -> None:
-        self._process.cluster.rungs["layers"] += 1
-        # A forward that is about to fail withdraws this event, so it is not checked.
-        if isinstance(event, LayersWritten) and not self._engine.executor.broken:
-            self._check_final(key, event.final, event.layers)
-        super().stream_layers(key, event)
+    def _given_up(self, key: AttemptKey) -> None:
+        receipt = self._engine.receipts.get(str(key))
+        if receipt is not None:
+            receipt.given_up = True
+        ticket = self._unplaced.pop(key, None)
+        if ticket is not None:
+            # P may already hold pages for the attempt, and would keep them until the ticket expires if D stayed silent.
+            super().post(key, DecodePages(ticket, 1, {}, {}))
 
     def _check_final(self, key: AttemptKey, final: dict[str, int], below: int | None = None) -> None:
         request = self._engine.legs.open[key].request
@@ -74,31 +87,3 @@ class SimAgent(InstanceAgent):
                 self._process.world.fail(
                     "early_final", f"{self._process.name} declares {group} final up to {stop}: entry {bad} is not"
                 )
-
-    # ------------------------------------------------------------ D
-
-    def announce_decode(self, ticket: SignedTicket) -> None:
-        """Some engines skip ANNOUNCE: they have pages for all requests."""
-        if self._announces:
-            super().announce_decode(ticket)
-        else:
-            self._unplaced[ticket.key] = ticket
-            self._process.post(lambda: self._engine.on_handoff(DecodeAdmitted(ticket.key)))
-
-    def open_decode(
-        self, ticket: SignedTicket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
-    ) -> None:
-        self._process.world.progress()
-        self._unplaced.pop(ticket.key, None)
-        self._engine.opens(ticket.key, prompt_len, wanted, pages)
-        super().open_decode(ticket, prompt_len, wanted, pages)
-
-    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
-        receipt = self._engine.receipts.get(str(key))
-        if receipt is not None:
-            receipt.given_up = True
-        ticket = self._unplaced.pop(key, None)
-        if ticket is not None:
-            # P may already hold pages for the attempt, and would keep them until the ticket expires if D stayed silent.
-            super().open_decode(ticket, 1, {}, {})
-        super().abort(key, reason, taken)

@@ -96,12 +96,12 @@ def _every_pair_wants_all() -> list[Patch]:
 
 @mutation("what the engine says is said to each pair")
 def _said_to_the_leading_pair() -> list[Patch]:
-    def say(self: InstanceAgent, key: Any, what: str, call: Any, side: int = 0) -> None:
+    def say(self: InstanceAgent, key: Any, event: Any, side: int = 0) -> None:
         leg = self._legs.get(key)
         groups = None if leg is None else leg.pairs.get(LEAD)
-        call(self._agents[0], LEAD, groups)
+        self._agents[0].post(key.of_pair(LEAD), self._of_pair(event, LEAD, groups))
 
-    return [(InstanceAgent, "_call_pairs", say)]
+    return [(InstanceAgent, "_to_pairs", say)]
 
 
 @mutation("a pair that opens late hears what was said before")
@@ -109,7 +109,7 @@ def _late_pairs_hear_nothing() -> list[Patch]:
     original = InstanceAgent._open_pairs
 
     def meet(self: InstanceAgent, leg: Any, peer: Any) -> None:
-        leg.calls.clear()
+        leg.events.clear()
         original(self, leg, peer)
 
     return [(InstanceAgent, "_open_pairs", meet)]

@@ -185,14 +185,14 @@ class World:
         return signed(make_ticket_between(p, d, self.clock.now + life, mode=mode), b"k")
 
     def prefill(self, p: Node, ticket: Ticket) -> None:
-        p.node.to_prefill(ticket.key, Declared(N, {"target": [1, 2]}, {"target": N}))
-        p.node.to_prefill(ticket.key, Sampled(SEEDS, False, {}))
+        p.node.post(ticket.key, Declared(N, {"target": [1, 2]}, {"target": N}))
+        p.node.post(ticket.key, Sampled(SEEDS, False, {}))
 
     def begin(self, p: Node, d: Node, mode: str) -> SignedTicket:
         """Open and register both legs; P still prefills."""
         ticket = self.ticket(p, d, mode)
         p.node.open_prefill(ticket)
-        d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
+        d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
         self.run(0.5)
         return ticket
 

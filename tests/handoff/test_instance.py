@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import msgspec
 import pytest
 
+from baton.handoff.agent.calls import Agent, DecodeLeg, DecodePages, GiveUp, LegEvent, PrefillLeg
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Pair, Seeds
@@ -20,23 +20,15 @@ KEY = b"k" * 32
 TWO = Shape(tp=2)
 
 
-class Noting:
+class Noting(Agent):
     """One rank's agent: records the pair of each attempt that is opened or placed."""
 
     def __init__(self, rank: int, noted: list[tuple[str, bytes, Pair]]) -> None:
         self.rank, self.noted = rank, noted
 
-    def open_prefill(self, ticket: SignedTicket, peer: int = 0) -> None:
-        self.noted.append(("opened", ticket.transfer_id, (self.rank, peer)))
-
-    def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None:
-        self.noted.append(("announced", ticket.transfer_id, (peer, self.rank)))
-
-    def abort(self, key: AttemptKey, reason: str) -> None:
-        self.noted.append(("aborted", key.transfer_id, key.pair))
-
-    def open_decode(self, ticket: SignedTicket, *rest: Any) -> None:
-        self.noted.append(("placed", ticket.transfer_id, (rest[-1], self.rank)))
+    def post(self, key: AttemptKey, event: LegEvent) -> None:
+        names = {PrefillLeg: "opened", DecodeLeg: "announced", GiveUp: "aborted", DecodePages: "placed"}
+        self.noted.append((names[type(event)], key.transfer_id, key.pair))
 
 
 class OfTwo:
@@ -44,7 +36,7 @@ class OfTwo:
         self.noted: list[tuple[str, bytes, Pair]] = []
         self.events: list[ev.HandoffEvent] = []
         self.agent = InstanceAgent(TWO.instance(0), self.events.append)
-        self.agent.bind([Noting(rank, self.noted) for rank in range(2)])  # type: ignore[list-item]
+        self.agent.bind([Noting(rank, self.noted) for rank in range(2)])
 
     def pairs(self, ticket: Ticket) -> set[Pair]:
         return {pair for _, transfer, pair in self.noted if transfer == ticket.transfer_id}
@@ -88,7 +80,7 @@ def test_a_rank_that_is_apart_asks_only_the_leading_rank_after_the_end() -> None
     noted: list[tuple[str, bytes, Pair]] = []
     here = msgspec.structs.replace(TWO.instance(1), apart=True)
     agent, ticket = InstanceAgent(here, lambda event: None), ticket_of(1, num_sources=1)
-    agent.bind([Noting(1, noted)])  # type: ignore[list-item]
+    agent.bind([Noting(1, noted)])
     agent.announce_decode(ticket)
     agent.on_event(ev.DecodeFailed(ticket.key.of_pair((0, 1)), "peer_lost", "", True))
     agent.on_event(ev.DecodeReleased(ticket.key.of_pair((0, 1))))
@@ -142,16 +134,16 @@ def test_a_ticket_of_many_ranks_comes_with_a_request() -> None:
 
 def test_ranks_that_come_after_the_end_are_shown_no_pages() -> None:
     """P's engine was told that the pages are free: another request may have them."""
-    noted: list[str] = []
+    noted: list[type[LegEvent]] = []
 
-    class Agent:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_: noted.append(name)
+    class Second(Agent):
+        def post(self, key: AttemptKey, event: LegEvent) -> None:
+            noted.append(type(event))
 
     events: list[ev.HandoffEvent] = []
     ticket, one = ticket_of(1), Shape()
     p = InstanceAgent(one.instance(0), events.append)
-    p.bind([Agent()])  # type: ignore[list-item]
+    p.bind([Second()])
     p.open_prefill(ticket)
     p.admit_prefill(ticket.key)
     p.declare_final(ticket.key, 5, {"target": [1, 2]}, {"target": 5})
@@ -159,7 +151,7 @@ def test_ranks_that_come_after_the_end_are_shown_no_pages() -> None:
     p.on_event(ev.PrefillReleased(ticket.key, "finished"))
     noted.clear()
     p.on_peer(ticket.key, TWO.instance(0))
-    assert noted == ["open_prefill", "admit_prefill", "finish_prefill"]
+    assert noted == [PrefillLeg, ev.PagesGiven, ev.Sampled]
     p.on_event(ev.PrefillReleased(ticket.key.of_pair((0, 1)), "finished"))
     assert events == [ev.PrefillReleased(ticket.key, "finished")]
     assert not legs_of(p)

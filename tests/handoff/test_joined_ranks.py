@@ -11,18 +11,19 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.handoff.agent import instance as joined
+from baton.handoff.agent.calls import Agent, DecodeLeg, DecodePages, GiveUp, LegEvent, PrefillLeg
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.gather import LEAD, DecodeGather, EndPair, Pair, PrefillGather, pairs_of
-from baton.handoff.protocol.messages import AttemptMessage, Register, Seeds
+from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, Register, Seeds
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import SignedTicket
 from baton.kv.interval import Interval
@@ -50,38 +51,28 @@ class Half:
         self.copies: dict[int, tuple[ev.StartCopy, list[int]]] = {}
 
 
-class RankOf:
+class RankOf(Agent):
     """One rank's agent: it executes its calls later, in order."""
 
     def __init__(self, world: World, side: int, rank: int) -> None:
         self.world, self.side, self.rank = world, side, rank
         self.calls: list[Callable[[], None]] = []
 
-    def _feed(self, key: Any, event: ev.MachineEvent) -> None:
-        self.calls.append(lambda: self.world.feed(self.side, key.pair, event))
-
-    def open_prefill(self, ticket: Any, peer: int = 0) -> None:
-        self.calls.append(lambda: self.world.open_p((self.rank, peer)))
-
-    def admit_prefill(self, key: Any) -> None:
-        self._feed(key, ev.PagesGiven())
-
-    def declare_final(self, key: Any, prompt_len: int, pages: Any, final: Any) -> None:
-        self._feed(key, ev.Declared(prompt_len, pages, final))
-
-    def finish_prefill(self, key: Any, seeds: Seeds, finished: bool, final: Any) -> None:
-        self._feed(key, ev.Sampled(seeds, finished, final))
-
-    def announce_decode(self, ticket: Any, peer: int = 0) -> None:
-        self.calls.append(lambda: self.world.open_d((peer, self.rank)))
-
-    def open_decode(self, ticket: Any, prompt_len: int, wanted: Any, pages: Any, peer: int = 0) -> None:
-        self.calls.append(lambda: self.world.feed(1, (peer, self.rank), ev.Placed(wanted, pages)))
-
-    def abort(self, key: Any, reason: str, taken: Callable[[], None] | None = None, message: str = "") -> None:
-        self._feed(key, ev.Abort(reason))
-        if taken is not None:
-            self.calls.append(taken)
+    def post(self, key: AttemptKey, event: LegEvent) -> None:
+        world, pair = self.world, key.pair
+        match event:
+            case PrefillLeg():
+                self.calls.append(lambda: world.open_p(pair))
+            case DecodeLeg():
+                self.calls.append(lambda: world.open_d(pair))
+            case DecodePages(_, _, wanted, pages):
+                self.calls.append(lambda: world.feed(1, pair, ev.Placed(wanted, pages)))
+            case GiveUp(reason, _, taken):
+                self.calls.append(lambda: world.feed(self.side, pair, ev.Abort(reason)))
+                if taken is not None:
+                    self.calls.append(taken)
+            case _:
+                self.calls.append(lambda: world.feed(self.side, pair, event))
 
 
 class World:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton.handoff.agent.calls import GiveUp
 from baton.handoff.protocol import events as ev
 from testkit.handoffs.ranks import Engine, Rank, Shape, prefill, settle, ticket_for, wanted_of
 
@@ -60,7 +61,7 @@ class Remote:
     def __getattr__(self, name: str) -> Callable[..., None]:
         def call(*arguments: object) -> None:
             # A callback cannot cross the pipe; the killed rank takes no call.
-            with_arguments = [argument for argument in arguments if not callable(argument)]
+            with_arguments = [replace(each, taken=None) if isinstance(each, GiveUp) else each for each in arguments]
             if self.process.is_alive():
                 self.pipe.send((name, *with_arguments))
 

@@ -40,7 +40,8 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.step import DecodingLimits
 from baton.errors import ConfigError, EngineUnavailableError, HandoffError
 from baton.handoff.agent.agent import AgentConfig, HandoffAgent, Timers
-from baton.handoff.agent.instance import Agent, InstanceAgent
+from baton.handoff.agent.calls import Agent
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol.messages import MAX_DRAFTS
 from baton.handoff.protocol.ticket import Redeemer, load_or_create_key
 from baton.handoff.session.config import DEFAULT_MAX_RETRIES, own_bind

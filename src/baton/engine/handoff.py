@@ -16,7 +16,7 @@ from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler
 from baton.errors import reason_label
-from baton.handoff.agent.instance import Agent
+from baton.handoff.agent.calls import Agent
 from baton.handoff.protocol.events import (
     DecodeAdmitted,
     DecodeCommitted,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from baton.engine.plan import Written
 from baton.engine.scheduler import ScheduledRows
-from baton.handoff.agent.instance import Agent
+from baton.handoff.agent.calls import Agent
 from baton.handoff.agent.layers import WrittenLayers
 from baton.kv.cache import KVCache
 from baton.kv.spec import GroupSpec

@@ -71,7 +71,7 @@ def test_a_claim_that_came_in_time_does_not_expire_while_it_waits(world: World, 
     ticket = world.ticket(p, d, "push", life=2)
     if opened:
         p.node.open_prefill(ticket)
-    d.node.open_decode(ticket, {"target": Interval(0, 8)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, 8, {"target": Interval(0, 8)}, {"target": [3, 4]})
     world.run(1.5)
     if opened:
         world.prefill(p, ticket)

@@ -79,7 +79,7 @@ def test_a_silent_decode_engine_costs_its_lease_and_frees_nothing_it_may_read(wo
     ticket = world.ticket(p, d, "pull")
     p.node.open_prefill(ticket)
     world.prefill(p, ticket)
-    d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(0.1)
     d.paused = True
     world.run(TIMERS.lease + 30)
@@ -139,7 +139,7 @@ def test_a_restarted_decode_engine_is_met_again(world: World, mode: str) -> None
 def test_an_engine_that_never_answers_is_given_up_within_the_lease(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     p.paused = True
-    d.node.open_decode(world.ticket(p, d, "push"), {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.node.open_decode(world.ticket(p, d, "push"), N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(TIMERS.lease - 1)
     assert d.events == []
     world.run(2)
@@ -155,7 +155,7 @@ def test_an_engine_that_never_answers_is_given_up_within_the_lease(world: World)
 def test_half_a_handshake_keeps_nobody_alive(world: World) -> None:
     """The dead engine's answer is repeated, or each of its successors dies before the session begins."""
     p, d = Node(world, "P"), Node(world, "D")
-    d.node.open_decode(world.ticket(p, d, "push"), {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.node.open_decode(world.ticket(p, d, "push"), N, {"target": Interval(0, N)}, {"target": [3, 4]})
     while not p.sent(Hello):
         world.run(STEP)
     p.paused = True
@@ -173,7 +173,7 @@ def test_an_engine_that_comes_late_hears_that_the_attempt_is_over(world: World) 
     p, d = Node(world, "P"), Node(world, "D")
     p.paused = True
     ticket = world.ticket(p, d, "push")
-    d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(TIMERS.lease + 1)
     p.paused = False
     world.run(TIMERS.lease + 1)
@@ -188,7 +188,7 @@ def test_an_address_that_cannot_be_dialled_ends_the_attempt(world: World) -> Non
         raise ProtocolError(f"cannot dial {address}")
 
     d.channel.dial = refuse  # type: ignore[method-assign]
-    d.node.open_decode(world.ticket(p, d, "push"), {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.node.open_decode(world.ticket(p, d, "push"), N, {"target": Interval(0, N)}, {"target": [3, 4]})
     assert d.failures() == ["unreachable_peer"]
     assert d.count(DecodeReleased) == 1
 
@@ -234,7 +234,7 @@ def test_a_forgotten_attempt_is_quiet(world: World) -> None:
     p, d = Node(world, "P", replace(TIMERS, handoff=20.0)), Node(world, "D")
     ticket = world.ticket(p, d, "pull", life=20)
     p.node.open_prefill(ticket)
-    d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(0.5)
     # As if D's last message was lost, and D forgot the attempt with the ticket.
     d.node.runner.decodes.live.clear()
@@ -251,7 +251,7 @@ def test_a_prefill_engine_that_sleeps_past_the_ticket_still_hears_that_its_reade
     ticket = world.ticket(p, d, "pull", life=20)
     p.node.open_prefill(ticket)
     world.prefill(p, ticket)
-    d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(3 * STEP)
     p.paused = True
     world.run(60)
@@ -311,7 +311,7 @@ def test_an_attempt_without_a_session_does_not_spin(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     p.paused = True
     p.node.open_prefill(world.ticket(p, d, "push"))
-    d.node.open_decode(world.ticket(p, d, "push"), {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.node.open_decode(world.ticket(p, d, "push"), N, {"target": Interval(0, N)}, {"target": [3, 4]})
     for node in (p, d):
         waits = []
         for _ in range(5):
@@ -402,7 +402,7 @@ def test_a_fence_is_not_taken_for_the_death_of_the_process(world: World) -> None
     p, d = Node(world, "P"), Node(world, "D", stuck=True)
     ticket = world.ticket(p, d, "pull", life=4)
     p.node.open_prefill(ticket)
-    d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.prefill(p, ticket)
     world.run(0.5)
     to_p, to_d = d.channel.send, p.channel.send

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from baton.clock import SystemClock
 from baton.errors import ConfigError, ProtocolError
+from baton.handoff.agent.calls import Agent, DecodeLeg, DecodePages, LegEvent, PrefillLeg
 from baton.handoff.agent.machine_runner import OnPeer
 from baton.handoff.agent.rank_handoffs import RankHandoffs
 from baton.handoff.agent.stats import AgentStats
@@ -24,12 +25,10 @@ from baton.handoff.agent.worker import WorkerThread
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Digester, cells_of
-from baton.handoff.protocol.messages import MAX_HASHES, AttemptKey, Bye, Seeds
-from baton.handoff.protocol.ticket import SignedTicket
+from baton.handoff.protocol.messages import MAX_HASHES, AttemptKey, Bye
 from baton.handoff.session.config import AgentConfig, Timers
 from baton.handoff.session.keys import TicketKeys
 from baton.handoff.session.sockets import Channel
-from baton.kv.interval import Interval
 from baton.transports.base import Transport
 
 __all__ = ["AgentConfig", "HandoffAgent", "Timers"]
@@ -46,14 +45,14 @@ def _logged() -> Iterator[None]:
         log.exception("handoff agent: unexpected error")
 
 
-class HandoffAgent:
+class HandoffAgent(Agent):
     """Hands requests of one rank over to other engines, and takes over theirs.
 
     `instance` describes this engine's groups; those of this rank are in the regions of `descriptor` (from
-    `transport.register`). Calls concern one rank `peer` of the other engine. With `on_peer` the agent is one of those
-    that an `InstanceAgent` joins; without it, a peer of several ranks is refused. `on_event` is called on the agent's
-    thread and should return soon. `digester` is required unless `config.integrity` is off. While `is_stalled()`, peers
-    are told that this agent's engine hangs. Close the transport after the agent.
+    `transport.register`). Each key names a rank here and one of the other engine. With `on_peer` the agent is one of
+    those that an `InstanceAgent` joins; without it, a peer of several ranks is refused. `on_event` is called on the
+    agent's thread and should return soon. `digester` is required unless `config.integrity` is off. While
+    `is_stalled()`, peers are told that this agent's engine hangs. Close the transport after the agent.
 
     `on_lost` is called once, with the cause and on another thread, if the agent's thread has ended or hangs. Open
     attempts then get no more events, and nobody can prove that their pages are quiet, so the engine and its process
@@ -136,87 +135,19 @@ class HandoffAgent:
         elif not self._thread.is_alive():
             self._channel.close()
 
-    # ------------------------------------------------------------ the engine's calls, from any thread
+    # ------------------------------------------------------------ the engine's events, from any thread
 
-    def open_prefill(self, ticket: SignedTicket, peer: int = 0) -> None:
-        """Take P's leg of a verified ticket. Raises `ProtocolError` if the ticket names another engine."""
-        self._need(ticket.prefill_engine, ticket.prefill_incarnation)
-        self._call(lambda: self._node.open_prefill(ticket, peer))
-
-    def admit_prefill(self, key: AttemptKey) -> None:
-        """P's engine has allocated pages for the whole prompt."""
-        self._call(lambda: self._node.to_prefill(key, ev.PagesGiven()))
-
-    def declare_final(
-        self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
-    ) -> None:
-        """Tokens `[0, final)` of each group will not change any more; `pages` are the block tables so far."""
-        tables = {group: list(table) for group, table in pages.items()}
-        event = ev.Declared(prompt_len, tables, dict(final))
-        self._call(lambda: self._node.to_prefill(key, event))
-
-    def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
-        """Some layers of a running forward are written, or it has failed. `declare_final` follows its end."""
-        self._call(lambda: self._node.to_prefill(key, event))
-
-    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
-        """The drafter has run with the first token: tokens `[0, final)` of each group will not change any more.
-
-        Groups not named stay as declared. The tables of the last `declare_final` must reach that far. `finished`: that
-        token ended the request.
-        """
-        event = ev.Sampled(seeds, finished, dict(final))
-        self._call(lambda: self._node.to_prefill(key, event))
-
-    def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None:
-        """Take D's leg of a verified ticket before it has pages; `DecodeAdmitted` says when to allocate some. The leg
-        does not expire while P lives.
-
-        Raises `ProtocolError` if the ticket names another engine.
-        """
-        self._need(ticket.decode_engine, ticket.decode_incarnation)
-        self._call(lambda: self._node.announce_decode(ticket, peer))
-
-    def open_decode(
-        self,
-        ticket: SignedTicket,
-        prompt_len: int,
-        wanted: dict[str, Interval],
-        pages: dict[str, list[int]],
-        peer: int = 0,
-    ) -> None:
-        """Give D's leg its pages: per group the wanted interval and the block table. Call this after `DecodeAdmitted`,
-        or without `announce_decode` if the engine has enough pages for all requests: else a leg that P has no room for
-        could hold the pages that P waits for.
-
-        Raises `ProtocolError` if the ticket names another engine or an interval exceeds the prompt.
-        """
-        self._need(ticket.decode_engine, ticket.decode_incarnation)
-        beyond = [group for group, tokens in wanted.items() if tokens.stop > prompt_len]
-        if beyond:
-            raise ProtocolError(f"groups {beyond} are wanted beyond the prompt's {prompt_len} tokens")
-        tables = {group: list(table) for group, table in pages.items()}
-        self._call(lambda: self._node.open_decode(ticket, dict(wanted), tables, peer))
-
-    def abort(
-        self,
-        key: AttemptKey,
-        reason: str,
-        taken: Callable[[], None] | None = None,
-        message: str = "given up by the engine",
-    ) -> None:
-        """Give up an attempt of either side; the peer is sent `message`. The pages stay the agent's until released.
-
-        `taken` is called on the agent's thread, after the attempt's final events if there are any. From then on this
-        side says COMMIT or CONFIRM only of what was in place before. No peer delays the call.
-        """
-
-        def give_up() -> None:
-            self._node.abort(key, reason, message)
-            if taken is not None:
-                taken()
-
-        self._call(give_up)
+    def post(self, key: AttemptKey, event: LegEvent) -> None:
+        match event:
+            case PrefillLeg(ticket):
+                self._need(ticket.prefill_engine, ticket.prefill_incarnation)
+            case DecodeLeg(ticket) | DecodePages(ticket):
+                self._need(ticket.decode_engine, ticket.decode_incarnation)
+        if isinstance(event, DecodePages):
+            n = event.prompt_len
+            if beyond := [group for group, tokens in event.wanted.items() if tokens.stop > n]:
+                raise ProtocolError(f"groups {beyond} are wanted beyond the prompt's {n} tokens")
+        self._call(lambda: self._node.post(key, event))
 
     def stats(self) -> AgentStats:
         channel = self._channel

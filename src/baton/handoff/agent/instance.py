@@ -11,15 +11,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from baton.errors import IncompatiblePeerError, ProtocolError
+from baton.handoff.agent.calls import Agent, DecodeLeg, DecodePages, GiveUp, LegEvent, PrefillLeg
 from baton.handoff.plan.topology import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.gather import LEAD, DecodeGather, EndPair, PrefillGather, pairs_of
-from baton.handoff.protocol.messages import NO_SEEDS, AttemptKey, Pair, Seeds
+from baton.handoff.protocol.messages import NO_SEEDS, AttemptKey, Pair
 from baton.handoff.protocol.ticket import SignedTicket
-from baton.kv.interval import Interval
 
 T = TypeVar("T")
 MAX_PEERS = 1024
@@ -27,66 +27,23 @@ MAX_ENDED = 4096
 P, D = 0, 1  # a side, and the index of its rank in a pair
 
 
-class Agent(Protocol):
-    """The calls of `baton.handoff.agent.agent.HandoffAgent` that an engine uses. From any thread; none blocks."""
-
-    def open_prefill(self, ticket: SignedTicket) -> None: ...
-    def admit_prefill(self, key: AttemptKey) -> None: ...
-    def declare_final(
-        self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
-    ) -> None: ...
-    def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None: ...
-    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None: ...
-    def announce_decode(self, ticket: SignedTicket) -> None: ...
-    def open_decode(
-        self, ticket: SignedTicket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
-    ) -> None: ...
-    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None: ...
-
-
-class RankAgent(Agent, Protocol):
-    """One rank's agent. Its attempts are with one rank `peer` of the other engine."""
-
-    def open_prefill(self, ticket: SignedTicket, peer: int = 0) -> None: ...
-    def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None: ...
-    def open_decode(
-        self,
-        ticket: SignedTicket,
-        prompt_len: int,
-        wanted: dict[str, Interval],
-        pages: dict[str, list[int]],
-        peer: int = 0,
-    ) -> None: ...
-    def abort(
-        self,
-        key: AttemptKey,
-        reason: str,
-        taken: Callable[[], None] | None = None,
-        message: str = ...,
-    ) -> None: ...
-
-
-# A call of the engine, repeated to each agent with its pair's groups (None: all).
-PairCall = Callable[[RankAgent, Pair, frozenset[str] | None], None]
-
-
 @dataclass(slots=True, eq=False)
 class _Leg:
-    """One half of a request. `pairs`: those with open attempts, at first the leading one. `calls`: calls to replay on
-    pairs opened later. `end_reported`: the engine knows that its pages are free. `ended`: why no further pair is
-    opened."""
+    """One half of a request. `pairs`: those with open attempts, at first the leading one. `events`: of the engine, to
+    replay on pairs opened later. `end_reported`: the engine knows that its pages are free. `ended`: why no further pair
+    is opened."""
 
     ticket: SignedTicket
     side: int
     lead: Pair
     pairs: Mapping[Pair, frozenset[str] | None]
     gather: PrefillGather | DecodeGather | None = None
-    calls: dict[str, PairCall] = field(default_factory=dict)
+    events: dict[type[LegEvent], LegEvent] = field(default_factory=dict)
     end_reported: bool = False
     ended: str = ""
 
 
-class InstanceAgent:
+class InstanceAgent(Agent):
     """The agents of all ranks of `instance` as one `Agent`; `bind` sets them. If ranks are apart, there is only the
     agent of `instance.rank`, and a request ends when that rank's pairs have. `on_event` is called once per request.
 
@@ -96,7 +53,7 @@ class InstanceAgent:
     def __init__(self, instance: Instance, on_event: Callable[[ev.HandoffEvent], None]) -> None:
         self._instance = instance
         self._on_event = on_event
-        self._agents: dict[int, RankAgent] = {}
+        self._agents: dict[int, Agent] = {}
         # The rank whose agent has the leading pair: 0, or the only one here if ranks are apart.
         self._first = instance.rank if instance.apart else 0
         self._legs: dict[AttemptKey, _Leg] = {}
@@ -109,7 +66,7 @@ class InstanceAgent:
         self._undelivered: deque[ev.HandoffEvent] = deque()
         self._delivering = False
 
-    def bind(self, agents: Sequence[RankAgent]) -> None:
+    def bind(self, agents: Sequence[Agent]) -> None:
         """Use these agents, whose events go to `on_event` and `on_peer`.
 
         Raises `ProtocolError` unless there is one for each rank in this process.
@@ -119,78 +76,46 @@ class InstanceAgent:
             raise ProtocolError(f"{len(agents)} agents for {needed} ranks")
         self._agents = dict(enumerate(agents, self._first))
 
-    # ------------------------------------------------------------ the engine's calls
+    # ------------------------------------------------------------ the engine's events
 
-    def open_prefill(self, ticket: SignedTicket) -> None:
-        self._begin(ticket, P, ticket.decode_addresses)
+    def post(self, key: AttemptKey, event: LegEvent) -> None:
+        """An event goes to the agent of each pair of ranks, with the groups of that pair. `GiveUp.taken` is called when
+        all ranks have done so. Raises `ProtocolError` also for a wanted group that no rank has."""
+        match event:
+            case PrefillLeg(ticket):
+                self._begin(ticket, P, ticket.decode_addresses)
+            case DecodeLeg(ticket):
+                self._begin(ticket, D, ticket.prefill_addresses)
+            case GiveUp():
+                self._give_up(key, event)
+            case DecodePages(ticket, _, wanted):
+                if missing := sorted(wanted.keys() - self._instance.groups.keys()):
+                    raise ProtocolError(f"groups {missing} are on no rank")
+                if not self._passes(ticket.prefill_addresses):
+                    self._begin(ticket, D, ticket.prefill_addresses)
+                self._to_pairs(key, event, D)
+            case _:
+                self._to_pairs(key, event)
 
-    def admit_prefill(self, key: AttemptKey) -> None:
-        self._call_pairs(key, "admitted", lambda agent, pair, groups: agent.admit_prefill(key.of_pair(pair)))
-
-    def declare_final(
-        self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
-    ) -> None:
-        """Final means on every rank."""
-        # Copies, because the engine's own tables grow.
-        tables = {group: list(table) for group, table in pages.items()} if key in self._legs else pages
-
-        def declare(agent: RankAgent, pair: Pair, groups: frozenset[str] | None) -> None:
-            agent.declare_final(key.of_pair(pair), prompt_len, _part(tables, groups), _part(final, groups))
-
-        self._call_pairs(key, "declared", declare)
-
-    def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
-        """Written means on every rank that has these layers."""
-        self._call_pairs(key, "layers", lambda agent, pair, groups: agent.stream_layers(key.of_pair(pair), event))
-
-    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
-        """The pairs of the sampling rank get the seeds."""
-
-        def finish(agent: RankAgent, pair: Pair, groups: frozenset[str] | None) -> None:
-            own = seeds if pair[P] == self._instance.sampling else NO_SEEDS
-            agent.finish_prefill(key.of_pair(pair), own, finished, _part(final, groups))
-
-        self._call_pairs(key, "sampled", finish)
-
-    def announce_decode(self, ticket: SignedTicket) -> None:
-        self._begin(ticket, D, ticket.prefill_addresses)
-
-    def open_decode(
-        self, ticket: SignedTicket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
-    ) -> None:
-        """Block tables are the same on all ranks. Raises `ProtocolError` for a group that no rank has."""
-        if missing := sorted(wanted.keys() - self._instance.groups.keys()):
-            raise ProtocolError(f"groups {missing} are on no rank")
-
-        tables = {group: list(table) for group, table in pages.items()}
-
-        def place(agent: RankAgent, pair: Pair, groups: frozenset[str] | None) -> None:
-            agent.open_decode(ticket, prompt_len, _part(wanted, groups), _part(tables, groups), pair[P])
-
-        if not self._passes(ticket.prefill_addresses):
-            self._begin(ticket, D, ticket.prefill_addresses)
-        self._call_pairs(ticket.key, "placed", place, D)
-
-    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
-        """Give up a request. `taken` is called when all ranks have done so."""
+    def _give_up(self, key: AttemptKey, event: GiveUp) -> None:
         with self._lock:
             leg = self._legs.get(key)
             if leg is None:
-                self._agents[self._first].abort(key, reason, taken)
+                self._agents[self._first].post(key, event)
                 return
             # The other pairs are not open yet, and never will be.
-            leg.ended = reason
+            leg.ended = event.reason
             left = list(leg.pairs)
 
             def one_has() -> None:
                 with self._lock:
                     left.pop()
-                    if left or taken is None:
+                    if left or event.taken is None:
                         return
-                taken()
+                event.taken()
 
             for pair in list(left):
-                self._agents[pair[leg.side]].abort(key.of_pair(pair), reason, one_has)
+                self._to(pair, leg, replace(event, taken=one_has))
 
     # ------------------------------------------------------------ pairs
 
@@ -203,18 +128,19 @@ class InstanceAgent:
     def _begin(self, ticket: SignedTicket, side: int, others: Sequence[str]) -> None:
         with self._lock:
             if self._passes(others):
-                self._open(ticket, side, LEAD)
+                self._agents[0].post(ticket.key, self._opening(ticket, side))
             elif ticket.key not in self._legs and ticket.key not in self._ended:
                 lead = self._lead(side)
                 leg = self._legs[ticket.key] = _Leg(ticket, side, lead, {lead: None})
-                self._open(ticket, side, lead)
+                self._to(lead, leg, self._opening(ticket, side))
                 self._open_pairs(leg, self._peers.get(ticket.key.ends[1 - side][0]))
 
-    def _open(self, ticket: SignedTicket, side: int, pair: Pair) -> None:
-        if side == P:
-            self._agents[pair[P]].open_prefill(ticket, pair[D])
-        else:
-            self._agents[pair[D]].announce_decode(ticket, pair[P])
+    def _to(self, pair: Pair, leg: _Leg, event: LegEvent) -> None:
+        self._agents[pair[leg.side]].post(leg.ticket.key.of_pair(pair), event)
+
+    @staticmethod
+    def _opening(ticket: SignedTicket, side: int) -> LegEvent:
+        return PrefillLeg(ticket) if side == P else DecodeLeg(ticket)
 
     def _open_pairs(self, leg: _Leg, peer: Instance | None) -> None:
         ticket, here = leg.ticket, self._instance
@@ -231,10 +157,10 @@ class InstanceAgent:
         leg.gather = PrefillGather(key, found) if leg.side == P else DecodeGather(key, found, peer.sampling)
         for pair, groups in found.items():
             if pair != leg.lead:
-                self._open(leg.ticket, leg.side, pair)
-            for call in leg.calls.values():
-                if pair != leg.lead or leg.side == D:  # P's leading pair got the call at once
-                    call(self._agents[pair[leg.side]], pair, groups)
+                self._to(pair, leg, self._opening(leg.ticket, leg.side))
+            for event in leg.events.values():
+                if pair != leg.lead or leg.side == D:  # P's leading pair got the event at once
+                    self._to(pair, leg, self._of_pair(event, pair, groups))
 
     def _abort_unopened_pairs(self, leg: _Leg) -> None:
         """D gives up a request before it knows P's ranks. If these are apart, only one of them has a message of D, and
@@ -242,21 +168,34 @@ class InstanceAgent:
         for rank in range(1, len(leg.ticket.prefill_addresses)) if leg.lead == LEAD else ():
             if (pair := (rank, 0)) not in leg.pairs:
                 leg.pairs = {**leg.pairs, pair: None}
-                self._open(leg.ticket, D, pair)
-                self._agents[0].abort(leg.ticket.key.of_pair(pair), leg.ended or "aborted")
+                self._to(pair, leg, DecodeLeg(leg.ticket))
+                self._to(pair, leg, GiveUp(leg.ended or "aborted"))
 
-    def _call_pairs(self, key: AttemptKey, what: str, call: PairCall, side: int = P) -> None:
+    def _to_pairs(self, key: AttemptKey, event: LegEvent, side: int = P) -> None:
         with self._lock:
             leg = self._legs.get(key)
             if leg is not None:
-                leg.calls[what] = call
+                leg.events[ev.LayersWritten if isinstance(event, ev.LayersWithdrawn) else type(event)] = event
                 # D does not know which pair gets which groups until P's HELLO names its ranks. P's leading pair takes
                 # everything.
                 if leg.side == P or leg.gather is not None:
                     for pair, groups in leg.pairs.items():
-                        call(self._agents[pair[leg.side]], pair, groups)
+                        self._to(pair, leg, self._of_pair(event, pair, groups))
                 return
-        call(self._agents[self._first], self._lead(side), None)
+        self._agents[self._first].post(key.of_pair(self._lead(side)), event)
+
+    def _of_pair(self, event: LegEvent, pair: Pair, groups: frozenset[str] | None) -> LegEvent:
+        """What a pair is told: its groups' part, and of the seeds those of the sampling rank."""
+        match event:
+            case ev.Declared(prompt_len, pages, final):
+                return ev.Declared(prompt_len, _part(pages, groups), _part(final, groups))
+            case ev.Sampled(seeds, finished, final):
+                own = seeds if pair[P] == self._instance.sampling else NO_SEEDS
+                return ev.Sampled(own, finished, _part(final, groups))
+            case DecodePages(ticket, prompt_len, wanted, pages):
+                return DecodePages(ticket, prompt_len, _part(wanted, groups), _part(pages, groups))
+            case _:
+                return event
 
     # ------------------------------------------------------------ what the agents say, each on its thread
 
@@ -268,8 +207,8 @@ class InstanceAgent:
             leg = self._ended.get(key) if late else self._legs[key]
             if leg is not None and leg.side == P and leg.ended and pair not in leg.pairs:
                 leg.pairs = {**leg.pairs, pair: None}
-                self._open(leg.ticket, P, pair)
-                self._agents[pair[P]].abort(key.of_pair(pair), leg.ended)
+                self._to(pair, leg, PrefillLeg(leg.ticket))
+                self._to(pair, leg, GiveUp(leg.ended))
             if leg is None and pair == self._lead(P) and key not in self._ended:
                 # D's claim came before P's leg, which then opens all pairs at once.
                 self._remember_peer(key.ends[D][0], peer)
@@ -320,8 +259,7 @@ class InstanceAgent:
             actions = gather.handle(pair, event) if isinstance(event, ev.PrefillReleased) else []
         for action in actions:
             if isinstance(action, EndPair):
-                agent = self._agents[action.pair[leg.side]]
-                agent.abort(key.of_pair(action.pair), action.reason, None, action.message)
+                self._to(action.pair, leg, GiveUp(action.reason, action.message))
                 continue
             if isinstance(action, ev.DecodeFailed):
                 if leg.ended:
@@ -331,8 +269,8 @@ class InstanceAgent:
                 del self._legs[key]
                 if isinstance(action, ev.PrefillReleased) and action.outcome != "finished":
                     leg.ended = leg.ended or action.outcome
-                for what in ("declared", "layers"):  # its pages are free, and another request may get them
-                    leg.calls.pop(what, None)
+                for what in (ev.Declared, ev.LayersWritten):  # its pages are free, and another request may get them
+                    leg.events.pop(what, None)
                 self._ended[key] = leg if leg.side == P and gather is None else None
                 if len(self._ended) > MAX_ENDED:
                     del self._ended[next(iter(self._ended))]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from baton.clock import Clock
 from baton.handoff.agent.attempts import DecodeAttempt
+from baton.handoff.agent.calls import Agent, DecodeLeg, DecodePages, GiveUp, LegEvent, PrefillLeg
 from baton.handoff.agent.machine_runner import MachineRunner, OnPeer
 from baton.handoff.agent.routing import Routing
 from baton.handoff.agent.stats import AgentStats
@@ -23,13 +24,12 @@ from baton.handoff.protocol.ticket import SignedTicket
 from baton.handoff.session.base import Connection, ControlChannel, Worker
 from baton.handoff.session.config import AgentConfig
 from baton.handoff.session.sessions import Sessions
-from baton.kv.interval import Interval
 from baton.transports.base import Transport
 
 log = logging.getLogger(__name__)
 
 
-class RankHandoffs:
+class RankHandoffs(Agent):
     """`digester` digests this engine's pages, on `worker`; without them, `config.integrity` must be off. Attempts are
     those of this rank with one rank `peer` of another engine."""
 
@@ -59,10 +59,30 @@ class RankHandoffs:
         self._last_time: float | None = None
         self._checked = 0.0
 
-    # ------------------------------------------------------------ the engine's calls
+    # ------------------------------------------------------------ the engine's events
 
-    def open_prefill(self, ticket: SignedTicket, peer: int = 0) -> None:
-        key, registrations = ticket.key.of_pair((self.rank, peer)), self.routing.registrations
+    def post(self, key: AttemptKey, event: LegEvent) -> None:
+        match event:
+            case PrefillLeg(ticket):
+                self._begin_prefill(key, ticket)
+            case DecodeLeg(ticket):
+                self._begin_decode(key, ticket)
+            case DecodePages():
+                self._place(key, event)
+            case GiveUp(reason, message, taken):
+                given_up = ev.Abort(reason, message)
+                for attempt in (self.runner.prefills.get(key), self.runner.decodes.get(key)):
+                    if attempt is not None:
+                        self.runner.feed(attempt, given_up)
+                if taken is not None:
+                    taken()
+            case _:
+                # Dropped if the attempt is unknown.
+                if (prefill := self.runner.prefills.get(key)) is not None:
+                    self.runner.feed(prefill, event)
+
+    def _begin_prefill(self, key: AttemptKey, ticket: SignedTicket) -> None:
+        registrations = self.routing.registrations
         attempt = registrations.prefill(key, ticket)
         registrations.supersede(key)
         self.runner.feed(attempt, ev.Opened())
@@ -72,57 +92,31 @@ class RankHandoffs:
         log.warning("attempt %s: the ticket of P's leg is not that of D's", key)
         self.runner.feed(attempt, ev.Fault("register_refused", "both legs must have one ticket"))
 
-    def announce_decode(self, ticket: SignedTicket, peer: int = 0) -> None:
-        key = ticket.key.of_pair((peer, self.rank))
+    def _begin_decode(self, key: AttemptKey, ticket: SignedTicket, pages: DecodePages | None = None) -> None:
         if self.runner.decodes.get(key) is not None:
             log.warning("attempt %s is open already", key)
             return
-        self._decode(ticket, key)
-
-    def open_decode(
-        self, ticket: SignedTicket, wanted: dict[str, Interval], pages: dict[str, list[int]], peer: int = 0
-    ) -> None:
-        """The attempt may be announced already."""
-        key = ticket.key.of_pair((peer, self.rank))
-        attempt = self.runner.decodes.get(key)
-        if attempt is None:
-            self._decode(ticket, key, wanted, pages)
-        elif not attempt.machine.takes_pages:
-            log.warning("attempt %s is open already", key)
-        else:
-            attempt.begun = self.clock.monotonic()
-            self.runner.feed(attempt, ev.Placed(wanted, pages))
-
-    def _decode(
-        self,
-        ticket: SignedTicket,
-        key: AttemptKey,
-        wanted: dict[str, Interval] | None = None,
-        pages: dict[str, list[int]] | None = None,
-    ) -> None:
         retries, integrity = self.config.max_retries, self.config.integrity
-        machine = DecodeHandoff(key, ticket.mode, ticket.text, wanted, pages, retries, integrity)
+        wanted, tables = (None, None) if pages is None else (pages.wanted, pages.pages)
+        machine = DecodeHandoff(key, ticket.mode, ticket.text, wanted, tables, retries, integrity)
         expiry = self.routing.registrations.expiry(ticket, "decode")
         addresses = ticket.prefill_addresses
         attempt = DecodeAttempt(expiry, machine=machine, address=addresses[key.source_rank], num_sources=len(addresses))
-        if wanted is not None:
+        if pages is not None:
             attempt.begun = self.clock.monotonic()
         self.runner.decodes.add(key, attempt)
         self.routing.dial(attempt, ticket)
 
-    def to_prefill(self, key: AttemptKey, event: ev.MachineEvent) -> None:
-        """Pass an engine's event to P's half, unless that is unknown or over."""
-        attempt = self.runner.prefills.get(key)
-        if attempt is not None:
-            self.runner.feed(attempt, event)
-
-    def abort(self, key: AttemptKey, reason: str, message: str = "given up by the engine") -> None:
-        """`message` is for the peer."""
-        event = ev.Abort(reason, message)
-        self.to_prefill(key, event)
+    def _place(self, key: AttemptKey, event: DecodePages) -> None:
+        """The attempt may be announced already."""
         attempt = self.runner.decodes.get(key)
-        if attempt is not None:
-            self.runner.feed(attempt, event)
+        if attempt is None:
+            self._begin_decode(key, event.ticket, event)
+        elif not attempt.machine.takes_pages:
+            log.warning("attempt %s is open already", key)
+        else:
+            attempt.begun = self.clock.monotonic()
+            self.runner.feed(attempt, ev.Placed(event.wanted, event.pages))
 
     def abort_all(self) -> None:
         for attempt in self.runner.live():

@@ -1,0 +1,111 @@
+"""The one way from an engine into a handoff: events, posted to an agent under the key of their attempt.
+
+The agent of an instance, the agent of a rank and the handoffs of a rank all take them by `post`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.messages import AttemptKey, Seeds
+from baton.handoff.protocol.ticket import SignedTicket
+from baton.kv.interval import Interval
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLeg:
+    """Take P's leg of a verified ticket."""
+
+    ticket: SignedTicket
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLeg:
+    """Take D's leg of a verified ticket before it has pages; `DecodeAdmitted` says when to allocate some. The leg does
+    not expire while P lives."""
+
+    ticket: SignedTicket
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePages:
+    """Give D's leg its pages: per group the wanted interval and the block table. Comes after `DecodeAdmitted`, or
+    without `DecodeLeg` if the engine has enough pages for all requests: else a leg that P has no room for could hold
+    the pages that P waits for."""
+
+    ticket: SignedTicket
+    prompt_len: int
+    wanted: dict[str, Interval]
+    pages: dict[str, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Give up an attempt of either side; the peer is sent `message`. The pages stay the agent's until released.
+
+    `taken` is called on the agent's thread, after the attempt's final events if there are any. From then on this side
+    says COMMIT or CONFIRM only of what was in place before. No peer delays it.
+    """
+
+    reason: str
+    message: str = "given up by the engine"
+    taken: Callable[[], None] | None = None
+
+
+PrefillEvent = ev.PagesGiven | ev.Declared | ev.LayersWritten | ev.LayersWithdrawn | ev.Sampled
+LegEvent = PrefillLeg | DecodeLeg | DecodePages | GiveUp | PrefillEvent
+
+
+class Agent(ABC):
+    """Takes the engine's events. From any thread; nothing blocks. The other methods make the events, with copies of the
+    engine's tables, which grow."""
+
+    @abstractmethod
+    def post(self, key: AttemptKey, event: LegEvent) -> None:
+        """`key`: of the ticket. A rank's agent gets that of its pair of ranks.
+
+        Raises `ProtocolError` if the ticket of a leg names another engine, or an interval exceeds the prompt.
+        """
+
+    def open_prefill(self, ticket: SignedTicket) -> None:
+        self.post(ticket.key, PrefillLeg(ticket))
+
+    def admit_prefill(self, key: AttemptKey) -> None:
+        """P's engine has allocated pages for the whole prompt."""
+        self.post(key, ev.PagesGiven())
+
+    def declare_final(
+        self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
+    ) -> None:
+        """Tokens `[0, final)` of each group will not change any more, on no rank; `pages` are the block tables so
+        far."""
+        tables = {group: list(table) for group, table in pages.items()}
+        self.post(key, ev.Declared(prompt_len, tables, dict(final)))
+
+    def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
+        """Some layers of a running forward are written, on every rank that has them, or it has failed. `declare_final`
+        follows its end."""
+        self.post(key, event)
+
+    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
+        """The drafter has run with the first token: tokens `[0, final)` of each group will not change any more.
+
+        Groups not named stay as declared. The tables of the last `declare_final` must reach that far. `finished`: that
+        token ended the request.
+        """
+        self.post(key, ev.Sampled(seeds, finished, dict(final)))
+
+    def announce_decode(self, ticket: SignedTicket) -> None:
+        self.post(ticket.key, DecodeLeg(ticket))
+
+    def open_decode(
+        self, ticket: SignedTicket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
+    ) -> None:
+        tables = {group: list(table) for group, table in pages.items()}
+        self.post(ticket.key, DecodePages(ticket, prompt_len, dict(wanted), tables))
+
+    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
+        self.post(key, GiveUp(reason, taken=taken))
