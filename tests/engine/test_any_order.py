@@ -24,6 +24,7 @@ from baton.engine.request import Request
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import ScheduledRows, Scheduler
 from baton.engine.step import DecodingLimits, StepOutcome
+from baton.handoff.agent.calls import LegEvent
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval
@@ -202,16 +203,14 @@ class Engine:
     def admit_prefill(self, key: AttemptKey) -> None:
         pass
 
-    def declare_final(self, key: AttemptKey, prompt_len: int, pages: Any, final: dict[str, int]) -> None:
+    def post(self, key: AttemptKey, event: LegEvent) -> None:
         attempt = self.prefills.get(key)
-        if attempt is not None:
-            attempt.pages, attempt.final = {name: list(table) for name, table in pages.items()}, dict(final)
-
-    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
-        attempt = self.prefills.get(key)
-        if attempt is not None:
-            attempt.state, attempt.final = "finished" if finished else "sampled", dict(final)
-            assert finished or set(final.values()) == {len(attempt.prompt)}
+        match event:
+            case ev.Declared(_, pages, final) if attempt is not None:
+                attempt.pages, attempt.final = pages, final
+            case ev.Sampled(_, finished, final) if attempt is not None:
+                attempt.state, attempt.final = "finished" if finished else "sampled", final
+                assert finished or set(final.values()) == {len(attempt.prompt)}
 
     def announce_decode(self, ticket: Any) -> None:
         request = self.legs.open[ticket.key].request

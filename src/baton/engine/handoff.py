@@ -18,6 +18,7 @@ from baton.engine.scheduler import Scheduler
 from baton.errors import reason_label
 from baton.handoff.agent.calls import Agent
 from baton.handoff.protocol.events import (
+    Declared,
     DecodeAdmitted,
     DecodeCommitted,
     DecodeFailed,
@@ -26,6 +27,7 @@ from baton.handoff.protocol.events import (
     DecodeReleased,
     HandoffEvent,
     PrefillReleased,
+    Sampled,
 )
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.wire import recovers
@@ -135,7 +137,9 @@ class HandoffLegs:
         if self.kv_stream == "off" and request.is_prefilling:
             return
         final = self._final(request, seeded=False)
-        self.agent.declare_final(key, n, self.cache.offered(request.kv, n), final)
+        # Copies, because the request's tables grow.
+        tables = {group: list(table) for group, table in self.cache.offered(request.kv, n).items()}
+        self.agent.post(key, Declared(n, tables, final))
         if request.is_prefilling:
             return
         if request.finish_reason is None:
@@ -150,7 +154,7 @@ class HandoffLegs:
         )
         if self.alter_seeds is not None:
             seeds = self.alter_seeds(seeds)
-        self.agent.finish_prefill(key, seeds, request.finish_reason is not None, final)
+        self.agent.post(key, Sampled(seeds, request.finish_reason is not None, final))
 
     def _final(self, request: Request, seeded: bool) -> dict[str, int]:
         """Final tokens per group, if the prefill's tokens are known, and with `seeded` the next one."""

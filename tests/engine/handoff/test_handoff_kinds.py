@@ -18,6 +18,9 @@ from baton.engine.config import SpeculativeConfig
 from baton.engine.core import EngineCore
 from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftResult
+from baton.handoff.agent.calls import LegEvent
+from baton.handoff.protocol.events import Declared, Sampled
+from baton.handoff.protocol.messages import AttemptKey
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval, Rules
 from baton.kv.tables import BlockTables
@@ -187,21 +190,20 @@ class Finals:
         self.pages: dict[str, list[int]] = {}
         assert engine.core.legs is not None
         agent = engine.core.legs.agent
-        declare, finish = agent.declare_final, agent.finish_prefill
+        post = agent.post
 
-        def declare_final(key: Any, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]) -> None:
-            self.pages, self.prompt_len = pages, prompt_len
-            self.hold(final)
-            declare(key, prompt_len, pages, final)
+        def posted(key: AttemptKey, event: LegEvent) -> None:
+            match event:
+                case Declared(prompt_len, pages, final):
+                    self.pages, self.prompt_len = pages, prompt_len
+                    self.hold(final)
+                case Sampled(_, finished, final):
+                    # With the first token everything is final, including the drafter's last entry.
+                    assert finished or final == dict.fromkeys(self.pages, self.prompt_len)
+                    self.hold(final)
+            post(key, event)
 
-        def finish_prefill(key: Any, seeds: Any, finished: bool, final: dict[str, int]) -> None:
-            # With the first token everything is final, including the drafter's last entry.
-            assert finished or final == dict.fromkeys(self.pages, self.prompt_len)
-            self.hold(final)
-            finish(key, seeds, finished, final)
-
-        agent.declare_final = declare_final  # type: ignore[method-assign]
-        agent.finish_prefill = finish_prefill  # type: ignore[method-assign]
+        agent.post = posted  # type: ignore[method-assign]
 
     def hold(self, final: dict[str, int]) -> None:
         for group, end in final.items():

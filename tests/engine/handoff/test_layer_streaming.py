@@ -14,8 +14,9 @@ from baton.engine.config import EngineConfig
 from baton.engine.layer_stream import LayerStream
 from baton.engine.runner import ModelRunner, TargetOutput
 from baton.errors import BatonError, ConfigError
+from baton.handoff.agent.calls import LegEvent
 from baton.handoff.agent.instance import InstanceAgent
-from baton.handoff.protocol.events import LayersWithdrawn, LayersWritten
+from baton.handoff.protocol.events import Declared, LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey
 from testkit.engines import TARGET, Pair, Stepped, Stream, kv_of, pair, stepped
 from tests.engine.handoff.test_handoff_kinds import GREEDY, KINDS, SAMPLED, both_ways, prompt_of
@@ -187,13 +188,14 @@ def test_off_declares_nothing_before_the_prompt_is_computed(
 ) -> None:
     """What is not declared is not copied."""
     finals: list[dict[str, int]] = []
-    declare = InstanceAgent.declare_final
+    post = InstanceAgent.post
 
-    def declared(agent: InstanceAgent, key: AttemptKey, n: int, pages: Any, final: dict[str, int]) -> None:
-        finals.append(final)
-        declare(agent, key, n, pages, final)
+    def posted(agent: InstanceAgent, key: AttemptKey, event: LegEvent) -> None:
+        if isinstance(event, Declared):
+            finals.append(event.final)
+        post(agent, key, event)
 
-    monkeypatch.setattr(InstanceAgent, "declare_final", declared)
+    monkeypatch.setattr(InstanceAgent, "post", posted)
     with pair(tmp_path, kv_stream=kv_stream, max_num_batched_tokens=32) as two, stepped() as one:
         rest = handed_over(two, "one", prompt_of(96))
         assert len(finals) == num_declared

@@ -88,7 +88,10 @@ class MachineRunner:
                     self._refused(target, what, error)
                     continue
                 for action in actions:
-                    self._carry_out(target, action)
+                    if isinstance(action, ev.Notify):
+                        self._notify(target, action.event)
+                    else:
+                        self._carry_out(target, action)
                 if not isinstance(what, ev.Tick) and any(isinstance(action, ev.Send) for action in actions):
                     self._rewind(target)
                 now = self.clock.monotonic()
@@ -157,8 +160,6 @@ class MachineRunner:
                 self._digesting.begin(attempt, action, partial(self._share, *self._ends(attempt)))
             case ev.Count(name, by):
                 self.counters.count(name, by)
-            case ev.Notify(event):
-                self._notify(attempt, event)
 
     def _send(self, attempt: Attempt, message: AttemptMessage) -> None:
         session = self.session(attempt)

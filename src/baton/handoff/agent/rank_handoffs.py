@@ -19,9 +19,9 @@ from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.digests import Digester
-from baton.handoff.protocol.messages import AttemptKey, Message
+from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.ticket import SignedTicket
-from baton.handoff.session.base import Connection, ControlChannel, Worker
+from baton.handoff.session.base import ControlChannel, Worker
 from baton.handoff.session.config import AgentConfig
 from baton.handoff.session.sessions import Sessions
 from baton.transports.base import Transport
@@ -55,6 +55,7 @@ class RankHandoffs(Agent):
             config, instance, transport, channel, self.sessions, on_event, clock, digester, worker, on_peer
         )
         self.routing = Routing(self.runner)
+        self.on_message = self.routing.on_message
         self.operations = self.runner.operations
         self._last_time: float | None = None
         self._checked = 0.0
@@ -123,10 +124,6 @@ class RankHandoffs(Agent):
             self.runner.feed(attempt, ev.Abort("engine_closed", "the engine is closing"))
 
     # ------------------------------------------------------------ what comes from outside
-
-    def on_message(self, connection: Connection, message: Message) -> None:
-        """Never raises `ProtocolError`."""
-        self.routing.on_message(connection, message)
 
     def poll(self) -> None:
         for session in self.sessions.poll():
