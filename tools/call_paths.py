@@ -78,7 +78,9 @@ def ways() -> dict[str, list[tuple[str, str]]]:
     with ExitStack() as patches:
         for patch in (
             watch(SimRankAgent, "_call", "FINAL, engine's thread", "declare"),
-            watch(SimTransport, "submit", "FINAL, agent's thread", "post", lambda _, __, way, *rest: way == "write"),
+            watch(
+                SimTransport, "submit", "FINAL, agent's thread", "<lambda>", lambda _, __, way, *rest: way == "write"
+            ),
             watch(Engine, "hears", "COMMIT, agent's thread", "on_message", lambda _, e: isinstance(e, DecodeCommitted)),
             watch(Request, "transition", "COMMIT, engine's thread", "on_handoff"),
         ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -33,8 +33,8 @@ def test_every_transition_of_the_tables_is_taken(monkeypatch: pytest.MonkeyPatch
     taken: dict[str, set[tuple[str, Any]]] = {}
     after = Table.after
 
-    def recorded(self: Table[Any], phase: Any, event: str, story: Sequence[str] = ()) -> Any:
-        found = after(self, phase, event, story)
+    def recorded(self: Table[Any], phase: Any, event: str, events: Iterable[Any] = ()) -> Any:
+        found = after(self, phase, event, events)
         taken.setdefault(self.machine, set()).add((event, phase))
         return found
 

@@ -17,6 +17,7 @@ from baton.handoff.agent.stats import AgentCounters
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Cell, Digester, share
+from baton.handoff.protocol.event_names import name_of
 from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, Cancel, Cancelled, Hello
 from baton.handoff.session.base import ControlChannel, Worker
 from baton.handoff.session.config import AgentConfig
@@ -104,7 +105,7 @@ class MachineRunner:
         """Drop a message that is not allowed. Anything else that a machine cannot do is a bug: the attempt fails."""
         self.counters.count("rejected")
         received = isinstance(event, ev.Received)
-        if not isinstance(error, UndefinedTransitionError) or (received and error.event == ev.name_of(event)):
+        if not isinstance(error, UndefinedTransitionError) or (received and error.event == name_of(event)):
             log.warning("attempt %s refused an event: %s", attempt.machine.key, error)
             return
         self.undefined = error

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum
 from typing import Generic, TypeVar
 
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.copies import CopyLedger
+from baton.handoff.protocol.event_names import name_of
 from baton.handoff.protocol.messages import AttemptKey
-from baton.handoff.protocol.transitions import Table
+from baton.handoff.protocol.transitions import Table, Told, tell
 from baton.wire import Integrity, Mode
 
 PhaseT = TypeVar("PhaseT", bound=Enum)
@@ -31,28 +33,27 @@ class AttemptMachine(Generic[PhaseT]):
         self.reason = ""
         self.round = 0
         self.copies = CopyLedger(max_retries)
-        self.story: list[str] = []
+        # Events, and of steps the phase after them; formatted only for an error.
+        self._events: deque[Told] = deque(maxlen=STORY)
         self._table = table
+
+    @property
+    def story(self) -> list[str]:
+        return tell(self._events)
 
     def _enter(self, event: ev.MachineEvent) -> str:
         """The name of an input. Raises `UndefinedTransitionError` if it cannot come in this phase."""
-        name = ev.name_of(event)
-        self._table.after(self.phase, name, self.story)
-        self._remember(name)
+        name = name_of(event)
+        self._table.after(self.phase, name, self._events)
+        if name != "tick" or not self._events or self._events[-1][0] != "tick":
+            self._events.append((name, None))
         return name
 
     def _step(self, step: str) -> None:
         """Raises `UndefinedTransitionError` if it cannot be taken in this phase."""
-        self.phase = self._table.after(self.phase, step, self.story)
-        self._remember(f"{step} -> {self.phase.value}")
-
-    def _remember(self, what: str) -> None:
-        if self.story and self.story[-1] == what == "tick":
-            return
-        self.story.append(what)
-        if len(self.story) > STORY:
-            del self.story[0]
+        self.phase = self._table.after(self.phase, step, self._events)
+        self._events.append((step, self.phase))
 
     def _forget_story(self) -> None:
         """Keep the end of it: many ended attempts are remembered."""
-        del self.story[:-LAST_STORY]
+        self._events = deque(list(self._events)[-LAST_STORY:], maxlen=LAST_STORY)

@@ -176,33 +176,6 @@ MachineEvent = (
     | PeerLost
 )
 
-_NAMES: dict[type[MachineEvent], str] = {
-    Opened: "opened",
-    PagesGiven: "admitted",
-    Declared: "declared",
-    LayersWritten: "layers written",
-    LayersWithdrawn: "layers withdrawn",
-    Sampled: "sampled",
-    PeerReady: "peer ready",
-    Placed: "placed",
-    CopyEnded: "copy ended",
-    DigestsComputed: "digests computed",
-    DigestsChecked: "digests checked",
-    Fault: "fault",
-    Abort: "abort",
-    Deadline: "deadline",
-    Tick: "tick",
-    PeerLost: "peer lost",
-}
-
-
-def name_of(event: MachineEvent) -> str:
-    """The event's name in the transition tables; of a message, its kind."""
-    if isinstance(event, Received):
-        return str(event.message.__struct_config__.tag)
-    return _NAMES[type(event)]
-
-
 # ---------------------------------------------------------------- actions out of a machine
 
 

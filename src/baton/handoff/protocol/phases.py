@@ -5,7 +5,13 @@ from __future__ import annotations
 from enum import Enum
 
 
-class PrefillPhase(Enum):
+class Phase(Enum):
+    """Hashed by identity, because the tables are looked up for each event."""
+
+    __hash__ = object.__hash__
+
+
+class PrefillPhase(Phase):
     """Of P's machine."""
 
     OPEN = "open"  # prefilling, or waiting for REGISTER, or copying
@@ -21,7 +27,7 @@ class PrefillPhase(Enum):
     CLOSED = "closed"  # nothing left to do
 
 
-class EnginePhase(Enum):
+class EnginePhase(Phase):
     """What P's engine has to do with an attempt."""
 
     ABSENT = "absent"  # it has not opened its leg: D's claim began the attempt
@@ -31,7 +37,7 @@ class EnginePhase(Enum):
     UNTOLD = "untold"  # the attempt ended before it opened its leg, and it is notified when it does
 
 
-class PeerPhase(Enum):
+class PeerPhase(Phase):
     """What P has received from D."""
 
     SILENT = "silent"  # nothing: D waits for no answer
@@ -40,7 +46,7 @@ class PeerPhase(Enum):
     REGISTERED = "registered"  # REGISTER
 
 
-class DecodePhase(Enum):
+class DecodePhase(Phase):
     """Of D's machine."""
 
     WAITING = "waiting"  # no session with P yet and no destination pages; nothing sent

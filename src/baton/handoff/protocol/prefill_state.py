@@ -22,10 +22,10 @@ class PrefillState(AttemptMachine[Phase]):
         self.peer = PeerPhase.SILENT
 
     def _engine_step(self, event: str) -> None:
-        self.engine = PREFILL_ENGINE.after(self.engine, event, self.story)
+        self.engine = PREFILL_ENGINE.after(self.engine, event, self._events)
 
     def _peer_step(self, event: str) -> None:
-        self.peer = PREFILL_PEER.after(self.peer, event, self.story)
+        self.peer = PREFILL_PEER.after(self.peer, event, self._events)
 
     @property
     def closing(self) -> bool:

@@ -9,7 +9,7 @@ an event that it does not know.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -17,6 +17,12 @@ from baton.errors import UndefinedTransitionError
 from baton.handoff.protocol.phases import DecodePhase, EnginePhase, PeerPhase, PrefillPhase
 
 PhaseT = TypeVar("PhaseT", bound=Enum)
+# An input, or a step and the phase after it.
+Told = tuple[str, Enum | None]
+
+
+def tell(events: Iterable[Told]) -> list[str]:
+    return [what if phase is None else f"{what} -> {phase.value}" for what, phase in events]
 
 
 class Table(Generic[PhaseT]):
@@ -27,18 +33,18 @@ class Table(Generic[PhaseT]):
         self, machine: str, steps: Mapping[str, Mapping[PhaseT, PhaseT]], inputs: Mapping[str, Iterable[PhaseT]]
     ) -> None:
         self.machine, self.steps = machine, steps
-        self._after = {(before, event): after for event, row in steps.items() for before, after in row.items()}
-        self._after.update({(phase, event): phase for event, phases in inputs.items() for phase in phases})
+        self._after = {event: dict(row) for event, row in steps.items()}
+        self._after.update({event: {phase: phase for phase in phases} for event, phases in inputs.items()})
 
-    def after(self, phase: PhaseT, event: str, story: Sequence[str] = ()) -> PhaseT:
-        """The phase that follows. `story`: the last events of the attempt, for the error.
+    def after(self, phase: PhaseT, event: str, events: Iterable[Told] = ()) -> PhaseT:
+        """The phase that follows. `events`: the last ones of the attempt, for the error.
 
         Raises `UndefinedTransitionError` if `event` cannot happen in `phase`.
         """
-        after = self._after.get((phase, event))
-        if after is None:
-            raise UndefinedTransitionError(self.machine, phase.value, event, story)
-        return after
+        try:
+            return self._after[event][phase]
+        except KeyError:
+            raise UndefinedTransitionError(self.machine, phase.value, event, tell(events)) from None
 
 
 # Inputs of both machines.
