@@ -97,6 +97,18 @@ def _read(text: str) -> Ticket:
     return msgspec.msgpack.decode(body, type=Ticket)
 
 
+class WatchedPool(EnginePool):
+    """The real pool, with a check of each engine that it gives up."""
+
+    router: Router
+
+    async def _check(self, engine: PooledEngine) -> None:
+        before = engine.evicted
+        await super()._check(engine)
+        if engine.evicted and not before and not engine.leaving:
+            self.router.check_given_up(engine)
+
+
 class Router:
     """A router process; after a crash, another one. `requests`: all that clients sent here."""
 
@@ -129,13 +141,14 @@ class Router:
             random.choice(("round_robin", "least_loaded")),
             PolicyConfig(max_turn_prefill_length=0),
         )
-        pool = EnginePool(
+        pool = WatchedPool(
             session,
             lambda _session, url, _timers, _role: SimClient(self, url, self.cluster.name_of(url)),
             timers=self.timers,
             load_tokenizer=lambda directory: stub,
         )
         modes: tuple[Mode, ...] = ("push", "pull")
+        pool.router = self
         self.backend = RouterBackend(
             pool,
             SimConnector(config, self.cluster),
@@ -305,6 +318,16 @@ class Router:
                 self.world.fail(
                     "held_by_silence", f"{name} waits for {process.name}, silent since {process.paused_at:.2f}"
                 )
+
+    def check_given_up(self, engine: PooledEngine) -> None:
+        """An engine that ran all the time is not given up because this process itself was away."""
+        settings, process = self.world.settings, None
+        if engine.info is not None:
+            process = self.cluster.by_uid.get(engine.info.incarnation)
+        if process is None or process.gone or process.paused or process.leaving or settings.has("slow_answer"):
+            return
+        if self.loop.num_pauses <= 1 and process.awake_since <= self.world.now - self.timers.lease:
+            self.world.fail("innocent_engine", f"{process.name} is given up, and was there all the time")
 
     def left(self) -> list[str]:
         """Legs, tasks and counts that must be gone once all requests have ended."""

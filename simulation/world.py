@@ -13,6 +13,8 @@ from simulation.settings import Settings
 # A longer schedule does not end: the largest of the first 100,000 seeds needs a tenth of it.
 MAX_EVENTS = 60_000
 _MAX_EVENTS_OF_RANKS = 240_000  # if engines have several ranks
+# Calls other than dialling are many.
+_CALLS_SHARE = 0.2
 
 
 class Violation(Exception):
@@ -40,6 +42,8 @@ class World:
         self.trace: list[str] = []
         self.computing: object | None = None  # the one process that is in a forward
         self.watch: Callable[[], None] | None = None  # called after each event
+        # Of its own, so that no other draw depends on how often a call could have failed.
+        self._shortages = Random(f"shortages of {seed}")
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
@@ -86,6 +90,14 @@ class World:
         if rate == 0.0 or self.calm or self.random.random() >= rate:
             return False
         self.injected[kind] += 1
+        return True
+
+    def short(self) -> bool:
+        """Whether a call of the operating system fails now for want of descriptors or memory (`no_descriptor`)."""
+        rate = self.settings.rates.get("no_descriptor", 0.0)
+        if rate == 0.0 or self.calm or self._shortages.random() >= rate * _CALLS_SHARE:
+            return False
+        self.injected["no_descriptor"] += 1
         return True
 
     def progress(self) -> None:

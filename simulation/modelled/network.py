@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 _ONE_WAY = (0.0002, 0.002)
+_ACCEPT_AGAIN_S = 0.3
 # Fields that a trace omits: long, or not determined by the seed.
 _UNSAID = ("key", "ticket", "fingerprint", "instance", "challenge", "proof")
 
@@ -152,6 +153,7 @@ class SimChannel(Channel):
         self._router: SimSocket = network.socket(self)
         poller.register(self._router)
         self._accepted, self._unproven, self._dialled = {}, {}, {}
+        self._unaccepted: dict[SimSocket, list[Parts]] = {}
 
     def _whom(self, address: str) -> tuple[str | None, str, bytes]:
         return None, address, b""
@@ -186,10 +188,24 @@ class SimChannel(Channel):
         return bool(poller.readable)
 
     def accept(self, dealer: SimSocket, parts: Parts) -> None:
-        """A message arrives at the listening socket."""
+        """A message arrives at the listening socket. ZeroMQ keeps those of a connection that it cannot accept yet."""
+        if dealer in self._unaccepted:
+            self._unaccepted[dealer].append(parts)
+            return
+        if dealer.identity not in self._router.peers and self.world.short():
+            self._unaccepted[dealer] = [parts]
+            self.world.after(_ACCEPT_AGAIN_S, self._accept_late, dealer)
+            return
         self._router.peers[dealer.identity] = dealer
         self._router.inbox.append((dealer, [dealer.identity, *parts]))
         self.process.wake()
+
+    def _accept_late(self, dealer: SimSocket) -> None:
+        waiting = self._unaccepted.pop(dealer)
+        if dealer.gone or self.process.dead:
+            return
+        for parts in waiting:
+            self.accept(dealer, parts)
 
     def answered(self, dealer: SimSocket, parts: Parts) -> None:
         """A message arrives at a socket that dialled."""

@@ -1,7 +1,7 @@
 """The ZeroMQ objects of the real channel (a ROUTER, DEALERs and a poller) over the modelled network.
 
-A DEALER has the identity that the ROUTER gave its connection. Making a socket fails while descriptors are short, and a
-full socket raises on send.
+A DEALER has the identity that the ROUTER gave its connection. While descriptors or memory are short, making a socket,
+sending and reading raise, and ZeroMQ accepts a connection only later. A full socket raises on send.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ class SimSocket:
         self.closed = True
 
     def send_multipart(self, parts: Parts | tuple[bytes, ...], flags: int = 0) -> None:
-        """Raises `zmq.Again` if it is full."""
+        """Raises `zmq.Again` if it is full, `zmq.ZMQError` while memory is short."""
         if self.channel.world.hit("full_socket"):
             raise zmq.Again
+        if self.channel.world.short():
+            raise zmq.ZMQError(errno.ENOBUFS)
         if self.address:
             self._network.to_address(self, list(parts))
             return
@@ -59,9 +61,12 @@ class SimSocket:
             self._network.to_dialler(self.channel.process, dealer, rest)
 
     def recv_multipart(self, flags: int = 0, copy: bool = True) -> Parts:
-        """Raises `zmq.Again` if nothing waits."""
+        """Raises `zmq.Again` if nothing waits, `zmq.ZMQError` while memory is short."""
         if not self.inbox:
             raise zmq.Again
+        if self.channel.world.short():
+            self.channel.process.wake()  # the message is still there
+            raise zmq.ZMQError(errno.ENOMEM)
         self.last, parts = self.inbox.popleft()
         return parts
 

@@ -8,6 +8,7 @@ peer's operations.
 
 from __future__ import annotations
 
+import errno
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -154,7 +155,16 @@ class SimTransport:
         return self.process.uid.encode()
 
     def connect(self, descriptor: bytes) -> Future[Peer]:
-        """Over `rdma` the peer must answer; a paused peer answers after it resumes."""
+        """Over `rdma` the peer must answer; a paused peer answers after it resumes. Raises `OSError` if a file of its
+        memory cannot be opened, at once or in the background.
+        """
+        if self.world.short():
+            error = OSError(errno.EMFILE, "Too many open files")
+            if self.world.settings.fabric == "shm":
+                raise error
+            failed: Future[Peer] = Future()
+            self.world.after(self.world.random.uniform(*_CALL), failed.set_exception, error)
+            return failed
         future: Future[Peer] = Future()
         far = self.world_process(descriptor.decode())
         slow = self.world.hit("slow_call")

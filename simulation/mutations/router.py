@@ -95,6 +95,17 @@ def _short_contexts_are_taken() -> list[Patch]:
     ]
 
 
+@mutation("one unanswered question is not enough to give an engine up", ("pause_router",))
+def _one_silence_gives_up() -> list[Patch]:
+    original = EnginePool._check
+
+    async def check(self: EnginePool, engine: PooledEngine) -> None:
+        engine.num_silent = max(1, engine.num_silent)
+        await original(self, engine)
+
+    return [(EnginePool, "_check", check)]
+
+
 @mutation("what is left of a request counts its output from the client's prompt on")
 def _resumed_prompts_are_longer() -> list[Patch]:
     original = Joined.rest

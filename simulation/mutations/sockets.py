@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import zmq
@@ -10,8 +11,10 @@ import zmq
 from baton.handoff.protocol.frames import decode
 from baton.handoff.protocol.messages import Message
 from baton.handoff.session.base import Connection
+from baton.handoff.session.connecting import TransportEnds
 from baton.handoff.session.sessions import Session, Sessions
 from baton.handoff.session.sockets import Channel
+from baton.transports.base import Peer
 from simulation.mutations.registry import Patch, mutation
 
 _LISTENERS = ("squatter", "crash_prefill", "crash_decode")
@@ -74,6 +77,38 @@ def _full_sockets_raise() -> list[Patch]:
         sock.send_multipart(frame if identity is None else [identity, *frame], zmq.NOBLOCK)
 
     return [(Channel, "_transmit", transmit)]
+
+
+@mutation("a frame that cannot be sent for want of memory is lost, and whoever waits repeats", ("no_descriptor",))
+def _only_full_sockets_drop() -> list[Patch]:
+    def transmit(self: Channel, sock: Any, identity: bytes | None, *frame: bytes) -> None:
+        try:
+            sock.send_multipart(frame if identity is None else [identity, *frame], zmq.NOBLOCK)
+        except zmq.Again:
+            self.dropped += 1
+
+    return [(Channel, "_transmit", transmit)]
+
+
+@mutation("a frame that cannot be read now is read in a later turn", ("no_descriptor",))
+def _reads_never_fail() -> list[Patch]:
+    def read(self: Channel, ready: Any) -> Iterator[tuple[Connection, Message]]:
+        while True:
+            try:
+                parts = ready.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield from self._accept(parts) if ready is self._router else self._answered(ready, parts)
+
+    return [(Channel, "_read", read)]
+
+
+@mutation("a peer whose memory cannot be opened now is tried again, and ends no thread", ("no_descriptor",))
+def _files_always_open() -> list[Patch]:
+    def begin(self: TransportEnds, descriptor: bytes) -> Future[Peer]:
+        return self._transport.connect(descriptor)
+
+    return [(TransportEnds, "begin", begin)]
 
 
 @mutation("a call that fails for want of descriptors is made again when there are some", ("no_descriptor",))

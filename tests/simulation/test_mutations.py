@@ -36,6 +36,7 @@ FOUND_AT = {
     "no_ticket_check_again": 38,
     "old_round_commits": 13,
     "one_layer_is_all": 21,
+    "one_silence_gives_up": 35,
     "redials_at_once": 18,
     "release_before_quiet": 16,
     "removed_engines_are_forgotten": 96,
