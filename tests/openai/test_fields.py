@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
-from baton.openai.fields import FORBIDDEN, REFUSED
+from baton.openai.fields import FORBIDDEN, REFUSED, refuse_unserved
 from baton.openai.plan import plan_chat
 from baton.openai.requests import ChatRequest, CompletionRequest, decode
 from baton.text import Tokenizer
@@ -89,6 +90,13 @@ def completion(**fields: Any) -> CompletionRequest:
 
 def chat(**fields: Any) -> ChatRequest:
     return decode(json.dumps({"messages": [{"role": "user", "content": "a"}], **fields}).encode(), ChatRequest)
+
+
+def test_what_openai_sends_by_default_is_taken() -> None:
+    refuse_unserved({"verbosity": msgspec.Raw(b'"medium"'), "suffix": msgspec.Raw(b'""')})
+    for name, value in (("verbosity", b'"low"'), ("suffix", b'" "')):
+        with pytest.raises(RequestError, match=f"{name} is not supported"):
+            refuse_unserved({name: msgspec.Raw(value)})
 
 
 def test_every_field_is_known_once() -> None:
