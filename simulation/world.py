@@ -13,8 +13,9 @@ from simulation.settings import Settings
 # A longer schedule does not end: the largest of the first 100,000 seeds needs a tenth of it.
 MAX_EVENTS = 60_000
 _MAX_EVENTS_OF_RANKS = 240_000  # if engines have several ranks
-# Calls other than dialling are many.
-_CALLS_SHARE = 0.2
+# The share of seeds with `no_descriptor` in which calls other than dialling fail too, and that of such calls, which are
+# many.
+_SHARE_OF_SEEDS, _CALLS_SHARE = 0.25, 0.2
 
 
 class Violation(Exception):
@@ -44,6 +45,7 @@ class World:
         self.watch: Callable[[], None] | None = None  # called after each event
         # Of its own, so that no other draw depends on how often a call could have failed.
         self._shortages = Random(f"shortages of {seed}")
+        self._all_calls_fail = self._shortages.random() < _SHARE_OF_SEEDS
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
@@ -95,7 +97,7 @@ class World:
     def short(self) -> bool:
         """Whether a call of the operating system fails now for want of descriptors or memory (`no_descriptor`)."""
         rate = self.settings.rates.get("no_descriptor", 0.0)
-        if rate == 0.0 or self.calm or self._shortages.random() >= rate * _CALLS_SHARE:
+        if rate == 0.0 or self.calm or not self._all_calls_fail or self._shortages.random() >= rate * _CALLS_SHARE:
             return False
         self.injected["no_descriptor"] += 1
         return True
