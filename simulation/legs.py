@@ -125,7 +125,10 @@ class SimClient(EngineClient):
         raise EngineUnavailableError("no load is modelled")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        world, stream = self._world, Stream(self._router, self.url, request)
+        world = self._world
+        if not world.keeps_places:
+            request = msgspec.structs.replace(request, waited_s=0.0)
+        stream = Stream(self._router, self.url, request)
         self._router.cluster.streams.append(stream)
         late = world.random.uniform(0.0, 1.5) if world.hit("late_leg") else 0.0
         world.after(late + world.random.uniform(*_ONE_WAY), self._router.cluster.post_leg, stream, self._name)

@@ -46,6 +46,8 @@ class World:
         # Of its own, so that no other draw depends on how often a call could have failed.
         self._shortages = Random(f"shortages of {seed}")
         self._all_calls_fail = self._shortages.random() < _SHARE_OF_SEEDS
+        # In the other seeds an engine puts a request that begins again after all that wait.
+        self.keeps_places = self._shortages.random() < _SHARE_OF_SEEDS
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
