@@ -58,39 +58,6 @@ def mamba2(folder: Path) -> None:
     _save(GraniteMoeHybridForCausalLM(config), folder)
 
 
-def gated_delta(folder: Path) -> None:
-    """Gated delta nets in three of four layers (Qwen3-Next), and an MTP module of full attention. For bfloat16, which
-    vLLM's CPU kernel asks for.
-    """
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    config = Qwen3NextConfig(
-        **COMMON,
-        num_hidden_layers=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        tie_word_embeddings=False,
-    )
-    _save(Qwen3NextForCausalLM(config), folder)
-    weights = load_file(folder / "model.safetensors")
-    module, hidden = "mtp.layers.0.", COMMON["hidden_size"]
-    for name in [name for name in weights if name.startswith("model.layers.3.")]:
-        weights[module + name.removeprefix("model.layers.3.")] = weights[name].roll(1, 0)
-    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
-    weights |= {f"mtp.{name}.weight": torch.zeros(hidden) for name in norms}
-    weights["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden) * 0.08
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def deepseek_experts(folder: Path) -> None:
     """As `deepseek`, with experts in all layers but the first, and in the MTP module."""
     deepseek(folder, num_dense=1)

@@ -148,8 +148,13 @@ class Worker:
             self.runner.pre_forward(step, SimpleNamespace(idx_mapping=None, req_ids=[], num_tokens=0))
             write()
             self.runner.finish_forward()
+            if not hasattr(self.runner, "finalize_step"):  # vLLM 0.32
+                (propose or write)()
+                return self.runner.post_forward(step.finished_req_ids)
+            output = self.runner.post_forward(step.finished_req_ids, defer_finalize=True)
             (propose or write)()
-            return self.runner.post_forward(step.finished_req_ids)
+            self.runner.finalize_step()
+            return output
 
 
 class Engine:

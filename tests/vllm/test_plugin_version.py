@@ -20,15 +20,15 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.delitem(sys.modules, "baton.vllm.connector", raising=False)
 
 
-@pytest.mark.parametrize("version", ["0.29.1", "0.33.0", "1.32.0", "0.3", "dev", "0.x.1"])
+@pytest.mark.parametrize("version", ["0.29.1", "0.34.0", "1.32.0", "0.3", "dev", "0.x.1"])
 def test_another_version_is_refused_in_one_line(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, version)
     with pytest.raises(ConfigError) as caught:
         baton.vllm.BatonConnector  # noqa: B018
-    assert str(caught.value) == f"vllm: BatonConnector supports vLLM 0.30, 0.31, 0.32, this is {version}"
+    assert str(caught.value) == f"vllm: BatonConnector supports vLLM 0.30, 0.31, 0.32, 0.33, this is {version}"
 
 
-@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.32.1rc1", "0.32.0+cpu"])
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.32.1rc1", "0.32.0+cpu", "0.33.0"])
 def test_known_versions_are_let_in(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, version)
     assert compat.check_version() == version[:4]

@@ -1,12 +1,11 @@
 """All code that depends on vLLM's version or reads its configuration. A new version of vLLM needs changes only here.
 
-0.32 is tested in full, 0.30 and 0.31 by a smoke test. Other versions are refused.
+0.32 is tested in full, 0.30 and 0.31 by a smoke test, 0.33 without a model (`docs/vllm.md`). Others are refused.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,19 @@ import msgspec
 
 from baton.engines.ranks import gather
 from baton.errors import ConfigError
-from baton.kv.interval import Kind
 from baton.kv.spec import Owner
 from baton.models.loading.loader import fingerprint, tokenizer_hash
 from baton.sampling_params import SamplingDefaults
-from baton.vllm.geometry import KernelLayout, WorkerHeads
-from baton.vllm.groups import CacheTable
-from baton.vllm.states import Mamba2State, StatePart
+from baton.vllm.geometry import WorkerHeads
 from baton.wire import KVStream
 
-SUPPORTED = ((0, 30), (0, 31), (0, 32))
-WITH_RANKS = "0.32"
+SUPPORTED = ((0, 30), (0, 31), (0, 32), (0, 33))
+WITH_RANKS = ("0.32", "0.33")
+_RANKED = " and ".join(WITH_RANKS)
+BY_LAYER = ("0.32",)  # whose hooks are tested
 DRAFT_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
 # Cache dtypes that GPUs store as one contiguous row per (token, head), without separate scales.
 _ROWS = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
-# Attention kernels whose pages store K by dimension, then V by token.
-_K_BY_DIMENSION = ("vec", "vec16")
 # RoPE types that vLLM computes in PyTorch on CPUs, without its own kernel.
 _ROPE_IN_TORCH = ("yarn", "deepseek_yarn")
 
@@ -58,12 +54,12 @@ def check_config(config: Any) -> None:
             raise ConfigError(name, f"BatonConnector hands off between engines without ranks of this kind, got {ranks}")
     for kind in ("tensor", "pipeline", "data"):
         name = f"{kind}_parallel_size"
-        if (ranks := getattr(parallel, name)) != 1 and check_version() != WITH_RANKS:
-            raise ConfigError(name, f"BatonConnector knows several ranks with vLLM {WITH_RANKS}, got {ranks}")
+        if (ranks := getattr(parallel, name)) != 1 and check_version() not in WITH_RANKS:
+            raise ConfigError(name, f"BatonConnector knows several ranks with vLLM {_RANKED}, got {ranks}")
     if parallel.pipeline_parallel_size != 1 and speculative is not None:
         raise ConfigError("speculative_config", "pipeline stages are handed off without speculation")
-    if data_parallel_rank(config) is not None and check_version() != WITH_RANKS:
-        raise ConfigError("data_parallel_size", f"BatonConnector knows data-parallel ranks with vLLM {WITH_RANKS}")
+    if data_parallel_rank(config) is not None and check_version() not in WITH_RANKS:
+        raise ConfigError("data_parallel_size", f"BatonConnector knows data-parallel ranks with vLLM {_RANKED}")
     if config.model_config.enable_sleep_mode:
         raise ConfigError("enable_sleep_mode", "the memory that peers have opened would be another's after a sleep")
     _check_device(config)
@@ -90,9 +86,9 @@ def stream_of(config: Any, asked: KVStream | None) -> KVStream:
     hook is called. Raises `ConfigError` if "layer" is asked for and not possible.
     """
     device = config.device_config.device_type
-    by_layer = device == "cpu" and check_version() == WITH_RANKS
+    by_layer = device == "cpu" and check_version() in BY_LAYER
     if asked == "layer" and not by_layer:
-        raise ConfigError("kv_stream", f"'layer' is for CPUs and vLLM {WITH_RANKS}: off or chunk on {device}")
+        raise ConfigError("kv_stream", f"'layer' is for CPUs and vLLM {', '.join(BY_LAYER)}: off or chunk on {device}")
     return asked or ("layer" if by_layer else "chunk")
 
 
@@ -162,50 +158,6 @@ def gather_workers(config: Any, own: bytes) -> list[bytes]:
     return [each for found in stages for each in msgspec.msgpack.decode(found, type=list[bytes])]
 
 
-def cache_tables(kv_cache_config: Any) -> list[CacheTable]:
-    """vLLM's cache groups, split by kind, window and block size. Raises `ConfigError` for an unknown kind of cache."""
-    from vllm.v1 import kv_cache_interface as kv
-
-    tables = []
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
-            raise ConfigError(
-                "model", f"cache group {index} (HiSparse) has blocks of another pool, or is rebuilt from one"
-            )
-        spec = group.kv_cache_spec
-        by_layer = spec.kv_cache_specs if isinstance(spec, kv.UniformTypeKVCacheSpecs) else {}
-        layers: dict[tuple[Kind, int | None, int], list[str]] = {}
-        for layer in group.layer_names:
-            layers.setdefault(_kind(by_layer.get(layer, spec)), []).append(layer)
-        for (kind, window, block_size), names in layers.items():
-            tables.append(CacheTable(index, kind, window, block_size, tuple(names)))
-    return tables
-
-
-def _kind(spec: Any) -> tuple[Kind, int | None, int]:
-    """Kind, window and block size of a layer's cache. Exact types only: a subclass's blocks may hold other tokens."""
-    from vllm.v1 import kv_cache_interface as kv
-
-    if isinstance(spec, kv.MambaSpec):
-        if spec.mamba_cache_mode != "none":
-            raise ConfigError("mamba_cache_mode", f"BatonConnector knows 'none', got {spec.mamba_cache_mode!r}")
-        return "state", None, 1
-    version = getattr(spec, "model_version", None)
-    kinds: dict[type, Kind] = {
-        kv.SlidingWindowSpec: "sliding_window",
-        kv.MLAAttentionSpec: "mla",
-        # Even if vLLM attends through a window here, it keeps all blocks.
-        kv.FullAttentionSpec: "full",
-    }
-    if type(spec) not in kinds or version:
-        name = f"{version} {type(spec).__name__}" if version else type(spec).__name__
-        raise ConfigError("model", f"BatonConnector does not know a cache of {name}")
-    if (tokens := getattr(spec, "tokens_per_state", 1)) != 1:
-        raise ConfigError("model", f"BatonConnector knows caches of one entry a token, got one for {tokens} tokens")
-    kind = kinds[type(spec)]
-    return kind, spec.sliding_window if kind == "sliding_window" else None, spec.block_size
-
-
 def tensor_rank(config: Any) -> WorkerHeads:
     """The heads of this process's worker."""
     parallel, speculative = config.parallel_config, config.speculative_config
@@ -213,47 +165,6 @@ def tensor_rank(config: Any) -> WorkerHeads:
     if speculative is not None and speculative.draft_model_config is not None:
         heads["draft"] = speculative.draft_model_config.get_total_num_kv_heads()
     return WorkerHeads(parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size, heads)
-
-
-def kernel_layout(config: Any, layer: str) -> KernelLayout:
-    """How a layer's attention kernel stores pages: by token, unless the layer has an `isa`."""
-    isa = getattr(config.compilation_config.static_forward_context[layer], "isa", None)
-    return "tokens" if isa is None else "k_by_dimension" if isa in _K_BY_DIMENSION else "unknown"
-
-
-def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart, ...]]:
-    """The layout of a slot, for each of `layers` that is a Mamba-2 layer and keeps only its states."""
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-
-    rank, found = tensor_rank(config).rank, {}
-    for layer in layers:
-        module = config.compilation_config.static_forward_context[layer]
-        if isinstance(module, MambaMixer2) and not module.use_replayssm:
-            found[layer] = Mamba2State(
-                rank=rank,
-                shapes=module.get_state_shape(),
-                dtypes=module.get_state_dtype(),
-                # `module.n_groups` counts a replicated group once per rank.
-                num_groups=module.norm.n_groups,
-                groups_here=module.n_groups // module.tp_size,
-                state_size=module.ssm_state_size,
-                channels_first=is_conv_state_dim_first(),
-            ).parts()
-    return found
-
-
-def layout_name(config: Any, layer: str) -> str:
-    """A name of the code that stores a layer's cache. Engines with equal names give pages the same meaning."""
-    module = config.compilation_config.static_forward_context[layer]
-    if hasattr(module, "get_state_shape"):
-        from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
-
-        return f"{type(module).__name__}/{get_conv_state_layout()}"
-    if config.device_config.device_type == "cpu" and config.model_config.use_mla:
-        # CPUs with AMX use another kernel for MLA.
-        return f"{type(module).__name__}/{module.attn_backend.get_name()}"
-    return f"{type(module).__name__}/{getattr(module, 'isa', 'plain')}"
 
 
 def eos_token_ids(config: Any) -> list[int]:

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from baton.engines.ranks import joined_addresses
 from baton.errors import ConfigError
-from baton.vllm import compat
+from baton.vllm import caches, compat
 from baton.vllm.config import read_config
 from baton.vllm.draft_slots import RememberedSlots
 from baton.vllm.metrics import TOTALS, BatonPromMetrics, BatonStats
@@ -63,6 +63,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's entry to the plug-in. vLLM creates one in the scheduler's process, and one in each worker, where an agent
     runs."""
 
+    _draft_slots: RememberedSlots | None = None
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         version = compat.check_version()
         _log_with_vllm()
@@ -74,7 +76,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._version = version
         self._scheduler: SchedulerSide | None = None
         self._opened: OpenCache | None = None
-        self._draft_slots: RememberedSlots | None = None
         self._pool: Any = None
         self._reported: dict[str, int] = {}
 
@@ -195,7 +196,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         addresses = [(each.rank, each.identity.control_addresses[0]) for each in found]
         joined = joined_addresses(addresses, self._vllm_config.parallel_config.world_size)
         identity = msgspec.structs.replace(found[0].identity, control_addresses=joined)
-        tables = compat.cache_tables(self._kv_cache_config)
+        tables = caches.cache_tables(self._kv_cache_config)
         self._scheduler = SchedulerSide(identity, self._config.ticket_key(), tables, self._pool)
 
     def on_new_request(self, request: Any) -> None:

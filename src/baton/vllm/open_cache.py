@@ -19,7 +19,7 @@ from baton.handoff.session.config import own_bind
 from baton.handoff.session.keys import KeyRing
 from baton.transports.base import DeviceMemory, Transport
 from baton.transports.registry import create_transport, transport_name
-from baton.vllm import compat
+from baton.vllm import caches, compat
 from baton.vllm.config import PluginConfig
 from baton.vllm.geometry import CacheLayout, describe
 from baton.vllm.groups import split_tables
@@ -60,15 +60,15 @@ def open_cache(
     """
     transfer = config.kv_transfer_config
     engine_id, rank = str(transfer.engine_id), compat.worker_number(config)
-    groups = split_tables(compat.cache_tables(kv_cache_config), compat.num_target_layers(config))
+    groups = split_tables(caches.cache_tables(kv_cache_config), compat.num_target_layers(config))
     layers = {layer: kv_caches[layer] for group in groups for layer in group.layers}
-    kernels = {layer: compat.kernel_layout(config, layer) for layer in layers}
+    kernels = {layer: caches.kernel_layout(config, layer) for layer in layers}
     heads, stages = compat.tensor_rank(config), compat.num_stages(config)
-    states = compat.state_parts(config, (layer for g in groups if g.kind == "state" for layer in g.layers))
+    states = caches.state_parts(config, (layer for g in groups if g.kind == "state" for layer in g.layers))
     layout = describe(layers, groups, kernels, settings.granularity, heads, stages, states)
     facts = compat.facts(config, version)
     for group in layout.groups:
-        facts[f"group.{group.name}.layout"] = compat.layout_name(config, group.layers[0])
+        facts[f"group.{group.name}.layout"] = caches.layout_name(config, group.layers[0])
         facts[f"group.{group.name}.window"] = str(group.window)
     part = WorkerPart(
         rank=rank,

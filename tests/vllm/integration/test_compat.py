@@ -18,7 +18,7 @@ from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from baton.errors import ConfigError
-from baton.vllm import compat
+from baton.vllm import caches, compat
 from baton.vllm.geometry import WorkerHeads
 from baton.vllm.groups import CacheTable
 
@@ -34,7 +34,7 @@ def test_a_group_of_mla_and_full_attention_is_two_kinds_on_one_table() -> None:
     groups = [kv.KVCacheGroupSpec(list(specs), uniform)]
     window = kv.SlidingWindowSpec(num_kv_heads=2, head_size=32, sliding_window=64, **common)
     groups.append(kv.KVCacheGroupSpec(["model.layers.2.attn"], window))
-    assert compat.cache_tables(SimpleNamespace(kv_cache_groups=groups)) == [
+    assert caches.cache_tables(SimpleNamespace(kv_cache_groups=groups)) == [
         CacheTable(0, "mla", None, 16, ("model.layers.0.attn",)),
         CacheTable(0, "full", None, 16, ("model.layers.1.attn",)),
         CacheTable(1, "sliding_window", 64, 16, ("model.layers.2.attn",)),
@@ -68,7 +68,7 @@ REFUSED: dict[str, Any] = {
 
 def tables_of(spec: Any, **group: Any) -> list[CacheTable]:
     found = kv.KVCacheGroupSpec(["model.layers.0.attn"], spec, **group)
-    return compat.cache_tables(SimpleNamespace(kv_cache_groups=[found]))
+    return caches.cache_tables(SimpleNamespace(kv_cache_groups=[found]))
 
 
 def test_each_kind_of_cache_is_moved_or_refused_by_name() -> None:
@@ -167,8 +167,9 @@ def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.Monkey
         compat.check_config(config(speculative_config=drafter("mtp", several_modules=True)))
     state = SimpleNamespace(use_mla=False, has_inner_state=True, enable_sleep_mode=False)
     compat.check_config(config(model_config=state))
-    with pytest.raises(ConfigError, match="Mamba"):
-        compat.check_config(config(model_config=state, speculative_config=drafter("ngram")))
+    for method in ("mtp", "ngram"):
+        with pytest.raises(ConfigError, match="Mamba"):
+            compat.check_config(config(model_config=state, speculative_config=drafter(method)))
     small = drafter("draft_model")
     small.draft_model_config = state
     with pytest.raises(ConfigError, match="Mamba"):
@@ -209,8 +210,8 @@ def test_the_layout_of_a_convolution_state_is_a_fact() -> None:
     attention = SimpleNamespace(isa="vec")
     context = {"model.layers.0.mixer": mixer, "model.layers.1.attn": attention}
     found = config(compilation_config=SimpleNamespace(static_forward_context=context))
-    assert compat.layout_name(found, "model.layers.0.mixer") == f"SimpleNamespace/{get_conv_state_layout()}"
-    assert compat.layout_name(found, "model.layers.1.attn") == "SimpleNamespace/vec"
+    assert caches.layout_name(found, "model.layers.0.mixer") == f"SimpleNamespace/{get_conv_state_layout()}"
+    assert caches.layout_name(found, "model.layers.1.attn") == "SimpleNamespace/vec"
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -231,7 +232,7 @@ def test_the_parts_of_a_mamba2_state_are_all_of_it(ranks: int, groups: int, monk
         parallel_config=SimpleNamespace(rank=ranks - 1, tensor_parallel_size=ranks),
         compilation_config=SimpleNamespace(static_forward_context={"0.mamba": layer, "1.attn": object()}),
     )
-    (parts,) = compat.state_parts(found, ["0.mamba", "1.attn"]).values()
+    (parts,) = caches.state_parts(found, ["0.mamba", "1.attn"]).values()
     (conv, state), (of_conv, of_state) = layer.get_state_shape(), layer.get_state_dtype()
     assert sum(part.num_heads * part.head_dim * part.dtype.itemsize for part in parts) == (
         math.prod(conv) * of_conv.itemsize + math.prod(state) * of_state.itemsize
@@ -246,7 +247,7 @@ def test_the_parts_of_a_mamba2_state_are_all_of_it(ranks: int, groups: int, monk
         ("ssm", "heads", last * 4, 8 // ranks),
     ]
     layer.use_replayssm = True
-    assert compat.state_parts(found, ["0.mamba"]) == {}
+    assert caches.state_parts(found, ["0.mamba"]) == {}
 
 
 def test_the_kernel_of_mla_is_a_fact() -> None:
@@ -256,8 +257,8 @@ def test_the_kernel_of_mla_is_a_fact() -> None:
         context = {"model.layers.0.attn": SimpleNamespace(attn_backend=kernel.get_class())}
         model = SimpleNamespace(use_mla=True)
         found = config(compilation_config=SimpleNamespace(static_forward_context=context), model_config=model)
-        names.append(compat.layout_name(found, "model.layers.0.attn"))
-        assert compat.kernel_layout(found, "model.layers.0.attn") == "tokens"
+        names.append(caches.layout_name(found, "model.layers.0.attn"))
+        assert caches.kernel_layout(found, "model.layers.0.attn") == "tokens"
     assert names == ["SimpleNamespace/CPU_MLA", "SimpleNamespace/AMX_MLA"]
 
 

@@ -133,6 +133,11 @@ def test_vllm_still_ends_a_step_behind_the_proposer() -> None:
     assert not calls(execute, end)
     (proposed,) = calls(sample, "self.speculator.propose")
     # Stages that do not draft end their step in a separate branch, right after the forward.
+    if calls(sample, "self.kv_connector.finalize_step"):  # vLLM 0.33 calls `wait_for_save` there
+        last = calls(sample, end)[-1]
+        assert "defer_finalize=" in inspect.getsource(runner.sample_tokens)
+        assert last < proposed < calls(sample, "self.kv_connector.finalize_step")[-1]
+        return
     (stage,) = (
         node
         for node in ast.walk(sample)

@@ -1,0 +1,162 @@
+"""An engine of vLLM's own scheduler, KV-cache manager and connector classes that computes nothing: `BatonConnector`
+moves entries between CPU tensors, into the blocks that vLLM chooses. It needs no compiled part of vLLM.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import override_forward_context
+from vllm.utils.hashing import sha256
+from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker import kv_connector_model_runner_mixin as v1
+
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint
+from baton.handoff.session.keys import ticket_key_file
+from baton.vllm import BatonConnector
+from baton.vllm.scheduler import handoff_digest
+
+MODELS = Path(__file__).parents[2] / "models"
+EAGLE3 = {"method": "eagle3", "model": str(MODELS / "baton-demo-eagle3"), "num_speculative_tokens": 3}
+BLOCK, NUM_BLOCKS, BUDGET = 32, 32, 64
+
+
+class ScheduledEngine:
+    """One engine. `caches`: [blocks, heads, tokens, K then V] float32 by layer; the last layer is the drafter's."""
+
+    def __init__(self, folder: Path, name: str, role: str) -> None:
+        extra = {"keys": str(folder / "keys"), "kv_transport": f"file://{folder}/kv", "kv_stream": "chunk"}
+        transfer = KVTransferConfig(
+            kv_connector="BatonConnector",
+            kv_connector_module_path="baton.vllm",
+            kv_role=role,  # type: ignore[arg-type]
+            engine_id=name,
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+        )
+        self.config = EngineArgs(
+            str(MODELS / "baton-demo-llama"),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=512,
+            max_num_batched_tokens=BUDGET,
+            block_size=BLOCK,
+            speculative_config=EAGLE3,
+            kv_transfer_config=transfer,
+        ).create_engine_config()
+        number = self.config.model_config.get_total_num_hidden_layers()
+        self.layers = [f"model.layers.{index}.self_attn.attn" for index in (0, 1, number)]
+        model = self.config.model_config
+        heads, width = model.get_total_num_kv_heads(), model.get_head_size()
+        spec = kv.FullAttentionSpec(block_size=BLOCK, num_kv_heads=heads, head_size=width, dtype=torch.float32)
+        cache_config = kv.KVCacheConfig(NUM_BLOCKS, [], [kv.KVCacheGroupSpec(self.layers, spec)])
+        self.config.cache_config.num_gpu_blocks = NUM_BLOCKS
+        self.config.compilation_config.static_forward_context = {layer: object() for layer in self.layers}
+        self.caches = {layer: torch.zeros(NUM_BLOCKS, heads, BLOCK, 2 * width) for layer in self.layers}
+        self.worker: Any = BatonConnector(self.config, KVConnectorRole.WORKER, cache_config)
+        self.worker.register_kv_caches(self.caches)
+        scheduler = self.config.scheduler_config.get_scheduler_cls()
+        self.scheduler: Any = scheduler(self.config, cache_config, StructuredOutputManager(self.config), BLOCK)
+        self.half = self.scheduler.get_kv_connector()
+        self.half.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        self.identity = self.half.scheduler.identity
+        self.blocks: dict[str, list[int]] = {}
+        self.first_tokens: dict[str, tuple[int, int]] = {}  # of a request's first step: computed before, scheduled
+        self.tokens: dict[str, list[int]] = {}
+
+    def add(self, name: str, prompt: list[int], num: int, role: str, ticket: str) -> None:
+        """A leg of a handoff. vLLM's other requests have no `role`."""
+        params = SamplingParams(max_tokens=num, temperature=0, ignore_eos=True)
+        params.extra_args = {"kv_transfer_params": {"baton": {"role": role, "ticket": ticket}}}
+        init_none_hash(sha256)
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
+
+    def step(self, entries: dict[str, dict[str, torch.Tensor]]) -> None:
+        """One step in the V1 runner's order. Each forward writes `entries` [heads, tokens, elements] of the scheduled
+        tokens, by request and layer, and samples token 5 once a request's tokens are all computed.
+        """
+        scheduled = self.scheduler.schedule()
+        context: Any = SimpleNamespace()
+        with override_forward_context(context):
+            self._note(scheduled)
+            mixin: Any = v1.KVConnectorModelRunnerMixin
+            original = v1.get_kv_transfer_group
+            v1.get_kv_transfer_group = lambda: self.worker
+            try:
+                with mixin._get_kv_connector_output(scheduled, defer_finalize=True) as output:
+                    self._write(scheduled, entries, self.layers[:2])
+                self._write(scheduled, entries, self.layers[2:])  # the drafter runs after the target
+                self.worker.wait_for_save()
+                self.worker.clear_connector_metadata()
+            finally:
+                v1.get_kv_transfer_group = original
+        requests = list(scheduled.num_scheduled_tokens)
+        sampled = [[5] if self._ends(scheduled, name) else [] for name in requests]
+        for name, tokens in zip(requests, sampled, strict=True):
+            self.tokens.setdefault(name, []).extend(tokens)
+        places = {name: index for index, name in enumerate(requests)}
+        self.scheduler.update_from_output(
+            scheduled, ModelRunnerOutput(requests, places, sampled, kv_connector_output=output)
+        )
+        drafted = [name for name, tokens in zip(requests, sampled, strict=True) if tokens]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(drafted, [[6, 7, 8] for _ in drafted]))
+
+    def _note(self, scheduled: Any) -> None:
+        for new in scheduled.scheduled_new_reqs:
+            self.blocks[new.req_id] = list(new.block_ids[0])
+            count = scheduled.num_scheduled_tokens[new.req_id]
+            self.first_tokens[new.req_id] = (new.num_computed_tokens, count)
+        cached = scheduled.scheduled_cached_reqs
+        for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            self.blocks[name] += more[0] if more else []
+
+    def _range(self, scheduled: Any, name: str) -> range:
+        """The positions of the tokens that a step computes for a request."""
+        found = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        found |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        return range(found[name], found[name] + scheduled.num_scheduled_tokens[name])
+
+    def _ends(self, scheduled: Any, name: str) -> bool:
+        return self._range(scheduled, name).stop >= self.scheduler.requests[name].num_tokens
+
+    def _write(self, scheduled: Any, entries: dict[str, dict[str, torch.Tensor]], layers: list[str]) -> None:
+        for name in scheduled.num_scheduled_tokens:
+            for layer in layers:
+                found = entries[name][layer]
+                for token in self._range(scheduled, name):
+                    block, at = divmod(token, BLOCK)
+                    self.caches[layer][self.blocks[name][block], :, at] = found[:, token]
+
+    def step_until(self, entries: Any, other: ScheduledEngine, name: str, num: int) -> None:
+        """Run steps of this engine and of its peer until a request has `num` tokens."""
+        until = time.monotonic() + 120
+        while len(self.tokens.get(name, [])) < num:
+            assert time.monotonic() < until, (self.tokens, other.tokens)
+            for engine in (other, self):
+                engine.step(entries)
+
+    def read(self, name: str, layer: str, num_tokens: int) -> torch.Tensor:
+        """A request's first entries of a layer: [heads, tokens, elements]."""
+        pages = self.caches[layer][self.blocks[name]]
+        return pages.transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+
+
+def ticket(folder: Path, p: ScheduledEngine, d: ScheduledEngine, prompt: list[int], mode: Any) -> str:
+    """As the router signs it."""
+    now = time.monotonic() + 60
+    found = Ticket.between(p.identity, d.identity, mode, handoff_digest(prompt[:-1]), (now, now))
+    return mint(load_or_create_key(ticket_key_file(folder / "keys")), found)
