@@ -1,5 +1,5 @@
 """What broke other routers in production, each as a test. Elsewhere: first tokens that wait for P, legs of clients that
-left (`test_router.py`), drains and lost roles (`test_routes.py`), herds and overload (`test_policies.py`).
+left (`test_router.py`), drains, lost roles, herds and overload (`choice`).
 """
 
 from __future__ import annotations
