@@ -19,6 +19,7 @@ from baton.sglang.seeds import MetadataRows
 from baton.transports.base import Region
 
 SUPPORTED = ("0.5.23",)
+DRAFT_METHODS = ("EAGLE3",)
 
 
 def check_version() -> str:
@@ -39,8 +40,8 @@ def check_server(server: Any, parallel: Any) -> None:
         raise ConfigError("tp_size", f"tensor ranks have not been run with this plug-in yet, got {size}")
     if server.device not in ("cpu", "cuda"):
         raise ConfigError("device", f"the plug-in knows CPUs and CUDA devices, got {server.device}")
-    if (method := server.speculative_algorithm) is not None:
-        raise ConfigError("speculative_algorithm", f"speculation has not been run with this plug-in yet, got {method}")
+    if (method := server.speculative_algorithm) not in (None, *DRAFT_METHODS):
+        raise ConfigError("speculative_algorithm", f"the plug-in knows {', '.join(DRAFT_METHODS)}, got {method}")
     if server.enable_pd_role_switch:
         raise ConfigError("enable_pd_role_switch", "a ticket names the role in which a server was registered")
     if server.disaggregation_decode_allocation_policy != "early":

@@ -36,9 +36,17 @@ FLAGS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "8192"),
     *("--disable-overlap-schedule", "--skip-server-warmup", "--disable-cuda-graph"),
 ]
-ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    # It would compile small functions of the sampler and the drafter at the first request, for a minute.
+    "TORCHDYNAMO_DISABLE": "1",
+}
 # On a decode server; SGLang's default registers memory with CUDA.
 RETRACTION = ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+# SGLang's attention in PyTorch has no path for drafts; the stand-in's has.
+KERNELS = "baton_test_kernels = sgl_kernel.plugin:register\n"
 Mode = Literal["push", "pull"]
 
 
@@ -163,7 +171,7 @@ def _announce(folder: Path) -> Path:
     found = folder / "entry" / "baton_serve-0.dist-info"
     found.mkdir(parents=True, exist_ok=True)
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: baton-serve\nVersion: 0\n")
-    (found / "entry_points.txt").write_text("[sglang.srt.plugins]\nbaton = baton.sglang:register\n")
+    (found / "entry_points.txt").write_text("[sglang.srt.plugins]\nbaton = baton.sglang:register\n" + KERNELS)
     return found.parent
 
 
@@ -202,6 +210,19 @@ async def handoff(
     tokens: list[int] = answer["output_ids"]
     assert first["output_ids"] == tokens[:1], (first, answer)
     return tokens
+
+
+def demo_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
+    """Text that the demo models know, cut to `lengths` tokens."""
+    import argparse
+
+    from tokenizers import Tokenizer
+
+    text = Path(argparse.__file__).read_text()
+    ids = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    rng = random.Random(seed)
+    starts = [rng.randrange(len(ids) - length) for length in lengths]
+    return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
 def prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:

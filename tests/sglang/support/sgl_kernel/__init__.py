@@ -13,6 +13,7 @@ from sgl_kernel.attention import build_draft_decode_metadata_cpu
 from sgl_kernel.speculation import (
     assign_draft_cache_locs_contiguous_cpu,
     assign_extend_cache_locs_cpu,
+    assign_req_to_token_pool_cpu,
     build_tree_kernel_efficient_cpu,
     copy_all_layer_kv_cache_cpu,
     fill_accept_out_cache_loc_cpu,
@@ -23,6 +24,7 @@ from sgl_kernel.speculation import (
 __all__ = [
     "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
     "build_draft_decode_metadata_cpu",
     "build_tree_kernel_efficient_cpu",
     "copy_all_layer_kv_cache_cpu",

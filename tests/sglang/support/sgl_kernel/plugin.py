@@ -10,6 +10,11 @@ from typing import Any
 
 
 def register() -> None:
+    """The entry point. Does nothing for a server without speculation."""
+    import sys
+
+    if not any(word.startswith("--speculative") for word in sys.argv):
+        return
     from sglang.srt.layers.attention.intel_amx_backend import IntelAMXAttnBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

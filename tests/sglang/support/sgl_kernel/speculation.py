@@ -124,3 +124,13 @@ def verify_tree_greedy_cpu(
             accept_index[request, accepted] = last
         accept_token_num[request] = accepted
         predicts[last] = targets[last].to(predicts.dtype)
+
+
+def assign_req_to_token_pool_cpu(
+    requests: Tensor, slots: Tensor, starts: Tensor, ends: Tensor, found: Tensor, width: int, *further: Any
+) -> None:
+    """Write the newly allocated slots `found` to [start, end) of each request's row, one request after the other."""
+    at = 0
+    for row, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        slots[row, start:end] = found[at : at + end - start].to(slots.dtype)
+        at += end - start
