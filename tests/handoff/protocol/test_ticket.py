@@ -123,6 +123,17 @@ def test_refused_tickets_are_counted() -> None:
     assert redeemer.refused == 1
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_ticket_serves_the_request_that_it_was_signed_for(same: bool) -> None:
+    redeemer = Redeemer(KEY, TICKET.decode_engine, "d-1")
+    text, digest = mint(KEY, TICKET), TICKET.request_digest
+    if same:
+        assert redeemer.redeem(text, "decode", digest, 4900.0).key == TICKET.key
+    else:
+        with pytest.raises(ProtocolError, match="another request"):
+            redeemer.redeem(text, "decode", b"x" * len(digest), 4900.0)
+
+
 def test_key_file(tmp_path: Path) -> None:
     path = tmp_path / "key"
     key = load_or_create_key(path)
