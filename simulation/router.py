@@ -103,9 +103,9 @@ class WatchedPool(EnginePool):
     router: Router
 
     async def _check(self, engine: PooledEngine) -> None:
-        before = engine.evicted
+        before, unanswered = engine.evicted, engine.num_silent
         await super()._check(engine)
-        if engine.evicted and not before and not engine.leaving:
+        if engine.evicted and not before and not engine.leaving and unanswered == 0:
             self.router.check_given_up(engine)
 
 
@@ -320,13 +320,13 @@ class Router:
                 )
 
     def check_given_up(self, engine: PooledEngine) -> None:
-        """An engine that ran all the time is not given up because this process itself was away."""
+        """An engine that ran all the time is not given up after one question, when this process itself was away."""
         settings, process = self.world.settings, None
         if engine.info is not None:
             process = self.cluster.by_uid.get(engine.info.incarnation)
         if process is None or process.gone or process.paused or process.leaving or settings.has("slow_answer"):
             return
-        if self.loop.num_pauses <= 1 and process.awake_since <= self.world.now - self.timers.lease:
+        if process.awake_since <= self.world.now - self.timers.lease:
             self.world.fail("innocent_engine", f"{process.name} is given up, and was there all the time")
 
     def left(self) -> list[str]:

@@ -33,7 +33,6 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.dead = False
         self.paused = False
         self.resumed_at = 0.0
-        self.num_pauses = 0
 
     # ------------------------------------------------------------ the asyncio interface
 
@@ -120,7 +119,6 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Resume after a pause: everything that came due meanwhile runs in one iteration."""
         if self.paused:
             self.resumed_at = self._world.now
-            self.num_pauses += 1
         self.paused = False
         if self._ready:
             self._come_round()
