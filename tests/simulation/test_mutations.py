@@ -43,7 +43,7 @@ FOUND_AT = {
     "resumed_prompts_are_longer": 69,
     "short_contexts_are_taken": 28,
     "strangers_are_signs_of_life": 186,
-    "timeout_frees_source": 30,
+    "timeout_frees_source": 279,
     "timeout_then_reuse": 264,
     "unfenced_is_fenced": 444,
     "unknown_is_quiet": 16,
