@@ -17,7 +17,6 @@ _UNSPLIT = "not split yet"
 _COMPILED = "one compiled loop: split into functions it took 3 to 10 % longer"
 
 LONG_MODULES = {
-    "deployment/processes.py": _UNSPLIT,
     "handoff/session/sessions.py": _UNSPLIT,
     "handoff/session/sockets.py": _UNSPLIT,
 }

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from baton.deployment.child import read_reports, read_rest
+from baton.deployment.child import read_reports
 from baton.deployment.child_log import ChildLog, LogLine
+from baton.deployment.child_process import Child
 from baton.directories import RunDirectory
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.handoff.session.keys import make_keys, ticket_key_file
@@ -35,38 +35,6 @@ BATON = (sys.executable, "-m", "baton.cli")
 CONFIG_STATUS = 2
 # Environment variables with this prefix are flags of `baton`.
 FLAG_VARIABLES = "BATON_FLAG_"
-
-
-@dataclass(slots=True)
-class Child:
-    name: str
-    arguments: list[str]
-    process: subprocess.Popen[bytes]
-    pipe: int
-    log: ChildLog
-    pending: bytes = b""
-    url: str | None = None
-    urls: tuple[str, ...] = ()
-    kv: str = ""
-    signalled: bool = False
-    refusal: ConfigError | None = None
-
-    @property
-    def role(self) -> str:
-        return self.name.rpartition("-")[0] or self.name
-
-    def note(self, report: Mapping[str, Any]) -> None:
-        """Keep what the child reports."""
-        self.urls = tuple(report.get("urls", self.urls))
-        self.url, self.kv = report.get("ready", self.url), report.get("kv", self.kv)
-        self.signalled |= "signalled" in report
-        if "refused" in report:
-            self.refusal = ConfigError(report["refused"], f"{report['why']} ({self.name} did not start)")
-
-    def read_last_reports(self) -> None:
-        """Read the reports of a child that has ended. Does not wait for a process that still holds the pipe."""
-        for report in read_rest(self.pipe, self.pending) if self.pipe >= 0 else ():
-            self.note(report)
 
 
 def _environment(engines: int) -> dict[str, str]:
