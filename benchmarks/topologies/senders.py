@@ -97,7 +97,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def text() -> str:
-    """All tables, as docs/senders.md has them between its marks."""
+    """All tables, as docs/reference/senders.md has them between its marks."""
     parts = [BEGIN]
     for mix, rows in mixes():
         parts += [f"{mix}:", table(rows)]

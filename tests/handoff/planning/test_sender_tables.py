@@ -1,4 +1,4 @@
-"""The tables of docs/senders.md match the code, and no unnecessary byte is sent."""
+"""The tables of docs/reference/senders.md match the code, and no unnecessary byte is sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.topologies import senders
 from benchmarks.topologies.planning import BY_HEAD, MODELS, measure
 
-DOCUMENT = (Path(__file__).parents[3] / "docs/senders.md").read_text()
+DOCUMENT = (Path(__file__).parents[3] / "docs/reference/senders.md").read_text()
 
 
 def test_the_tables_are_those_of_the_code() -> None:
