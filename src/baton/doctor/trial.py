@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from prometheus_client.samples import Sample
@@ -45,7 +46,7 @@ class _Handoffs(msgspec.Struct, frozen=True):
 
 class _Status(msgspec.Struct, frozen=True):
     handoffs: _Handoffs
-    decisions: dict[str, int | str] = {}
+    decisions: dict[str, Any] = {}
 
     def places(self) -> Counter[str]:
         return Counter({name: count for name, count in self.decisions.items() if isinstance(count, int)})
