@@ -63,10 +63,15 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def text_config(raw: RawConfig) -> RawConfig:
     """The config of the text model in a checkpoint of text and images, whose `config.json` nests it; else `raw`."""
     inner = raw.get("text_config")
-    if raw.get("model_type") in MODELS or not isinstance(inner, Mapping) or inner.get("model_type") not in MODELS:
+    if not isinstance(inner, Mapping) or _is_known(raw) or not _is_known(inner):
         return raw
     beside = {name: raw[name] for name in _BESIDE if raw.get(name) is not None and inner.get(name) is None}
     return {**inner, **beside}
+
+
+def _is_known(raw: RawConfig) -> bool:
+    kind = raw.get("model_type")
+    return isinstance(kind, str) and kind in MODELS
 
 
 def weight_files(path: str | Path) -> list[Path]:
