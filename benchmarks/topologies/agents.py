@@ -129,8 +129,8 @@ def shaped(p: Shape, d: Shape) -> Iterator[None]:
     """Engines `p` and `d` that are built in this context have ranks of these shapes."""
     shapes = {"p": p, "d": d}
 
-    def agents(identity: AgentConfig, *rest: Any) -> tuple[list[HandoffAgent], InstanceAgent]:
-        return make(shapes[identity.engine_id], identity, *rest)
+    def agents(identity: AgentConfig, *rest: Any, **named: Any) -> tuple[list[HandoffAgent], InstanceAgent]:
+        return make(shapes[identity.engine_id], identity, *rest, **named)
 
     with mock.patch.object(build, "make_agents", agents):
         yield

@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.engine import step as step_module
 from baton.engine.core import EngineCore
 from baton.engine.handoff import HandoffLegs
 from baton.engine.leg import PagesReleased
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
+from baton.engine.step import StepRunner
 from baton.kv.cache import KVCache
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
@@ -45,26 +45,26 @@ Patch = pytest.MonkeyPatch
 
 def finalise_before_the_drafter(patch: Patch, two: Pair) -> None:
     """Final entries are declared right after the target's forward."""
-    waiting: list[tuple[EngineCore, Sequence[DraftRows]]] = []
-    draft, finalise = step_module._draft, EngineCore._finalise
+    waiting: list[tuple[StepRunner, Sequence[DraftRows]]] = []
+    draft, finalise = StepRunner._draft, EngineCore._finalise
 
     def later(core: EngineCore, scheduled: Any, rows: Sequence[DraftRows]) -> None:
         finalise(core, scheduled, rows)
         while waiting:
             draft(*waiting.pop())
 
-    def put_off(core: EngineCore, rows: Sequence[DraftRows]) -> dict[Request, Exception]:
-        waiting.append((core, rows))
+    def put_off(steps: StepRunner, rows: Sequence[DraftRows]) -> dict[Request, Exception]:
+        waiting.append((steps, rows))
         return {}
 
-    patch.setattr(step_module, "_draft", put_off)
+    patch.setattr(StepRunner, "_draft", put_off)
     patch.setattr(EngineCore, "_finalise", later)
 
 
 def run_the_drafter_only_where_it_drafts(patch: Patch, two: Pair) -> None:
     """All chunks of a prompt but the last have no drafts, and then no KV of the drafter."""
-    draft = step_module._draft
-    patch.setattr(step_module, "_draft", lambda core, rows: draft(core, [r for r in rows if r.num_drafts]))
+    draft = StepRunner._draft
+    patch.setattr(StepRunner, "_draft", lambda steps, rows: draft(steps, [r for r in rows if r.num_drafts]))
 
 
 def lose_the_end_of_sending(patch: Patch, two: Pair) -> None:

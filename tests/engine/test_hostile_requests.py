@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine import executor, step
+from baton.engine import executor
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig, SpeculativeConfig
 from baton.engine.executor import LocalExecutor
@@ -199,6 +199,6 @@ def test_a_request_that_leaves_nothing_to_choose_ends_alone(page: int, tmp_path:
 async def test_a_canary_leaves_nothing(quiet: list[list[int]]) -> None:
     async with running() as engine:
         core = engine_of(engine).core
-        assert step._works(core)
+        assert core.steps._works()
         assert core.load().num_referenced_pages == 0
         assert [tokens(chunks) for chunks in await answers(engine)] == quiet

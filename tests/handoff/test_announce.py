@@ -130,13 +130,13 @@ def test_a_wait_outlasts_the_ticket(world: World, mode: Mode) -> None:
     p.node.open_prefill(ticket)
     d.node.announce_decode(ticket)
     world.run(40)
-    p.node.to_prefill(ticket.key, ev.PagesGiven())
+    p.node.admit_prefill(ticket.key)
     world.run(0.2)
     assert d.events == [ev.DecodeAdmitted(ticket.key)]
     world.prefill(p, ticket)
     world.run(40)
     assert p.events == [], "its pages wait for D's"
-    d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(1)
     assert p.events == [ev.PrefillReleased(ticket.key, "committed")]
     assert d.count(ev.DecodeCommitted) == 1
@@ -162,9 +162,9 @@ def test_time_counts_from_register(world: World, mode: Mode) -> None:
     ticket = world.ticket(p, d, mode, life=10)
     p.node.open_prefill(ticket)
     d.node.announce_decode(ticket)
-    p.node.to_prefill(ticket.key, ev.PagesGiven())
+    p.node.admit_prefill(ticket.key)
     world.run(30)
-    d.node.open_decode(ticket, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(TIMERS.handoff - 1)
     assert d.failures() == []
     world.run(2)
@@ -177,7 +177,7 @@ def test_p_keeps_no_pages_for_a_leg_that_fell_silent(world: World) -> None:
     ticket = world.ticket(p, d, "pull", life=10)
     p.node.open_prefill(ticket)
     d.node.announce_decode(ticket)
-    p.node.to_prefill(ticket.key, ev.PagesGiven())
+    p.node.admit_prefill(ticket.key)
     world.prefill(p, ticket)
     world.run(15)
     # D's session lives, but it no longer knows this attempt.

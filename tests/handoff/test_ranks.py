@@ -17,6 +17,7 @@ import pytest
 from baton.errors import IncompatiblePeerError, ProtocolError
 from baton.handoff.agent import instance as node_instance
 from baton.handoff.agent import operations
+from baton.handoff.agent.calls import DecodePages
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.gather import DecodeGather, EndPair, Pair, PrefillGather, pairs_of
@@ -282,8 +283,10 @@ def test_groups_that_one_instance_lacks_are_named() -> None:
     whole, less = Shape(tp=2).instance(0), Shape(tp=2, groups=("target",)).instance(0)
     with pytest.raises(IncompatiblePeerError, match=r"one side alone has groups \['draft', 'latent'\]"):
         pairs_of(whole, less)
+    key = AttemptKey(b"x" * 16, 0, "p", "d")
+    pages = DecodePages(None, 5, wanted_of(5, 0), {})  # type: ignore[arg-type]
     with pytest.raises(ProtocolError, match="on no rank"):
-        InstanceAgent(less, print).open_decode(None, 5, wanted_of(5, 0), {})  # type: ignore[arg-type]
+        InstanceAgent(less, print).post(key, pages)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_forged_claim_of_an_attempt_under_way_costs_it_nothing(world: World, m
     d.node.announce_decode(ticket)
     world.run(0.5)
     if when == "registered":
-        d.node.open_decode(ticket, WHOLE, PAGES)
+        d.node.open_decode(ticket, N, WHOLE, PAGES)
         world.run(0.5)
     (session,) = d.node.sessions.servers.values()
     for forged in (msg.Announce(ticket.key, other.text), register(ticket.key, other.text, mode, FOREIGN)):
@@ -72,11 +72,11 @@ def test_a_forged_claim_of_an_attempt_under_way_costs_it_nothing(world: World, m
     world.run(0.5)
     assert p.node.stats().rejected == 2
     assert p.sent(msg.Nack) == []
-    p.node.to_prefill(ticket.key, ev.PagesGiven())
+    p.node.admit_prefill(ticket.key)
     p.memory[:] = 7
     world.prefill(p, ticket)
     if when == "announced":
-        d.node.open_decode(ticket, WHOLE, PAGES)
+        d.node.open_decode(ticket, N, WHOLE, PAGES)
     world.run(1)
     assert d.count(ev.DecodeCommitted) == 1
     page = d.memory.size // 16
@@ -110,7 +110,7 @@ def test_two_tickets_for_one_attempt_end_it(world: World, first: str) -> None:
     assert twin.key == ticket.key
     if first == "P":
         p.node.open_prefill(ticket)
-    d.node.open_decode(twin, WHOLE, PAGES)
+    d.node.open_decode(twin, N, WHOLE, PAGES)
     world.run(0.5)
     if first == "D":
         p.node.open_prefill(ticket)

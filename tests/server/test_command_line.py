@@ -29,7 +29,7 @@ CASES = [
     ),
     (
         ["serve", "MODEL", "--port", "0", "--ticket-key-file", "TMP/ticket.key", "--kv-transport", "nixl"],
-        "kv_transfer_config.kv_transport: nixl needs --keys DIR (see `baton keys`)",
+        "kv_transport: nixl needs --keys DIR (see `baton keys`)",
     ),
     (["serve", "MODEL", "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: cuda_ipc,"),
     (["up", "MODEL", "--port", "0", "--kv-transport", "tcp"], "unknown transport 'tcp'; known: cuda_ipc,"),

@@ -188,16 +188,16 @@ def test_an_agent_that_hangs_ends_the_server_rather_than_let_pages_be_reused() -
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (None, "no ticket"),
-        ("10.0.0.1", "ticket"),
-        (ticket(PROMPT[:-1]), "another request"),
+        (lambda: None, "no ticket"),
+        (lambda: "10.0.0.1", "ticket"),
+        (lambda: ticket(PROMPT[:-1]), "another request"),
     ],
     ids=["none", "an address", "another prompt's"],
 )
-def test_a_leg_without_its_own_ticket_is_refused(text: str | None, why: str) -> None:
+def test_a_leg_without_its_own_ticket_is_refused(text: Callable[[], str | None], why: str) -> None:
     """What a client sends chooses no address and no other request's KV."""
     for legs, agent, opened in [(*rank("P"), "open_prefill"), (*rank("D"), "open_decode")]:
-        leg = getattr(legs, opened)(text, PROMPT)
+        leg = getattr(legs, opened)(text(), PROMPT)
         assert legs.poll(leg) == "failed"
         assert why in leg.why
         assert not agent.calls

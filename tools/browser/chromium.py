@@ -103,12 +103,15 @@ async def browser() -> AsyncIterator[Tab]:
         process = await asyncio.create_subprocess_exec(
             CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank", stderr=asyncio.subprocess.PIPE
         )
+        draining: asyncio.Task[bytes] | None = None
+        said: list[str] = []
         try:
             assert process.stderr is not None
             address = ""
             while not address:
                 line = (await process.stderr.readline()).decode(errors="replace")
-                assert line or process.returncode is None, "chromium ended"
+                said.append(line)
+                assert line or process.returncode is None, f"chromium ended: {said[-5:]}"
                 if line.startswith("DevTools listening on "):
                     address = line.split()[-1]
             draining = asyncio.create_task(process.stderr.read())
@@ -121,4 +124,5 @@ async def browser() -> AsyncIterator[Tab]:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            await draining
+            if draining is not None:
+                await draining
