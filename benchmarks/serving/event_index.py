@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.event_index [BLOCKS]
 
-Prompts of 128 blocks of 16 tokens, of which the first 32 are one of 64 shared beginnings, come as batches.
+Prompts come in batches. Each has 128 blocks of 16 tokens, and begins with one of 64 shared prefixes of 32 blocks.
 Then prompts are looked up, and some blocks are removed.
 """
 

@@ -1,4 +1,4 @@
-"""Fake engines behind a router: a pair, and two of each role of which some fail."""
+"""A router in front of fake engines: one of each role, or two of each role, some of which fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def engines(directory: Path, *many: FakeEngine) -> AsyncIterator[list[str]
 
 
 class Setup:
-    """A prefill and a decode engine behind a router."""
+    """A router in front of a prefill and a decode engine."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         handed: dict[bytes, asyncio.Future[str]] = {}
@@ -52,7 +52,7 @@ class Setup:
 
 
 class Cluster:
-    """Two prefill and two decode engines behind a router. `stop` makes an engine silent, as SIGSTOP does."""
+    """A router in front of two prefill and two decode engines. `stop` makes an engine silent, as SIGSTOP does."""
 
     def __init__(self, directory: Path, num_prefill: int = 2, num_decode: int = 2) -> None:
         handed: dict[bytes, asyncio.Future[str]] = {}

@@ -2,60 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from baton.models.cache import Recurrence, ScanRows, States
 from baton.models.layers.linear import Build
 from baton.models.layers.mamba2 import Mamba2, Mamba2Spec
+from testkit.recurrences import (
+    HIDDEN,
+    LENGTH,
+    assert_rows_have_the_bits_of_any_batch,
+    begin,
+    fill,
+    inputs,
+    run,
+)
 
-HIDDEN = 32
 SPECS = {
     "usual": Mamba2Spec(num_heads=8, head_dim=16, num_groups=1, state_size=16, taps=4),
     "groups": Mamba2Spec(6, 5, 3, 7, 2, conv_bias=False, proj_bias=True),
     "one head": Mamba2Spec(1, 33, 1, 3, 5),
 }
-LENGTH = 150
-
-
-class Slots:
-    """The cache of one layer's forward: the given states, and the states after the rows `kept`."""
-
-    def __init__(self, states: States, query_start: list[int], kept: list[int]) -> None:
-        self.states, self.rows = states, ScanRows(np.array(query_start, np.int32), np.array(kept, np.int64))
-        self.kept: States = ()
-
-    def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:
-        out, self.kept = recurrence(tuple(state.clone() for state in self.states), self.rows)
-        return out
 
 
 def layer(spec: Mamba2Spec, dtype: torch.dtype = torch.float32, batch_invariant: bool = True) -> Mamba2:
     built = Mamba2(spec, HIDDEN, 1e-6, 0, Build(dtype, torch.device("cpu"), batch_invariant))
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in built.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(noise - 2 if name in ("A_log", "dt_bias") else noise * 0.3)
+    fill(built)
     return built
-
-
-def begin(spec: Mamba2Spec, dtype: torch.dtype, count: int = 1) -> States:
-    kept = spec.state_spec.planes
-    return tuple(torch.zeros(count, p.num_heads, p.head_dim, dtype=torch.float32 if p.dtype else dtype) for p in kept)
-
-
-def run(one: Mamba2, x: Tensor, states: States, query_start: list[int], kept: list[int]) -> tuple[Tensor, States]:
-    slots = Slots(states, query_start, kept)
-    return one(x, slots), slots.kept
-
-
-def inputs(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(LENGTH, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -63,11 +37,11 @@ def test_all_implementations_agree(name: str) -> None:
     spec, x = SPECS[name], inputs()
     one = layer(spec)
     kept = [0, 1, 63, 64, 100, LENGTH - 1]
-    expected, states = run(one, x, begin(spec, x.dtype), [0, LENGTH], kept)
+    expected, states = run(one, x, begin(spec.state_spec, x.dtype), [0, LENGTH], kept)
     one._on_cpu = one.conv1d._on_cpu = False
     for by_row in (True, False):
         one._by_row = by_row
-        found, found_states = run(one, x, begin(spec, x.dtype), [0, LENGTH], kept)
+        found, found_states = run(one, x, begin(spec.state_spec, x.dtype), [0, LENGTH], kept)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         for part, other in zip(found_states, states, strict=True):
             torch.testing.assert_close(part, other, rtol=1e-4, atol=1e-5)
@@ -76,30 +50,16 @@ def test_all_implementations_agree(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SPECS)
 def test_neither_chunks_nor_neighbours_change_a_bit(name: str, dtype: torch.dtype) -> None:
-    spec, x, other = SPECS[name], inputs(dtype), inputs(dtype, seed=1)
-    one = layer(spec, dtype)
-    every = list(range(LENGTH))
-    whole, states = run(one, x, begin(spec, dtype), [0, LENGTH], every)
-    state, other_state = begin(spec, dtype), begin(spec, dtype)
-    for start, stop in itertools.pairwise([0, 1, 2, 4, 5, 30, 94, 95, LENGTH]):
-        # Between rows of another request at another position.
-        rows = stop - start
-        both = torch.cat((other[:3], x[start:stop], other[3:4]))
-        before = tuple(torch.cat((b, a, b)) for a, b in zip(state, other_state, strict=True))
-        found, kept = run(one, both, before, [0, 3, 3 + rows, 4 + rows], list(range(3, 3 + rows)))
-        assert torch.equal(found[3:-1], whole[start:stop]), (start, stop)
-        for part, expected in zip(kept, states, strict=True):
-            assert torch.equal(part, expected[start:stop])
-        state = tuple(part[-1:] for part in kept)
+    assert_rows_have_the_bits_of_any_batch(layer(SPECS[name], dtype), SPECS[name].state_spec, dtype)
 
 
 def test_what_is_kept_is_what_a_later_forward_goes_on_from() -> None:
     """A state depends on the row's own request up to the row."""
     spec, x = SPECS["usual"], inputs()
     one = layer(spec)
-    _, states = run(one, x[:20], begin(spec, x.dtype, 2), [0, 12, 20], [2, 11, 19])
+    _, states = run(one, x[:20], begin(spec.state_spec, x.dtype, 2), [0, 12, 20], [2, 11, 19])
     for index, (start, stop) in enumerate([(0, 3), (0, 12), (12, 20)]):
-        _, expected = run(one, x[start:stop], begin(spec, x.dtype), [0, stop - start], [stop - start - 1])
+        _, expected = run(one, x[start:stop], begin(spec.state_spec, x.dtype), [0, stop - start], [stop - start - 1])
         for part, alone in zip(states, expected, strict=True):
             assert torch.equal(part[index : index + 1], alone)
 

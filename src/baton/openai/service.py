@@ -207,7 +207,7 @@ def _event(body: dict[str, object]) -> bytes:
 
 
 class Begun(AsyncGenerator[T, None]):
-    """A generator of which the first item has been awaited. The others come from it directly."""
+    """A generator whose first item has been awaited already; the others follow from it directly."""
 
     def __init__(self, first: T, rest: AsyncGenerator[T, None]) -> None:
         self._first: list[T] = [first]

@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 
 from baton.kernels.cpu.jit_cache import jit_contract
-from baton.kernels.cpu.scalar import exp32, from_f32, to_f32
+from baton.kernels.cpu.scalar import exp32, from_f32, softplus32, to_f32
 
 _ONE = np.float32(1.0)
-# Above this softplus(x) is x, as in PyTorch.
-_LINEAR = np.float32(20.0)
 # Of the L2 norm of queries and keys, as in transformers.
 _EPS = np.float32(1e-6)
 
@@ -60,9 +58,7 @@ def scan(
                     q[n] = mixed[t, q_at + n] * q_factor
                     k[n] = mixed[t, k_at + n] * k_factor
                 beta = _ONE / (_ONE + exp32(-to_f32(rows[t, first + h])))
-                dt = to_f32(rows[t, first + heads + h]) + dt_bias[h]
-                if dt <= _LINEAR:
-                    dt = np.float32(math.log1p(math.exp(dt)))
+                dt = softplus32(to_f32(rows[t, first + heads + h]) + dt_bias[h])
                 decay = np.float32(math.exp(dt * rate[h]))
                 for p in range(size):
                     u[p] = np.float32(0.0)

@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 
 from baton.kernels.cpu.jit_cache import jit_contract
-from baton.kernels.cpu.scalar import exp32, from_f32, to_f32
+from baton.kernels.cpu.scalar import exp32, from_f32, softplus32, to_f32
 
 _ONE = np.float32(1.0)
-# Above this softplus(x) is x, as in PyTorch.
-_LINEAR = np.float32(20.0)
 
 
 @jit_contract
@@ -47,9 +45,7 @@ def scan(
             c_at = b_at + num_groups * width
             next_kept = first_kept
             for t in range(begin, stop):
-                dt = to_f32(rows[t, first + h]) + dt_bias[h]
-                if dt <= _LINEAR:
-                    dt = np.float32(math.log1p(math.exp(dt)))
+                dt = softplus32(to_f32(rows[t, first + h]) + dt_bias[h])
                 decay = np.float32(math.exp(dt * rate[h]))
                 for p in range(size):
                     x = mixed[t, h * size + p]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -25,6 +26,8 @@ _LN2_LOW = np.float32(-2.12194440e-4)
 _SMALLEST = np.float32(-87.0)
 _LARGEST = np.float32(88.0)
 _ONE = np.float32(1.0)
+# Above this softplus(x) is x, as in PyTorch.
+_LINEAR = np.float32(20.0)
 # Minimax coefficients of (e^r - 1 - r) / r^2 on [-ln 2 / 2, ln 2 / 2] (Cephes expf, Moshier 1989).
 _C0 = np.float32(1.9875691500e-4)
 _C1 = np.float32(1.3981999507e-3)
@@ -92,6 +95,12 @@ def exp32(x: Any) -> Any:
     poly = poly * r + _C4
     poly = poly * r + _C5
     return (poly * (r * r) + r + _ONE) * _exp2_of_magic(shifted)
+
+
+@jit
+def softplus32(x: Any) -> Any:
+    """log(1 + e^x) in float32, computed in float64."""
+    return np.float32(math.log1p(math.exp(x))) if x <= _LINEAR else x
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:

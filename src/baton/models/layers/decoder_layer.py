@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from baton.kernels.cpu import elementwise
 from baton.kernels.cpu.elementwise import silu_mul
 from baton.kernels.cpu.scalar import supports
 from baton.models.cache import Attend
@@ -16,6 +17,11 @@ from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, MergedLinear, WeightCut
 from baton.models.layers.rotary import rotate
 from baton.models.layers.row_linear import RowLinear
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x) of float32 numbers. On a CPU the same bits wherever a number stands, which PyTorch's are not."""
+    return elementwise.sigmoid(x) if x.device.type == "cpu" else x.sigmoid()
 
 
 class MLP(nn.Module):

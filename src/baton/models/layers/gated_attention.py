@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from baton.kernels.cpu.elementwise import sigmoid
 from baton.models.cache import Attend
 from baton.models.config import ModelConfig
+from baton.models.layers.decoder_layer import sigmoid
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, MergedLinear
 from baton.models.layers.rotary import rotate
@@ -40,6 +40,4 @@ class GatedAttention(nn.Module):
         q, k = heads.split_with_sizes([self._heads, self._kv_heads], dim=1)
         v = values.reshape(len(x), self._kv_heads, self._head_dim)
         out = attend(self._layer_id, q, k, v, self._scale)
-        wide = gate.float()
-        factor = sigmoid(wide) if wide.device.type == "cpu" else wide.sigmoid()
-        return self.o_proj((out * factor.to(x.dtype)).reshape(len(x), -1))  # type: ignore[no-any-return]
+        return self.o_proj((out * sigmoid(gate.float()).to(x.dtype)).reshape(len(x), -1))  # type: ignore[no-any-return]

@@ -13,9 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from baton.kernels.cpu.elementwise import sigmoid
 from baton.models.config import ModelConfig
-from baton.models.layers.decoder_layer import MLP
+from baton.models.layers.decoder_layer import MLP, sigmoid
 from baton.models.layers.expert_parallel import RemoteExpert, SharedLayer
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.specs import MoESpec
@@ -50,7 +49,7 @@ class Router(Linear):
     def _scores(self, logits: Tensor) -> Tensor:
         if self._spec.scores == "softmax":
             return logits.softmax(dim=-1)
-        return sigmoid(logits) if logits.device.type == "cpu" else logits.sigmoid()
+        return sigmoid(logits)
 
     def _of_best_groups(self, wanted: Tensor) -> Tensor:
         spec = self._spec
@@ -152,8 +151,7 @@ class MoE(nn.Module):
             return out
         shared = self.shared_experts(x)
         if self.shared_gate is not None:
-            gate = self.shared_gate(x).float()
-            shared = shared * (sigmoid(gate) if gate.device.type == "cpu" else gate.sigmoid()).to(x.dtype)
+            shared = shared * sigmoid(self.shared_gate(x).float()).to(x.dtype)
         return out + shared  # type: ignore[no-any-return]
 
 
