@@ -73,7 +73,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "server": {"engine", "openai", "text"},
     "router": {"kvevents", "openai", "observe", "text", "handoff.protocol"},
-    "engines": {"kv", "handoff.plan", "handoff.protocol", "handoff.session", "transports"},
+    "engines": {"kv", "handoff.plan", "handoff.protocol", "handoff.session", "handoff.agent", "transports"},
     "vllm": {
         "engines",
         "kv",

@@ -9,21 +9,18 @@ from typing import Any
 
 import msgspec
 
+from baton.engines.agent import start_agent
 from baton.engines.ranks import WorkerPart, join
-from baton.errors import ConfigError
-from baton.handoff.agent.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
-from baton.handoff.protocol.digests import Digester, MemoryDigester
 from baton.handoff.protocol.ticket import Redeemer
-from baton.handoff.session.config import own_bind
-from baton.handoff.session.keys import KeyRing
 from baton.sglang import compat
-from baton.sglang.config import SglangConfig, read_config
-from baton.sglang.geometry import BufferLayout, describe_buffers
+from baton.sglang.config import read_config
+from baton.sglang.geometry import describe_buffers
 from baton.sglang.legs import RankLegs
 from baton.sglang.seeds import MetadataRows
-from baton.transports.base import DeviceMemory, Transport
-from baton.transports.registry import create_transport, transport_name
+from baton.transports.base import Transport
+from baton.transports.registry import transport_name
 from baton.wire import SglangIdentity
 
 
@@ -64,28 +61,9 @@ def start(args: Any, mode: str, server: Any, queue: Any) -> RankBackend:
     key = settings.ticket_key()
     legs = RankLegs(layout, Redeemer(key, settings.engine_id, whole.incarnation), compat.settle_of(server))
     together = InstanceAgent(whole.instance, legs.post)
-    transport = create_transport(settings.kv_transport)
-    agent = HandoffAgent(
-        AgentConfig(
-            engine_id=settings.engine_id,
-            incarnation=whole.incarnation,
-            bind=own_bind(settings.control_bind, rank),
-            fingerprint=whole.facts,
-            ticket_key=key,
-            keys=KeyRing(settings.keys, settings.engine_id),
-            timers=settings.timers,
-            integrity=settings.integrity,
-            max_retries=settings.max_retries,
-        ),
-        whole.instance,
-        transport,
-        transport.register(layout.regions),
-        together.on_event,
-        _digester(settings, layout),
-        on_peer=together.on_peer,
+    agent, transport = start_agent(
+        settings, settings.engine_id, key, rank, whole, layout.regions, layout.geometries, together
     )
-    together.bind([agent])
-    agent.start()
     legs.bind(together)
     addresses = [each.decode() for each in compat.gather_ranks(queue, agent.address.encode())]
     identity = SglangIdentity(
@@ -101,12 +79,3 @@ def start(args: Any, mode: str, server: Any, queue: Any) -> RankBackend:
         kv_transport=transport_name(settings.kv_transport),
     )
     return RankBackend(legs, compat.metadata_rows(args), identity, agent, transport)
-
-
-def _digester(config: SglangConfig, layout: BufferLayout) -> Digester | None:
-    if config.integrity == "off":
-        return None
-    memory = [region for region in layout.regions if not isinstance(region, DeviceMemory)]
-    if len(memory) < len(layout.regions):
-        raise ConfigError("integrity", "digests are taken of KV in the host's memory, not in a GPU's")
-    return MemoryDigester(layout.geometries, memory)

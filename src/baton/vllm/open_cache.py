@@ -10,18 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from baton.engines.agent import start_agent
 from baton.engines.ranks import WorkerPart, join
-from baton.errors import ConfigError
-from baton.handoff.agent.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
-from baton.handoff.protocol.digests import Digester, MemoryDigester
-from baton.handoff.session.config import own_bind
-from baton.handoff.session.keys import KeyRing
-from baton.transports.base import DeviceMemory, Transport
-from baton.transports.registry import create_transport, transport_name
+from baton.transports.base import Transport
+from baton.transports.registry import transport_name
 from baton.vllm import caches, compat
 from baton.vllm.config import PluginConfig
-from baton.vllm.geometry import CacheLayout, describe
+from baton.vllm.geometry import describe
 from baton.vllm.groups import split_tables
 from baton.vllm.worker import WorkerSide
 from baton.wire import VllmIdentity
@@ -82,28 +79,9 @@ def open_cache(
     side = WorkerSide(layout, compat.zeroes_before_preemptions(config), kv_stream=stream)
     together = InstanceAgent(whole.instance, side.post)
     with _unbound(config):
-        transport = create_transport(settings.kv_transport)
-        agent = HandoffAgent(
-            AgentConfig(
-                engine_id=engine_id,
-                incarnation=whole.incarnation,
-                bind=own_bind(settings.control_bind, rank),
-                fingerprint=whole.facts,
-                ticket_key=settings.ticket_key(),
-                keys=KeyRing(settings.keys, engine_id),
-                timers=settings.timers,
-                integrity=settings.integrity,
-                max_retries=settings.max_retries,
-            ),
-            whole.instance,
-            transport,
-            transport.register(layout.regions),
-            together.on_event,
-            _digester(settings, layout),
-            on_peer=together.on_peer,
+        agent, transport = start_agent(
+            settings, engine_id, settings.ticket_key(), rank, whole, layout.regions, layout.geometries, together
         )
-        together.bind([agent])
-        agent.start()
     side.bind(together)
     identity = VllmIdentity(
         engine_id=engine_id,
@@ -121,15 +99,6 @@ def open_cache(
     )
     draft_layers = tuple(layer for group in groups if group.owner == "draft" for layer in group.layers)
     return OpenCache(side, rank, identity, agent, transport, draft_layers)
-
-
-def _digester(config: PluginConfig, layout: CacheLayout) -> Digester | None:
-    if config.integrity == "off":
-        return None
-    memory = [region for region in layout.regions if not isinstance(region, DeviceMemory)]
-    if len(memory) < len(layout.regions):
-        raise ConfigError("integrity", "digests are taken of KV in the host's memory, not in a GPU's")
-    return MemoryDigester(layout.geometries, memory)
 
 
 @contextlib.contextmanager
