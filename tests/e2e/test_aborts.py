@@ -41,7 +41,8 @@ class Abort:
         return {
             "prompt": self.prompt,
             "kv_mode": mode,
-            "max_tokens": 400,
+            # So many that no request ends before its client's disconnection is noticed.
+            "max_tokens": 3000,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,

@@ -23,6 +23,7 @@ from baton.models.layers.headwise import headwise, invariant_headwise
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.moe import MoE
 from baton.models.layers.specs import MoESpec
+from testkit.recurrences import HIDDEN, begin, run
 from tests.models import test_mamba2 as mamba2
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -176,10 +177,10 @@ def test_states(form: str, name: str) -> None:
     for seed, value, part in cases()[:4]:
         random = np.random.default_rng(seed)
         cut = Cut.random(random, 100)
-        x = normal(random, cut.total, mamba2.HIDDEN)
-        states, kept = mamba2.begin(spec, torch.float32, 2), [cut.bad - 1, cut.split - 1, cut.total - 1]
-        clean, clean_states = mamba2.run(one, x, states, cut.starts.tolist(), kept)
-        spoiled, spoiled_states = mamba2.run(one, cut.spoil(x, value, part, random), states, cut.starts.tolist(), kept)
+        x = normal(random, cut.total, HIDDEN)
+        states, kept = begin(spec.state_spec, torch.float32, 2), [cut.bad - 1, cut.split - 1, cut.total - 1]
+        clean, clean_states = run(one, x, states, cut.starts.tolist(), kept)
+        spoiled, spoiled_states = run(one, cut.spoil(x, value, part, random), states, cut.starts.tolist(), kept)
         if form == "by chunk":
             # Then the rows are computed one after the other, which rounds differently.
             torch.testing.assert_close(spoiled[: cut.bad], clean[: cut.bad], rtol=1e-4, atol=1e-5)
