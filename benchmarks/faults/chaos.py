@@ -21,6 +21,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
 import aiohttp
 
@@ -106,17 +107,19 @@ def run_chaos(config: ChaosConfig) -> ChaosReport:
         # Temporary files that processes leave behind are found here.
         left_by_children = Path(directory) / "tmp"
         left_by_children.mkdir()
-        os.environ |= {"TMPDIR": str(left_by_children), "PYTHONFAULTHANDLER": "1"}
-        with BreakableDeployment(
-            target,
-            config.prefill,
-            config.decode,
-            engine_flags=flags,
-            kv_transport=config.transport,
-            router_flags=router_flags,
-            routers=config.routers,
-            data_ranks=dict.fromkeys(("prefill", "decode"), config.data_parallel_size),
-        ) as deployment:
+        with (
+            patch.dict(os.environ, {"TMPDIR": str(left_by_children), "PYTHONFAULTHANDLER": "1"}),
+            BreakableDeployment(
+                target,
+                config.prefill,
+                config.decode,
+                engine_flags=flags,
+                kv_transport=config.transport,
+                router_flags=router_flags,
+                routers=config.routers,
+                data_ranks=dict.fromkeys(("prefill", "decode"), config.data_parallel_size),
+            ) as deployment,
+        ):
             chaos = _Chaos(config, deployment, cases, want, report)
             asyncio.run(chaos.run())
         report.leaks += [f"temporary {path.name}" for path in left_by_children.iterdir()]

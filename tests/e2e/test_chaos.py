@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from benchmarks.faults.chaos import ChaosConfig, run_chaos
@@ -26,7 +28,9 @@ SMALL = 4 << 20
 )
 def test_no_stream_notices_that_engines_die(config: ChaosConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    temporary = os.environ.get("TMPDIR")
     report = run_chaos(config)
+    assert os.environ.get("TMPDIR") == temporary, "a later test of this process would use a removed directory"
     # More streams than configured, if they would end before both roles had a fault.
     assert report.num_exact == report.num_requests >= config.requests, report.table()
     assert not report.leaks, report.table()

@@ -101,8 +101,9 @@ async def test_an_open_page_does_not_delay_a_shutdown(directory: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)")
-async def test_a_visit_with_a_browser(directory: Path) -> None:
+async def test_a_visit_with_a_browser(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator adds an engine, sees another die, finds a request, and does it all with the keyboard."""
+    monkeypatch.setenv("TMPDIR", str(directory / "missing"))
     cluster = named(Cluster(directory, num_prefill=1, num_decode=1))
     more = FakeEngine(directory, role="decode", handed=cluster.decodes[0].handed)
     app = build_engine_app(more, Tokenizer.load(directory))  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -99,9 +100,16 @@ class Tab:
 async def browser() -> AsyncIterator[Tab]:
     """Run Chromium with one empty page."""
     assert CHROMIUM is not None
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+    # Chromium puts a Unix socket into TMPDIR and does not start if that is missing or its path is too long.
+    with tempfile.TemporaryDirectory(prefix="chromium-", dir="/tmp", ignore_cleanup_errors=True) as own:
         process = await asyncio.create_subprocess_exec(
-            CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank", stderr=asyncio.subprocess.PIPE
+            CHROMIUM,
+            *_FLAGS,
+            f"--user-data-dir={own}/profile",
+            "about:blank",
+            env={**os.environ, "TMPDIR": own, "HOME": own},
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
         )
         draining: asyncio.Task[bytes] | None = None
         said: list[str] = []
