@@ -1,7 +1,7 @@
 """The handoff agent of one rank: a thread that runs its state machines, and thread-safe calls for the engine.
 
-The thread sleeps in ZeroMQ's poll. Engine calls, and the ends of connections, copies and digests, wake it through a
-socket pair. It never waits for one peer: meanwhile the leases of all others would run out.
+The thread sleeps in ZeroMQ's poll; a socket pair wakes it. It waits for no single peer: the leases of all others would
+run out.
 """
 
 from __future__ import annotations
@@ -46,21 +46,20 @@ def _logged() -> Iterator[None]:
 
 
 class HandoffAgent(Agent):
-    """Hands requests of one rank over to other engines, and takes over theirs.
+    """Sends and receives the handoffs of one rank.
 
-    `instance` describes this engine's groups; those of this rank are in the regions of `descriptor` (from
-    `transport.register`). Each key names a rank here and one of the other engine. With `on_peer` the agent is one of
-    those that an `InstanceAgent` joins; without it, a peer of several ranks is refused. `on_event` is called on the
-    agent's thread and should return soon. `digester` is required unless `config.integrity` is off. While
-    `is_stalled()`, peers are told that this agent's engine hangs. Close the transport after the agent.
+    `descriptor`: of the registered regions (`transport.register`). Each key names a rank here and one of the other
+    engine. `on_peer`: given by an `InstanceAgent`, which joins several agents; without it, a peer of several ranks is
+    refused. `on_event` is called on the agent's thread and should return soon. `digester` is required unless
+    `config.integrity` is off. While `is_stalled()`, peers are told that this engine hangs. Close the transport after
+    the agent.
 
-    `on_lost` is called once, with the cause and on another thread, if the agent's thread has ended or hangs. Open
-    attempts then get no more events, and nobody can prove that their pages are quiet, so the engine and its process
-    must end.
+    `on_lost` is called once, with the cause and on another thread, if the agent's thread has ended or hangs. Nobody
+    can then prove that pages are quiet, so the engine and its process must end.
 
-    Per opened prefill exactly one `PrefillReleased` comes. Per opened or announced decode exactly one of
-    `DecodeCommitted`, `DecodeFinished` and `DecodeReleased` comes, the last after a `DecodeFailed` unless the engine
-    itself aborted. Pages belong to the agent from the open call until that event.
+    Each opened prefill gets exactly one `PrefillReleased`; each opened or announced decode exactly one of
+    `DecodeCommitted`, `DecodeFinished` and `DecodeReleased`, the last after a `DecodeFailed` unless the engine itself
+    aborted. Until that event the pages belong to the agent.
 
     Raises `ConfigError` if `config.bind` cannot be bound, a digester is missing, or a piece of a group would have more
     digests than a message may carry.
@@ -115,12 +114,12 @@ class HandoffAgent(Agent):
 
     def close(self) -> None:
         """Give up open attempts, wait a bounded time for copies, tell the peers, and stop. Idempotent. Does not wait
-        for a lost thread, which closes its sockets itself if it ever continues."""
+        for a lost thread."""
         HandoffAgent.close_all([self])
 
     @staticmethod
     def close_all(agents: Sequence[HandoffAgent]) -> None:
-        """Close the agents of all ranks, which wait for their copies at the same time."""
+        """Close the agents of all ranks together."""
         open_ones = [agent for agent in agents if not agent._closing]
         for agent in open_ones:
             agent._closing = True
@@ -177,7 +176,7 @@ class HandoffAgent(Agent):
         self._channel.close(Bye("engine_closed", quiet))
 
     def _step(self) -> None:
-        """Wait for events and handle all of them. No error ends the thread or skips the other handlers."""
+        """Wait for events and handle all. No error ends the thread or skips the other handlers."""
         self._turned = time.monotonic()
         wait = self.config.timers.retry_min
         with _logged():

@@ -15,8 +15,8 @@ from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.session.sessions import Session
 from baton.transports.base import Peer
 
-# Ended attempts are tombstones until their ticket expires, and for at least TOMBSTONE_S seconds, in which a peer may
-# ask how they ended. Beyond MAX_TOMBSTONES, those that would expire first are dropped.
+# Ended attempts are tombstones, which answer a peer, until their ticket expires and for at least TOMBSTONE_S seconds.
+# Beyond MAX_TOMBSTONES, those that expire first are dropped.
 MAX_TOMBSTONES = 1 << 16
 TOMBSTONE_S = 60.0
 
@@ -25,10 +25,9 @@ TOMBSTONE_S = 60.0
 class _Attempt:
     """`expiry`: of the ticket, in monotonic seconds. `begun`: when the handoff's own time limit starts.
 
-    `peers`: the transport peers of all sessions in which pages could have been exchanged; all of them must be fenced.
-    Copies use `open`, the one of the session in which the other side last asked for them: if it gave up the attempt
-    since, it has closed only that one and knows no other. `far`: the other side's instance. `next_tick`: when to repeat
-    the last message; `gap`: the interval after that.
+    `peers`: the transport peers of all sessions in which pages may have been exchanged; all must be fenced. Copies use
+    `open`, that of the session in which the other side last asked for them: it may have closed the others. `far`: the
+    other side's instance. `next_tick`: when to repeat the last message; `gap`: the interval after that.
     """
 
     expiry: float
@@ -40,24 +39,22 @@ class _Attempt:
     gap: float = 0.0
 
     def on_hello(self, session: Session) -> None:
-        """Add the transport peer of a session whose HELLO is known."""
         if session.hello is not None and session.peer is not None and session.peer not in self.peers:
             self.peers.append(session.peer)
             self.far = session.hello.instance
 
     def on_request(self, session: Session) -> None:
-        """In this session the other side has registered its pages or asked for copies."""
+        """The other side has registered its pages or asked for copies in this session."""
         self.on_hello(session)
         self.open = session.peer
 
     @property
     def peer(self) -> Peer | None:
-        """The transport peer of the last session."""
         return self.peers[-1] if self.peers else None
 
     @property
     def fenced(self) -> bool:
-        """True when the other side is proven to touch our memory no more."""
+        """The other side provably no longer touches our memory."""
         return bool(self.peers) and all(peer.fenced() for peer in self.peers)
 
 
@@ -69,26 +66,26 @@ class PrefillAttempt(_Attempt):
     session: Session | None = None
 
     def is_from_peer(self, session: Session) -> bool:
-        """False if another engine has already spoken for D's half of the attempt."""
+        """False if another engine has already spoken as D."""
         before = self.session.hello if self.session is not None else None
         return before is None or (session.hello is not None and session.hello.engine_id == before.engine_id)
 
     def served(self, session: Session) -> bool:
-        """Whether D's claim is checked already, so that this session may repeat it, or register what it announced."""
+        """D's claim is checked already, so this session may repeat it, or register what it announced."""
         return self.machine.claimed and (self.machine.closed or session.peer is not None)
 
     def waits_for(self, session: Session) -> bool:
-        """Whether D's claim is checked already, but must wait until this session is connected."""
+        """D's claim is checked already, but waits until this session is connected."""
         return self.machine.claimed and not self.machine.closed and session.connecting is not None
 
     def restart_time_limit(self, now: float) -> None:
-        """D has sent a message of the attempt. Each ANNOUNCE, and the first REGISTER, restart its time limit."""
+        """Each ANNOUNCE and the first REGISTER restart the time limit."""
         if not self.machine.registered:
             self.begun = now
 
     def deadline(self, handoff_s: float) -> float:
         """The latest end of the attempt: the ticket's expiry until the engine has opened the leg and D has sent a
-        claim, then `handoff_s` after D's last ANNOUNCE or first REGISTER."""
+        claim; then `handoff_s` after D's last ANNOUNCE or first REGISTER."""
         return self.expiry if self.begun is None or not self.machine.opened else self.begun + handoff_s
 
 
@@ -101,7 +98,7 @@ class DecodeAttempt(_Attempt):
     num_sources: int = 1
 
     def wrong_rank(self, peer: Instance) -> str:
-        """Why the engine at the address is not the rank of P that the ticket names, or an empty string."""
+        """Why the engine at the address is not the rank that the ticket names, or an empty string."""
         if peer.num_ranks != self.num_sources:
             return f"P has {peer.num_ranks} ranks, the ticket names {self.num_sources}"
         rank = self.machine.key.source_rank
@@ -122,7 +119,7 @@ class AttemptTable(Generic[AttemptT]):
         self.live: dict[AttemptKey, AttemptT] = {}
         self.ended: dict[AttemptKey, AttemptT] = {}
         self._transfers: dict[bytes, set[AttemptKey]] = {}
-        # Per tombstone: when it may be dropped, and a number that orders equal times.
+        # (when it may be dropped, tie-breaker, key) per tombstone.
         self._ends: list[tuple[float, int, AttemptKey]] = []
         self._numbers = itertools.count()
 
@@ -138,7 +135,7 @@ class AttemptTable(Generic[AttemptT]):
         return self._transfers.get(key.transfer_id, set())
 
     def settle(self, key: AttemptKey, now: float) -> None:
-        """Make an attempt that has closed a tombstone. `now`: monotonic seconds."""
+        """Turn a closed attempt into a tombstone. `now`: monotonic seconds."""
         attempt = self.live.get(key)
         if attempt is not None and attempt.machine.closed:
             self.ended[key] = self.live.pop(key)
@@ -147,7 +144,7 @@ class AttemptTable(Generic[AttemptT]):
                 self._drop_first()
 
     def forget(self, now: float, margin: float) -> None:
-        """Drop tombstones `margin` seconds after nobody can ask for them any more."""
+        """Drop tombstones `margin` seconds after their end."""
         while self._ends and now > self._ends[0][0] + margin:
             self._drop_first()
 

@@ -1,7 +1,4 @@
-"""The one way from an engine into a handoff: events, posted to an agent under the key of their attempt.
-
-The agent of an instance, the agent of a rank and the handoffs of a rank all take them by `post`.
-"""
+"""Events that an engine posts to an agent, under the key of their attempt."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ class PrefillLeg:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLeg:
-    """Take D's leg of a verified ticket before it has pages; `DecodeAdmitted` says when to allocate some. The leg does
-    not expire while P lives."""
+    """Take D's leg of a verified ticket before it has pages; `DecodeAdmitted` says when to allocate them. Does not
+    expire while P lives."""
 
     ticket: SignedTicket
 
@@ -33,8 +30,8 @@ class DecodeLeg:
 @dataclass(frozen=True, slots=True)
 class DecodePages:
     """Give D's leg its pages: per group the wanted interval and the block table. Comes after `DecodeAdmitted`, or
-    without `DecodeLeg` if the engine has enough pages for all requests: else a leg that P has no room for could hold
-    the pages that P waits for."""
+    without `DecodeLeg` if the engine has pages for all requests: else a leg without room on P could hold pages that P
+    waits for."""
 
     ticket: SignedTicket
     prompt_len: int
@@ -46,8 +43,8 @@ class DecodePages:
 class GiveUp:
     """Give up an attempt of either side; the peer is sent `message`. The pages stay the agent's until released.
 
-    `taken` is called on the agent's thread, after the attempt's final events if there are any. From then on this side
-    says COMMIT or CONFIRM only of what was in place before. No peer delays it.
+    `taken` is called on the agent's thread, after the attempt's final events. From then on this side sends COMMIT or
+    CONFIRM only for what was in place before. No peer delays it.
     """
 
     reason: str
@@ -60,7 +57,7 @@ LegEvent = PrefillLeg | DecodeLeg | DecodePages | GiveUp | PrefillEvent
 
 
 class Agent(ABC):
-    """Takes the engine's events. From any thread; nothing blocks. The other methods make the events, with copies of the
+    """Takes the engine's events from any thread, without blocking. The other methods make events, and copy the
     engine's tables, which grow."""
 
     @abstractmethod
@@ -80,18 +77,17 @@ class Agent(ABC):
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None:
-        """Tokens `[0, final)` of each group will not change any more, on no rank; `pages` are the block tables so
-        far."""
+        """Tokens `[0, final)` of each group are final on every rank; `pages` are the block tables so far."""
         tables = {group: list(table) for group, table in pages.items()}
         self.post(key, ev.Declared(prompt_len, tables, dict(final)))
 
     def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
-        """Some layers of a running forward are written, on every rank that has them, or it has failed. `declare_final`
+        """Layers of a running forward are written on every rank that has them, or the forward failed. `declare_final`
         follows its end."""
         self.post(key, event)
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
-        """The drafter has run with the first token: tokens `[0, final)` of each group will not change any more.
+        """The drafter has run with the first token: tokens `[0, final)` of each group are final.
 
         Groups not named stay as declared. The tables of the last `declare_final` must reach that far. `finished`: that
         token ended the request.

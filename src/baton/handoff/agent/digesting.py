@@ -1,4 +1,4 @@
-"""Runs digests for the state machines on a worker, and returns them as events."""
+"""Runs digests on a worker, and returns them as events of the state machines."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Shares = Callable[[str], Sequence[Cell]]
 
 
 class Digesting(Generic[_Owner]):
-    """Running digests, each of one owner (an attempt). For one thread, except the jobs of `worker`.
+    """Running digests, each of one owner (an attempt). For one thread; `wake` is called on the worker's when a digest
+    ends.
 
-    An attempt may end, and its pages be freed, while a digest of them is computed: its machine then ignores the result.
-    `wake` is called on the worker's thread when a digest has ended.
+    An attempt may end, and its pages be freed, meanwhile: its machine ignores the result.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Digesting(Generic[_Owner]):
             return ev.Fault("transfer_failed", f"no digest: {error}")
 
     def ended(self) -> list[tuple[_Owner, ev.MachineEvent]]:
-        """The jobs that ended since the last call, in the order in which they began."""
+        """Jobs that ended since the last call, in the order of their begin."""
         out = []
         while not self._done.empty():
             out.append(self._done.get_nowait())

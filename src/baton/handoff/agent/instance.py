@@ -1,8 +1,8 @@
 """Presents the agents of all ranks of an engine as one agent.
 
-Each rank has an agent, and each pair of ranks that has bytes to move is an attempt of its own. One pair leads: it is
-opened before the other side's ranks are known, and its HELLO lists them. It is the pair of ranks 0 and 0. In an engine
-whose ranks are apart, each process has only its own rank's pairs; the one with rank 0 of the other side leads.
+Each pair of ranks that has bytes to move is an attempt of its own. The leading pair, of ranks 0 and 0, is opened
+before the other side's ranks are known; its HELLO lists them. In an engine whose ranks are apart, each process has
+only its own rank's pairs, and the one with rank 0 of the other side leads.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ P, D = 0, 1  # a side, and the index of its rank in a pair
 @dataclass(slots=True, eq=False)
 class _Leg:
     """One half of a request. `pairs`: those with open attempts, at first the leading one. `events`: of the engine, to
-    replay on pairs opened later. `end_reported`: the engine knows that its pages are free. `ended`: why no further pair
-    is opened."""
+    replay on pairs opened later. `end_reported`: the engine knows that its pages are free. `ended`: why no further
+    pair is opened."""
 
     ticket: SignedTicket
     side: int
@@ -44,8 +44,8 @@ class _Leg:
 
 
 class InstanceAgent(Agent):
-    """The agents of all ranks of `instance` as one `Agent`; `bind` sets them. If ranks are apart, there is only the
-    agent of `instance.rank`, and a request ends when that rank's pairs have. `on_event` is called once per request.
+    """The agents of all ranks of `instance` as one `Agent`; `bind` sets them. If ranks are apart, there is only that
+    of `instance.rank`, and a request ends when that rank's pairs have. `on_event` is called once per request.
 
     With one rank on both sides, calls and events pass through.
     """
@@ -54,15 +54,15 @@ class InstanceAgent(Agent):
         self._instance = instance
         self._on_event = on_event
         self._agents: dict[int, Agent] = {}
-        # The rank whose agent has the leading pair: 0, or the only one here if ranks are apart.
+        # The rank with the leading pair.
         self._first = instance.rank if instance.apart else 0
         self._legs: dict[AttemptKey, _Leg] = {}
-        # Requests that ended lately: the engine may name one until it learns of its end. P's leg is kept if D's ranks
-        # were still unknown: each of them is told of the end when it connects.
+        # Requests that ended lately: the engine may still name them. P's leg is kept if D's ranks were unknown: each is
+        # told of the end when it connects.
         self._ended: dict[AttemptKey, _Leg | None] = {}
         self._peers: dict[str, Instance] = {}  # by incarnation
         self._lock = threading.RLock()
-        # Events for the engine, in order. One thread at a time delivers them, without the lock.
+        # For the engine, in order. One thread at a time delivers them, without the lock.
         self._undelivered: deque[ev.HandoffEvent] = deque()
         self._delivering = False
 
@@ -79,8 +79,8 @@ class InstanceAgent(Agent):
     # ------------------------------------------------------------ the engine's events
 
     def post(self, key: AttemptKey, event: LegEvent) -> None:
-        """An event goes to the agent of each pair of ranks, with the groups of that pair. `GiveUp.taken` is called when
-        all ranks have done so. Raises `ProtocolError` also for a wanted group that no rank has."""
+        """Each pair of ranks gets its groups' part. `GiveUp.taken` is called when all ranks have done so. Raises
+        `ProtocolError` also for a wanted group that no rank has."""
         match event:
             case PrefillLeg(ticket):
                 self._begin(ticket, P, ticket.decode_addresses)
@@ -163,8 +163,8 @@ class InstanceAgent(Agent):
                     self._to(pair, leg, self._of_pair(event, pair, groups))
 
     def _abort_unopened_pairs(self, leg: _Leg) -> None:
-        """D gives up a request before it knows P's ranks. If these are apart, only one of them has a message of D, and
-        the others hold pages for the request: open an attempt with each of them only to abort it."""
+        """D gives up before it knows P's ranks. If these are apart, only one has a message of D, and the others hold
+        pages: open an attempt with each only to abort it."""
         for rank in range(1, len(leg.ticket.prefill_addresses)) if leg.lead == LEAD else ():
             if (pair := (rank, 0)) not in leg.pairs:
                 leg.pairs = {**leg.pairs, pair: None}
@@ -176,7 +176,7 @@ class InstanceAgent(Agent):
             leg = self._legs.get(key)
             if leg is not None:
                 leg.events[ev.LayersWritten if isinstance(event, ev.LayersWithdrawn) else type(event)] = event
-                # D does not know which pair gets which groups until P's HELLO names its ranks. P's leading pair takes
+                # Which pair gets which groups is unknown to D until P's HELLO names its ranks. P's leading pair takes
                 # everything.
                 if leg.side == P or leg.gather is not None:
                     for pair, groups in leg.pairs.items():
@@ -185,7 +185,7 @@ class InstanceAgent(Agent):
         self._agents[self._first].post(key.of_pair(self._lead(side)), event)
 
     def _of_pair(self, event: LegEvent, pair: Pair, groups: frozenset[str] | None) -> LegEvent:
-        """What a pair is told: its groups' part, and of the seeds those of the sampling rank."""
+        """The part of an event for one pair: its groups, and the seeds if its source rank samples."""
         match event:
             case ev.Declared(prompt_len, pages, final):
                 return ev.Declared(prompt_len, _part(pages, groups), _part(final, groups))
@@ -263,7 +263,7 @@ class InstanceAgent(Agent):
                 continue
             if isinstance(action, ev.DecodeFailed):
                 if leg.ended:
-                    continue  # the engine gave up itself: another rank told P, and P told this one
+                    continue  # the engine itself gave up: another rank told P, and P told this one
                 leg.ended = action.reason
             elif isinstance(action, ev.PrefillReleased | ev.DecodeCommitted | ev.DecodeFinished | ev.DecodeReleased):
                 del self._legs[key]

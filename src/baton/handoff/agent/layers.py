@@ -1,7 +1,6 @@
 """Collects written layers of a running forward until the agent is told.
 
-A message costs the agent and the interpreter about as much as a copy of a megabyte, so an engine waits until that much
-is new.
+A message costs about as much as copying a megabyte, so an engine waits until that much is new.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from baton.handoff.protocol.messages import AttemptKey
 
 @dataclass(slots=True)
 class WrittenLayers:
-    """A prompt of `num_tokens` tokens in the forward, its block tables, and per group the end of the final tokens after
-    it. `unreported`: bytes written in `groups` since the last report. `reported`: whether any layer was reported."""
+    """`num_tokens` of a prompt in the forward, its block tables, and per group the end of the final tokens after it.
+    `unreported`: bytes written in `groups` since the last report."""
 
     agent: Agent
     key: AttemptKey
@@ -33,13 +32,13 @@ class WrittenLayers:
         self.groups.add(group)
 
     def report(self, stop: int) -> None:
-        """Report that the layers below `stop` are written."""
+        """Report the layers below `stop` as written."""
         final = {group: self.final[group] for group in sorted(self.groups)}
         tables = {group: list(self.pages[group]) for group in final}
         self.agent.stream_layers(self.key, LayersWritten(self.num_tokens, tables, final, stop))
         self.reported, self.unreported, self.groups = True, 0, set()
 
     def withdraw(self) -> None:
-        """The forward has failed, or writes layers again: reported layers may change."""
+        """The forward failed, or rewrites layers: reported ones may change."""
         if self.reported:
             self.agent.stream_layers(self.key, LayersWithdrawn())

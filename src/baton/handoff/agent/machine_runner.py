@@ -1,4 +1,4 @@
-"""Runs the state machines of one rank's attempts: feeds events, and carries out actions. For one thread."""
+"""Feeds events to the state machines of one rank's attempts, and carries out their actions. For one thread."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OnPeer = Callable[[AttemptKey, Instance], None]
 
 class MachineRunner:
     """All attempts of one rank. With integrity on, `digester` and `worker` are required. `on_peer` is called, for each
-    attempt in which either engine has several ranks, with the instance from the peer's HELLO."""
+    attempt in which either engine has several ranks, with the instance of the peer's HELLO."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class MachineRunner:
         return [*self.prefills.live.values(), *self.decodes.live.values()]
 
     def session(self, attempt: Attempt) -> Session | None:
-        """The current session with the attempt's peer."""
+        """The current session with the peer."""
         if isinstance(attempt, PrefillAttempt):
             return attempt.session
         return self.sessions.servers.get(attempt.address)
 
     def feed(self, attempt: Attempt, event: ev.MachineEvent, strict: bool = False) -> None:
-        """Feed an event to a machine and carry out its actions, in order. `strict` lets the machine's `ProtocolError`
-        through."""
+        """Feed an event to a machine and carry out its actions, in order. `strict` raises the machine's
+        `ProtocolError`."""
         self._queue.append((attempt, event))
         if self._running:
             return
@@ -102,7 +102,7 @@ class MachineRunner:
             self._running = False
 
     def _refused(self, attempt: Attempt, event: ev.MachineEvent, error: ProtocolError) -> None:
-        """Drop a message that is not allowed. Anything else that a machine cannot do is a bug: the attempt fails."""
+        """Drop a forbidden message. Any other impossible event is a bug: the attempt fails."""
         self.counters.count("rejected")
         received = isinstance(event, ev.Received)
         if not isinstance(error, UndefinedTransitionError) or (received and error.event == name_of(event)):
@@ -114,12 +114,11 @@ class MachineRunner:
             self.feed(attempt, ev.Fault("internal_error", str(error)))
 
     def lose(self, attempt: Attempt, reason: str, message: str, quiet: bool = False) -> None:
-        """The attempt's peer cannot be reached. `quiet`: it has said that its copies have ended."""
+        """The peer cannot be reached. `quiet`: it has said that its copies have ended."""
         self.feed(attempt, ev.PeerLost(reason, message, quiet or attempt.fenced))
 
     def stalled(self, session: Session) -> None:
-        """The peer's agent says that its engine hangs. The agent still answers, and so says when the pages are
-        quiet."""
+        """The peer's engine hangs. Its agent still answers, so it tells when the pages are quiet."""
         for attempt in self.live():
             if self.session(attempt) is session:
                 self.feed(attempt, ev.Fault("engine_stalled", "the peer's engine thread hangs"))
@@ -133,13 +132,13 @@ class MachineRunner:
                 self.feed(attempt, ev.Tick())
 
     def _rewind(self, attempt: Attempt) -> None:
-        """A new message was sent: repeat it if its answer takes longer than a round trip should."""
+        """After a new message: repeat it if its answer takes longer than a round trip should."""
         session = self.session(attempt)
         attempt.gap = self._timers.first_retry(session.round_trip if session else None)
         attempt.next_tick = self.clock.monotonic() + attempt.gap
 
     def on_peer_hello(self, attempt: Attempt, hello: Hello) -> None:
-        """The peer's HELLO is known, for an attempt that is about to begin."""
+        """For an attempt that is about to begin."""
         key = attempt.machine.key
         several = max(hello.instance.num_ranks, self.instance.num_ranks) > 1
         if several and self._on_peer is not None:
@@ -186,7 +185,7 @@ class MachineRunner:
             self.feed(attempt, end)
 
     def _ends(self, attempt: Attempt) -> tuple[Instance, Instance]:
-        """Source and destination. The peer of an attempt with copies or digests has sent its HELLO."""
+        """Source and destination instance. Requires the peer's HELLO."""
         assert attempt.far is not None
         prefills = isinstance(attempt, PrefillAttempt)
         return (self.instance, attempt.far) if prefills else (attempt.far, self.instance)
@@ -222,5 +221,5 @@ class MachineRunner:
         try:
             self._on_event(event)
         except Exception:
-            # An error of the engine must not stop the other attempts.
+            # The other attempts continue.
             log.exception("the engine's handler failed on %r", event)

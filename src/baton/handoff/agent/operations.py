@@ -1,4 +1,4 @@
-"""Outstanding copies: from a machine's `StartCopy` to a plan, a transport operation, and its end."""
+"""Outstanding copies: from `StartCopy` to a plan, a transport operation, and its end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Running(Generic[_Owner]):
 
 class Operations(Generic[_Owner]):
     """Outstanding operations, each of one owner (an attempt). For one thread; `wake` is called on any thread when one
-    has ended."""
+    ends."""
 
     def __init__(self, transport: Transport, wake: Callable[[], None]) -> None:
         self._transport = transport
@@ -49,7 +49,7 @@ class Operations(Generic[_Owner]):
 
     @property
     def num_unknown(self) -> int:
-        """Cancelled operations that are not proven quiet. Any thread."""
+        """Cancelled operations not proven quiet. Any thread."""
         return sum(run.cancelled for run in self._running)
 
     def start(
@@ -62,7 +62,7 @@ class Operations(Generic[_Owner]):
         dest: Instance,
         tag: str,
     ) -> CopyEnded | None:
-        """Plan and submit the copies between the ranks of `source` and `dest`. Returns their end at once if they cannot
+        """Plan and submit the copies between the ranks of `source` and `dest`. Returns their end if they cannot
         start."""
         try:
             began = time.perf_counter()
@@ -89,12 +89,12 @@ class Operations(Generic[_Owner]):
     @staticmethod
     def _plan(copy: StartCopy, source: Instance, dest: Instance) -> CopyList | None:
         """Returns None if the source has none of these layers. Raises `ProtocolError` if it has nothing else to send:
-        the destination would be left with a gap."""
+        the destination would have a gap."""
         here = dest.here.get(copy.group)
         if here is not None:
             sources, tables = source.groups[copy.group], (copy.source_pages, copy.dest_pages)
             if copy.layers.start > max(layer for each in sources for layer in each.geometry.layer_ids):
-                return None  # the rest of an interval whose last layers are already being copied
+                return None  # the remainder of an interval whose last layers are being copied
             if copies := plan(sources, here, *tables, copy.tokens, copy.layers, source.rank).get(source.rank):
                 return copies
             if copy.layers is not ALL_LAYERS and source.rank in senders(sources, here):
@@ -102,10 +102,10 @@ class Operations(Generic[_Owner]):
         raise ProtocolError(f"rank {source.rank} has nothing for rank {dest.rank}")
 
     def ended(self) -> list[tuple[_Owner, CopyEnded]]:
-        """Collect the ends since the last call.
+        """Ends since the last call.
 
-        A cancelled write ends, at the latest, with its peer's fence: its bytes no longer reach memory. A cancelled read
-        does not, because this side itself may still write its pages.
+        A cancelled write ends at the latest with its peer's fence: its bytes no longer reach memory. A cancelled read
+        does not: this side itself may still write its pages.
         """
         out: list[tuple[_Owner, CopyEnded]] = []
         still: list[_Running[_Owner]] = []
@@ -127,7 +127,7 @@ class Operations(Generic[_Owner]):
         return out
 
     def cancel(self, owner: _Owner, copy_ids: tuple[int, ...]) -> list[CopyEnded]:
-        """Returns the ends of operations that ended at once; the others end through `ended`."""
+        """Returns the operations that ended at once; the others end through `ended`."""
         out: list[CopyEnded] = []
         still: list[_Running[_Owner]] = []
         for run in self._running:

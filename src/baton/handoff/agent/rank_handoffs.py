@@ -1,7 +1,6 @@
-"""All handoffs of one rank: the engine's calls, and timers.
+"""All handoffs of one rank: the engine's events, and timers.
 
-Sessions are in `session.sessions`, messages in `routing`, the state machines in `machine_runner`. All methods except
-`stats` are for one thread, that of `agent.py`.
+Methods except `stats` are for one thread, that of `agent.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 class RankHandoffs(Agent):
-    """`digester` digests this engine's pages, on `worker`; without them, `config.integrity` must be off. Attempts are
-    those of this rank with one rank `peer` of another engine."""
+    """`digester` digests this engine's pages, on `worker`; both are needed unless `config.integrity` is off. Attempts
+    are those of this rank with one rank `peer` of another engine."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class RankHandoffs(Agent):
                 if taken is not None:
                     taken()
             case _:
-                # Dropped if the attempt is unknown.
+                # Dropped if unknown.
                 if (prefill := self.runner.prefills.get(key)) is not None:
                     self.runner.feed(prefill, event)
 
@@ -133,7 +132,7 @@ class RankHandoffs(Agent):
     # ------------------------------------------------------------ time
 
     def on_time(self) -> float:
-        """Do due work. Returns the seconds until the next call is needed."""
+        """Do due work. Returns the seconds until the next call."""
         now, timers = self.clock.monotonic(), self.config.timers
         if self._last_time is not None and now - self._last_time > timers.lease / 2:
             self.sessions.forgive(now)
@@ -166,12 +165,12 @@ class RankHandoffs(Agent):
                 runner.lose(attempt, "peer_lost", "the peer engine died")
         self.routing.drop_dead()
         self.sessions.sweep([peer for attempt in runner.live() for peer in attempt.peers])
-        # A REGISTER delayed past its ticket's expiry is refused by the ticket, so the tombstone may go.
+        # A REGISTER delayed past its ticket's expiry is refused, so the tombstone may go.
         runner.prefills.forget(now, timers.retry)
         runner.decodes.forget(now, timers.retry)
 
     def stats(self) -> AgentStats:
-        """Metrics, except those of the sockets. Any thread."""
+        """Metrics, without those of sockets. Any thread."""
         live = self.runner.live()
         return self.runner.counters.snapshot(
             self.operations.stats,

@@ -1,4 +1,4 @@
-"""D's claims (ANNOUNCE and REGISTER) on P's halves of attempts, and the order of a transfer's attempts."""
+"""D's claims (ANNOUNCE and REGISTER) on P's attempts, and the order of a transfer's attempts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Claim = Announce | Register
 
 
 class _Held(NamedTuple):
-    """A waiting claim. `ticket` was valid on arrival; None if an earlier claim had shown it."""
+    """`ticket`: valid on arrival; None if an earlier claim had shown it."""
 
     session: Session
     message: Claim
@@ -39,9 +39,9 @@ class Registrations:
         self._groups = list(runner.instance.here)
         self._runner = runner
         self._sessions, self._clock = runner.sessions, runner.clock
-        # Claims that wait for an earlier attempt of their transfer to become quiet, or for their session to connect.
+        # Claims that wait for an earlier attempt of their transfer to become quiet, or for their connection.
         self._held: dict[AttemptKey, _Held] = {}
-        # Attempts that D cancelled before P's engine or a claim began them, with the reason. Their keys have no ticket.
+        # Attempts that D cancelled before P's engine or a claim began them, with the reason.
         self._cancelled: dict[AttemptKey, str] = {}
 
     @property
@@ -65,7 +65,7 @@ class Registrations:
         return min(ticket.expiry(role), self._clock.monotonic() + MAX_TICKET_LIFE_S)
 
     def supersede(self, key: AttemptKey) -> bool:
-        """End earlier attempts of the same transfer. True while one of them is not quiet."""
+        """End earlier attempts of the same transfer. True while one is not quiet."""
         prefills = self._runner.prefills
         earlier = [other for other in prefills.same_transfer(key) if other.attempt < key.attempt]
         for other in earlier:
@@ -74,14 +74,14 @@ class Registrations:
         return any(other in prefills.live for other in earlier)
 
     def cancel(self, key: AttemptKey, reason: str) -> None:
-        """D gives up an attempt that is not known here: a claim that arrives later must start nothing."""
+        """D gives up an unknown attempt: a later claim must start nothing."""
         self._held.pop(key, None)
         self._cancelled[key] = reason
         if len(self._cancelled) > MAX_CANCELLED:
             del self._cancelled[next(iter(self._cancelled))]
 
     def take(self, session: Session, message: Claim) -> None:
-        """Accept a claim, hold it back, or answer NACK."""
+        """Accept a claim, hold it, or answer NACK."""
         key = message.key
         known = self._runner.prefills.get(key)
         self._sessions.reach_again(session)
@@ -91,7 +91,7 @@ class Registrations:
             return
         try:
             if known is not None and known.served(session) and known.is_from_peer(session):
-                # Its ticket was valid when it first arrived, and may have expired since.
+                # Its ticket was valid when it first arrived; it may have expired since.
                 if isinstance(message, Register) and not known.machine.registered:
                     _check_tables(session, message, known.machine.mode)
                 self._feed(known, session, message)
@@ -142,7 +142,7 @@ class Registrations:
 
 
 def _check_tables(session: Session, message: Register, mode: Mode) -> None:
-    """Raise `ProtocolError` unless a REGISTER names only groups of its pair, and pages within its sender's geometry."""
+    """Raise `ProtocolError` unless a REGISTER names only groups of its pair, and pages of its sender's geometry."""
     geometries = session.hello.instance.here if session.hello is not None else {}
     groups = session.pairs.get(message.key.pair, frozenset())
     for group, tokens in message.wanted.items():

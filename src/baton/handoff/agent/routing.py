@@ -1,6 +1,6 @@
-"""Routes messages: finds the session and the attempt of each, and refuses what is not allowed. For one thread.
+"""Finds the session and attempt of each message, and refuses what is not allowed. For one thread.
 
-A server is an engine that we dialled, which prefills for us. A client is an engine that dialled us.
+A server is an engine that we dialled, which prefills for us. A client dialled us.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Routing:
         self.registrations = Registrations(runner)
 
     def on_message(self, connection: Connection, message: Message) -> None:
-        """Handle one message. A forbidden one is counted and dropped. Never raises `ProtocolError`."""
+        """A forbidden message is counted and dropped. Never raises `ProtocolError`."""
         try:
             if connection.identity is None:
                 self._from_server(connection, message)
@@ -68,7 +68,7 @@ class Routing:
         elif session.hello is None:
             raise ProtocolError("a session begins with HELLO")
         if session.hello is None:
-            return  # the handshake goes on, perhaps with one successor after another that dies in it
+            return  # the handshake goes on, perhaps with a successor
         # Only messages of a proven peer are signs of life.
         session.last_heard = self._clock.monotonic()
         if isinstance(message, Renew):
@@ -103,18 +103,18 @@ class Routing:
                 known.on_request(session)
             self._runner.feed(known, ev.Received(message))
         elif isinstance(message, Cancel):
-            # Only ended attempts are forgotten, so no read is outstanding here; P may still hold pages for this one.
+            # Only ended attempts are forgotten, so no read is outstanding here; P may still hold pages.
             self._channel.send(session.connection, Cancelled(key, message.reason))
         else:
             raise ProtocolError("message for an attempt that is not open here")
 
     def _decodes_at(self, address: str) -> list[DecodeAttempt]:
-        """Attempts with that engine. Includes ended ones: P may still wait for their outcome."""
+        """Attempts with that engine, ended ones too: P may still wait for their outcome."""
         table = self._runner.decodes
         return [attempt for attempt in [*table.live.values(), *table.ended.values()] if attempt.address == address]
 
     def dial(self, attempt: DecodeAttempt, ticket: Ticket) -> None:
-        """Join a new attempt to the session with its ticket's P."""
+        """Join an attempt to the session with its ticket's P."""
         try:
             session = self._sessions.server(ticket, attempt.address)
         except ProtocolError as error:
@@ -124,7 +124,7 @@ class Routing:
             self.join(attempt, session, session.hello)
 
     def _dial_again(self, lost: Session) -> None:
-        """A session is lost: dial again if there may be anything left to send or receive."""
+        """After a lost session: dial again if anything may be left to send or receive."""
         address = lost.connection.address
         waiting = self._decodes_at(address)
         if lost.peer is not None and lost.peer.dead() and lost.hello is not None:
@@ -140,13 +140,13 @@ class Routing:
                 self._runner.lose(attempt, "unreachable_peer", str(error))
 
     def join(self, attempt: DecodeAttempt, session: Session, hello: Hello) -> None:
-        """P's HELLO is known and connecting has ended: register, or fail as they say."""
+        """P's HELLO is known and connecting has ended: register, or fail."""
         if session.connecting is not None:
             return
         runner = self._runner
         if session.refusal is not None:
             runner.lose(attempt, *session.refusal)
-            # P may hold pages for the attempt. Even a peer without KV exchange can be told that it is over.
+            # P may hold pages for the attempt. A peer without KV exchange can still be told of its end.
             runner.feed(attempt, ev.PeerReady())
         elif hello.incarnation != attempt.machine.key.prefill_incarnation:
             runner.lose(attempt, "peer_lost", f"another engine is at {attempt.address} now: {hello.engine_id}")
@@ -161,7 +161,7 @@ class Routing:
             runner.feed(attempt, ev.PeerReady(session.groups))
 
     def connected(self, session: Session) -> None:
-        """The transport has connected for a session, or has failed to."""
+        """The transport has connected or failed."""
         if session.connection.identity is None and session.hello is not None:
             for decode in self._decodes_at(session.connection.address):
                 self.join(decode, session, session.hello)
@@ -175,11 +175,11 @@ class Routing:
         address = session.connection.address
         self._sessions.hang_up(session)
         if bye.reason == "unknown_session":
-            # It restarted, or forgot this session: its next HELLO tells which.
+            # It restarted, or forgot this session: its next HELLO tells.
             self._dial_again(session)
             return
         for attempt in self._decodes_at(address):
-            # A process can vouch for its own copies, not for those of an earlier process at this address.
+            # A process can vouch for its own copies, not for those of a predecessor at this address.
             own = session.hello is not None and session.hello.incarnation == attempt.machine.key.prefill_incarnation
             self._runner.lose(attempt, "peer_lost", f"the prefill engine left: {bye.reason}", bye.quiet and own)
 
@@ -189,7 +189,7 @@ class Routing:
         if isinstance(message, Hello):
             session = self._sessions.client_hello(connection, message)
             for attempt in self._runner.prefills.live.values():
-                # The same process is back in a new session: it expects pending answers there.
+                # The same process in a new session: it expects pending answers there.
                 if attempt.session is not None and attempt.session.is_same(session):
                     attempt.session = session
                     attempt.on_hello(session)
@@ -197,7 +197,7 @@ class Routing:
         known = self._sessions.clients.get(connection)
         if known is None or known.hello is None:
             if known is not None:
-                # A stranger, or a peer whose session was lost here and which then begins another.
+                # A stranger, or a peer whose session was lost here, which then begins another.
                 self._channel.send(connection, Bye("unknown_session"))
                 self._sessions.hang_up(known)
             raise ProtocolError("a session begins with HELLO, and a proof that the ticket key is known")
@@ -232,7 +232,7 @@ class Routing:
             if not isinstance(message, Cancel | ReadDone | Repair):
                 raise ProtocolError("message for an attempt that is not open here")
             if not isinstance(message, Cancel):
-                # The attempt had begun: only one that is over, and whose ticket has expired, is forgotten.
+                # The attempt had begun: only one that is over, with an expired ticket, is forgotten.
                 self._channel.send(session.connection, Cancelled(key, "forgotten"))
                 return
             self.registrations.cancel(key, message.reason)
@@ -252,7 +252,7 @@ class Routing:
         for session in self._sessions.dead():
             self._sessions.hang_up(session)
             if session.connection.identity is None:
-                # Possibly only the connection died: the process then waits for a message in a new session.
+                # Perhaps only the connection died: the process then waits for a new session.
                 self._dial_again(session)
 
     def evict(self, now: float) -> None:
@@ -263,7 +263,7 @@ class Routing:
                 text = f"no answer from {address}: nobody is there, or it has another ticket key, or not these keys"
                 for attempt in self._decodes_at(address):
                     self._runner.lose(attempt, "unreachable_peer", text)
-                # Pages here may wait to become quiet, or P's pages for an answer from here: keep dialling.
+                # Pages here may wait to become quiet, or P's for an answer: keep dialling.
                 if self._sessions.may_return(session) or self._decodes_at(address):
                     session.last_heard = now
                 else:

@@ -21,8 +21,8 @@ _BY_RANK = (
 
 @dataclass(frozen=True, slots=True)
 class CopyStats:
-    """Copies that this side issued: seconds to plan one, to hand it to the transport (`post`), and from then to its
-    end; runs per copy; bytes of successful ones, by group."""
+    """Copies that this side issued: seconds to plan, to submit (`post`), and from then to the end; runs per copy;
+    bytes of successful ones, by group."""
 
     plan: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     post: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -42,9 +42,9 @@ class CopyStats:
 class AgentStats:
     """Counters since the start. `handoffs`: committed. `finished`: ended by the first token. `bytes` and `runs`: of
     committed handoffs (in pull counted by D). `hidden_bytes`: copied before the prefill's end (counted by P).
-    `retries`: copies issued again. `repairs`: rounds. `bad_pieces`: did not match their digests. `lost_leases`: peers
-    whose lease expired. `failures`: by reason. `rejected` and `malformed`: of all `frames` received. `refused`:
-    connections. `evicted`: sessions.
+    `retries`: copies issued again. `repairs`: rounds. `bad_pieces`: did not match their digests. `lost_leases`:
+    expired. `failures`: by reason. `rejected` and `malformed`: of all `frames` received. `refused`: connections.
+    `evicted`: sessions.
 
     Gauges: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, not proven quiet), ready `sessions`.
     """
@@ -71,7 +71,7 @@ class AgentStats:
     copies: CopyStats = field(default_factory=CopyStats)
 
     def over_ranks(self, others: Sequence[AgentStats]) -> AgentStats:
-        """Merge the ranks of an engine: handoffs and attempts are those of this first rank."""
+        """Merge the ranks of an engine; handoffs and attempts are those of this first rank."""
         sums = {name: sum(getattr(s, name) for s in (self, *others)) for name in _BY_RANK}
         return replace(self, **sums, copies=self.copies.over_ranks([s.copies for s in others]))
 
@@ -88,7 +88,7 @@ class AgentCounters:
             setattr(self._stats, name, getattr(self._stats, name) + by)
 
     def note(self, event: ev.HandoffEvent, copies: CopyLedger) -> None:
-        """Record how an attempt ended. P's copies are in `copies`; D's committed ones are in the event."""
+        """Record how an attempt ended. `copies`: P's; D's committed ones are in the event."""
         with self._lock:
             match event:
                 case ev.DecodeCommitted(_, _, num_bytes, num_runs):
@@ -102,7 +102,7 @@ class AgentCounters:
                     label, failures = reason_label(reason), self._stats.failures
                     failures[label] = failures.get(label, 0) + 1
                 case ev.DecodeReleased() | ev.DecodeProgress() | ev.DecodeAdmitted():
-                    pass  # its failure was counted, or the engine gave up itself
+                    pass  # its failure was counted, or the engine gave up
 
     def _committed(self, num_bytes: int, num_runs: int) -> None:
         self._stats.handoffs += 1
@@ -110,6 +110,6 @@ class AgentCounters:
         self._stats.runs += num_runs
 
     def snapshot(self, copies: CopyStats, **now: Any) -> AgentStats:
-        """The counts so far, with `now`: those values of `AgentStats` that are kept elsewhere."""
+        """The counts so far. `now`: values that are kept elsewhere."""
         with self._lock:
             return replace(self._stats, failures=dict(self._stats.failures), copies=copies, **now)

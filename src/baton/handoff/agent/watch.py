@@ -1,4 +1,4 @@
-"""Watches the agent's thread, because an agent that hangs cannot report that itself."""
+"""Watches the agent's thread: an agent that hangs cannot report that itself."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 class ThreadWatch:
     """Calls `on_lost` once, with the cause, if `thread` has ended or has not completed a loop for `limit_s` seconds.
 
-    `turned` returns the time of its last loop, by `clock`. If the process itself was asleep, the time limit restarts.
-    `on_lost` is called on a thread of the watch, and must not wait for `thread`.
+    `turned`: the time of its last loop, by `clock`. If the whole process was asleep, the limit restarts. `on_lost` is
+    called on a thread of the watch, and must not wait for `thread`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A thread for work that would keep the agent's own thread from answering peers."""
+"""A thread for work that would delay the agent's answers to peers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerThread:
-    """Runs jobs one after the other. `start` is for any thread; the worker thread starts with the first job."""
+    """Runs jobs one after the other. `start` is for any thread."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

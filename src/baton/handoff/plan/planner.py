@@ -1,12 +1,11 @@
 """The planner: from a token interval and two block tables to the fewest byte runs, per source rank. Pure, vectorised.
 
 A token interval of a plane on a rank is a strided box (layer, head, token, element). The planner intersects source and
-destination boxes, treats planes of one shape as one more axis, folds every axis that is dense on both sides into the
-run, expands the other axes by broadcasting, and merges runs that are contiguous on both sides. No Python loop runs over
-pages or tokens.
+destination boxes, treats planes of one shape as one more axis, folds axes that are dense on both sides into the run,
+expands the others by broadcasting, and merges adjacent runs. No Python loop runs over pages or tokens.
 
-P and D call the same functions with the same arguments, so D knows which ranks will send without a message. Every
-wanted destination byte is written exactly once, and no other byte, up to the geometry's tile.
+P and D call the same functions with the same arguments, so D knows the senders without a message. Every wanted
+destination byte is written exactly once, and no other byte, up to the geometry's tile.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ def plan(
     rank: int | None = None,
 ) -> dict[int, CopyList]:
     """Plan the copies of `interval` of one group to `dest`. Returns `{source rank: CopyList}` for all ranks that send,
-    or only for `rank`. `layers` are layer ids of the model.
+    or only for `rank`. `layers`: layer ids of the model.
 
-    `source_pages` and `dest_pages` are block tables: entry t // page_size is the page of token t, with each side's own
+    `source_pages` and `dest_pages` are block tables: entry t // page_size is the page of token t, with each side's
     page size. Entries outside the interval are ignored and may be null. An empty interval gives an empty plan.
 
     Raises `ProtocolError` if a table is too short, or contains a page that is null, out of range or, in the
@@ -63,7 +62,7 @@ def plan(
 
 
 def _table(pages: ArrayLike, last: int, geometry: Geometry, side: str) -> Int64Array:
-    """A block table with at least `last` + 1 entries. Checked before a peer's interval determines any array size."""
+    """Check that a block table has at least `last` + 1 entries, before a peer's interval determines any array size."""
     table = np.asarray(pages)
     if table.ndim != 1 or (table.size and not np.issubdtype(table.dtype, np.integer)):
         raise ProtocolError(f"group {geometry.group!r}: the {side} block table must be a list of page ids")
@@ -73,7 +72,7 @@ def _table(pages: ArrayLike, last: int, geometry: Geometry, side: str) -> Int64A
 
 
 def _pages(table: Int64Array, index: slice | Int64Array, geometry: Geometry, side: str) -> Int64Array:
-    """Look up pages in a block table. Raises `ProtocolError` for ids that are null or out of range."""
+    """Look up pages. Raises `ProtocolError` for ids that are null or out of range."""
     used = table[index]
     low, high = int(used.min()), int(used.max())
     if low <= NULL_PAGE:
@@ -93,7 +92,7 @@ def _segments(
     source_index: slice | Int64Array
     dest_index: slice | Int64Array
     if have.page_size == to.page_size:
-        # The usual case, with few temporary arrays: their page faults would cost more than the arithmetic.
+        # The usual case, with few temporary arrays: their page faults cost more than the arithmetic.
         source_index = dest_index = slice(first, last + 1)
         length = np.full(last + 1 - first, to.page_size, dtype=np.int64)
         dest_token = np.zeros(last + 1 - first, dtype=np.int64)
@@ -118,7 +117,7 @@ def _segments(
     # The keys are unique, so the default sort is deterministic, and several times faster than a stable one.
     order = np.argsort(key)
     out = Segments(source_page[order], source_token[order], dest_page[order], dest_token[order], length[order])
-    # After sorting, a page that appears twice in the destination table is next to itself.
+    # After sorting, equal destination pages are adjacent.
     twice = out.dest_page[1:] == out.dest_page[:-1]
     if not isinstance(dest_index, slice):
         twice &= dest_index[order][1:] != dest_index[order][:-1]

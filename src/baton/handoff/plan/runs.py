@@ -1,8 +1,8 @@
-"""From the boxes of one sender and the token segments of a copy to byte runs, sorted by destination and coalesced.
+"""From one sender's boxes and the token segments of a copy to byte runs, sorted by destination and coalesced.
 
 The runs of a box are an outer sum of the steps along its axes and of its *entries*, pieces of tokens that are
-contiguous on both sides. These few numbers show whether the runs are sorted and which of them are adjacent. The runs
-themselves, of which there may be a million, are written once and never read.
+contiguous on both sides. These few numbers show whether the runs are sorted and which are adjacent. The runs
+themselves, up to a million, are written once and never read.
 
 Columns are int64 `[3, N]`: source offsets, destination offsets, bytes.
 """
@@ -20,9 +20,9 @@ import numpy as np
 from baton.handoff.plan.topology import Box
 from baton.kv.geometry import Geometry, Int64Array
 
-# Successive pages with the same number of entries are written at once, unless there are more such stretches than this.
+# Successive pages with equally many entries are written at once, unless there are more such stretches.
 _MOST_STRETCHES = 8
-# Up to this many runs, sorting and coalescing the runs is faster than analysing their factors.
+# Up to this many runs, sorting and coalescing them is faster than analysing their factors.
 _FEW_RUNS = 8192
 # Count, source stride and destination stride in bytes.
 _Axis = tuple[int, int, int]
@@ -53,7 +53,6 @@ class _Factors:
 
 
 def columns_of(source_side: Geometry, dest_side: Geometry, boxes: Sequence[tuple[Box, Segments]]) -> Int64Array:
-    """The runs of all `boxes`, at least one, as columns."""
     found = [runs for box, segments in boxes for runs in _of_box(source_side, dest_side, box, segments)]
     if len(found) == 1:
         columns, is_clean = found[0]
@@ -130,7 +129,7 @@ def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: Seg
 
 
 def _melt(run: int, axes: Sequence[_Axis]) -> tuple[int, list[_Axis]]:
-    """Fold dense axes into a run of `run` bytes. Returns the longer run and the remaining axes."""
+    """Fold dense axes into a run of `run` bytes. Returns the longer run and the other axes."""
     axes = [axis for axis in axes if axis[0] > 1]
     while dense := [axis for axis in axes if axis[1] == run and axis[2] == run]:
         axes.remove(dense[0])
@@ -139,8 +138,7 @@ def _melt(run: int, axes: Sequence[_Axis]) -> tuple[int, list[_Axis]]:
 
 
 def _in_order(axes: Sequence[_Axis], entries: Int64Array, pages: Int64Array, page_step: int, step: int) -> _Factors:
-    """Order the axes by destination stride, largest first, so that runs are sorted. `step`: between entries of a
-    page."""
+    """Order axes by destination stride, largest first, so that runs are sorted. `step`: between entries of a page."""
     axes = sorted(axes, key=lambda axis: -axis[2])
     return _Factors(
         [axis for axis in axes if axis[2] > page_step],
@@ -164,14 +162,13 @@ def _merged(factors: _Factors) -> _Factors:
 
 
 def _touch(step: Int64Array, nbytes: Int64Array) -> Int64Array:
-    """Whether a run that starts `step` (rows: source, destination) after a run of `nbytes` is adjacent on both
-    sides."""
+    """Whether a run `step` (rows: source, destination) after a run of `nbytes` is adjacent on both sides."""
     touch: Int64Array = (step[0] == nbytes) & (step[1] == nbytes)
     return touch
 
 
 def _is_clean(factors: _Factors) -> bool:
-    """Whether the product is sorted by destination and coalesced."""
+    """Sorted by destination and coalesced."""
     entries, starts = factors.entries, _starts(factors.pages)
     ends = np.append(starts[1:], factors.pages.size) - 1
     first, last = entries[:2, :1], entries[:2, -1:]
@@ -189,7 +186,7 @@ def _is_clean(factors: _Factors) -> bool:
 
 
 def _starts(pages: Int64Array) -> Int64Array:
-    """The index of each page's first entry. Entries are ordered by page."""
+    """The index of each page's first entry."""
     return np.concatenate(([0], np.flatnonzero(pages[1:] != pages[:-1]) + 1))
 
 
@@ -199,7 +196,7 @@ def _extent(axes: Sequence[_Axis]) -> Int64Array:
 
 
 def _steps(axes: Sequence[_Axis], inside: Int64Array) -> Iterator[Int64Array]:
-    """For each axis, the distance between successive runs when it steps and all axes inside it restart."""
+    """Per axis, the distance between successive runs when it steps and all axes inside it restart."""
     for at, axis in enumerate(axes):
         yield np.array([[axis[1]], [axis[2]]], dtype=np.int64) - _extent(axes[at + 1 :]) - inside
 
@@ -226,9 +223,8 @@ def _product(factors: _Factors) -> Int64Array:
 
 
 def _fill(paged: Int64Array, entries: Int64Array, starts: Int64Array, within: Int64Array) -> None:
-    """Write runs page by page; within a page by middle axes, then entries, then inner axes. For some of the columns:
-    `paged` `[columns, N]` is written; pages begin at `starts` in `entries`; `within` are the steps of the axes,
-    `[columns, 1, middle, 1, inner]`."""
+    """Write runs page by page; within a page by middle axes, then entries, then inner axes. `paged` `[columns, N]` is
+    written; pages begin at `starts` in `entries`; `within`: the steps of the axes, `[columns, 1, middle, 1, inner]`."""
     rows, num_middle, num_inner = len(within), within.shape[2], within.shape[4]
     if num_middle == 1 or starts.size == entries.shape[1]:
         each = within.reshape(rows, 1, -1)
@@ -253,7 +249,7 @@ def _fill(paged: Int64Array, entries: Int64Array, starts: Int64Array, within: In
 
 @functools.lru_cache(maxsize=64)
 def _offsets(axes: tuple[_Axis, ...]) -> Int64Array:
-    """Columns of all steps along `axes`, in order. Read-only, because they are cached."""
+    """Columns of all steps along `axes`, in order. Read-only: cached."""
     total = np.zeros((3, 1), dtype=np.int64)
     for count, source_step, dest_step in axes:
         steps = np.arange(count) * np.array([[source_step], [dest_step], [0]])
@@ -265,7 +261,7 @@ def _offsets(axes: tuple[_Axis, ...]) -> Int64Array:
 def _coalesced(columns: Int64Array) -> Int64Array:
     """Sort runs by destination and coalesce them."""
     if not bool(np.all(columns[1, 1:] > columns[1, :-1])):
-        # The runs are mostly sorted, and a stable sort takes about one pass over such input.
+        # Mostly sorted input: a stable sort takes about one pass.
         columns = np.take(columns, np.argsort(columns[1], kind="stable"), axis=1)  # rows stay contiguous
     source, dest, nbytes = columns
     joined = (source[1:] == source[:-1] + nbytes[:-1]) & (dest[1:] == dest[:-1] + nbytes[:-1])

@@ -1,9 +1,9 @@
 """Which source rank sends what: each (layer, plane, head) of a destination rank gets exactly one source rank.
 
 Sharded heads come from the ranks that hold them, layers from their pipeline stage, and of replicas (more ranks than
-heads, MLA latents) exactly one sends. Every group is decided separately, so an MLA target with an MHA drafter has two
-sets of senders. P and D compute the same result from the same geometries. With attention data parallelism, each
-data-parallel rank is an instance named by a request's ticket, and only its ranks take part.
+heads, MLA latents) exactly one sends. Groups are decided separately, so an MLA target with an MHA drafter has two sets
+of senders. P and D compute the same result from the same geometries. With attention data parallelism, each
+data-parallel rank is an instance named by a request's ticket.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _MAX_TURN = (1 << 16) - 1
 
 
 class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
-    """The geometry of one group on one rank. Ranks are numbered within one instance and are distinct.
+    """The geometry of one group on one rank. Ranks are numbered within one instance.
 
-    If several source ranks hold the same data, `turn` selects the one that sends to this rank; it defaults to `rank`.
-    An engine with several data-parallel ranks, each an instance, numbers it over all of them: otherwise rank 0 of every
+    If several source ranks hold the same data, `turn` (default: `rank`) selects the one that sends to this rank. An
+    engine with several data-parallel ranks, each an instance, numbers it over all of them: otherwise rank 0 of every
     instance would receive its latents from the same source rank.
     """
 
@@ -42,10 +42,9 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine: per group the geometries of all ranks that hold a part of it. `rank` is the rank that sends this,
-    `sampling` the rank that samples and drafts, whose seeds are used. `apart`: each rank's agent runs in its own
-    process and does not see the messages of the other ranks' agents.
-    """
+    """One engine: per group the geometries of all ranks that hold a part of it. `rank`: that of the sender of this.
+    `sampling`: the rank that samples and drafts, whose seeds are used. `apart`: each rank's agent runs in its own
+    process and does not see the others' messages."""
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     groups: Annotated[
@@ -57,7 +56,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks, which are numbered from 0."""
+        """Ranks are numbered from 0."""
         ranks = [found.rank for ranks in self.groups.values() for found in ranks]
         return 1 + max(self.rank, self.sampling, *ranks)
 
@@ -67,7 +66,6 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return {group: found for group, ranks in self.groups.items() for found in ranks if found.rank == self.rank}
 
     def only(self, groups: Container[str]) -> Instance:
-        """This instance with only the given groups."""
         kept = {group: ranks for group, ranks in self.groups.items() if group in groups}
         return msgspec.structs.replace(self, groups=kept)
 
@@ -85,8 +83,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Box:
     """A block of (plane, layer, head) cells that one source rank sends: first local indices on both sides, and counts.
 
-    The `num_planes` planes from index `plane` on have one shape, and equal distances (`source_step`, `dest_step`, in
-    bytes) on each side.
+    The `num_planes` planes from index `plane` on have one shape and equal distances (`source_step`, `dest_step`,
+    bytes).
     """
 
     plane: int
@@ -102,10 +100,10 @@ class Box:
 
 
 def senders(sources: Sequence[RankGeometry], dest: RankGeometry) -> tuple[int, ...]:
-    """The source ranks that send to `dest` in this group, ascending. `dest` must receive a COMMIT from each of them.
+    """The source ranks that send to `dest` in this group, ascending. `dest` must receive a COMMIT from each.
 
-    Each (layer, plane, head) of `dest` has exactly one sender. If several source ranks hold it (replicated heads, MLA
-    latents), the destination rank with turn r gets it from holder r mod replicas, which spreads the senders evenly.
+    Each (layer, plane, head) of `dest` has exactly one sender. Of several holders (replicated heads, MLA latents), the
+    rank with turn r gets it from holder r mod replicas, which spreads the senders evenly.
 
     Raises `IncompatiblePeerError` for layouts that cannot be copied, `ProtocolError` for a cell that no rank holds.
     """
@@ -114,7 +112,7 @@ def senders(sources: Sequence[RankGeometry], dest: RankGeometry) -> tuple[int, .
 
 @lru_cache(maxsize=256)
 def assign(sources: tuple[RankGeometry, ...], dest: RankGeometry) -> dict[int, tuple[Box, ...]]:
-    """Assign the destination's (plane, layer, head) cells to source ranks. Cached, because topologies are few."""
+    """Cells of the destination by source rank. Cached: topologies are few."""
     to = dest.geometry.check()
     if not sources:
         raise ProtocolError(f"group {to.group!r} has no source rank")
@@ -150,7 +148,7 @@ def _compatible(have: Geometry, want: Geometry) -> None:
 
 
 def _alike(sources: Sequence[Geometry], to: Geometry) -> list[tuple[int, int]]:
-    """`(first, count)` of successive planes of one shape and equal distance, which form one more axis."""
+    """`(first, count)` of successive planes of one shape and equal distance."""
     every = [*sources, to]
     runs: list[tuple[int, int]] = []
     for index in range(len(to.planes)):
@@ -170,7 +168,7 @@ def _continues(planes: Sequence[Plane], first: int, index: int) -> bool:
 
 
 def _share(ordered: Sequence[RankGeometry], dest: RankGeometry, first: int, count: int) -> dict[int, tuple[Box, ...]]:
-    """The boxes of each source rank for `count` planes of one shape from index `first` on."""
+    """Boxes per source rank, for `count` planes of one shape from index `first` on."""
     to, want = dest.geometry, dest.geometry.planes[first]
     # All heads between two edges are held by the same ranks.
     edges = {want.first_head, want.last_head}
@@ -233,7 +231,6 @@ def _boxes(
 
 
 def of_layers(boxes: Sequence[Box], to: Geometry, layers: Interval) -> Sequence[Box]:
-    """The part of `boxes` whose layers have ids in `layers`."""
     if layers is ALL_LAYERS:
         return boxes
     out: list[Box] = []

@@ -14,13 +14,13 @@ from baton.handoff.protocol.transitions import Table, Told, tell
 from baton.wire import Integrity, Mode
 
 PhaseT = TypeVar("PhaseT", bound=Enum)
-# How many events and steps an attempt remembers for the text of an error, and how many after its end.
+# Events and steps that an attempt remembers for the text of an error, and after its end.
 STORY, LAST_STORY = 16, 4
 
 
 class AttemptMachine(Generic[PhaseT]):
-    """`max_retries` bounds both the failed copies that are issued again and the rounds of repair, which `round` counts.
-    `phase` changes as `table` says. `reason`: why the attempt ended. `story`: its last inputs and steps."""
+    """`max_retries` bounds both the failed copies that are issued again and the rounds of repair, which `round`
+    counts. `reason`: why the attempt ended. `story`: its last inputs and steps."""
 
     def __init__(
         self, key: AttemptKey, mode: Mode, max_retries: int, integrity: Integrity, table: Table[PhaseT], phase: PhaseT
@@ -33,7 +33,7 @@ class AttemptMachine(Generic[PhaseT]):
         self.reason = ""
         self.round = 0
         self.copies = CopyLedger(max_retries)
-        # Events, and of steps the phase after them; formatted only for an error.
+        # Formatted only for an error.
         self._events: deque[Told] = deque(maxlen=STORY)
         self._table = table
 
@@ -55,5 +55,5 @@ class AttemptMachine(Generic[PhaseT]):
         self._events.append((step, self.phase))
 
     def _forget_story(self) -> None:
-        """Keep the end of it: many ended attempts are remembered."""
+        """Keep only its end: many ended attempts are remembered."""
         self._events = deque(list(self._events)[-LAST_STORY:], maxlen=LAST_STORY)

@@ -1,4 +1,4 @@
-"""The ledger of one attempt's copies: which are outstanding, which are retried, and how much was moved."""
+"""The copies of one attempt: outstanding, retried, and bytes moved."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from baton.kv.interval import ALL_LAYERS, Interval
 
 @dataclass(slots=True)
 class CopyLedger:
-    """Copies of one attempt. At most `max_retries` failed copies are issued again. `num_hidden`: bytes of copies that
-    ended before the prefill did."""
+    """At most `max_retries` failed copies are issued again. `num_hidden`: bytes of copies that ended before the
+    prefill did."""
 
     max_retries: int = 0
     next_id: int = 0
@@ -47,7 +47,7 @@ class CopyLedger:
         return self.retries < self.max_retries
 
     def again(self, failed: StartCopy) -> list[Action]:
-        """Issue a failed copy again. Requires `may_retry`."""
+        """Requires `may_retry`."""
         self.retries += 1
         again = self.start(failed.group, failed.tokens, failed.source_pages, failed.dest_pages, failed.layers)
         return [Count("retries"), again]

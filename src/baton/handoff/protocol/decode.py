@@ -1,7 +1,7 @@
 """D's state machine for one attempt. Pure: events in, actions out.
 
 D announces the attempt, and registers it once P has admitted it and D has destination pages, so pages on D wait only
-for P's computation. An engine with enough pages for all requests may register at once.
+for P's computation. An engine with pages for all requests may register at once.
 
 D is committed by COMMIT (push) or by CONFIRM after its reads (pull), never by a timeout or a count of its own. With
 integrity on, every due piece must match P's digest first; bad pieces are copied again (push: by REPAIR).
@@ -29,11 +29,8 @@ _BAD_SEEDS = "the seeds do not match their digest"
 
 
 class DecodeHandoff(DecodeState):
-    """State machine of D for one attempt.
-
-    `wanted`: the tokens that D needs, per group. `pages`: D's block tables, exclusive to this attempt in `wanted`.
-    Without them the attempt is announced, and they come with `Placed`. `ticket`: the router's, sent in ANNOUNCE and
-    REGISTER.
+    """`wanted`: the tokens that D needs, per group. `pages`: D's block tables, exclusive to this attempt in `wanted`;
+    without them the attempt is announced, and they come with `Placed`. `ticket`: the router's.
 
     `handle` raises `ProtocolError` for digests outside `wanted` and for an event that the table does not define; the
     attempt is then unchanged.
@@ -58,13 +55,13 @@ class DecodeHandoff(DecodeState):
         self._proven: dict[str, int] = {}
         self._source: Mapping[str, list[int]] = {}  # pull: P's block tables
         self._claim: msg.Commit | msg.Ready | None = None  # the message whose digests are being checked
-        # Sent, or to be sent when P is reached, and repeated until it is answered.
+        # Repeated until it is answered.
         self._pending: msg.AttemptMessage | None = msg.Announce(key, ticket)
         if wanted is not None:
             self._place(wanted, pages or {})
 
     def handle(self, event: ev.MachineEvent) -> list[ev.Action]:
-        """The actions must be carried out in order."""
+        """Actions must be carried out in order."""
         name = self._enter(event)
         match event:
             case ev.PeerReady(groups):
@@ -90,7 +87,7 @@ class DecodeHandoff(DecodeState):
         raise AssertionError(f"{name} is in the table and has no handler")
 
     def _reached(self, groups: frozenset[str] | None) -> list[ev.Action]:
-        """There is a session with P, the first or a later one."""
+        """A first or later session with P is open."""
         self._groups = groups
         if self.phase is Phase.UNTOLD:
             self._step("reach")
@@ -113,7 +110,7 @@ class DecodeHandoff(DecodeState):
         self._pending = msg.Register(self.key, ticket=self._ticket, wanted=self._wanted, pages=tables)
 
     def _placed(self, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> list[ev.Action]:
-        """Register. If the attempt has failed meanwhile, P does not know the pages, so they are free."""
+        """Register. If the attempt failed meanwhile, P does not know the pages: they are free."""
         if self.phase not in UNPLACED:
             return []
         self._place(wanted, pages)
@@ -181,7 +178,7 @@ class DecodeHandoff(DecodeState):
         if self.phase is Phase.READ:
             return self._repeat()
         if self.phase is not Phase.REGISTERED:
-            # After a failure P still has to learn that D has no read outstanding.
+            # P still has to learn that D has no read outstanding.
             return self._answer()
         refused = self._refusal(message)
         if refused or not set(self._wanted) <= set(message.pages):
@@ -199,7 +196,7 @@ class DecodeHandoff(DecodeState):
         return f"brings no digests of groups {missing}" if missing else ""
 
     def _finished(self, message: msg.Finished) -> list[ev.Action]:
-        # P sends FINISHED only when it has no outstanding copies.
+        # P sends FINISHED only without outstanding copies.
         match self.phase:
             case Phase.ANNOUNCED | Phase.ADMITTED | Phase.REGISTERED | Phase.REPAIRING:
                 self._step("finish")
@@ -307,7 +304,7 @@ class DecodeHandoff(DecodeState):
         failed = ev.DecodeFailed(self.key, reason, message, recoverable=reason not in ev.FINAL_REASONS)
         actions: list[ev.Action] = [ev.Notify(failed)] if notify else []
         if self.phase is Phase.UNTOLD:
-            # P may hold pages for this attempt even if D never reached it: it gets CANCEL once it can be reached.
+            # P may hold pages even if D never reached it: it gets CANCEL once it can be reached.
             self._forget()
             return [*actions, ev.Notify(ev.DecodeReleased(self.key))]
         if tell:
@@ -315,8 +312,8 @@ class DecodeHandoff(DecodeState):
         return actions + self.copies.cancel() + self._settle()
 
     def _settle(self, peer_quiet: bool = False) -> list[ev.Action]:
-        """Free D's pages when nothing can write them. `peer_quiet`: P is proven to write them no more."""
-        # Even if D has no pages to free, P may hold its own until it learns of the end.
+        """Free D's pages when nothing can write them. `peer_quiet`: P provably no longer does."""
+        # Even without pages of D, P may hold its own until it learns of the end.
         waits = self.copies.outstanding if self.phase is Phase.STOPPING else not peer_quiet
         if waits or not self.closing:
             return []
@@ -330,7 +327,7 @@ class DecodeHandoff(DecodeState):
         return [ev.Send(msg.Cancelled(self.key, self.reason))] if failed else []
 
     def _forget(self) -> None:
-        # What remains is a tombstone that answers until its ticket expires: drop the tables.
+        # A tombstone remains, which answers until its ticket expires.
         self._pages, self._source, self._claim = {}, {}, None
         if self.phase is not Phase.UNTOLD:
             self._pending = None

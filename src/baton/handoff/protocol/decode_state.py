@@ -13,8 +13,6 @@ UNPLACED = (Phase.WAITING, Phase.ANNOUNCED, Phase.ADMITTED)
 
 
 class DecodeState(AttemptMachine[Phase]):
-    """`phase` changes as its table says."""
-
     def __init__(self, key: AttemptKey, mode: Mode, max_retries: int, integrity: Integrity) -> None:
         super().__init__(key, mode, max_retries, integrity, DECODE, Phase.WAITING)
 
@@ -35,5 +33,5 @@ class DecodeState(AttemptMachine[Phase]):
 
     @property
     def takes_pages(self) -> bool:
-        """The engine may give the attempt its pages, although an ended attempt does not use them."""
+        """The engine may give the attempt pages; an ended attempt does not use them."""
         return self.phase in UNPLACED or self.phase is Phase.WITHDRAWN or self.closed

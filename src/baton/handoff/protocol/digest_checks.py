@@ -45,7 +45,7 @@ class DigestChecks:
         return True
 
     def forget_checks(self) -> None:
-        """Forget running checks: new copies are about to change the bytes that they read."""
+        """New copies are about to change the bytes that running checks read."""
         self._checks.clear()
 
     def unproven(self, digests: Digests) -> Digests:
@@ -69,7 +69,7 @@ class DigestChecks:
         return left
 
     def proven(self) -> dict[str, int]:
-        """Per group that has some, the end of the tokens proven without a gap from the start of the wanted interval."""
+        """Per group, the end of the tokens proven without a gap from the start of the wanted interval."""
         ends: dict[str, int] = {}
         for group, pieces in sorted(self._pieces.items()):
             at = start = self.wanted[group].start

@@ -1,9 +1,9 @@
 """Digests of KV, with which D checks that its pages hold what P's held.
 
 A digest covers one plane of one layer of at most `PIECE_TOKENS` tokens of one group, cut at absolute multiples of that
-number. The bytes are hashed in a canonical order (token, head, element), so layout and page size do not matter, and
-salted by group, plane, layer and absolute tokens, so a shifted page does not match. The hash (xxh3, 64 bits) detects
-accidents; it is no defence against a peer that lies.
+number. Bytes are hashed in a canonical order (token, head, element), so layout and page size do not matter, and salted
+by group, plane, layer and absolute tokens, so a shifted page does not match. The hash (xxh3, 64 bits) detects
+accidents, not a peer that lies.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from baton.wire import Integrity
 
 # Tokens gathered at a time: more would not fit into a core's cache.
 SLICE_TOKENS = 8 * PIECE_TOKENS
-SAMPLED_SHARE = 8  # with "sampled", one in this many blocks of PIECE_TOKENS tokens
+SAMPLED_SHARE = 8  # "sampled" digests one in this many blocks of PIECE_TOKENS tokens
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _encoder = msgspec.msgpack.Encoder()
 _seeds = msgspec.msgpack.Decoder(Seeds)
 
 
-# Layer id of the model, index of the plane, first head and last head + 1, both of the whole model.
+# Layer id, index of the plane, first head and last head + 1; ids and heads of the whole model.
 Cell = tuple[int, int, int, int]
 
 
@@ -58,13 +58,13 @@ class Digester(Protocol):
         ...
 
 
-# Reads (layer index, page ids, heads) of a plane: the bytes in canonical order.
+# Reads (layer index, page ids, heads) of a plane: bytes in canonical order.
 TokenReader = Callable[[int, NDArray[np.int64], slice], memoryview]
 
 
 class MemoryDigester:
-    """Digests pages in memory. `geometries` lie within the registered `regions`. `planes` makes the reader of a plane
-    of a region; the default reads host memory mapped by this process.
+    """Digests pages in memory. `geometries` lie within the registered `regions`. `planes` makes the reader of a plane;
+    by default of host memory mapped by this process.
 
     Raises `ConfigError` for a tiled geometry, whose tokens are not separate in memory.
     """
@@ -142,7 +142,6 @@ def _salt(group: str, plane: str, layer_id: int, head: int, start: int, stop: in
 
 
 def cells_of(geometry: Geometry) -> tuple[Cell, ...]:
-    """All cells of a group on one rank."""
     planes = list(enumerate(geometry.planes))
     return tuple(
         (layer, i, plane.first_head, plane.last_head) for layer in sorted(geometry.layer_ids) for i, plane in planes
@@ -168,7 +167,6 @@ def share(sources: tuple[RankGeometry, ...], dest: RankGeometry, source: int) ->
 
 
 def pieces(tokens: Interval) -> Iterator[Interval]:
-    """`tokens` cut at multiples of `PIECE_TOKENS`."""
     return _cut(tokens, PIECE_TOKENS)
 
 
@@ -192,7 +190,7 @@ def due(integrity: Integrity, key: AttemptKey, tokens: Interval) -> tuple[Interv
 
 def seeds_digest(key: AttemptKey, seeds: Seeds) -> bytes:
     """`DIGEST_BYTES` over the seeds, salted by the attempt."""
-    # Encode and decode first, as the receiver's seeds were, so that seeds equal on the wire hash equally.
+    # Encode and decode first, as the receiver's seeds were.
     received = _seeds.decode(_encoder.encode(seeds))
     return bytes(xxhash.xxh3_64_digest(_encoder.encode((key, received))))
 
@@ -211,7 +209,7 @@ def check_shape(digests: Digests, wanted: Mapping[str, Interval]) -> None:
 
 
 def uncovered(digests: Digests, wanted: Mapping[str, Interval], integrity: Integrity, key: AttemptKey) -> list[str]:
-    """The groups with due tokens that have no digest. `digests` must have passed `check_shape`."""
+    """Groups with due tokens that have no digest. `digests` must have passed `check_shape`."""
     short = []
     for group, tokens in sorted(wanted.items()):
         ends = {piece.tokens.start: piece.tokens.stop for piece in digests.get(group, [])}

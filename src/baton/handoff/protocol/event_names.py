@@ -33,7 +33,7 @@ def _kind_of(message: type[AttemptMessage]) -> str:
 
 
 def name_of(event: ev.MachineEvent) -> str:
-    """The event's name in the transition tables; of a message, its kind."""
+    """A message has the name of its kind."""
     if isinstance(event, ev.Received):
         return _kind_of(type(event.message))
     return _NAMES[type(event)]

@@ -35,7 +35,7 @@ class PagesGiven:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """P: per group, tokens `[0, final)` will not change any more; `pages` is the block table so far."""
+    """P: per group, tokens `[0, final)` will not change; `pages` is the block table so far."""
 
     prompt_len: int
     pages: dict[str, list[int]]
@@ -45,7 +45,7 @@ class Declared:
 @dataclass(frozen=True, slots=True)
 class LayersWritten:
     """P: per group, tokens `[0, final)` of the layers below `layers` (layer ids of the model) are written by a running
-    forward, and will not change unless `LayersWithdrawn` follows. `Declared` follows the forward."""
+    forward, and final unless `LayersWithdrawn` follows. `Declared` follows the forward."""
 
     prompt_len: int
     pages: dict[str, list[int]]
@@ -55,14 +55,14 @@ class LayersWritten:
 
 @dataclass(frozen=True, slots=True)
 class LayersWithdrawn:
-    """P: the forward of `LayersWritten` failed; another may write these layers with other values."""
+    """P: the forward of `LayersWritten` failed; another may write other values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """P: the first token is sampled and the drafter has run with it. Per group, tokens `[0, final)` are final now.
+    """P: the first token is sampled and the drafter has run with it. Per group, tokens `[0, final)` are final.
 
-    Groups not named stay as declared. `finished`: this token ended the request, and there is nothing to decode.
+    Groups not named stay as declared. `finished`: this token ended the request; nothing is left to decode.
     """
 
     seeds: Seeds
@@ -87,8 +87,6 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The peer sent a message of this attempt."""
-
     message: AttemptMessage
 
 
@@ -121,7 +119,7 @@ class DigestsChecked:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """This side cannot continue. Its engine is notified."""
+    """This side cannot continue; its engine is notified."""
 
     reason: str
     message: str
@@ -181,15 +179,12 @@ MachineEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message to the peer."""
-
     message: AttemptMessage
 
 
 @dataclass(frozen=True, slots=True)
 class StartCopy:
-    """Copy tokens of a group in some layers (layer ids of the model) from P's to D's pages. Answered by one
-    `CopyEnded`."""
+    """Copy tokens of a group in some layers (ids of the model) from P's to D's pages. Answered by one `CopyEnded`."""
 
     copy_id: int
     group: str
@@ -201,7 +196,7 @@ class StartCopy:
 
 @dataclass(frozen=True, slots=True)
 class CancelCopies:
-    """Ask the transport to stop these copies. Each still ends with its `CopyEnded`."""
+    """Stop these copies. Each still ends with its `CopyEnded`."""
 
     copy_ids: tuple[int, ...]
 
@@ -248,7 +243,7 @@ Action = Send | StartCopy | CancelCopies | ComputeDigests | CheckDigests | Count
 class PrefillReleased:
     """P's pages of this attempt may be freed. `outcome`: `committed`, `finished`, or the reason of a failure.
 
-    May come before the prefill ends, if the other side gave up; the engine then drops the request.
+    May come before the prefill ends, if D gave up; the engine then drops the request.
     """
 
     key: AttemptKey
@@ -257,7 +252,7 @@ class PrefillReleased:
 
 @dataclass(frozen=True, slots=True)
 class DecodeAdmitted:
-    """P can finish the prefill of an announced attempt, so D should allocate destination pages.
+    """P can finish the prefill, so D should allocate destination pages.
 
     `groups`: those that P sends, None for all; D may want no other.
     """
@@ -268,7 +263,7 @@ class DecodeAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCommitted:
-    """Every wanted interval of every group is in place. From now on the pages belong to the engine alone."""
+    """Every wanted interval of every group is in place; the pages are the engine's alone."""
 
     key: AttemptKey
     seeds: Seeds
@@ -278,7 +273,7 @@ class DecodeCommitted:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFinished:
-    """The first token ended the request on P. The pages are quiet and may be freed."""
+    """The first token ended the request on P. The pages may be freed."""
 
     key: AttemptKey
     seeds: Seeds
@@ -288,7 +283,7 @@ class DecodeFinished:
 class DecodeFailed:
     """This attempt will deliver no KV. Its pages may still be written: they are NOT free yet.
 
-    `recoverable`: only the KV is lost, so computing it elsewhere can still answer the request.
+    `recoverable`: only the KV is lost; computing it elsewhere can still answer the request.
     """
 
     key: AttemptKey
@@ -308,7 +303,7 @@ class DecodeProgress:
 
 @dataclass(frozen=True, slots=True)
 class DecodeReleased:
-    """After a failure or abort: D's pages are quiet and may be freed."""
+    """After a failure or abort: D's pages may be freed."""
 
     key: AttemptKey
 
@@ -318,5 +313,5 @@ HandoffEvent = (
 )
 
 # Failures after which recomputing the KV would not help: the request is over, or was never allowed. P's `aborted` is
-# not one of them: it may concern P's leg alone.
+# not among them: it may concern P's leg alone.
 FINAL_REASONS = frozenset({"incompatible_peer", "not_final", "register_refused", "superseded"})

@@ -1,4 +1,4 @@
-"""P's groups in one attempt: how far each is final, copied and digested."""
+"""How far each of P's groups is final, copied and digested in one attempt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FinalRanges:
     """Copies (push) and digests each token once, as soon as it is final. If an interval becomes final layer by layer,
     each layer is copied once; it is digested and reported to D when all its layers are final.
 
-    `final`: per group, the end of the final tokens. `digests`: those so far, in token order.
+    `final`: per group, the end of the final tokens. `digests`: in token order.
     """
 
     def __init__(self, key: AttemptKey, mode: Mode, integrity: Integrity, copies: CopyLedger) -> None:
@@ -42,7 +42,7 @@ class FinalRanges:
         self._integrity = integrity
         self._copies = copies
         self._prompt_len = 0
-        # Per group, tokens below are copied (push) and digested, or in progress; None before D has registered.
+        # Per group, the end of what is copied (push) and digested, or in progress; None before D has registered.
         self._reached: dict[str, int] | None = None
         self._partial: dict[str, _Partial] = {}
         # Groups with copies of withdrawn layers: a late one must not overwrite what is copied again.
@@ -89,7 +89,7 @@ class FinalRanges:
         return self._reached is None or group in self._reached
 
     def extend(self, final: Mapping[str, int]) -> None:
-        """More tokens are final; never beyond the prompt."""
+        """Never beyond the prompt."""
         for group, end in final.items():
             if self._moves(group):
                 self.final[group] = reached = max(self.final.get(group, 0), min(end, self._prompt_len))
@@ -157,16 +157,16 @@ class FinalRanges:
         ]
 
     def digested(self, event: ev.DigestsComputed) -> list[ev.StartCopy]:
-        """Returns the copies that ended before their digests, which can be reported to D now."""
+        """Returns the copies that ended before their digests, which can now be reported to D."""
         self.digests.setdefault(event.group, []).extend(event.pieces)
         return self._unreported.pop(event.group, [])
 
     def digest_ended(self) -> None:
-        """One `ComputeDigests` is answered, whether or not its digests are used."""
+        """Whether or not the digests are used."""
         self._computing -= 1
 
     def progress(self, copy: ev.StartCopy) -> list[ev.Action]:
-        """Report to D what an ended copy has moved, now or when its digests are ready."""
+        """Report an ended copy to D, now or when its digests are ready."""
         # The last copy of an interval reports all its layers.
         if copy.tokens.stop > (self._reached or {}).get(copy.group, 0) or self._copies.touches(copy.group, copy.tokens):
             return []

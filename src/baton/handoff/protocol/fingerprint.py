@@ -1,7 +1,7 @@
 """Decides by fingerprints whether KV may move between two engines.
 
-A fingerprint is a flat `{field: value}` of strings, so that differences are named field by field. It excludes page
-size, page count and byte layout, which the planner translates.
+A fingerprint is a flat `{field: value}` of strings, so differences are named by field. It excludes page size, page
+count and byte layout, which the planner translates.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from baton.comparison import differing_facts
 from baton.errors import IncompatiblePeerError, ProtocolError
 from baton.handoff.plan.topology import Instance, plane_fields
 
-# Prefix of drafters' group names. A plug-in's engines, which state no `draft_kv`, may use others.
+# Prefix of drafters' group names. Plug-ins' engines, which state no `draft_kv`, may use others.
 _DRAFT_GROUPS = "draft"
 
 
@@ -54,7 +54,7 @@ def target_groups(instance: Instance) -> set[str]:
 def check_pair(here: Instance, peer: Instance) -> None:
     """Raise `IncompatiblePeerError` unless each side has every group, on its own rank alone.
 
-    Without something that joins pairs, a node would not notice that bytes of other ranks are missing.
+    Without an `InstanceAgent`, missing bytes of other ranks would go unnoticed.
     """
     differing: dict[str, tuple[object, object]] = {}
     for group in sorted({*here.groups, *peer.groups}):

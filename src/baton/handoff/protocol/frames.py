@@ -1,8 +1,8 @@
 """Encode and decode control messages.
 
-A frame is one msgpack array `[version, session, sequence, kind, body]`. `kind` selects a size limit and a typed decoder
-in an explicit table. Anything unknown, too long or of the wrong shape raises `ProtocolError`. Decoding never runs code
-chosen by the peer.
+A frame is one msgpack array `[version, session, sequence, kind, body]`. `kind` selects a size limit and a typed
+decoder in an explicit table. Anything unknown, too long or of the wrong shape raises `ProtocolError`. Decoding never
+runs code chosen by the peer.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def kind_of(message: Message | type[Message]) -> str:
     return str(message.__struct_config__.tag)
 
 
-# One decoder per concrete type, so a body of another kind is a shape error instead of another message.
+# One decoder per concrete type, so a body of another kind is a shape error.
 DECODERS: dict[str, tuple[msgspec.msgpack.Decoder[Any], int]] = {
     kind_of(cls): (msgspec.msgpack.Decoder(cls), limit) for cls, limit in _LIMITS.items()
 }
@@ -86,7 +86,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 _envelope = msgspec.msgpack.Decoder(Envelope)
 _encoder = msgspec.msgpack.Encoder()
-# ValueError covers text that is not UTF-8, ProtocolError an invalid interval; msgspec wraps neither.
+# ValueError: text that is not UTF-8. ProtocolError: an invalid interval. msgspec wraps neither.
 _MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError, ProtocolError)
 M = TypeVar("M", bound=Message)
 

@@ -1,8 +1,8 @@
 """Combines the attempts of one request's rank pairs into one outcome.
 
 Each pair of ranks that has bytes to move has two state machines, which know nothing of other pairs. A gather on each
-side collects their events. A request is committed only when every pair is. When one pair fails, the gather ends the
-others. Pages are free when every pair has ended, since each may touch its own until then.
+side collects their events. A request is committed when every pair is. When one fails, the gather ends the others.
+Pages are free when every pair has ended.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ LEAD: Pair = (0, 0)  # always present; its key is that of the whole attempt
 def leads(source: Instance, dest: Instance) -> set[Pair]:
     """The pairs that are opened even if they move no bytes: from one of them a process learns the other side's ranks.
 
-    If a side's ranks are apart (one process each), each has a pair with rank 0 of the other side. If D's are, each also
-    has a pair with the sampling rank, for the seeds.
+    If a side's ranks are apart (one process each), each has a pair with rank 0 of the other side. If D's are, each
+    also has a pair with the sampling rank, for the seeds.
     """
     sources, dests = (range(side.num_ranks) if side.apart else range(1) for side in (source, dest))
     seeds = {(source.sampling, rank) for rank in dests} if dest.apart else set()
@@ -102,13 +102,13 @@ class PrefillGather:
             return [] if failed is None else [EndPair(other, failed[1], _failure(failed[0])) for other in left]
         if failed is not None:
             return [ev.PrefillReleased(self._key, failed[1])]
-        # Pairs that disagree on whether anything is left to decode did not serve the same request.
+        # Pairs that disagree on whether anything is left to decode served different requests.
         outcomes = set(self._outcomes.values())
         return [ev.PrefillReleased(self._key, outcomes.pop() if len(outcomes) == 1 else "incomplete_commit")]
 
 
 class DecodeGather:
-    """D's side of one request. `pairs` as of `pairs_of`. `sampling`: the rank of P whose seeds count.
+    """D's side of one request. `sampling`: the rank of P whose seeds count.
 
     Raises `ProtocolError` if that rank is in no pair.
     """

@@ -1,9 +1,9 @@
 """How engines prove in HELLO that they know the deployment's ticket key.
 
-A proof is an HMAC-SHA256 under that key over the HELLO, the challenge that the other side drew for this connection, the
-dialled address, and which side speaks: it is useless in another connection, for another engine, or reflected to its
-sender. After that each frame is sealed with a key of the session, because a socket that loses its connection dials
-again by itself, and by then another process may listen at the address.
+A proof is an HMAC-SHA256 under that key over the HELLO, the other side's challenge for this connection, the dialled
+address, and which side speaks: it is useless in another connection, for another engine, or reflected. Then each frame
+is sealed with a key of the session, because a socket that loses its connection dials again by itself, and another
+process may listen there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def is_proven(key: bytes, side: Side, address: str, challenge: bytes, hello: Hel
 
 
 def session_key(key: bytes, dialler: bytes, listener: bytes) -> bytes:
-    """The key that seals the frames of one session."""
     return hmac.new(key, _SESSION + dialler + listener, hashlib.sha256).digest()
 
 

@@ -1,7 +1,7 @@
 """Control messages between a prefill engine (P) and a decode engine (D). `frames.py` encodes them.
 
-KV is addressed by token interval `[start, stop)` and block table (page id of token t at index t // page_size). Messages
-contain no request ids: only an `AttemptKey` matches.
+KV is addressed by token interval `[start, stop)` and block table (page of token t at index t // page_size). There are
+no request ids: only an `AttemptKey` matches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_PIECES = MAX_TOKENS // PIECE_TOKENS
 MAX_HASHES = 2048  # layers times planes
 DIGEST_BYTES = 8
 MAX_ROUNDS = 16
-# Each of them is a separate copy.
+# Each is a separate copy.
 MAX_REPAIRS = 256
 MAX_LEASE_S = 600.0
 CHALLENGE_BYTES = 16
@@ -53,7 +53,7 @@ class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
 
     `transfer_id`: 128 random bits from the router. The incarnations name the two processes, so a message for a dead
     process never reaches its successor's state. Each pair of ranks is an attempt of its own; the key of the whole is
-    that of pair (0, 0), which is always present.
+    that of pair (0, 0).
     """
 
     transfer_id: TransferId
@@ -83,10 +83,9 @@ class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
 class Seeds(msgspec.Struct, frozen=True):
     """What D needs to start with a verification instead of recomputing the last prompt token.
 
-    `first_token`: the token sampled at position n (n prompt tokens). `first_logprobs`: its logprobs if requested.
-    `draft_token_ids`: drafts for positions n+1 and on. `drafter_states`: for a drafter of K chained modules, the
-    little-endian float32 rows [K-1, E] that later modules take from earlier ones at their first entries after the
-    prompt; else empty.
+    `first_token`: sampled at position n (n prompt tokens). `first_logprobs`: if requested. `draft_token_ids`: for
+    positions n+1 and on. `drafter_states`: for a drafter of K chained modules, the little-endian float32 rows [K-1, E]
+    that later modules take from earlier ones at their first entries after the prompt; else empty.
     """
 
     first_token: Token
@@ -95,7 +94,7 @@ class Seeds(msgspec.Struct, frozen=True):
     drafter_states: Annotated[bytes, Meta(max_length=MAX_DRAFTER_STATES)] = b""
 
 
-# Seeds of a rank that does not sample. No vocabulary contains this token, so a use of it would be noticed.
+# Seeds of a rank that does not sample. No vocabulary contains this token, so its use would be noticed.
 NO_SEEDS = Seeds(first_token=(1 << 31) - 1)
 
 
@@ -119,7 +118,7 @@ class Hello(Message, frozen=True, tag="HELLO"):
     """Opens a session in four messages: D's first has D's challenge; P's answer proves P; D's second proves D and has
     D's transport `descriptor`; P's second answer has P's.
 
-    `challenge`: random, drawn by the sender for this connection. `proof`: empty in D's first (`handshake.py`).
+    `challenge`: random, for this connection. `proof`: empty in D's first (`handshake.py`).
     """
 
     engine_id: Name
@@ -152,8 +151,6 @@ class Renew(Message, frozen=True, tag="RENEW"):
 
 
 class AttemptMessage(Message, frozen=True):
-    """Base of the messages of one attempt."""
-
     key: AttemptKey
 
 
@@ -164,7 +161,7 @@ class Announce(AttemptMessage, frozen=True, tag="ANNOUNCE"):
 
 
 class Admitted(AttemptMessage, frozen=True, tag="ADMITTED"):
-    """P to D: P has pages for the whole prompt, so its prefill waits for nothing else."""
+    """P to D: P has pages for the whole prompt; its prefill waits for nothing else."""
 
 
 class Register(AttemptMessage, frozen=True, tag="REGISTER"):
@@ -201,7 +198,7 @@ class Confirm(AttemptMessage, frozen=True, tag="CONFIRM"):
 
 
 class Progress(AttemptMessage, frozen=True, tag="PROGRESS"):
-    """P to D, push: the pieces that `digests` cover are copied and visible. D can check them during the prefill.
+    """P to D, push: the pieces that `digests` cover are copied and visible, so D can check them during the prefill.
 
     Never repeated: COMMIT contains the digests again.
     """
@@ -212,8 +209,8 @@ class Progress(AttemptMessage, frozen=True, tag="PROGRESS"):
 class Commit(AttemptMessage, frozen=True, tag="COMMIT"):
     """P to D, push: every copy is done and visible. `final` as in READY; the counts are for metrics.
 
-    `round`: number of REPAIRs that P has carried out; D accepts only the round that it waits for. `digests` and
-    `seeds_digest` are empty with integrity off.
+    `round`: REPAIRs that P has carried out; D accepts only the round that it waits for. `digests` and `seeds_digest`
+    are empty with integrity off.
     """
 
     final: Annotated[dict[Name, Position], Meta(max_length=MAX_GROUPS)]
@@ -228,7 +225,7 @@ class Commit(AttemptMessage, frozen=True, tag="COMMIT"):
 class Repair(AttemptMessage, frozen=True, tag="REPAIR"):
     """D to P, push: these tokens, in order, did not match their digests. If `bad` is empty, the seeds did not.
 
-    P copies them again and sends a COMMIT of this `round`, which is one above that of the rejected COMMIT.
+    P copies them again and sends a COMMIT of this `round`, one above that of the rejected COMMIT.
     """
 
     round: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)]

@@ -1,4 +1,4 @@
-"""Phases of the two state machines of an attempt. `transitions.py` says which follows which."""
+"""Phases of the two state machines of an attempt; `transitions.py` has their order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """Hashed by identity, because the tables are looked up for each event."""
+    """Hashed by identity: the tables are looked up for each event."""
 
     __hash__ = object.__hash__
 
@@ -34,7 +34,7 @@ class EnginePhase(Phase):
     OPENED = "opened"  # it has opened its leg
     ADMITTED = "admitted"  # it has pages for the whole prompt
     RELEASED = "released"  # it knows that its pages are free
-    UNTOLD = "untold"  # the attempt ended before it opened its leg, and it is notified when it does
+    UNTOLD = "untold"  # ended before it opened its leg; it is notified when it does
 
 
 class PeerPhase(Phase):

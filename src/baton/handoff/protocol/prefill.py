@@ -28,10 +28,10 @@ _OFFERED = (Phase.COMMITTED, Phase.READY, Phase.CONFIRMED, Phase.FINISHED)
 
 
 class PrefillHandoff(PrefillState):
-    """State machine of P for one attempt. It begins with `Opened`, ANNOUNCE or REGISTER.
+    """Begins with `Opened`, ANNOUNCE or REGISTER.
 
-    `ticket`: the router's, with which P's engine or D began the attempt. `groups`: those whose bytes this pair of ranks
-    moves; all of P's rank until D's instance is known.
+    `ticket`: the router's, with which P's engine or D began the attempt. `groups`: those whose bytes this pair of
+    ranks moves; all of P's rank until D's instance is known.
 
     `handle` raises `ProtocolError` for an ANNOUNCE or REGISTER with another ticket, a REGISTER that contradicts
     `groups`, a REPAIR of tokens that were not wanted, and an event that the tables do not define; the attempt is then
@@ -56,12 +56,11 @@ class PrefillHandoff(PrefillState):
         self._offer: msg.AttemptMessage | None = None
 
     def begun_with(self, ticket: str) -> bool:
-        """Whether this attempt began with `ticket`. A closed attempt has dropped its ticket and accepts any: it only
-        answers how it ended."""
+        """Whether this attempt began with `ticket`. A closed one accepts any: it only answers how it ended."""
         return self.closed or ticket == self._ticket
 
     def handle(self, event: ev.MachineEvent) -> list[ev.Action]:
-        """The actions must be carried out in order."""
+        """Actions must be carried out in order."""
         name = self._enter(event)
         match event:
             case ev.Opened():
@@ -137,7 +136,7 @@ class PrefillHandoff(PrefillState):
         match message:
             case msg.Announce():
                 self._peer_step(name)
-                # The request may have ended with its first token before D's ANNOUNCE.
+                # The first token may have ended the request before D's ANNOUNCE.
                 return self._tell_finished() if self.phase is Phase.ENDED else self._say_admitted() + self._reply()
             case msg.Register():
                 return self._registered(message, name)
@@ -187,7 +186,7 @@ class PrefillHandoff(PrefillState):
                 return []  # nothing was committed
 
     def _cancelled(self, reason: str, text: str) -> list[ev.Action]:
-        """D's CANCEL is answered when P's own copies have ended, whatever D still does."""
+        """CANCEL is answered when P's own copies have ended, whatever D still does."""
         if self.closing or self.closed:
             return self._answer()
         actions = self._fail(reason, text, tell=False)
@@ -232,7 +231,7 @@ class PrefillHandoff(PrefillState):
         return self._advance() + self._progress(copies)
 
     def _repair(self, message: msg.Repair) -> list[ev.Action]:
-        """A REPAIR that was carried out already is answered by its COMMIT."""
+        """A REPAIR already carried out is answered by its COMMIT."""
         if self.phase is not Phase.COMMITTED:
             return self._answer()
         if message.round <= self.round:
@@ -248,7 +247,7 @@ class PrefillHandoff(PrefillState):
         return [ev.Count("repairs"), *copies, *self._advance()]
 
     def _finish(self) -> list[ev.Action]:
-        """The request ended with its first token, and no copy is outstanding: free the pages, and tell D."""
+        """The first token ended the request, and no copy is outstanding: free the pages, and tell D."""
         self._step("copies ended")
         actions = self._release("finished")
         return actions + self._tell_finished() if self.claimed else actions
@@ -279,7 +278,7 @@ class PrefillHandoff(PrefillState):
         return self._fail("transfer_failed", event.message)
 
     def _progress(self, copies: Sequence[ev.StartCopy]) -> list[ev.Action]:
-        # A COMMIT makes PROGRESS redundant. After a REPAIR, D ignores PROGRESS, and the next COMMIT covers everything.
+        # A COMMIT makes PROGRESS redundant. After a REPAIR, D ignores it, and the next COMMIT covers everything.
         if self.phase is not Phase.OPEN or self.round:
             return []
         return [action for copy in copies for action in self._ranges.progress(copy)]
@@ -297,7 +296,7 @@ class PrefillHandoff(PrefillState):
         return actions + self.copies.cancel() + self._settle()
 
     def _settle(self, peer_quiet: bool = False) -> list[ev.Action]:
-        """Free P's pages when nothing can touch them. `peer_quiet`: D is proven to read them no more."""
+        """Free P's pages when nothing can touch them. `peer_quiet`: D provably reads no more."""
         waits = self.copies.outstanding if self.phase is Phase.STOPPING else not peer_quiet
         if waits or not self.closing:
             return []
@@ -309,17 +308,17 @@ class PrefillHandoff(PrefillState):
         return answer + self._release(self.reason)
 
     def _forget(self) -> None:
-        # What remains is a tombstone that answers until its ticket expires: drop tables and texts.
+        # A tombstone remains, which answers until its ticket expires.
         self._ticket, self._register, self._offer = "", None, None
         self._ranges.forget()
         self._forget_story()
 
     def _reply(self) -> list[ev.Action]:
-        """The answer to a repeated claim: how far the attempt has come."""
+        """Answer a repeated claim with how far the attempt has come."""
         return self._answer() if self.closed else self._repeat()
 
     def _answer(self) -> list[ev.Action]:
-        """Repeat CANCELLED if P's own copies have ended, whatever D still does."""
+        """Repeat CANCELLED if P's own copies have ended."""
         if self.closed or self.phase in AWAITING:
             return [ev.Send(msg.Cancelled(self.key, self.reason))]
         return []
@@ -336,5 +335,5 @@ class PrefillHandoff(PrefillState):
             return []
         self._engine_step("release")
         self.reason = outcome
-        # An engine that has not opened the attempt holds no pages for it. It is notified when it opens the attempt.
+        # An engine that has not opened the attempt holds no pages for it, and is notified when it does.
         return [ev.Notify(ev.PrefillReleased(self.key, outcome))] if self.opened else []

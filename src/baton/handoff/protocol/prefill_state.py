@@ -1,4 +1,4 @@
-"""The state of P's machine: its own phase, what P's engine has to do with the attempt, and what D has sent."""
+"""P's own phase, what P's engine has to do with the attempt, and what D has sent."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ AWAITING = (Phase.AWAITING_READER, Phase.AWAITING_ACK)
 
 
 class PrefillState(AttemptMachine[Phase]):
-    """`phase`, `engine` and `peer` change as their tables say."""
-
     def __init__(self, key: AttemptKey, mode: Mode, max_retries: int, integrity: Integrity) -> None:
         super().__init__(key, mode, max_retries, integrity, PREFILL, Phase.OPEN)
         self.engine = EnginePhase.ABSENT
@@ -34,7 +32,7 @@ class PrefillState(AttemptMachine[Phase]):
 
     @property
     def closed(self) -> bool:
-        """True when the machine can be replaced by its terminal reply."""
+        """The machine can be replaced by its terminal reply."""
         return self.phase is Phase.CLOSED
 
     @property
@@ -44,12 +42,10 @@ class PrefillState(AttemptMachine[Phase]):
 
     @property
     def released(self) -> bool:
-        """The pages are free."""
         return self.engine in (EnginePhase.RELEASED, EnginePhase.UNTOLD)
 
     @property
     def claimed(self) -> bool:
-        """D has announced or registered."""
         return self.peer in (PeerPhase.ANNOUNCED, PeerPhase.REGISTERED)
 
     @property

@@ -4,8 +4,8 @@ An engine dials, and serves KV to, only the peer that a ticket names. A ticket i
 HMAC-SHA256)` without padding. It expires, and serves one attempt: `Redeemer` ensures that for requests, tombstones for
 REGISTER.
 
-The expiry is given in each engine's monotonic clock, which the router has read, so that changes of the time of day do
-not matter.
+The expiry is given in each engine's monotonic clock, which the router has read: changes of the time of day do not
+matter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton.sampling_params import SamplingParams
 from baton.wire import MAX_TICKET_CHARS, LegRole, Mode
 
 TICKET_LIFE_S = 120
-# Engines remember ended attempts for this long, so no ticket may live longer.
+# Engines remember ended attempts for this long.
 MAX_TICKET_LIFE_S = 600
 _KEY_BYTES = 32
 _MAC_BYTES = 32
@@ -53,8 +53,8 @@ class Party(Protocol):
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router promises both engines. Addresses are in rank order. `prefill_expiry` and `decode_expiry`: seconds
-    of that engine's own monotonic clock. `request_digest`: 32 bytes."""
+    """Addresses are in rank order. `prefill_expiry` and `decode_expiry`: seconds of that engine's own monotonic clock.
+    `request_digest`: 32 bytes."""
 
     transfer_id: TransferId
     attempt: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
@@ -130,22 +130,22 @@ def request_digest(
 ) -> bytes:
     """32 bytes over tokens, the number of them that are the client's prompt (None: all), and every sampling parameter:
     both legs must serve the same request."""
-    # Integer keys become text, because only text keys can be sorted.
+    # Only text keys can be sorted.
     num_prompt = len(prompt_token_ids) if num_prompt_tokens is None else num_prompt_tokens
     content = (list(prompt_token_ids), num_prompt, msgspec.to_builtins(sampling_params, str_keys=True))
     return hashlib.sha256(msgspec.msgpack.encode(content, order="deterministic")).digest()
 
 
 def mint(key: bytes, ticket: Ticket) -> str:
-    """Sign a ticket. Equal tickets under one key give equal strings."""
+    """Equal tickets under one key give equal strings."""
     body = msgspec.msgpack.encode({name: getattr(ticket, name) for name in Ticket.__struct_fields__})
     signed = body + hmac.new(key, _CONTEXT + body, hashlib.sha256).digest()
     return base64.urlsafe_b64encode(signed).rstrip(b"=").decode("ascii")
 
 
 def verify(key: bytes, text: str, role: LegRole, now: float) -> SignedTicket:
-    """Decode a ticket; check its signature, and that it expires after `now`, in monotonic seconds of this engine, which
-    has `role` in it.
+    """Decode a ticket; check its signature, and that it expires after `now`, in monotonic seconds of this engine,
+    which has `role` in it.
 
     Raises `ProtocolError` naming the failed check, `TicketExpiredError` if only its time is over. The content of an
     unsigned ticket is never decoded.
@@ -173,8 +173,7 @@ def verify(key: bytes, text: str, role: LegRole, now: float) -> SignedTicket:
 
 
 class Redeemer:
-    """Checks the tickets that come with requests: each is served once per leg. `refused` counts the others. For one
-    thread."""
+    """Admits each request's ticket once per leg. `refused` counts the others. For one thread."""
 
     def __init__(self, key: bytes, engine_id: str, incarnation: str) -> None:
         self.refused = 0
@@ -184,11 +183,11 @@ class Redeemer:
 
     def redeem(self, text: str, role: LegRole, digest: bytes | None, now: float) -> SignedTicket:
         """The ticket in `text`, if this engine may serve its leg `role` of the request with `digest` at `now`, in
-        monotonic seconds. Without `digest` the ticket may be for any request: its leg is only ended, not served.
+        monotonic seconds. Without `digest` the leg is only ended, not served.
 
         Raises `ProtocolError` with the reason.
         """
-        # Tickets live at most 600 s and arrive in order of time, so this drops each soon after its expiry.
+        # Tickets arrive in order of time, so this drops each soon after its expiry.
         while self._used and next(iter(self._used.values())) <= now:
             del self._used[next(iter(self._used))]
         try:

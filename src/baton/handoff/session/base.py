@@ -14,9 +14,9 @@ from baton.handoff.protocol.messages import CHALLENGE_BYTES, Message
 class Connection:
     """One session. `identity` is set if the peer dialled us, `address` if we dialled.
 
-    `socket`: None if we dialled and had no file descriptor left for one. `engine`: the engine id that the peer's key
-    belongs to, None without keys. `proven`: the peer has proven that it knows the ticket key, so it is not closed to
-    make room for a stranger. `challenge`: what that proof is over. `key`: seals the frames after that.
+    `socket`: None if no file descriptor was left for one. `engine`: the engine id that the peer's key belongs to, None
+    without keys. `proven`: the peer knows the ticket key, so it is not closed to make room for a stranger.
+    `challenge`: what that proof is over. `key`: seals the frames after that.
     """
 
     session: int
@@ -32,14 +32,14 @@ class Connection:
 
 
 class ControlChannel(Protocol):
-    """The methods of `baton.handoff.session.sockets.Channel` that the agent uses."""
+    """What the agent uses of `baton.handoff.session.sockets.Channel`."""
 
     @property
     def address(self) -> str: ...
 
     @property
     def malformed(self) -> int:
-        """Dropped frames that could not be decoded."""
+        """Number of frames that could not be decoded."""
         ...
 
     def dial(self, address: str) -> Connection:
@@ -59,5 +59,5 @@ class ControlChannel(Protocol):
 
 class Worker(Protocol):
     def start(self, job: Callable[[], None]) -> None:
-        """Run `job` soon, after earlier jobs. Never blocks."""
+        """Run `job` after earlier jobs. Never blocks."""
         ...

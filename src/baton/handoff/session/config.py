@@ -50,7 +50,6 @@ class Timers:
             raise ConfigError("timers.lease", f"must be at least three times renew and at most {MAX_LEASE_S} s")
 
     def first_retry(self, round_trip: float | None) -> float:
-        """Seconds after which a message is first repeated."""
         if round_trip is None:
             return self.retry
         return min(self.retry, max(self.retry_min, self.round_trips * round_trip))
@@ -61,9 +60,9 @@ class AgentConfig:
     """This engine's identity on the control channel, and its handling of failures.
 
     `incarnation` differs for each process. `fingerprint`: the fields that must be equal on both engines; geometry and
-    `integrity` are added. `ticket_key`: the router's. Without `keys`, all engines share the key pair of the ticket key
-    (`TicketKeys`), and stay on loopback. `integrity`: how much of the KV is digested. `max_retries` bounds, per
-    attempt, the failed copies that are issued again, and the rounds of repair.
+    `integrity` are added. Without `keys`, all engines share the key pair of the ticket key (`TicketKeys`), and stay on
+    loopback. `integrity`: how much of the KV is digested. `max_retries` bounds, per attempt, the failed copies that
+    are issued again, and the rounds of repair.
 
     Raises `ConfigError` for `max_retries` out of range.
     """
@@ -84,6 +83,6 @@ class AgentConfig:
 
 
 def own_bind(bind: str, rank: int) -> str:
-    """The bind address of `rank`. A port other than 0 is that of rank 0; the other ranks use the ports after it."""
+    """A port other than 0 is that of rank 0; the other ranks use the ports after it."""
     host, _, port = bind.rpartition(":")
     return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else bind

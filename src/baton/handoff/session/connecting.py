@@ -1,4 +1,4 @@
-"""Opens and closes the transport's connections in the background: no call waits."""
+"""Opens and closes the transport's connections in the background."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.transports.base import Peer, Transport
 
 log = logging.getLogger(__name__)
 
-# Pause before an unreachable peer is tried again. It doubles with each failure.
+# Pause before an unreachable peer is tried again; doubles with each failure.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 MAX_REFUSED = 1024
 
@@ -25,7 +25,7 @@ class _Refused(NamedTuple):
 
 
 class TransportEnds:
-    """This rank's transport connections. For one thread; `wake` is called on any thread when connecting has ended."""
+    """For one thread; `wake` is called on any thread when connecting has ended."""
 
     def __init__(self, transport: Transport, clock: Clock, wake: Callable[[], None]) -> None:
         self._transport = transport
@@ -90,11 +90,11 @@ class TransportEnds:
                 self._transport.disconnect(future.result())
 
     def retire(self, peer: Peer) -> None:
-        """The session with `peer` is over: disconnect when no attempt needs it."""
+        """Disconnect when no attempt needs the peer."""
         self._retired.append(peer)
 
     def sweep(self, used: list[Peer]) -> None:
-        """Disconnect retired peers that no attempt uses or that are fenced, which stops their remaining copies."""
+        """Disconnect retired peers that are unused or fenced, which stops their remaining copies."""
         for peer in [peer for peer in self._retired if peer.fenced() or not any(peer is other for other in used)]:
             self._retired.remove(peer)
             self._transport.disconnect(peer)

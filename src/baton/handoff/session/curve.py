@@ -16,13 +16,13 @@ from baton.log_limit import LogLimit
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
-# A connection is closed if its handshake takes longer. Milliseconds.
+# Limit of a connection's handshake, in milliseconds.
 HANDSHAKE_MS = 5000
 # Handshakes answered or counted per call.
 _BURST = 256
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _MONITOR_ADDRESS = "inproc://baton.refused"
-# Handshakes that failed before ZAP was asked; `Gate` itself counts those that it refuses.
+# Handshakes that failed before ZAP was asked.
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 # pyzmq's sockets are generic over sync and async; only sync ones are used here.
@@ -30,7 +30,7 @@ Socket = Any
 
 
 def as_client(sock: Socket, keys: Keys, server: bytes) -> None:
-    """Let an unconnected socket dial only the listener whose public key is `server` (Z85)."""
+    """Let an unconnected socket dial only the listener with public key `server` (Z85)."""
     sock.setsockopt(zmq.CURVE_SERVERKEY, server)
     sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
@@ -52,7 +52,7 @@ def begin_ids_at_random() -> None:
 class Gate:
     """Admits only authorised engines to one ROUTER, and counts refusals. For one thread.
 
-    `sockets` must be polled, and `serve` called when one is readable. Create the gate before binding the ROUTER.
+    Poll `sockets`, and call `serve` when one is readable. Create the gate before binding the ROUTER.
     """
 
     def __init__(self, context: zmq.Context[Any], router: Socket, keys: Keys) -> None:
@@ -62,7 +62,7 @@ class Gate:
         router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         router.monitor(_MONITOR_ADDRESS, _FAILED)
         self._monitor = context.socket(zmq.PAIR)
-        # ZeroMQ's own thread writes here, and would block on a reader that is busy closing.
+        # ZeroMQ's own thread writes here, and would block on a slow reader.
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.connect(_MONITOR_ADDRESS)
         self._zap = context.socket(zmq.REP)
@@ -72,7 +72,7 @@ class Gate:
         self.sockets = (self._monitor, self._zap)
 
     def serve(self, ready: Socket) -> None:
-        """Answer waiting handshakes, or count failed ones. Bounded, so a flood of them delays nobody else."""
+        """Answer waiting handshakes, or count failed ones. Bounded, so a flood delays nobody else."""
         for _ in range(_BURST):
             try:
                 parts = ready.recv_multipart(zmq.NOBLOCK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.handoff.protocol.events import DecodeCommitted, DecodeFailed, HandoffEvent
 
-# This many repaired handoffs in a row take a peer out of rotation, until its process is replaced.
+# This many repaired handoffs in a row exclude a peer until its process is replaced.
 UNHEALTHY_REPAIRS = 3
 MAX_SUSPECTS = 1024
 
@@ -16,7 +16,6 @@ class Health:
         self._repaired: dict[tuple[str, int], int] = {}  # by process and rank: repaired handoffs in a row
 
     def note(self, event: HandoffEvent, repaired: bool) -> None:
-        """Record how a handoff to this engine ended."""
         failed = isinstance(event, DecodeFailed) and event.reason == "integrity_failed"
         if failed or (repaired and isinstance(event, DecodeCommitted)):
             source = event.key.ends[0]

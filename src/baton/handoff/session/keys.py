@@ -30,15 +30,13 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _Z85_CHARS = 40
 _TICKET_KEY = "ticket.key"
 CONTROL_BIND = "kv_transfer_config.control_bind"
-# Separates this use of the ticket key from those for tickets and sessions.
+# Separates this use of the ticket key from tickets and sessions.
 _CONTEXT = b"baton control socket\0"
 
 
 def ticket_key_file(directory: str | Path) -> Path:
-    """The ticket key of a key directory.
-
-    Raises `ConfigError` if there is none (a new one would match no peer), and if others may write to the directory.
-    """
+    """Raises `ConfigError` if there is none (a new one would match no peer), and if others may write to the
+    directory."""
     path = Path(directory) / _TICKET_KEY
     if not path.is_file():
         raise ConfigError("keys", f"{path} does not exist; `baton keys` makes a key directory")
@@ -65,7 +63,7 @@ def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
             if _secret_file(root, name).exists():
                 continue
             public, secret = zmq.curve_keypair()
-            # The public half first: an engine whose secret exists is always authorised.
+            # First, so an engine whose secret exists is always authorised.
             _write(root / "public" / f"{name}.pub", public, 0o644)
             _write(_secret_file(root, name), secret, 0o600)
             made.append(name)
@@ -75,7 +73,7 @@ def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
 
 
 def public_names(directory: str | Path) -> set[str]:
-    """The engines whose public keys a key directory holds. Raises `ConfigError` if others may write to it."""
+    """Engines with a public key in the directory. Raises `ConfigError` if others may write to it."""
     folder = Path(directory) / "public"
     check_own(folder, "keys")
     return {path.stem for path in folder.glob("*.pub") if _NAME.fullmatch(path.stem)}
@@ -84,7 +82,7 @@ def public_names(directory: str | Path) -> set[str]:
 class Keys(Protocol):
     """An engine's key pair for control sockets, in Z85, and the engines that it admits.
 
-    `engine_id`: the engine's name, which is in its address; None if all engines share one pair.
+    `engine_id` is in the engine's address; None if all engines share one pair.
     """
 
     @property
@@ -106,8 +104,8 @@ class Keys(Protocol):
 
 
 class TicketKeys:
-    """One pair for all engines, derived from the ticket key: without that key nobody can connect or be a listener. It
-    does not tell engines apart, so `engine_of` names none."""
+    """One pair for all engines, derived from the ticket key: nobody else can connect or listen. It does not tell
+    engines apart."""
 
     engine_id = None
 
@@ -128,11 +126,11 @@ class TicketKeys:
 class KeyRing:
     """One engine's own pair, and the public keys of all engines. For one thread.
 
-    The authorised list is read again when its directory changes, so engines join and leave without a restart; open
-    connections stay open.
+    The list is read again when its directory changes, so engines join and leave without a restart; open connections
+    stay open.
 
-    Raises `ConfigError` naming a file or directory that is missing, malformed, another user's, or readable (secrets) or
-    writable by others.
+    Raises `ConfigError` naming a file or directory that is missing, malformed, another user's, or readable (secrets)
+    or writable by others.
     """
 
     def __init__(self, directory: str | Path, engine_id: str) -> None:
@@ -191,7 +189,6 @@ def check_bind(address: str, has_keys: bool) -> None:
 
 
 def is_local(address: str) -> bool:
-    """Whether a ZeroMQ address can be reached only from this host."""
     if address.startswith("ipc://"):
         return True
     try:

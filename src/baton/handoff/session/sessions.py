@@ -1,9 +1,9 @@
 """Sessions with peer engines: identity, compatibility, liveness, and the transport's connection of each.
 
-In HELLO each side proves that it knows the ticket key. A side that does not is a stranger: it gets no transport
-descriptor, and cannot move or end a session. Then fingerprints are compared and the transport starts to connect in the
-background, so that an unfit peer is refused before any request and the first copy finds a warm connection. Attempts use
-the session when connecting has ended.
+In HELLO each side proves that it knows the ticket key. A stranger gets no transport descriptor, and cannot move or end
+a session. Then fingerprints are compared and the transport starts to connect in the background, so an unfit peer is
+refused before any request and the first copy finds a warm connection. Attempts use the session when connecting has
+ended.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Session:
     `hello`: the peer's, once proven. `connecting` is set while the transport connects, `peer` after that. `refusal`:
     `(reason, message)` if no KV may be exchanged. `challenge`: the peer's, for which we last sent a proof. The peer
     counts as alive for `lease` seconds after `last_heard` (monotonic seconds). `until`: keep redialling until then,
-    because the previous session's process may still need the outcome of its attempts. `redials`: how many sessions in a
-    row with this address ended without a proof. `round_trip`: measured, in seconds. `pairs`: those of the two engines,
-    with the groups whose bytes each moves. `groups`: this engine's groups whose KV moves, None for all.
+    because the previous session's process may still need the outcome of its attempts. `redials`: how many sessions in
+    a row with this address ended without a proof. `round_trip`: measured, in seconds. `pairs`: those of the two
+    engines, with the groups whose bytes each moves. `groups`: this engine's groups whose KV moves, None for all.
     """
 
     connection: Connection
@@ -67,12 +67,12 @@ class Session:
 
     @property
     def ready(self) -> bool:
-        """True if attempts may use it."""
+        """Attempts may use it."""
         return self.talking and self.connecting is None
 
     @property
     def talking(self) -> bool:
-        """True if KV may be exchanged with the peer, connected or not."""
+        """KV may be exchanged with the peer, connected or not."""
         return self.hello is not None and self.refusal is None
 
     def is_same(self, other: Session) -> bool:
@@ -120,8 +120,7 @@ class Sessions:
     # ------------------------------------------------------------ D's side: engines we dialled
 
     def server(self, ticket: Ticket, address: str) -> Session:
-        """The session with the rank of P that a ticket names at `address`. Dials again if the existing session is
-        unusable.
+        """The session with the rank of P that a ticket names at `address`; dials again if it is unusable.
 
         Raises `ProtocolError` for an address that cannot be dialled.
         """
@@ -136,8 +135,8 @@ class Sessions:
     def dial(self, address: str, lost: Session | None = None) -> Session:
         """Open a session and send HELLO; `lost` is the session that it replaces.
 
-        If sessions at the address keep ending without a proof, HELLO is sent less and less often, and the peer does not
-        count as alive.
+        If sessions there keep ending without a proof, HELLO is sent ever less often, and the peer does not count as
+        alive.
         """
         session = self.servers[address] = self._session(self._channel.dial(address))
         if lost is not None:
@@ -184,8 +183,8 @@ class Sessions:
         if not self._is_proven("answered", address, session.connection, hello):
             raise ProtocolError(f"who answers at {address} does not prove that it knows the ticket key")
         if hello.descriptor is None:
-            # Only a new challenge is answered at once. HELLO is repeated anyway, and two sides that answered every
-            # HELLO would do so for ever.
+            # Only a new challenge is answered at once. HELLO is repeated anyway; two sides that answered every one
+            # would do so for ever.
             if hello.challenge != session.challenge:
                 session.challenge = hello.challenge
                 self._say_hello(session)
@@ -231,7 +230,7 @@ class Sessions:
             session.refusal = ("unreachable_peer", str(error))
 
     def reach_again(self, session: Session) -> None:
-        """Connect again to a peer that was unreachable and now sends a claim, if its pause is over."""
+        """Connect again to an unreachable peer that now sends a claim, if its pause is over."""
         if session.hello is not None and session.refusal is not None and session.refusal[0] == "unreachable_peer":
             session.refusal = None
             self._connect(session, session.hello)
@@ -262,8 +261,8 @@ class Sessions:
             connection.key = session_key(self._config.ticket_key, hello.challenge, connection.challenge)
             session.hello = hello
             for old in [old for old in self.clients.values() if old is not session and old.is_same(session)]:
-                # Its attempts continue in the new session. The old transport connection may already be broken at the
-                # other end, so a new one is made too.
+                # Its attempts continue in the new session. The old transport connection may be broken at the other end:
+                # make a new one.
                 self.hang_up(old)
             self._greet(session, hello)
         own = self._own_hello(connection, with_descriptor=proven)
@@ -305,7 +304,7 @@ class Sessions:
                 self._channel.send(session.connection, Renew(timers.lease, session.nonce, stalled=self.is_stalled()))
 
     def renewed(self, session: Session, message: Renew) -> None:
-        """Handle a RENEW: echo it, or measure the round trip from its echo."""
+        """Echo it, or measure the round trip from its echo."""
         session.lease = message.lease
         if not message.echo:
             stalled = self.is_stalled()
@@ -316,10 +315,9 @@ class Sessions:
             session.round_trip = sample if session.round_trip is None else (3 * session.round_trip + sample) / 4
 
     def may_return(self, session: Session) -> bool:
-        """Whether the session's process may still live and need the outcome of its attempts. A fence does not prove its
-        death, only that one connection is closed on this side; P may still wait for its own end of it. No attempt
-        outlives `MAX_TICKET_LIFE_S`, unless its engine was paused that long.
-        """
+        """Whether the session's process may still live and need the outcome of its attempts. A fence does not prove
+        its death, only that one connection is closed on this side; P may still wait for its end. No attempt outlives
+        `MAX_TICKET_LIFE_S`, unless its engine was paused that long."""
         if session.peer is not None:
             return not session.peer.dead()
         return self._clock.monotonic() < session.until

@@ -1,12 +1,11 @@
 """Control connections of one rank over ZeroMQ: sockets, keys, sessions, sequence numbers.
 
-Each rank binds one ROUTER. D dials P's ROUTER with a DEALER, and both directions use this connection. The dialling side
+Each rank binds one ROUTER. D dials P's ROUTER with a DEALER; both directions use this connection. The dialling side
 draws a random session number. A frame of another session, or whose sequence number is not above the last, is dropped.
 
-Both sides authenticate each other by CURVE: a peer without a key reaches only ZeroMQ's handshake. With a key directory
-the address is `curve://ENGINE@host:port`: the dialling side demands that engine's public key, and HELLO must come from
-the engine whose key it is. Without one, all engines share the pair of the ticket key (`TicketKeys`), and stay on
-loopback.
+Both sides authenticate each other by CURVE. With a key directory the address is `curve://ENGINE@host:port`: the
+dialling side demands that engine's public key, and HELLO must come from the engine whose key it is. Without one, all
+engines share the pair of the ticket key (`TicketKeys`), and stay on loopback.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
 MAX_SESSIONS = 1024
-# Sessions of unproven peers: a new one evicts the oldest.
+# Beyond this, a new session of an unproven peer evicts the oldest.
 MAX_UNPROVEN = 128
 _BURST = 256
 # Frames queued in one connection before its sender is held back.
 _QUEUE = 128
-# How long frames may take to leave when one session ends, and when all do; milliseconds. The second is longer, because
-# a peer that gets no BYE has to wait for its fence. Only a peer that reads nothing costs the whole time.
-# A context with its threads, a ROUTER with its monitor and authentication, and a pair that wakes: 12 measured.
+# Descriptors of a context with its threads, a ROUTER with monitor and authentication, and a pair that wakes: 12 measured.
 _NUM_DESCRIPTORS = 24
+# How long frames may take to leave when one session ends, and when all do. The second is longer, because a peer that
+# gets no BYE waits for its fence. Only a peer that reads nothing costs the whole time.
 _LINGER_MS, _LAST_LINGER_MS = 200, 5000
-# At most this many unread frames are answered when the channel closes.
+# Unread frames answered at most when the channel closes.
 _LAST_FRAMES = 4096
 # A BYE ends a session whatever sequence number the receiver has reached.
 _LAST_SEQUENCE = (1 << 63) - 1
@@ -56,7 +55,7 @@ _SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN
 
 def _need_descriptors() -> None:
     """Raise `OSError` if the channel's sockets would not get their file descriptors. ZeroMQ 4.3.5 ends the process if
-    the threads of a context get none (`epoll_t`)."""
+    a context gets none (`epoll_t`)."""
     with contextlib.ExitStack() as opened:
         for _ in range(_NUM_DESCRIPTORS):
             opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
@@ -65,8 +64,8 @@ def _need_descriptors() -> None:
 class Channel:
     """All connections of one rank. For one thread, except `wake` and the counters.
 
-    `frames`: received. `malformed`: could not be decoded. `dropped`: could not be sent. `evicted`: sessions closed to
-    make room. `refused`: connections not admitted.
+    `malformed`: could not be decoded. `dropped`: could not be sent. `evicted`: closed to make room. `refused`:
+    connections not admitted.
 
     Raises `ConfigError` if the address cannot be bound, or is not on loopback while the engines share a pair.
     """
@@ -122,8 +121,8 @@ class Channel:
     # ------------------------------------------------------------ connections
 
     def dial(self, address: str) -> Connection:
-        """Connects in the background. If this process has no file descriptor left, each `send` tries again, and its
-        message is lost until there is one."""
+        """Connects in the background. Without a free file descriptor each `send` tries again, and its message is
+        lost."""
         engine, endpoint, key = self._whom(address)
         connection = Connection(secrets.randbits(62), None, address=address, engine=engine)
         self._open(connection, endpoint, key)
@@ -149,7 +148,7 @@ class Channel:
         self._poller.register(sock, zmq.POLLIN)
 
     def _is_open(self, connection: Connection) -> bool:
-        """Whether there is a socket; tries again to open a missing one."""
+        """Tries again to open a missing socket."""
         if connection.socket is None:
             with contextlib.suppress(ProtocolError):  # the peer's key has been removed since
                 self._open(connection, *self._whom(connection.address)[1:])
@@ -208,8 +207,8 @@ class Channel:
     def receive(self, timeout_s: float) -> Iterator[tuple[Connection, Message]]:
         """Wait up to `timeout_s` seconds for messages or for `wake`. Malformed frames are only counted.
 
-        A session that was evicted, or replaced by its peer, yields a BYE. Each frame is read after the previous message
-        has been handled, so a peer that has just proven itself is not evicted as a stranger.
+        A session that was evicted, or replaced by its peer, yields a BYE. Each frame is read after the previous
+        message has been handled, so a peer that has just proven itself is not evicted as a stranger.
         """
         for ready, _ in self._poller.poll(max(0, round(timeout_s * 1000))):
             if ready == self._wake_out.fileno():
@@ -306,7 +305,7 @@ class Channel:
         return [(connection, message)]
 
     def close(self, farewell: Bye | None = None) -> None:
-        """Close all sockets. Sent frames get time to leave, if a peer is there to receive them.
+        """Close all sockets, giving sent frames time to leave if a peer is there.
 
         `farewell` answers unread frames, so a peer that has just opened a session learns that this engine is gone.
         """
@@ -337,7 +336,7 @@ class Channel:
 
 
 def _checked(connection: Connection, side: Side, message: Message, frame: bytes, mark: list[bytes]) -> Message:
-    """The message, if the session's peer has sealed it or if anybody may send it. Raises `ProtocolError` otherwise.
+    """The message, if the session's peer has sealed it or anybody may send it. Raises `ProtocolError` otherwise.
 
     A HELLO proves its sender by itself. An engine that does not know the session answers BYE, and D then begins
     another.

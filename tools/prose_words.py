@@ -1,0 +1,50 @@
+"""Words of docstrings and comments: `python -m tools.prose_words [FOLDER ...]`, by default of `src/baton`, per package."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+WORD = re.compile(r"\S*[A-Za-z]\S*")
+PRAGMA = re.compile(r"#\s*(?:noqa|type:|fmt:|pragma|ruff:)")
+
+
+def words_of(source: str) -> int:
+    """Words that contain a letter, of string statements and of comments other than pragmas."""
+    prose = [
+        node.value.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not PRAGMA.match(token.string):
+            prose.append(token.string)
+    return sum(len(WORD.findall(text)) for text in prose)
+
+
+def words_by_package(folder: Path) -> Counter[str]:
+    """Words per direct subfolder of `folder`; those of its own modules under `.`."""
+    found: Counter[str] = Counter()
+    for path in folder.rglob("*.py"):
+        parts = path.relative_to(folder).parts
+        found[parts[0] if len(parts) > 1 else "."] += words_of(path.read_text("utf-8"))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="*", type=Path, default=[Path(__file__).parents[1] / "src/baton"])
+    for folder in parser.parse_args().folders:
+        found = words_by_package(folder)
+        for name, count in found.most_common():
+            print(f"{count:7,}  {folder.name}/{name}")
+        print(f"{found.total():7,}  {folder.name}")
+
+
+if __name__ == "__main__":
+    main()
