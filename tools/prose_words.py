@@ -1,4 +1,4 @@
-"""Words of docstrings and comments: `python -m tools.prose_words [FOLDER ...]`, by default of `src/baton`, per package."""
+"""Words of docstrings and comments, per package: `python -m tools.prose_words [FOLDER ...]`."""
 
 from __future__ import annotations
 

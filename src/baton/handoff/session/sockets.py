@@ -39,7 +39,7 @@ MAX_UNPROVEN = 128
 _BURST = 256
 # Frames queued in one connection before its sender is held back.
 _QUEUE = 128
-# Descriptors of a context with its threads, a ROUTER with monitor and authentication, and a pair that wakes: 12 measured.
+# Of a context with its threads, a ROUTER with monitor and authentication, and a pair that wakes: 12 measured.
 _NUM_DESCRIPTORS = 24
 # How long frames may take to leave when one session ends, and when all do. The second is longer, because a peer that
 # gets no BYE waits for its fence. Only a peer that reads nothing costs the whole time.
