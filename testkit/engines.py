@@ -178,6 +178,19 @@ class Pair:
         """Run until both sides are idle."""
         self.step_until(lambda: self.prefill.is_idle() and self.decode.is_idle())
 
+    def check_handoffs(self, whole: Sequence[Stream], prompts: Sequence[list[int]], params: SamplingParams) -> None:
+        """Hand each prompt over in push and in pull. All are committed, with the tokens and the acceptance of `whole`,
+        the streams of one engine."""
+        modes: tuple[Mode, Mode] = ("push", "pull")
+        for mode in modes:
+            legs = [self.legs(f"{mode}-{i}", prompt, params, mode) for i, prompt in enumerate(prompts)]
+            self.settle()
+            assert [rest.token_ids for _, rest in legs] == [stream.token_ids for stream in whole]
+            assert [rest.accepted for _, rest in legs] == [stream.accepted for stream in whole]
+        metrics = self.decode.core.metrics
+        assert not metrics.recoveries
+        assert metrics.num_handoffs["committed"] == 2 * len(prompts)
+
 
 @contextmanager
 def pair(directory: Path, decode: dict[str, Any] | None = None, **settings: Any) -> Iterator[Pair]:

@@ -130,17 +130,8 @@ def test_a_handoff_changes_neither_tokens_nor_acceptance(name: str, drafts: bool
     """
     head = find(f"{name} head") if drafts else None
     common = settings(find(name), head, integrity="full", max_num_batched_tokens=32)
-    modes: tuple[Mode, Mode] = ("push", "pull")
     with stepped(**common) as single, pair(tmp_path, {"block_size": 7}, **common) as two:
-        whole = single.all_of(PROMPTS, PARAMS)
-        for mode in modes:
-            legs = [two.legs(f"{mode}-{len(prompt)}", prompt, PARAMS, mode) for prompt in PROMPTS]
-            two.settle()
-            assert [rest.token_ids for _, rest in legs] == [stream.token_ids for stream in whole]
-            assert [rest.accepted for _, rest in legs] == [stream.accepted for stream in whole]
-        metrics = two.decode.core.metrics
-        assert not metrics.recoveries
-        assert metrics.num_handoffs["committed"] == 2 * len(PROMPTS)
+        two.check_handoffs(single.all_of(PROMPTS, PARAMS), PROMPTS, PARAMS)
 
 
 def test_the_bytes_of_a_state_do_not_grow_with_the_prompt(find: Find, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from baton.models.registry import model_class
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_drafter
 from testkit.checkpoints.moe import SHAPES, make_moe_checkpoint
-from testkit.engines import Mode, Stepped, pair, stepped
+from testkit.engines import Stepped, pair, stepped
 from tests.engine.models.test_transformers_equality import judge, load_reference, make_predictable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -149,16 +149,8 @@ def test_neither_hits_nor_preemption_nor_handoffs_change_a_token(shape: str, met
     with stepped(**settings, **sizes, max_num_seqs=4) as one:
         assert [stream.token_ids for stream in one.all_of(PROMPTS[1:] * 2, GREEDY)] == plain[1:] * 2
         assert one.core.scheduler.num_preemptions > 0
-    modes: tuple[Mode, Mode] = ("push", "pull")
     with pair(tmp_path, {"block_size": "7,draft=9"}, **settings, integrity="full", max_num_batched_tokens=24) as two:
-        for mode in modes:
-            legs = [two.legs(f"{mode}-{len(prompt)}", prompt, GREEDY, mode) for prompt in PROMPTS]
-            two.step_until(lambda legs=legs: all(told.ended and rest.ended for told, rest in legs), limit_s=60.0)  # type: ignore[misc]
-            two.settle()
-            assert [rest.token_ids for _, rest in legs] == plain
-            assert [rest.accepted for _, rest in legs] == [stream.accepted for stream in whole]
-        assert not two.decode.core.metrics.recoveries
-        assert two.decode.core.metrics.num_handoffs["committed"] == 2 * len(PROMPTS)
+        two.check_handoffs(whole, PROMPTS, GREEDY)
 
 
 LONGEST = max(len(prompt) for prompt in PROMPTS)

@@ -15,7 +15,7 @@ from baton.engine.config import SpeculativeConfig
 from baton.errors import CheckpointError
 from baton.models import load_model
 from baton.wire import SamplingParams
-from testkit.engines import Mode, pair, stepped
+from testkit.engines import pair, stepped
 
 transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -151,15 +151,8 @@ def test_a_handoff_changes_neither_tokens_nor_acceptance(
     name: str, num_drafts: int, find: Find, tmp_path: Path
 ) -> None:
     common = settings(find(name), num_drafts, integrity="full", max_num_batched_tokens=32)
-    modes: tuple[Mode, Mode] = ("push", "pull")
     with stepped(**common) as single, pair(tmp_path, {"block_size": 7}, **common) as two:
-        whole = single.all_of(PROMPTS, PARAMS)
-        for mode in modes:
-            legs = [two.legs(f"{mode}-{len(prompt)}", prompt, PARAMS, mode) for prompt in PROMPTS]
-            two.settle()
-            assert [rest.token_ids for _, rest in legs] == [stream.token_ids for stream in whole]
-            assert [rest.accepted for _, rest in legs] == [stream.accepted for stream in whole]
-        assert two.decode.core.metrics.num_handoffs["committed"] == 2 * len(PROMPTS)
+        two.check_handoffs(single.all_of(PROMPTS, PARAMS), PROMPTS, PARAMS)
 
 
 def test_the_bytes_of_a_state_do_not_grow_with_the_prompt(find: Find, tmp_path: Path) -> None:
