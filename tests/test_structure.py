@@ -263,6 +263,19 @@ def test_what_decides_in_an_engine_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", command], timeout=60).returncode == 0
 
 
+def test_commands_without_a_model_need_no_torch() -> None:
+    """A router, and the parent of a deployment, start without the time and memory of torch and of compiled kernels. A
+    checkpoint that cannot be served is refused before torch is imported."""
+    command = (
+        "import sys; import baton.cli, baton.cli.roles, baton.deployment, baton.router.app\n"
+        "from baton.engine.config.engine import EngineConfig\n"
+        "EngineConfig(model='models/baton-demo-llama').located()\n"
+        "sys.exit(str({'torch', 'numba', 'transformers'} & set(sys.modules) or 0))"
+    )
+    found = subprocess.run([sys.executable, "-c", command], timeout=60, capture_output=True, text=True, check=False)
+    assert found.stderr.strip() == "0", found.stderr
+
+
 def _named_things(path: Path) -> Iterator[tuple[str, str]]:
     """Public classes of a file with their module, and its public type aliases with their definitions."""
     for node in ast.parse(path.read_text()).body:

@@ -19,7 +19,7 @@ import typer
 from transformers import AutoModelForCausalLM
 
 from baton import LLM, SamplingParams
-from baton.models.loading.stored import read_config
+from baton.models.loading.config_json import read_config
 
 # Name, prompts at once, tokens per prompt, tokens to generate.
 CASES = (

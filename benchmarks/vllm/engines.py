@@ -24,7 +24,7 @@ import typer
 
 from baton.bench.client import stream_completion
 from baton.deployment import Deployment
-from baton.models.loading.stored import read_config
+from baton.models.loading.config_json import read_config
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, serve
 
 TIMEOUT = aiohttp.ClientTimeout(total=300)

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
-from baton.models.config import get_dtype
 from baton.models.layers.linear import Build
+from baton.models.loading.config_json import read_config
+from baton.models.loading.dtypes import get_dtype
 from baton.models.loading.loader import load_model, weight_table
-from baton.models.loading.stored import read_config
 from baton.models.registry import model_class
 
 NUM_BYTES = 256

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from baton.drafters.eagle3 import Eagle3
 from baton.drafters.mtp import Mtp
+from baton.models.loading.config_json import read_config
 from baton.models.loading.loader import load_model
-from baton.models.loading.stored import read_config
 from baton.models.registry import model_class
 from testkit.checkpoints.common import _random_weights
 from testkit.checkpoints.moe import make_moe_checkpoint

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from baton.models import CausalLM, load_model
+from baton.models.base import CausalLM
+from baton.models.loading.loader import load_model
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ from baton.drafters.head import HeadDrafter
 from baton.drafters.registry import load_drafter
 from baton.engine.attention.registry import get_backend
 from baton.errors import CheckpointError, ConfigError
-from baton.models import CausalLM, load_model
+from baton.models.base import CausalLM
+from baton.models.loading.loader import load_model
 from testkit.checkpoints.common import make_drafter
 from testkit.handoffs.paged import PagedSequence
 

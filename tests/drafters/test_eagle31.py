@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from baton.drafters.eagle3 import aux_layer_ids
 from baton.drafters.registry import load_drafter
 from baton.errors import CheckpointError
-from baton.models import CausalLM
+from baton.models.base import CausalLM
 from testkit.checkpoints.common import make_drafter
 from tests.drafters.test_drafters import TOKENS, attention, edit, inputs, layer_weights, mlp, norm, run
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.registry import get_backend
-from baton.models import CausalLM, load_model
+from baton.models.base import CausalLM
+from baton.models.loading.loader import load_model
 from testkit.handoffs.paged import PagedSequence
 
 transformers = pytest.importorskip("transformers")

@@ -14,11 +14,11 @@ from torch import Tensor
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.registry import get_backend
 from baton.kernels.cpu.elementwise import silu_mul
-from baton.models import load_model
 from baton.models.layers.headwise import invariant_headwise
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear, block_heights, blocks, cancelling
 from baton.models.layers.rotary import rotate
+from baton.models.loading.loader import load_model
 from testkit.handoffs.paged import PagedSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,11 +10,11 @@ import torch
 
 from baton.errors import CheckpointError
 from baton.kernels.cpu.elementwise import gelu_mul
-from baton.models import load_model
 from baton.models.architectures.gemma3 import Gemma3
 from baton.models.config import get_float
 from baton.models.layers.layernorm import Fp32RMSNorm
 from baton.models.layers.linear import Build
+from baton.models.loading.loader import load_model
 from testkit.checkpoints.gemma3 import GEMMA3_SHAPES, make_gemma3
 from tests.models.test_against_transformers import LENGTH, assert_logits_match, prompt, reference, run
 

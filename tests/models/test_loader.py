@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.attention.registry import get_backend
 from baton.errors import CheckpointError
-from baton.models import fingerprint, load_model, read_config
 from baton.models.layers import linear
-from baton.models.loading.loader import weight_table
+from baton.models.loading.config_json import read_config
+from baton.models.loading.loader import fingerprint, load_model, weight_table
 from testkit.handoffs.paged import PagedSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -231,7 +231,7 @@ def test_float16_is_computed_in_float32(path: Path, caplog: pytest.LogCaptureFix
     save_file(halves, path / "model.safetensors")
     wide = load_model(path, "float32")
     edit_config(path, torch_dtype="float16")
-    with caplog.at_level("INFO", logger="baton.models.loading.loader"):
+    with caplog.at_level("INFO", logger="baton.models.loading.dtypes"):
         for model in (load_model(path), load_model(path, "float16"), load_model(path, "half")):
             assert model.build.dtype is torch.float32
             for name, tensor in model.state_dict().items():

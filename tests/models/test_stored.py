@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.errors import CheckpointError
-from baton.models import load_model
-from baton.models.loading.loader import weight_table
+from baton.models.loading.loader import load_model, weight_table
 
 pytestmark = pytest.mark.usefixtures("one_thread", "unpacked")
 

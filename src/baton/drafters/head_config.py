@@ -11,7 +11,7 @@ from typing import Any
 
 from baton.errors import CheckpointError
 from baton.models.config import ModelConfig, RawConfig, get_bool
-from baton.models.loading.stored import read_config
+from baton.models.loading.config_json import read_config
 from baton.models.registry import model_class
 
 # Model types of heads with Llama layers: some configs name the method, or no model type.

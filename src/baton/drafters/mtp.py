@@ -14,8 +14,9 @@ from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.config import RawConfig, get_bool, get_int
 from baton.models.layers.linear import Build
+from baton.models.loading.config_json import read_config, text_config
 from baton.models.loading.loader import fill, quantized_weights
-from baton.models.loading.stored import StoredTensors, read_config, text_config
+from baton.models.loading.stored import StoredTensors
 
 # A module's own tensors in DeepSeek's checkpoints; all others belong to its layer.
 _PARTS = ("enorm.", "hnorm.", "eh_proj.")

@@ -14,7 +14,7 @@ from baton.drafters.methods import DRAFTERS
 from baton.errors import ConfigError
 from baton.models.base import CausalLM
 from baton.models.layers.linear import Build
-from baton.models.loading.loader import resolve_dtype
+from baton.models.loading.dtypes import resolve_dtype
 
 
 class DrafterLoader(Protocol):

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from baton.errors import CheckpointError
 from baton.models.layers.specs import LatentSpec, MoESpec
 
@@ -30,8 +28,6 @@ _OF_ATTENTION = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 # The required and the optional parameters of each type of rotary embedding.
@@ -133,14 +129,6 @@ def get_bool(raw: RawConfig, name: str, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json: {name} is {value!r}, expected true or false")
     return value
-
-
-def get_dtype(raw: RawConfig) -> torch.dtype:
-    """The dtype the weights were saved for: `dtype`, else `torch_dtype`, else float32."""
-    name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if not isinstance(name, str) or name not in _DTYPES:
-        raise CheckpointError(f"config.json: dtype is {name!r}, expected one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
 
 
 def get_rope(raw: RawConfig, max_position: int) -> RopeSpec:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pkgutil
+from typing import TYPE_CHECKING
 
 from baton.errors import CheckpointError
-from baton.models.base import CausalLM
+
+if TYPE_CHECKING:
+    from baton.models.base import CausalLM
 
 MODELS = {
     "granitemoehybrid": "baton.models.architectures.granitemoehybrid:GraniteMoeHybrid",

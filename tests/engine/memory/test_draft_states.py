@@ -15,7 +15,7 @@ from baton.engine.config import KVTransferConfig, SpeculativeConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.memory.draft_states import DraftStates
 from baton.engine.plan import DraftPlan, DraftResult, DraftSlots, Noise, Rows
-from baton.models import load_model
+from baton.models.loading.loader import load_model
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.kinds import WholeSequence
 from testkit.engines import Stepped, Stream, pair, request, stepped

@@ -17,7 +17,7 @@ from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.plan import Rows
 from baton.errors import CheckpointError
-from baton.models import load_model
+from baton.models.loading.loader import load_model
 from baton.models.registry import model_class
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_drafter

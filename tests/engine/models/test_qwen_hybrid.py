@@ -13,7 +13,7 @@ import torch
 
 from baton.engine.config import SpeculativeConfig
 from baton.errors import CheckpointError
-from baton.models import load_model
+from baton.models.loading.loader import load_model
 from baton.wire import SamplingParams
 from testkit.engines import pair, stepped
 

@@ -17,7 +17,9 @@ import torch
 
 from baton import LLM
 from baton.engine.config import SpeculativeConfig
-from baton.models import CausalLM, KVLayerSpec, load_model
+from baton.models.base import CausalLM
+from baton.models.cache import KVLayerSpec
+from baton.models.loading.loader import load_model
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_drafter
 from testkit.checkpoints.gemma3 import make_gemma3

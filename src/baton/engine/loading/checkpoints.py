@@ -11,8 +11,8 @@ from baton.engine.config import EngineConfig
 from baton.engine.loading.progress import showing
 from baton.models.base import CausalLM
 from baton.models.layers.parallel import SINGLE_RANK, TensorRank
+from baton.models.loading.config_json import read_config
 from baton.models.loading.loader import load_model
-from baton.models.loading.stored import read_config
 from baton.structured import Grammars
 from baton.text import Tokenizer
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import CheckpointError
-from baton.models.loading.quantized import scheme_of
-from baton.models.loading.stored import text_config
+from baton.models.loading.config_json import text_config
+from baton.models.loading.quantization import quantization_of
 
 # Suffixes of architecture names that are not text generators, and what they are.
 _OTHER_TASKS = {
@@ -76,7 +76,7 @@ def _of_config(config: Mapping[str, Any], names: list[str]) -> str | None:
         if config.get(field):
             return f"config.json: {field} is of quantized weights, which are not supported: {_FULL}"
     try:
-        scheme_of(text_config(config))
+        quantization_of(text_config(config))
     except CheckpointError as error:
         return f"{error}: {_FULL}"
     if not config.get("quantization_config"):

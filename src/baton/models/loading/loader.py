@@ -21,18 +21,19 @@ from torch import Tensor, nn
 
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
-from baton.models.config import RawConfig, get_dtype
+from baton.models.config import RawConfig
 from baton.models.layers.expert_parallel import RemoteExpert
 from baton.models.layers.linear import Build, Linear, WeightCut
 from baton.models.layers.parallel import SINGLE_RANK, Share, Stage, TensorRank
+from baton.models.loading.config_json import read_config, text_config
+from baton.models.loading.dtypes import resolve_dtype
 from baton.models.loading.quantized import QuantizedWeights, scheme_of
-from baton.models.loading.stored import StoredTensors, open_file, read_config, text_config, weight_files
+from baton.models.loading.stored import StoredTensors, open_file, weight_files
 from baton.models.loading.tensor_names import layer_index
 from baton.models.registry import model_class
 
 logger = logging.getLogger(__name__)
 
-_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
 # Fields that other tools write and that change no result.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "use_cache")
 _TOKENIZER_FILES = (
@@ -215,18 +216,6 @@ class _Packer:
             self._left[layer] -= 1
             if not self._left[layer]:
                 layer.pack()
-
-
-def resolve_dtype(dtype: torch.dtype | str, raw: RawConfig) -> torch.dtype:
-    """`dtype` itself or by name; for "auto" the dtype in config.json. float16 becomes float32, which holds all its
-    numbers, since no kernel here computes in float16."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    found = get_dtype(raw if dtype == "auto" else {"dtype": _ALIASES.get(dtype, dtype)})
-    if found is not torch.float16:
-        return found
-    logger.info("float16 is computed in float32, which takes twice its memory; bfloat16 takes as much as it")
-    return torch.float32
 
 
 def load_model(

@@ -6,14 +6,15 @@ Formats: block-wise FP8 (DeepSeek-V3, arXiv:2412.19437, 3.3), compressed-tensors
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from baton.errors import CheckpointError
-from baton.models.config import RawConfig, get_int
+from baton.models.config import RawConfig
+from baton.models.loading.quantization import Quantization, quantization_of
 from baton.models.loading.unpacking import unpack_awq, unpack_columns, unpack_rows
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -150,76 +151,23 @@ def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> 
 
 
 def scheme_of(raw: RawConfig) -> Scheme | None:
-    """The scheme of `quantization_config`. None if there is none, and for MXFP4, which an architecture reads itself.
-    Raises `CheckpointError` naming what is not supported."""
-    config = raw.get("quantization_config")
-    method = config.get("quant_method") if isinstance(config, Mapping) else config
-    if config is None or method == "mxfp4":
-        return None
-    make = _METHODS.get(str(method))
-    if make is None or not isinstance(config, Mapping):
-        known = ", ".join((*_METHODS, "mxfp4"))
-        raise CheckpointError(f"config.json: quantization_config: quant_method is {method!r}, expected one of {known}")
-    return make(config)
+    """The scheme of `quantization_config`, None for weights that are not quantised. Raises `CheckpointError` naming
+    what is not supported."""
+    found = quantization_of(raw)
+    return None if found is None else _SCHEMES[found.form](found)
 
 
-def _fp8(config: Mapping[str, Any]) -> Scheme:
-    block = _block(config, "weight_block_size")
-    return ScaledWeight("fp8", "weight_scale_inv" if block else "weight_scale", block, _FLOAT8)
-
-
-def _gptq(config: Mapping[str, Any]) -> Scheme:
-    form = config.get("checkpoint_format", "gptq")
-    if form not in ("gptq", "gptq_v2"):
-        raise CheckpointError(
-            f"config.json: quantization_config: checkpoint_format is {form!r}, expected gptq or gptq_v2"
-        )
-    return Gptq(_bits(config, "bits", (2, 4, 8)), int(form == "gptq"))
-
-
-def _awq(config: Mapping[str, Any]) -> Scheme:
-    if (version := str(config.get("version", "gemm")).lower()) != "gemm":
-        raise CheckpointError(f"config.json: quantization_config: version is {version!r}, expected gemm")
-    _bits(config, "bits", (4,))
-    return Awq()
-
-
-def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
-    groups = config.get("config_groups")
-    entries = list(groups.values()) if isinstance(groups, Mapping) else []
-    weights = [entry.get("weights") for entry in entries if isinstance(entry, Mapping)]
-    if len(weights) != 1 or not isinstance(weights[0], Mapping):
-        raise CheckpointError("config.json: quantization_config: config_groups must have one group, with weights")
-    form = str(entries[0].get("format") or config.get("format"))
-    if form == "pack-quantized":
-        return PackedWeight(_bits(weights[0], "num_bits", (4, 8)))
-    if form not in ("float-quantized", "int-quantized", "naive-quantized"):
-        raise CheckpointError(f"config.json: quantization_config: format {form!r} is not supported")
-    _bits(weights[0], "num_bits", (8,))
-    return ScaledWeight(
-        "compressed-tensors", "weight_scale", _block(weights[0], "block_structure"), (*_FLOAT8, torch.int8)
-    )
-
-
-_METHODS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq}
-
-
-def _block(config: Mapping[str, Any], name: str) -> tuple[int, int] | None:
-    """Outputs and inputs of a block, None if there are no blocks."""
-    block = config.get(name)
-    if block is None:
-        return None
-    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
-        raise CheckpointError(f"config.json: quantization_config: {name} is {block!r}, expected two sizes")
-    return block[0], block[1]
-
-
-def _bits(config: Mapping[str, Any], name: str, known: Collection[int]) -> int:
-    bits = get_int(config, name)
-    if bits not in known:
-        wanted = " or ".join(map(str, known))
-        raise CheckpointError(f"config.json: quantization_config: {name} is {bits}, expected {wanted}")
-    return bits
+_SCHEMES: dict[str, Callable[[Quantization], Scheme]] = {
+    "scaled": lambda found: ScaledWeight(
+        found.method,
+        "weight_scale_inv" if found.method == "fp8" and found.block else "weight_scale",
+        found.block,
+        _FLOAT8 if found.method == "fp8" else (*_FLOAT8, torch.int8),
+    ),
+    "packed": lambda found: PackedWeight(found.bits),
+    "gptq": lambda found: Gptq(found.bits, found.zero_offset),
+    "awq": lambda found: Awq(),
+}
 
 
 class QuantizedWeights:

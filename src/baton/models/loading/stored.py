@@ -3,10 +3,9 @@ transformers would load. Unused ones are logged."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,17 +14,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.errors import CheckpointError
-from baton.models.config import ModelConfig, RawConfig
+from baton.models.config import ModelConfig
+from baton.models.loading.config_json import read_json
 from baton.models.loading.tensor_names import LAYER, layer_index
-from baton.models.registry import MODELS
 
 log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Fields that a nested config of a text model may leave to the outer one.
-_BESIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config")
 # What the names of a text model begin with in a checkpoint of text and images.
 _NESTED = ("model.language_model.", "language_model.model.")
 _PARTS = ("model.embed_tokens.", "model.norm.", "lm_head.")
@@ -35,43 +32,6 @@ _ROWS = 4096
 _SHOWN, _MAX_CHARS = 8, 100
 
 _Config = TypeVar("_Config", bound=ModelConfig)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint. Raises `CheckpointError` naming the file."""
-    try:
-        value = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file") from None
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def read_config(path: str | Path) -> dict[str, Any]:
-    """`config.json` of the checkpoint directory `path`. Raises `CheckpointError`."""
-    directory = Path(path)
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such checkpoint directory")
-    return read_json(directory / "config.json")
-
-
-def text_config(raw: RawConfig) -> RawConfig:
-    """The config of the text model in a checkpoint of text and images, whose `config.json` nests it; else `raw`."""
-    inner = raw.get("text_config")
-    if not isinstance(inner, Mapping) or _is_known(raw) or not _is_known(inner):
-        return raw
-    beside = {name: raw[name] for name in _BESIDE if raw.get(name) is not None and inner.get(name) is None}
-    return {**inner, **beside}
-
-
-def _is_known(raw: RawConfig) -> bool:
-    kind = raw.get("model_type")
-    return isinstance(kind, str) and kind in MODELS
 
 
 def weight_files(path: str | Path) -> list[Path]:

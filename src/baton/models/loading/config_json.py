@@ -1,0 +1,52 @@
+"""Reads the JSON files of checkpoint directories. Without torch: checkpoints are judged before torch is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.errors import CheckpointError
+from baton.models.config import RawConfig
+from baton.models.registry import MODELS
+
+# Fields that a nested config of a text model may leave to the outer one.
+_BESIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file of a checkpoint. Raises `CheckpointError` naming the file."""
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """`config.json` of the checkpoint directory `path`. Raises `CheckpointError`."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such checkpoint directory")
+    return read_json(directory / "config.json")
+
+
+def text_config(raw: RawConfig) -> RawConfig:
+    """The config of the text model in a checkpoint of text and images, whose `config.json` nests it; else `raw`."""
+    inner = raw.get("text_config")
+    if not isinstance(inner, Mapping) or _is_known(raw) or not _is_known(inner):
+        return raw
+    beside = {name: raw[name] for name in _BESIDE if raw.get(name) is not None and inner.get(name) is None}
+    return {**inner, **beside}
+
+
+def _is_known(raw: RawConfig) -> bool:
+    kind = raw.get("model_type")
+    return isinstance(kind, str) and kind in MODELS

@@ -1,0 +1,35 @@
+"""The dtype that a model is computed in."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from baton.errors import CheckpointError
+from baton.models.config import RawConfig
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
+
+
+def get_dtype(raw: RawConfig) -> torch.dtype:
+    """The dtype the weights were saved for: `dtype`, else `torch_dtype`, else float32. Raises `CheckpointError`."""
+    name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise CheckpointError(f"config.json: dtype is {name!r}, expected one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def resolve_dtype(dtype: torch.dtype | str, raw: RawConfig) -> torch.dtype:
+    """`dtype` itself or by name; for "auto" the dtype in config.json. float16 becomes float32, which holds all its
+    numbers, since no kernel here computes in float16."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = get_dtype(raw if dtype == "auto" else {"dtype": _ALIASES.get(dtype, dtype)})
+    if found is not torch.float16:
+        return found
+    logger.info("float16 is computed in float32, which takes twice its memory; bfloat16 takes as much as it")
+    return torch.float32
