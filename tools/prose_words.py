@@ -10,12 +10,13 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-WORD = re.compile(r"\S*[A-Za-z]\S*")
+WORD = re.compile(r"\b[A-Za-z][A-Za-z'-]+\b")
+CODE = re.compile(r"`[^`]*`")
 PRAGMA = re.compile(r"#\s*(?:noqa|type:|fmt:|pragma|ruff:)")
 
 
 def words_of(source: str) -> int:
-    """Words that contain a letter, of string statements and of comments other than pragmas."""
+    """Words of two letters or more, outside of code spans, in string statements and in comments other than pragmas."""
     prose = [
         node.value.value
         for node in ast.walk(ast.parse(source))
@@ -24,7 +25,7 @@ def words_of(source: str) -> int:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not PRAGMA.match(token.string):
             prose.append(token.string)
-    return sum(len(WORD.findall(text)) for text in prose)
+    return sum(len(WORD.findall(CODE.sub("", text))) for text in prose)
 
 
 def words_by_package(folder: Path) -> Counter[str]:

@@ -24,7 +24,7 @@ from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 
-# A chunk and whether it ends the stream. None: the engine has died.
+# A chunk and whether it is the last. None: the engine has died.
 _Delivery = tuple[TokenChunk, bool] | None
 
 
@@ -81,7 +81,7 @@ class AsyncEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Includes the current time of this engine's clock."""
+        """With the current time of this engine's clock."""
         return msgspec.structs.replace(self._engine.info, clock=time.monotonic())
 
     def start(self) -> None:
@@ -99,7 +99,7 @@ class AsyncEngine:
         self._fail_streams()
 
     def on_failure(self, call: Callable[[str], None]) -> None:
-        """Call `call` with the cause when the engine thread dies, or now if it has died. Thread-safe."""
+        """Call `call` with the cause when the engine thread dies, or at once if it has. Thread-safe."""
         with self._lock:
             self._on_failure = call
             failure = self._failure
@@ -135,7 +135,7 @@ class AsyncEngine:
         """Yield the request's chunks. Closing the generator early aborts the request.
 
         Raises `RequestError` (refused), `EngineUnavailableError` (down or hanging), `OverloadedError` (too many
-        requests wait for their first token), `ProtocolError` (a ticket or an identity of another engine).
+        requests wait for their first token), `ProtocolError` (a ticket or identity of another engine).
         """
         self._check_alive()
         if not self._thread.is_alive():
@@ -155,7 +155,7 @@ class AsyncEngine:
             core.post(begin)
             ended, waiting = False, True
             try:
-                if self._dead is not None:  # died after the check above: no chunk will come
+                if self._dead is not None:  # died after the check above
                     raise EngineUnavailableError(self._dead)
                 while not ended:
                     delivery = await stream.queue.get()
@@ -174,7 +174,7 @@ class AsyncEngine:
                     core.post(lambda: core.abort(request.request_id))
 
     async def _compile(self, asked: StructuredOutputsParams | None) -> None:
-        """Compile a grammar on another thread, since it may take seconds."""
+        """On another thread, since it may take seconds."""
         grammars = self._engine.grammars
         if asked is None or grammars is None:
             return
@@ -183,7 +183,7 @@ class AsyncEngine:
         self._check_alive()
 
     def _warm_up(self) -> None:
-        """Run a small request, so that no client and no peer's lease waits for compilation on first use."""
+        """Run a small request, so that no client and no peer's lease waits for compilation."""
         core = self._engine.core
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         wire = GenerateRequest(request_id="warm-up", prompt_token_ids=[0], sampling_params=params)
@@ -208,7 +208,7 @@ class AsyncEngine:
             # Clients see only the type of the error.
             self._dead = f"the engine failed: {type(error).__name__}"
             self._fail_streams()
-            # The agents' threads still run, and would keep peers' leases alive.
+            # The agents' threads would keep peers' leases alive.
             HandoffAgent.close_all(self._engine.agents)
             with self._lock:
                 self._failure, call = f"the engine failed: {error!r}", self._on_failure

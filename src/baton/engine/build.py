@@ -60,14 +60,14 @@ from baton.wire import EngineInfo, Integrity
 
 log = logging.getLogger(__name__)
 
-# Part of the key of stored prefixes. Change it when the bytes of a page change their meaning.
+# Part of the key of stored prefixes. Change it with the meaning of a page's bytes.
 PAGE_LAYOUT = "block-major 1"
 
 
 @dataclass(slots=True)
 class Engine:
-    """`agents` and `transports`: those of its ranks. Empty, and `redeemer` None, without handoffs. `grammars`: None
-    without a tokenizer or an end token."""
+    """`agents` and `transports`: of its ranks; empty, and `redeemer` None, without handoffs. `grammars`: None without
+    a tokenizer or an end token."""
 
     info: EngineInfo
     core: EngineCore
@@ -84,8 +84,8 @@ class Engine:
         return self.agents[0] if self.agents else None
 
     def close(self) -> None:
-        """End the agents' threads and the other ranks, and free pool and weights now: an engine is part of reference
-        cycles, which the garbage collector finds later."""
+        """End the agents' threads and the other ranks, and free pool and weights now: reference cycles would delay
+        that."""
         HandoffAgent.close_all(self.agents)
         if self.core.prefix_store is not None:
             self.core.prefix_store.close()
@@ -111,8 +111,8 @@ def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str]
 
 @dataclass(frozen=True, slots=True)
 class _Computing:
-    """What computes: this rank's model and the other ranks. `whole`: the groups over all ranks. `peers`: the other
-    data-parallel ranks, if they share experts."""
+    """This rank's model and the other ranks. `whole`: the groups over all ranks. `peers`: the other data-parallel
+    ranks, if they share experts."""
 
     loaded: Loaded
     executor: Executor
@@ -131,7 +131,7 @@ def _build(
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda is not available here")
-    # Open transports before the weights, which take long to load: a missing library then fails at once.
+    # Before the weights, which load slowly: a missing library fails at once.
     ticket_key = load_or_create_key(config.ticket_key_path) if config.ticket_key_path else None
     transports: list[Transport] = []
     for _ in range(config.num_ranks if ticket_key else 0):
@@ -187,7 +187,7 @@ def _build(
 def _events(
     config: EngineConfig, cache: KVCache, whole: Sequence[GroupSpec], undo: contextlib.ExitStack
 ) -> EventPublisher | None:
-    """The publisher of what the prefix cache holds, if it is wanted."""
+    """The publisher of the prefix cache's events, if enabled."""
     if not config.kv_events_config.enabled:
         return None
     events = EventPublisher(
@@ -274,7 +274,7 @@ def _agents(
 
 
 def _join(config: EngineConfig, undo: contextlib.ExitStack) -> Lockstep | None:
-    """This rank's lockstep with the other data-parallel ranks, if there are any."""
+    """Lockstep with the other data-parallel ranks, if any."""
     if config.data_parallel_size == 1:
         return None
     if config.data_parallel_store is None:
@@ -322,7 +322,7 @@ def _prefix_store(
     uri = config.kv_transfer_config.prefix_store
     if uri is None:
         return None
-    # Pages are stored byte for byte, so their sizes matter.
+    # Pages are stored byte for byte.
     sizes = {name: pool.page_size for name, pool in cache.pools.items()}
     model = json.dumps({**facts, "block_size": sizes, "layout": PAGE_LAYOUT}, sort_keys=True)
     pages = {name: memory.pages for name, memory in kv.items()}

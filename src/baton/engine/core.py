@@ -1,7 +1,7 @@
 """The engine loop: schedule, target forward, sample, draft, finalise; and the effects of handoff events on requests.
 
-Nothing is declared final before the drafter has run (docs/lifecycle.md). Everything here runs on the engine thread;
-other threads use `post`.
+Nothing is declared final before the drafter has run (docs/lifecycle.md). All runs on the engine thread; other threads
+use `post`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EmitChunk = Callable[[TokenChunk, bool], None]
 
 
 class EngineCore:
-    """`emit(chunk, last)` is called on the engine thread for every chunk; `last` ends the request's stream."""
+    """`emit(chunk, last)` is called on the engine thread for every chunk."""
 
     def __init__(
         self,
@@ -79,19 +79,19 @@ class EngineCore:
 
     def run(self) -> None:
         """Run turns until `stop`. Raises an error that was posted: what the ranks' memory holds, and who writes to it,
-        is no longer known."""
+        is unknown then."""
         while not (self.mailbox.stopping and self.peers.ended):
             self.turn()
 
     def turn(self) -> None:
-        """Handle what was posted and run one step. If there was nothing to compute, sleep until something is posted."""
+        """Handle what was posted and run one step; if there was nothing to compute, sleep until something is posted."""
         mailbox = self.mailbox
         mailbox.begin_turn()
         self.drain()
         goes_on = self.peers.turn(self.step, mailbox.stopping)
         mailbox.end_turn()
         if not goes_on:
-            # Limits of requests that wait for pages are checked at least this often.
+            # At least this often, check limits of requests that wait for pages.
             mailbox.sleep(self.peers.may_sleep, 0.5 if self.scheduler.has_work else None)
 
     def drain(self) -> None:
@@ -153,15 +153,14 @@ class EngineCore:
             self.scheduler.enqueue(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request whose client is gone. Pages that a transport may touch stay until they are proven quiet."""
+        """End a request whose client is gone. Pages that a transport may touch stay until proven quiet."""
         request = self.requests.get(request_id)
         if request is None:
             return
         if request.status is not RequestStatus.AWAITING_RELEASE:
             self.finish(request, "abort")
         elif request.finish_reason is None:
-            # It ends when its pages are released. If it has a reason already, its first token ended it, and its client
-            # has everything.
+            # It ends when its pages are released. If it has a reason already, its client has everything.
             assert self.legs is not None
             request.finish_reason = "abort"
             self.legs.abandon(request)
@@ -226,7 +225,7 @@ class EngineCore:
         now = self.clock.monotonic()
         self._expire_queues(now)
         if self.legs is not None:
-            # First, since these hold up the queue.
+            # These hold up the queue.
             self._carry_out(self.legs.expire_recomputing(now))
             self.legs.start_receives()
         scheduled = self.scheduler.schedule()
@@ -287,7 +286,7 @@ class EngineCore:
         return min((self.cache.num_final(name, known, computed, drafted) for name in paged), default=computed)
 
     def _committed(self, request: Request, seeds: Seeds) -> None:
-        """Start decoding a received request. Its first step verifies the drafts that came with the first token."""
+        """Start decoding a received request; the first step verifies its drafts."""
         request.num_computed = request.num_drafted = request.prefill_len
         if request.draft_prefix_len is not None:
             if self.steps.drafts_from_tokens:
@@ -321,7 +320,7 @@ class EngineCore:
         self._emit_seed(request, seeds, reason, stop_reason)
 
     def _emit_seed(self, request: Request, seeds: Seeds, reason: FinishReason | None, stop_reason: int | None) -> None:
-        """Send the first token from D too: P may have died after the handoff and before its client got the token."""
+        """Send the first token from D too: P may have died before its client got the token."""
         logprobs = [seeds.first_logprobs] if seeds.first_logprobs is not None else None
         chunk = TokenChunk(
             request_id=request.request_id,

@@ -1,4 +1,4 @@
-"""Executors run plans. The core sees only `Executor`, not the number of processes that compute."""
+"""Executors run plans. The core does not see how many processes compute."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
         """Target forward and choice of tokens.
 
-        `written` is called on this thread after each layer of this process is written. Other tensor ranks may then
-        still be writing that layer, but have written the earlier ones.
+        `written` is called on this thread after each layer of this process is written. Other tensor ranks may still be
+        writing that layer, but have written the earlier ones.
         """
         ...
 
@@ -36,12 +36,12 @@ class Executor(Protocol):
         ...
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
-        """Copy one page's bytes before this returns. Not part of a plan, since a peer may be told at once to write into
-        the rest of the page."""
+        """Copy one page's bytes before this returns. Not part of a plan: a peer may be told at once to write into the
+        rest of the page."""
         ...
 
     def close(self) -> None:
-        """Release weights and pages. The owner of the pages' memory frees it. Nothing runs after this."""
+        """Release weights and pages; the owner of the pages' memory frees it."""
         ...
 
 
@@ -51,7 +51,7 @@ _SCORED_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class TargetResult:
-    """The target's results for a plan. `logits` [N, V]: of the rows to sample; None if there are none."""
+    """`logits` [N, V]: of the rows to sample; None if there are none."""
 
     logits: Tensor | None
     features: np.ndarray
@@ -89,7 +89,7 @@ class LocalExecutor:
         return result
 
     def _scored(self, plan: StepPlan, output: TargetOutput) -> Iterator[tuple[PromptLogprobs, Tensor]]:
-        """Blocks of the rows to score, with their logits [rows, V]. Those of a whole prompt would take gigabytes."""
+        """Blocks of the rows to score, with logits [rows, V]: those of a whole prompt would take gigabytes."""
         found = plan.scored
         for first in range(0, 0 if found is None else len(found.row), _SCORED_ROWS):
             assert found is not None
@@ -99,7 +99,7 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def compute_follower(self, plan: StepPlan) -> None:
-        """What the other ranks compute of a plan: all but the choice of tokens."""
+        """What the other ranks compute of a plan."""
         output = self._output = self.runner.forward(plan.rows)
         if self.runner.model.build.ranks.stage.index == 0:
             for _ in self._scored(plan, output):
@@ -121,8 +121,8 @@ class LocalExecutor:
             self._settle()
 
     def _settle(self) -> None:
-        """Wait for the device: the core may declare pages final as soon as it has a result, and transports copy them on
-        their own streams."""
+        """Wait for the device: the core may declare pages final at once, and transports copy on streams of their
+        own."""
         if self.runner.device.type == "cuda":
             torch.cuda.current_stream(self.runner.device).synchronize()
 

@@ -32,7 +32,7 @@ from baton.handoff.protocol.events import (
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.wire import recovers
 
-# Reasons of a failed leg that the peer's engine is told. Others are `failed`.
+# Reasons of a failed leg that the peer's engine is told; others are `failed`.
 _PEER_REASONS = ("queue_timeout", "nonfinite_logits")
 
 
@@ -50,8 +50,8 @@ class HandoffLegs:
         layers: LayerStream | None = None,
         alter_seeds: Callable[[Seeds], Seeds] | None = None,
     ) -> None:
-        """`ends(request, token)`: whether `token` ends the request if it comes next. `layers`: given if `kv_stream` is
-        `layer`. `alter_seeds`: hook by which the `faulty` transport corrupts seeds."""
+        """`ends(request, token)`: whether `token` would end the request. `layers`: given if `kv_stream` is `layer`.
+        `alter_seeds`: hook by which the `faulty` transport corrupts seeds."""
         self.agent, self.scheduler, self.cache, self.metrics = agent, scheduler, scheduler.cache, metrics
         self.alter_seeds, self.layers = alter_seeds, layers
         self._clock = clock or SystemClock()
@@ -137,7 +137,7 @@ class HandoffLegs:
         if self.kv_stream == "off" and request.is_prefilling:
             return
         final = self._final(request, seeded=False)
-        # Copies, because the request's tables grow.
+        # The request's tables grow.
         tables = {group: list(table) for group, table in self.cache.offered(request.kv, n).items()}
         self.agent.post(key, Declared(n, tables, final))
         if request.is_prefilling:
@@ -163,8 +163,7 @@ class HandoffLegs:
         return {name: cache.num_final(name, n, computed, drafted, seeded=seeded) for name in cache.pools}
 
     def abort_leg(self, request: Request, error: str | None) -> bool:
-        """Abort the leg of a request that ended early. True if its pages must wait until the agent has proven them
-        quiet."""
+        """Abort the leg of a request that ended early. True if its pages must wait until proven quiet."""
         leg = self.open.get(request.ticket.key) if request.ticket is not None else None
         if leg is None or not leg.attached:
             return False
@@ -177,8 +176,8 @@ class HandoffLegs:
         return True
 
     def abandon(self, request: Request) -> None:
-        """Abort a computed prefill leg whose client is gone. If D does not know the leg, only its ticket's expiry would
-        end it."""
+        """Abort a computed prefill leg whose client is gone. If D does not know the leg, only its ticket's expiry
+        would end it."""
         assert request.ticket is not None
         self.agent.abort(request.ticket.key, "aborted")
 
@@ -231,7 +230,7 @@ class HandoffLegs:
                 effects = self._take(leg, event.seeds, finished=True)
         else:
             metrics.num_handoffs["released"] += 1
-        # The pages are quiet, also after the commit of a request that was aborted meanwhile.
+        # The pages are quiet, also after the commit of a request aborted meanwhile.
         self._leave_quarantine(leg)
         return effects
 
@@ -252,7 +251,7 @@ class HandoffLegs:
             return "token ids out of range or too many drafts"
         if request.num_output > 0 and seeds.first_token != request.token_ids[request.prefill_len]:
             return "the first token is not the last one known"
-        # A drafter that starts cold takes no states, and a request that has ended has none.
+        # A drafter that starts cold takes no states; a request that ended has none.
         num_bytes = 0 if finished or request.draft_prefix_len is not None else self.drafter_state_bytes
         if num_bytes and len(seeds.drafter_states) != num_bytes:
             return f"the drafter's states have {len(seeds.drafter_states)} bytes, not {num_bytes}"
@@ -265,7 +264,7 @@ class HandoffLegs:
         return None
 
     def _failed(self, leg: Leg, error: str, recoverable: bool) -> list[Effect]:
-        """Without a commit, recompute the request here if that is allowed, else end it."""
+        """Without a commit, recompute the request here if allowed, else end it."""
         request, scheduler = leg.request, self.scheduler
         if not (recoverable and recovers(self.recovery, "recompute")):
             return [RequestFailed(request, error, recoverable)]
@@ -281,7 +280,7 @@ class HandoffLegs:
         return []
 
     def _quarantine(self, leg: Leg) -> None:
-        """Quarantine the request's pages, since P may still write them."""
+        """P may still write the pages."""
         leg.quarantined = self.scheduler.quarantine(leg.request, leg.wanted)
 
     def _leave_quarantine(self, leg: Leg) -> None:

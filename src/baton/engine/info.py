@@ -1,5 +1,3 @@
-"""What an engine tells of itself to routers."""
-
 from __future__ import annotations
 
 import json
@@ -24,11 +22,11 @@ def engine_info(
     cache: KVCache,
     events: EventPublisher | None = None,
 ) -> EngineInfo:
-    """What an engine tells of itself. `control_addresses`: empty without handoffs."""
+    """What an engine tells routers of itself. `control_addresses`: empty without handoffs."""
     spec = config.speculative_config
     moves_all = spec is None or spec.draft_kv == "require"
     kinds = {rules.kind for rules in cache.rules.values()}
-    # A handoff moves only the part of a window or state that decoding needs. That is no prefix.
+    # A handoff moves only the part of a window or state that decoding needs: no prefix.
     refound = moves_all and kinds <= {"full", "mla"}
     step = cache.checkpoint_interval if "state" in kinds else 1
     return EngineInfo(

@@ -1,8 +1,7 @@
 """KV streaming by layer: during a forward, the agent is told which layers of each prompt are written, and copies them
 while later layers are computed. Runs on the engine thread, inside `Executor.execute`.
 
-A chunk of less than two messages' bytes is sent whole after its step, as are states, and the entries of drafters, which
-run after the target.
+A chunk of less than two messages' bytes is sent whole after its step, as are states and drafters' entries.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ MIN_BYTES = 1 << 20
 
 
 class LayerStream:
-    """What the agent was told of the current forward. `groups`: all of the engine's, over its ranks.
+    """What the agent was told of the current forward. `groups`: over all of the engine's ranks.
 
     With `many_ranks` a layer counts as written when the next one is: in between, the ranks compute a sum, before which
-    each has written it. `min_bytes` None: `MIN_BYTES`.
+    each has written it.
     """
 
     def __init__(

@@ -64,9 +64,8 @@ Effect = RequestFailed | RequestArrived | PagesReleased
 
 @dataclass(frozen=True, slots=True)
 class LegSettings:
-    """`max_drafts`: limit of the drafts that come with the first token. `drafter_state_bytes`: length of
-    `Seeds.drafter_states`, 0 if this engine's drafter needs none. `kv_stream` off: nothing is declared before the
-    prefill ends."""
+    """`max_drafts`: limit of the drafts with the first token. `drafter_state_bytes`: length of `Seeds.drafter_states`,
+    0 if this engine's drafter needs none. `kv_stream` off: nothing is declared before the prefill ends."""
 
     vocab_size: int
     max_drafts: int

@@ -42,7 +42,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All samples of one prompt. `prompt`: its text, if it came as text."""
+    """All samples of one prompt. `prompt`: if it came as text."""
 
     request_id: str
     prompt: str | None
@@ -52,8 +52,8 @@ class RequestOutput:
 
 
 class LLM:
-    """An engine in the caller's thread. Takes `EngineConfig`'s fields; `speculative_config` may be a dict. Close it, or
-    use it as a context manager.
+    """An engine in the caller's thread. Takes `EngineConfig`'s fields; `speculative_config` may be a dict. Close it,
+    or use it as a context manager.
 
     Raises `ConfigError` for an unknown or bad setting, `CheckpointError` for a bad checkpoint.
     """
@@ -77,7 +77,7 @@ class LLM:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """Counters of everything generated so far."""
+        """Counters since the start."""
         core = self._engine.core
         core.metrics.num_preemptions = core.scheduler.num_preemptions
         return core.metrics
@@ -105,9 +105,9 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of many. `chat_template`: Jinja text in place of the model's templates.
+        """Answer one conversation, or each of many. `chat_template`: Jinja text in place of the model's.
         `chat_template_content_format`: whether the template gets the content of messages as one `string`, or as a list
-        of parts (`openai`); `auto` detects it. `tools`: those that the model may call, as in the OpenAI API.
+        of parts (`openai`); `auto` detects it. `tools`: as in the OpenAI API.
 
         Raises `RequestError` for messages that the template refuses, `ConfigError` for a bad template or format, and
         as `generate` does.
@@ -177,7 +177,7 @@ class LLM:
         return results
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """Text, if there is any, token ids, and salt."""
+        """Text, if any, token ids, and salt."""
         if not isinstance(prompt, Mapping):
             prompt = {"prompt" if isinstance(prompt, str) else _IDS: prompt}
         if not prompt or not {"cache_salt"} < {*prompt, "cache_salt"} <= {"prompt", _IDS, "cache_salt"}:

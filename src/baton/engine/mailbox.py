@@ -14,8 +14,7 @@ Posted = Callable[[], None] | HandoffEvent | BatonError
 
 
 class Mailbox:
-    """The queue of one engine's thread, which sleeps here. `post`, `stop` and `busy_s` are for any
-    thread."""
+    """The queue of one engine's thread, which sleeps here. `post`, `stop` and `busy_s` are for any thread."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or SystemClock()
@@ -25,13 +24,11 @@ class Mailbox:
         self.stopping = False
 
     def post(self, item: Posted) -> None:
-        """Have the engine's thread handle `item` before its next step."""
         with self._wake:
             self._posted.append((self.clock.monotonic(), item))
             self._wake.notify()
 
     def stop(self) -> None:
-        """End the engine's thread after its turn."""
         with self._wake:
             self.stopping = True
             self._wake.notify()
@@ -47,7 +44,7 @@ class Mailbox:
         return self.clock.monotonic() - min(began) if began else 0.0
 
     def take(self) -> Iterator[Posted]:
-        """What is posted, in order, until nothing is left."""
+        """Posted items in order, until none is left."""
         while self._posted:
             with self._wake:  # `busy_s` reads the first
                 _, item = self._posted.popleft()
@@ -60,7 +57,7 @@ class Mailbox:
         self._turn_started = None
 
     def sleep(self, may_sleep: Callable[[bool], bool], limit_s: float | None) -> None:
-        """Wait for an item, at most `limit_s`, if none is posted and `may_sleep(stopping)` allows it."""
+        """Wait for an item, at most `limit_s`, if none is posted and `may_sleep(stopping)`."""
         with self._wake:
             if not self._posted and may_sleep(self.stopping):
                 self._wake.wait(limit_s)

@@ -19,7 +19,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Written by the engine thread only. Other threads may read single values; values may not agree with each other."""
+    """Written by the engine thread only. Other threads may read single values, which may disagree."""
 
     num_requests: Counter[str] = field(default_factory=Counter)
     num_prompt_tokens: int = 0

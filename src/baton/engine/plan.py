@@ -1,8 +1,8 @@
 """The plans of one step, which the core gives to an executor, and their results.
 
-Plans hold only arrays, numbers and strings, so they can be sent to other processes, and code that computes never sees a
-request. A step has two plans, because the drafter's rows depend on which drafts the target accepts, and only the core
-knows which requests continue. Clients get their tokens before the drafter runs.
+Plans hold only arrays, numbers and strings, so they can be sent to other processes, and code that computes sees no
+request. A step has two plans: the drafter's rows depend on the accepted drafts, and only the core knows which requests
+continue. Clients get their tokens before the drafter runs.
 
 Shapes: T rows of R requests concatenated, N rows with logits, V vocabulary, F features per row.
 """
@@ -25,7 +25,7 @@ Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 # The chosen "token" of a row whose logits are not all finite.
 NOT_FINITE = -2
-Written = Callable[[int], None]  # called during a forward with each layer id once its keys or latents are written
+Written = Callable[[int], None]  # called during a forward with each layer id once its KV is written
 
 
 def _none() -> IntArray:
@@ -79,7 +79,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The parameters of the noise of S tokens, besides their positions: [S] each. Temperature 0: no noise."""
+    """Noise of S tokens, besides their positions: [S] each. Temperature 0: none."""
 
     seed: npt.NDArray[np.uint64]
     sample_index: npt.NDArray[np.uint64]
@@ -107,8 +107,8 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """The tokens that may be chosen in some rows. `row`, ascending, indexes the rows of a `Sampling`. `bits` uint8
-    [rows, bytes]: one bit per token id, lowest bit first, for at least the vocabulary."""
+    """Tokens allowed in some rows. `row`, ascending, indexes the rows of a `Sampling`. `bits` uint8 [rows, bytes]: one
+    bit per token id, lowest bit first, for at least the vocabulary."""
 
     row: IntArray
     bits: npt.NDArray[np.uint8]
@@ -123,8 +123,8 @@ class Masks:
 class Sampling:
     """How to choose tokens in the S rows with logits that are not plain greedy: [S] arrays.
 
-    The rows of a request are adjacent. Each but the last is followed by a draft, which is the next row's input.
-    `rejection`: accept a draft with the target's probability for it, instead of when the target chooses it.
+    The rows of a request are adjacent. Each but the last is followed by a draft, the next row's input. `rejection`:
+    accept a draft with the target's probability for it, instead of when the target chooses it.
     """
 
     row: IntArray  # index into the rows with logits, ascending
@@ -144,7 +144,6 @@ class Sampling:
     rejection: bool
 
     def take(self, rows: IntArray) -> Sampling:
-        """The sampling of `rows` (ascending)."""
         if len(rows) == len(self.row):
             return self
         changed: dict[str, Any] = {
@@ -161,7 +160,7 @@ _COLUMNS = ("row", "draft", "position", "log_min_p", "top_k", "top_p", "repetiti
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """Rows whose next token is a prompt token that needs a logprob: [M] each, rows ascending. `num_top`: how many most
-    likely tokens to report as well."""
+    likely tokens to report."""
 
     row: IntArray
     token: IntArray

@@ -30,7 +30,7 @@ from baton.structured import Allowed, Known
 
 @dataclass(frozen=True, slots=True)
 class SampledRequest:
-    """A request that gets tokens from a step, and its first index into the result's choices and logits."""
+    """A request that gets tokens, and its first index into the result's choices and logits."""
 
     request: Request
     first_choice: int
@@ -40,7 +40,7 @@ class SampledRequest:
 @dataclass(frozen=True, slots=True)
 class DraftRows:
     """Drafter rows [start, stop) of a request. Their features are the step's rows from `first_row` on. `num_drafts`:
-    the number of tokens to draft after them."""
+    tokens to draft after them."""
 
     request: Request
     first_row: int
@@ -77,7 +77,6 @@ def allowed_tokens(
 def step_plan(
     scheduled: Sequence[ScheduledRows], allowed: Mapping[Request, Allowed | None], spec: PlanSpec, rejection: bool
 ) -> tuple[StepPlan, list[SampledRequest]]:
-    """The target's plan. `allowed`: from `allowed_tokens`."""
     ids: list[int] = []
     sample_rows: list[int] = []
     logit_rows: list[int] = []
@@ -151,7 +150,7 @@ def _constraints(draft_rows: Sequence[DraftRows]) -> Sequence[Known | None]:
 
 
 def _chain(draft_rows: Sequence[DraftRows], num_modules: int) -> ModuleChain:
-    """The entries of each module that have become computable since the last draft plan, and the carried rows."""
+    """The entries of each module that became computable since the last draft plan, and the carried rows."""
     modules = range(1, num_modules + 1)
     spans = np.zeros((len(draft_rows), num_modules, 2), dtype=np.int64)
     mtp_hidden_row = np.full((len(draft_rows), num_modules - 1), -1)
@@ -183,7 +182,7 @@ def _rows(ids: list[int], spans: Sequence[tuple[int, int]], requests: Sequence[R
 
 def _state_slots(scheduled: Sequence[ScheduledRows], group: str) -> StateSlots:
     """A prefill keeps the state after its last row, and checkpoints. A verification keeps the state after each row,
-    because any row may be the last accepted one."""
+    because any may be the last accepted one."""
     read: list[int] = []
     kept: list[int] = []
     write: list[int] = []

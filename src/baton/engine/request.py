@@ -55,14 +55,14 @@ class Request:
 
     - `draft_prefix_len`: if a handoff brought no drafter KV, the local prefix hit of the drafter's groups.
     - `first_drafted`: the position of the first entry in the drafter's pages. Not 0 if a drafter that needs target
-      features got no KV for the prompt and begins after it.
+      features got no KV for the prompt.
     - `num_known_drafted`, `mtp_hidden` float32 [K - 1, E]: for a drafter with several modules, the tokens known at its
       last run, and the rows for its next one (`baton.drafters.chain`).
     - `marks`: when what happened, by the names of `LegTimings` (monotonic seconds); None if nobody asked, or after the
       first chunk.
     - `num_bytes`, `num_runs`: of the committed handoff.
-    - `arrival`: the order of arrival at this engine. `queued_at`: its time (monotonic seconds). `waited_s`: how long
-      it had waited before, in earlier attempts.
+    - `arrival`: the order of arrival at this engine. `queued_at`: its time (monotonic seconds). `waited_s`: earlier,
+      in other attempts.
     - `started`: it has had pages, or recomputes after a failed handoff. `started_at`: when its prompt was first
       computed here; None for a decode leg.
     """
@@ -117,13 +117,13 @@ class Request:
         return self._status
 
     def transition(self, status: RequestStatus) -> None:
-        """Change the status. Raises `RuntimeError` for a transition that is not in `FOLLOWS`."""
+        """Raises `RuntimeError` for a transition that is not in `FOLLOWS`."""
         if status not in FOLLOWS[self._status]:
             raise RuntimeError(f"request {self.request_id!r} cannot be {status.name} after {self._status.name}")
         self._status = status
 
     def set_prefill_length(self) -> None:
-        """Set `prefill_len`: the whole prompt, or all tokens but the last if there is output."""
+        """The whole prompt, or all tokens but the last if there is output."""
         self.prefill_len = len(self.token_ids) if self.num_output == 0 else len(self.token_ids) - 1
 
     @property
@@ -148,7 +148,7 @@ class Request:
 
     @property
     def queue_key(self) -> tuple[bool, float, int]:
-        """Sort key in queues: requests that have started first, then those that began first, on whichever engine."""
+        """Requests that have started first, then those that began first, on whichever engine."""
         return not self.started, self.queued_at - self.waited_s, self.arrival
 
     @property
@@ -160,8 +160,8 @@ class Request:
         return self.token_ids[self.num_prompt :]
 
     def allowed(self) -> Allowed | None:
-        """The allowed tokens for the next position and after each draft; None: all. Raises `RequestError` if a position
-        allows none."""
+        """The allowed tokens for the next position and after each draft; None: all. Raises `RequestError` if a
+        position allows none."""
         allowed = self._allowed(self.draft_ids)
         if allowed is not None and self.sampler.restricts and not allowed.bits.any(axis=1).all():
             field = "bad_words" if self.params.allowed_token_ids is None else "allowed_token_ids"
@@ -190,7 +190,7 @@ class Request:
         return range(start + 1, min(stop + 1, len(self.prompt_logprobs)))
 
     def forget_computed(self) -> None:
-        """Reset everything that depends on the request's pages."""
+        """Reset all that depends on the request's pages."""
         self.num_computed = self.num_drafted = self.first_drafted = 0
         self.draft_prefix_len = None
         self.num_known_drafted, self.mtp_hidden = 0, None

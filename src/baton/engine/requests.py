@@ -77,8 +77,8 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
 
 
 def check_identity(wire: GenerateRequest, info: EngineInfo) -> None:
-    """Raise `IncompatiblePeerError` if this engine would give other tokens, or an earlier end, than the engine that the
-    router planned for. An engine may have restarted at the same URL with other settings."""
+    """Raise `IncompatiblePeerError` if this engine would give other tokens, or an earlier end, than the engine that
+    the router planned for. An engine may have restarted at the same URL with other settings."""
     if wire.identity is None:
         return
     own = token_identity(info.fingerprint)
@@ -91,7 +91,6 @@ def check_identity(wire: GenerateRequest, info: EngineInfo) -> None:
 
 
 def _matcher(engine: Engine, wire: GenerateRequest, known: list[int]) -> Matcher | None:
-    """The matcher of the request's grammar, after the known output."""
     asked = wire.sampling_params.structured_outputs
     if asked is None:
         return None
@@ -118,6 +117,6 @@ def _ticket(engine: Engine, wire: GenerateRequest) -> SignedTicket:
     except ProtocolError as error:
         log.warning("refused the ticket of a request: %s", error)
         if isinstance(error, WrongEngineError):
-            # Not the request's fault: the router does not know yet that this engine was restarted.
+            # The router does not know yet that this engine was restarted.
             raise
         raise ForbiddenError(str(error), "handoff") from None

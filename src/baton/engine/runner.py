@@ -162,7 +162,7 @@ class ModelRunner:
         self.spec = plan_spec(groups, drafter)
 
     def release(self) -> None:
-        """Drop pages and weights, because reference cycles may keep the runner itself alive."""
+        """Drop pages and weights: reference cycles may keep the runner alive."""
         for held in (self.kv, self._target_layers, self._draft_layers):
             held.clear()
         del self.model, self.drafter
@@ -194,7 +194,7 @@ class ModelRunner:
         features = output.features_TF
         if features is not None and len(plan.feature_rows) != features.shape[0]:
             features = features[self._tensor(plan.feature_rows)]
-        # The token after the last row is known, so the first draft is two positions after the row.
+        # The token after the last row is known: the first draft is two positions after the row.
         first = rows.positions[rows.query_start[1:] - 1] + 2
         states = DraftStates(plan)
         tables = {name: rows.tables[name] for name in self.spec.draft_groups}
@@ -230,7 +230,7 @@ class ModelRunner:
 
 
 def _check_drafts(drafts: list[list[int]], most: list[int], vocab_size: int, name: str) -> None:
-    """Raise `ValueError` for invalid drafts, because a user's own drafter may return anything."""
+    """Raise `ValueError` for invalid drafts: a user's own drafter may return anything."""
     if len(drafts) != len(most):
         raise ValueError(f"drafter {name} returned drafts of {len(drafts)} requests, not of {len(most)}")
     for ids, count in zip(drafts, most, strict=True):

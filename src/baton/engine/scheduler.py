@@ -45,7 +45,6 @@ class Scheduler:
         return bool(self.waiting or self.running or self.receive_queue or self.announced)
 
     def queued(self) -> list[Request]:
-        """Requests without pages."""
         return [*self.waiting, *self.receive_queue, *self.announced]
 
     def enqueue(self, request: Request) -> None:
@@ -113,7 +112,7 @@ class Scheduler:
         self._recompute_first(request)
 
     def recompute(self, request: Request) -> None:
-        """Let a decode leg that has no pages compute its prompt here, before requests that have not started."""
+        """Let a decode leg without pages compute its prompt here, before requests that have not started."""
         self.remove(request)
         self._recompute_first(request)
 
@@ -148,7 +147,7 @@ class Scheduler:
         return True
 
     def missing(self, request: Request) -> int:
-        """The number of tokens that a waiting request would have to compute."""
+        """Tokens that a waiting request would have to compute."""
         found = self.cache.find(request.kv, request.token_ids, request.prefill_len)
         return request.prefill_len - min(hit.num_tokens for hit in found.values())
 
@@ -174,7 +173,7 @@ class Scheduler:
         self.running.append(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request from all queues. Its pages are not released."""
+        """From all queues. Its pages are not released."""
         if request in self.running:
             self.running.remove(request)
         for queue in (self.waiting, self.receive_queue):

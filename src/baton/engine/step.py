@@ -45,7 +45,7 @@ class DecodingLimits:
     rejection: bool = False
 
     def num_drafts(self, request: Request) -> int:
-        """How many drafts a request gets. They and the token after them fit into the context."""
+        """Drafts and the token after them fit into the context."""
         return min(self.num_speculative_tokens, self.max_model_len - len(request.token_ids) - 1)
 
 
@@ -133,7 +133,7 @@ class StepRunner:
         return StepOutcome([drafted for drafted in draft_rows if drafted.request not in failed], failed)
 
     def _works(self) -> bool:
-        """Whether target and drafter can compute one token in spare pages. True without spare pages."""
+        """Whether target and drafter can compute one token in spare pages; True if there are none."""
         tables = self.cache.spare()
         if tables is None:
             return True
@@ -158,7 +158,7 @@ class StepRunner:
         return True
 
     def _one_row(self) -> ModuleChain | None:
-        """The module chain for the first row of a request, for which only the first module has an entry."""
+        """For the first row of a request, only the first module has an entry."""
         num_modules = self.executor.spec.num_modules
         if num_modules == 1:
             return None
@@ -190,7 +190,7 @@ class StepRunner:
         drafted: list[int] = []
         if num_drafts:
             accepted, drafted = [min(verified.num_accepted, len(kept))], [num_drafts]
-            # As in vLLM, the drafter's counters include drafts after the request's end.
+            # As in vLLM, counters include drafts after the request's end.
             self.metrics.verified(num_drafts, verified.num_accepted)
         self.metrics.num_generation_tokens += len(kept)
         if request.committed_at is not None:
@@ -261,7 +261,7 @@ class StepRunner:
         )
 
     def _draft(self, draft_rows: Sequence[DraftRows]) -> dict[Request, Exception]:
-        """Run the drafter. Rows that are run again after a failure write the same KV."""
+        """Rows that are run again after a failure write the same KV."""
         if not draft_rows:
             return {}
         try:
@@ -319,8 +319,8 @@ def _note_scores(
 
 
 def _catch_up(late: Sequence[tuple[Request, int]], budget: int) -> list[DraftRows]:
-    """Rows for requests that lack earlier drafter entries, in order, within the rest of the token budget. They get
-    drafts once no entry is missing."""
+    """Rows for requests that lack earlier drafter entries, in order, within the token budget. They get drafts once no
+    entry is missing."""
     found: list[DraftRows] = []
     for request, num_drafts in late:
         start = request.num_drafted

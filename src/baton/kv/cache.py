@@ -1,8 +1,7 @@
 """The KV cache manager of one engine: pools, block tables, prefix hits, sliding windows, states, quarantine.
 
-The scheduler decides which requests run and counts in tokens; the pools count in pages, and every group has its own
-page size and number of pages. This module translates. Bytes are copied by the caller's `copy_page`. Not thread-safe:
-the engine thread owns it.
+The scheduler counts in tokens; the pools count in pages, and every group has its own page size and number of pages.
+This module translates. Not thread-safe: the engine thread owns it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from baton.kv.tables import BlockTables, Destination
 
 CopyPage = Callable[[str, int, int], None]
 
-# Tokens between state checkpoints. One checkpoint is as large as the KV of thousands of tokens.
+# Between state checkpoints, each as large as the KV of thousands of tokens.
 CHECKPOINT_TOKENS = 256
 
 OWNERS: tuple[Owner, Owner] = ("target", "draft")
@@ -29,9 +28,9 @@ OWNERS: tuple[Owner, Owner] = ("target", "draft")
 class KVCache:
     """The pools of all groups, and the pages that requests hold.
 
-    `num_pages` per group includes the null page. `num_lookahead_slots` is the number of token slots after a request's
-    tokens that are reserved for drafts. `copy_page(group, source, destination)` copies one page before it returns.
-    `checkpoint_tokens` is the minimum number of tokens between state checkpoints.
+    `num_pages` per group includes the null page. `num_lookahead_slots`: token slots after a request's tokens that are
+    reserved for drafts. `copy_page(group, source, destination)` copies one page before it returns.
+    `checkpoint_tokens`: the minimum number of tokens between state checkpoints.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class KVCache:
         self._num_scratch = {group.name: group.rules.num_scratch(num_lookahead_slots) for group in groups}
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a request of `num_tokens` tokens fits into the empty pools."""
+        """Into the empty pools."""
         return all(
             self._num_pages(name, num_tokens) + self._num_scratch[name] < pool.num_pages
             for name, pool in self.pools.items()
@@ -87,7 +86,7 @@ class KVCache:
         """
         found = self.find(tables, tokens, num_tokens)
         common = min(hit.num_tokens for hit in found.values())
-        # If there is no page to copy a partly hit page into, use the whole pages of the hit only.
+        # If there is no page to copy a partly hit page into, use the hit's whole pages only.
         for start in dict.fromkeys((common, common // self._whole_pages * self._whole_pages)):
             if self._take(tables, found, dict.fromkeys(self.pools, start), start + min(num_rows, num_tokens - start)):
                 return start
@@ -102,7 +101,6 @@ class KVCache:
         states = {name: pool for name, pool in self._states.items() if name in found}
         common = min(hit.num_tokens for hit in found.values())
         while any(found[name].num_tokens > common for name in states):
-            # A state can only start at a checkpoint.
             found |= {name: pool.lookup(tokens, common, tables.chains[name]) for name, pool in states.items()}
             common = min(hit.num_tokens for hit in found.values())
         return found
@@ -112,7 +110,7 @@ class KVCache:
     ) -> Destination | None:
         """Allocate the destination pages of a handoff: for all `num_tokens` tokens and the next one.
 
-        `sent_groups`: the groups that the peer sends, None for all. Nothing is wanted of the other groups. Those whose
+        `sent_groups`: the groups that the peer sends, None for all. Nothing is wanted of the others. Those whose
         entries need the target's features get no hit and enter nothing into the prefix cache, because their missing
         entries are never computed. Those that need tokens only start at their common hit.
 
@@ -142,7 +140,7 @@ class KVCache:
         return Destination(hits, wanted)
 
     def _look_up(self, tables: BlockTables, tokens: Sequence[int], limit: int) -> dict[str, PrefixHit]:
-        """The prefix hit of each group. The last lookup is reused while the prefix cache has not changed."""
+        """Reuses the last lookup while the prefix cache has not changed."""
         hits: dict[str, PrefixHit] = {}
         for name, pool in self.pools.items():
             asked = pool.version, limit, len(tokens)
@@ -158,7 +156,7 @@ class KVCache:
         """Share the whole pages of the hits, copy partly hit pages, and allocate the rest, for all groups or for none.
 
         A checkpoint is copied like a partly hit page. If no slot is left for the copy and no request uses the
-        checkpoint, it becomes the request's own state, so that a hit never needs more slots than a miss.
+        checkpoint, it becomes the request's own state, so a hit never needs more slots than a miss.
         """
         counts: dict[str, tuple[int, list[int], int]] = {}
         taken_over: set[str] = set()
@@ -191,8 +189,8 @@ class KVCache:
         return True
 
     def reserve(self, tables: BlockTables, num_tokens: int) -> bool:
-        """Extend every block table to `num_tokens` tokens and the draft slots. Returns False, without changes, if there
-        are too few pages."""
+        """Extend every block table to `num_tokens` tokens and the draft slots. Returns False, without changes, if
+        there are too few pages."""
         missing = {name: self._num_pages(name, num_tokens) - len(tables.pages[name]) for name in self.pools}
         if any(count > self.pools[name].num_available for name, count in missing.items()):
             return False
@@ -207,8 +205,8 @@ class KVCache:
     ) -> None:
         """Allocate slots for the checkpoints within rows [start, stop) of known tokens.
 
-        Checkpoints are optional. They take free slots or those of older checkpoints, at most half of them (or the only
-        one), and later checkpoints have priority.
+        They take free slots or those of older checkpoints, at most half of them (or the only one); later checkpoints
+        have priority.
         """
         for name, pool in self._states_of[owner].items():
             chain = tables.chains[name]
@@ -220,8 +218,8 @@ class KVCache:
             tables.checkpoints[name] |= zip(due, pool.allocate(len(due)), strict=True)
 
     def accept(self, tables: BlockTables, num_accepted: int, num_computed: int, owner: Owner = "target") -> None:
-        """Update the states after a step. `num_accepted` is the number of accepted drafts, 0 for a prefill and for a
-        drafter. The state that has seen `num_computed` tokens becomes the request's; all other slots are scratch."""
+        """Update the states after a step. `num_accepted`: drafts, 0 for a prefill and for a drafter. The state that
+        has seen `num_computed` tokens becomes the request's; all other slots are scratch."""
         for name, pool in self._states_of[owner].items():
             scratch, pages = tables.scratch[name], tables.pages[name]
             for count in pool.due(num_computed - num_accepted, num_computed + 1):
@@ -235,13 +233,12 @@ class KVCache:
     def num_final(
         self, group: str, num_known: int, num_computed: int, num_drafted: int, *, seeded: bool = False
     ) -> int:
-        """`Rules.final` of a group, when the target has computed `num_computed` entries and the drafter
-        `num_drafted`."""
+        """When the target has computed `num_computed` entries and the drafter `num_drafted`."""
         rules = self.rules[group]
         return rules.final(num_known, num_computed if rules.module == 0 else num_drafted, seeded=seeded)
 
     def advance(self, tables: BlockTables, tokens: Sequence[int], num_computed: int, num_drafted: int) -> None:
-        """Enter newly final pages, and the checkpoints that the step has written, into the prefix cache."""
+        """Enter newly final pages, and the checkpoints of the step, into the prefix cache."""
         for name, states in self._states.items():
             for count, slot in tables.checkpoints[name].items():
                 states.enter(tokens, count, slot, tables.chains[name])
@@ -258,7 +255,7 @@ class KVCache:
         self, tables: BlockTables, num_known: int, num_computed: int, num_drafted: int, first_drafted: int = 0
     ) -> None:
         """Free the pages that no later query of a window sees, with counts as in `num_final`. A drafter's pages begin
-        with entry `first_drafted`. To be called when nobody else reads them: no prefix store, and no peer but of those
+        with entry `first_drafted`. Nobody else may be reading them: no prefix store, and no peer but of those
         `offered`."""
         for name in self._windowed:
             # Entries that are not final are computed again.
@@ -268,8 +265,8 @@ class KVCache:
             self._free_before(tables, name, self.rules[name].first_needed(next_query))
 
     def offered(self, tables: BlockTables, num_tokens: int) -> dict[str, list[int]]:
-        """The block tables that a peer may read, for a prompt of `num_tokens` tokens. Entries before the first that any
-        peer can want are null, so that a peer never reads pages that a window frees."""
+        """The block tables that a peer may read, for a prompt of `num_tokens` tokens. Entries before the first that
+        any peer can want are null, so a peer never reads pages that a window frees."""
         pages = dict(tables.pages)
         for name in self._windowed:
             first = self.rules[name].wanted(num_tokens, 0).start // self.pools[name].page_size
@@ -286,13 +283,12 @@ class KVCache:
             tables.slid[group] = stop
 
     def release(self, tables: BlockTables) -> None:
-        """Release all pages of a request."""
         self._release_scratch(tables)
         for name, pages in tables.take().items():
             self.pools[name].release(pages)
 
     def forget(self, tables: BlockTables) -> None:
-        """Remove from the prefix cache what a request has found there or entered: nothing may start from it again."""
+        """Remove from the prefix cache what a request has found there or entered."""
         for name, pool in self.pools.items():
             pool.forget_chain(tables.chains[name])
 
@@ -320,8 +316,8 @@ class KVCache:
         return held
 
     def leave_quarantine(self, held: BlockTables, tokens: Sequence[int], proven: Mapping[str, int]) -> None:
-        """The pages are quiet. Pages within the first `proven` entries of a group are known to be final and enter the
-        prefix cache, so that a recomputation can start from them."""
+        """The pages are quiet. Those within the first `proven` entries of a group are final and enter the prefix
+        cache, for a recomputation."""
         uncached = held.uncached  # `take` clears it
         for name, pages in held.take().items():
             pool = self.pools[name]

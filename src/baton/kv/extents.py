@@ -1,4 +1,4 @@
-"""The free list of a page pool, kept as maximal runs of adjacent pages: the planner copies a run at once."""
+"""The free list of a page pool, as maximal runs of adjacent pages: the planner copies a run at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Extents:
     """Runs [start, stop) of free pages, merged when pages are freed. Allocation is best fit, which keeps long runs for
     long prompts.
 
-    Taking and returning a run cost O(log n) in the number of distinct run lengths, besides the pages themselves.
+    Taking and returning a run cost O(log n) in the number of distinct run lengths, besides the pages.
     """
 
     def __init__(self, start: int, stop: int) -> None:
@@ -22,7 +22,6 @@ class Extents:
         self._insert(start, stop)
 
     def add(self, pages: Iterable[int]) -> None:
-        """Add pages that have just become free."""
         start = stop = -1
         for page in sorted(pages):
             if page != stop:
@@ -34,8 +33,7 @@ class Extents:
             self._merge(start, stop)
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` pages (at most `num_pages`): first the run right after the used page `after`, then as few runs
-        as possible."""
+        """At most `num_pages`: first the run right after the used page `after`, then as few runs as possible."""
         picked: list[int] = []
         if after is not None and after + 1 in self._stops:
             picked += self._cut(after + 1, count)
@@ -47,7 +45,7 @@ class Extents:
         return picked
 
     def _cut(self, start: int, count: int) -> range:
-        """Take up to `count` pages from the front of a run."""
+        """Up to `count` pages from the front of a run."""
         stop = self._remove(start)
         end = min(start + count, stop)
         if end < stop:
@@ -72,7 +70,7 @@ class Extents:
         self._by_length[length][start] = None
 
     def _remove(self, start: int) -> int:
-        """Remove the run that begins at `start` and return its stop."""
+        """Returns its stop."""
         stop = self._stops.pop(start)
         del self._starts[stop]
         length = stop - start

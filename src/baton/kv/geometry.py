@@ -2,8 +2,8 @@
 
 A `Geometry` is a list of planes (K, V, a latent, a part of a state) in one registered region. A plane has five axes
 with byte strides (layer, page, token, head, element). Block-major, layer-major, NHD, HND, head shards and pipeline
-stages differ only in strides, counts and ids, so one planner serves all of them. A group that is spread over several
-regions (for example one tensor per layer) has several geometries with disjoint `layer_ids`, planned separately.
+stages differ only in strides, counts and ids, so one planner serves all. A group spread over several regions (for
+example one tensor per layer) has several geometries with disjoint `layer_ids`, planned separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCK_MAJOR_NHD: tuple[Axis, ...] = ("page", "layer", "plane", "token", "head", 
 LAYER_MAJOR_NHD: tuple[Axis, ...] = ("layer", "plane", "page", "token", "head", "element")
 
 NULL_PAGE = 0
-# Offsets are int64 sums of a few products. This limit is far enough below 2**63 that they cannot overflow.
+# Offsets are int64 sums of a few products: far enough below 2**63 not to overflow.
 _MAX_BYTES = 1 << 60
 _MAX_COUNT = 1 << 16
 
@@ -36,9 +36,9 @@ _MAX_COUNT = 1 << 16
 class Plane(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
     """The layout of one tensor that a group keeps per token, or per state slot. Strides and `base` are in bytes.
 
-    Element (layer, page, token, head, e) is at `base` + the sum of index times stride. `cut` is the axis that is
-    sharded over ranks: `heads`, `channels` (a head is then one channel), or `whole` for a replicated plane.
-    `first_head` is the model's number of the first head on this rank.
+    Element (layer, page, token, head, e) is at `base` + the sum of index times stride. `cut`: the axis that is sharded
+    over ranks: `heads`, `channels` (a head is then one channel), or `whole` for a replicated plane. `first_head`: the
+    model's number of the first head on this rank.
 
     With `tile` > 1, the elements of `tile` successive tokens of one head form one opaque contiguous block, as in CPU
     attention kernels. `token_stride` is then the distance between tiles divided by `tile`.
@@ -60,12 +60,10 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def last_head(self) -> int:
-        """One past the model's number of the last head on this rank."""
         return self.first_head + self.num_heads
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
         return ITEMSIZE[self.dtype]
 
     @property
@@ -77,7 +75,7 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
     """The layout of one group in one region. Its planes share pages and layers.
 
-    `layer_ids` are layer numbers of the model, in storage order.
+    `layer_ids`: layer numbers of the model, in storage order.
     """
 
     group: str
@@ -90,7 +88,6 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def num_layers(self) -> int:
-        """Layers in this region."""
         return len(self.layer_ids)
 
     @property
@@ -205,8 +202,8 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def block_major(
         cls, spec: GroupSpec, num_pages: int, *, region: int = 0, first_head: int | Sequence[int] = 0
     ) -> Geometry:
-        """The layout of Baton's own pool in one region: pages of layers of planes of `[page_size, num_heads,
-        head_dim]`. `first_head` applies to all sharded planes, or is given per plane."""
+        """Baton's own pool in one region: pages of layers of planes of `[page_size, num_heads, head_dim]`.
+        `first_head` applies to all sharded planes, or is given per plane."""
         *bases, layer_bytes = spec.plane_offsets
         stride: dict[Axis, int] = {"page": spec.page_bytes, "layer": layer_bytes}
         first_heads = (first_head,) * len(spec.planes) if isinstance(first_head, int) else first_head
@@ -223,7 +220,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         first_heads: Sequence[int],
         base: int,
     ) -> Geometry:
-        """Planes that begin at `base` + `bases`. Axes that are not in `stride` are packed inside the plane."""
+        """Planes at `base` + `bases`. Axes that are not in `stride` are packed inside the plane."""
         planes = tuple(
             Plane(
                 name=plane.name,
@@ -283,5 +280,4 @@ class CopyList:
 
     @property
     def total(self) -> int:
-        """Bytes in all runs together."""
         return int(self.nbytes.sum())

@@ -6,9 +6,9 @@ size, never the other way round. Lookahead and speculative slots are in no inter
 `module` says which tokens entry i of a group depends on:
 
 - 0, the target: x_0..x_i. An entry is final once it is computed.
-- j >= 1, a drafter (1 for EAGLE, EAGLE-3 and one-layer MTP; j for MTP module j): also x_{i+1}..x_{i+j}. For a prompt of
-  n tokens, entries [0, n - j) are final once computed, and entry n - j once the first output token x_n is known. Later
-  entries depend on unverified drafts.
+- j >= 1, a drafter (1 for EAGLE, EAGLE-3 and one-layer MTP; j for MTP module j): also x_{i+1}..x_{i+j}. For a prompt
+  of n tokens, entries [0, n - j) are final once computed, and entry n - j once the first output token x_n is known.
+  Later entries depend on unverified drafts.
 - None, a drafter that reads tokens only (a draft model): as the target.
 
 A state group has one slot, the interval [0, 1), for any number of tokens. It is final when the state has seen all of
@@ -28,13 +28,13 @@ from baton.errors import ProtocolError
 Kind = Literal["full", "sliding_window", "mla", "state"]
 
 MAX_TOKENS = 1 << 24
-# Limits for values from a peer. msgspec checks them when it decodes, not when we construct.
+# Limits for values from a peer, which msgspec checks when it decodes, not when we construct.
 Position = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 _End = Annotated[int, Meta(le=MAX_TOKENS)]
 
 
 class Interval(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Half-open range [start, stop) of token positions (or of page indices). Empty when start == stop.
+    """Half-open range [start, stop) of token positions (or of page indices).
 
     Raises `ProtocolError` for a negative start or a stop before the start.
     """
@@ -54,11 +54,10 @@ class Interval(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     @property
     def empty(self) -> bool:
-        """True when start == stop."""
         return self.start == self.stop
 
     def covers(self, other: Interval) -> bool:
-        """True when every position of `other` is in self. An empty `other` is always covered."""
+        """An empty `other` is always covered."""
         return other.empty or (self.start <= other.start and other.stop <= self.stop)
 
     def after(self, position: int) -> Interval:
@@ -78,7 +77,7 @@ ALL_LAYERS = Interval(0, MAX_TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of one group. `window` is in tokens: the query at position i attends to keys j > i - window.
+    """`window` is in tokens: the query at position i attends to keys j > i - window.
 
     Raises `ProtocolError` if `window` does not fit `kind`, and for states of a drafter that depends on later tokens.
     """
@@ -103,7 +102,7 @@ class Rules:
         return self.module or 0
 
     def wanted(self, n: int, hit: int) -> Interval:
-        """The entries that D must receive for a prompt of `n` tokens when it already holds the first `hit` entries.
+        """The entries that D must receive for a prompt of `n` tokens when it holds the first `hit` entries.
 
         Entries that depend on the first output token always move, whatever the hit. A sliding window needs only what
         the next query attends to. A state moves whole or not at all.
@@ -121,7 +120,7 @@ class Rules:
     def final(self, n: int, computed: int, *, seeded: bool = False) -> int:
         """The number of leading entries that no later step will change, when `n` tokens are known.
 
-        `computed` is the number of computed entries, in [0, n]. `seeded`: the next token x_n is known and was used,
+        `computed`: the number of computed entries, in [0, n]. `seeded`: the next token x_n is known and was used,
         which requires computed == n.
 
         Raises `ProtocolError` for counts that contradict each other.
@@ -133,12 +132,12 @@ class Rules:
         return known_entries(self.reach, n + seeded, computed)
 
     def num_pages(self, num_tokens: int, page_size: int) -> int:
-        """Pages that a request of `num_tokens` tokens needs. For a state group, slots."""
+        """Of a request of `num_tokens` tokens. For a state group, slots."""
         return min(num_tokens, 1) if self.kind == "state" else -(-num_tokens // page_size)
 
     def num_scratch(self, num_drafts: int) -> int:
-        """Scratch slots of a state group, besides the request's own slot. No interval covers them. Other kinds need
-        none: they write drafts into the token slots after the request's tokens.
+        """Scratch slots of a state group, besides the request's own; no interval covers them. Other kinds write drafts
+        into the token slots after the request's tokens.
 
         A verification keeps the state after each of its rows, because only its result says which one continues. A
         drafter continues from the last known token: it needs one slot for that state, and two in turn for the states

@@ -2,8 +2,8 @@
 
 A page is in exactly one state: free, referenced (count >= 1), cached (count 0, content kept, evictable in LRU order)
 or quarantined (its request has ended, but a transport may still touch it). Page 0 is the null page and is never
-allocated. Allocation prefers runs of adjacent page ids, because the planner merges adjacent pages into one copy. Pages
-are evicted a little ahead of need, so that there are runs to choose from. Not thread-safe: the engine thread owns it.
+allocated. Allocation prefers runs of adjacent page ids, which the planner merges into one copy. Pages are evicted a
+little ahead of need, so that there are runs to choose from. Not thread-safe: the engine thread owns it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from baton.errors import CapacityError
 from baton.kv.extents import Extents
 from baton.kv.prefix import Chain, chain_hash, page_identity
 
-# The fraction of the pool that is evicted ahead is 1 / this. If pages were evicted one by one, the free ones would be
-# the tails of the oldest requests: prompts of 32 to 128 pages in a pool of 2,000 then need 61 runs instead of 6.
+# 1 / this of the pool is evicted ahead. If pages were evicted one by one, the free ones would be the tails of the
+# oldest requests: prompts of 32 to 128 pages in a pool of 2,000 then need 61 runs instead of 6.
 EVICT_AHEAD = 50
 
 
-# Called with a block's digest, its parent's (None: it begins the prompt), its chain's root, and its identity tokens.
+# A block's digest, its parent's (None: it begins the prompt), its chain's root, and its identity tokens.
 OnStored = Callable[[bytes, bytes | None, bytes, Sequence[int]], None]
 
 
@@ -30,8 +30,8 @@ OnStored = Callable[[bytes, bytes | None, bytes, Sequence[int]], None]
 class PrefixHit:
     """Cached pages that hold a prefix of a token list, oldest first.
 
-    The first `num_tokens` entries are valid. If that is not a multiple of the page size, the last page is partly hit
-    and must be copied before anything is written after the hit.
+    If `num_tokens`, the valid entries, are not a multiple of the page size, the last page is partly hit and must be
+    copied before anything is written after the hit.
     """
 
     pages: list[int] = field(default_factory=list)
@@ -39,8 +39,7 @@ class PrefixHit:
 
 
 class PagePool:
-    """Pages 1..num_pages-1 of one group. `reach` is the number of tokens after a page that its KV depends on
-    (`Rules.reach`)."""
+    """Pages 1..num_pages-1 of one group. `reach`: as `Rules.reach`."""
 
     def __init__(self, num_pages: int, page_size: int, reach: int = 0, enable_caching: bool = True) -> None:
         if num_pages < 2:
@@ -64,7 +63,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can hand out now (free, or cached and evictable)."""
+        """Free, or cached and evictable."""
         return self._free.num_pages + len(self._evictable)
 
     @property
@@ -80,7 +79,7 @@ class PagePool:
         return len(self._evictable)
 
     def count_evictable(self, pages: Iterable[int]) -> int:
-        """How many of these pages are cached and unreferenced, so that `allocate` could evict them."""
+        """Cached and unreferenced, so that `allocate` could evict them."""
         return sum(page in self._evictable for page in pages)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
@@ -97,7 +96,7 @@ class PagePool:
         return pages
 
     def _evict(self, count: int) -> None:
-        """Free the least recently used cached pages."""
+        """Least recently used first."""
         evicted = [self._evictable.popitem(last=False)[0] for _ in range(count)]
         for page in evicted:
             self._forget(page)
@@ -113,7 +112,7 @@ class PagePool:
         """Drop one reference to each page except null pages. With `quarantine`, pages without references stay out of
         use until `leave_quarantine`."""
         free: list[int] = []
-        # Tail first, so that the last page of a chain is evicted before the pages that lead to it.
+        # Tail first, so that the last page of a chain is evicted before those that lead to it.
         for page in reversed(list(pages)):
             if page == 0:
                 continue
@@ -131,7 +130,7 @@ class PagePool:
         self._free.add(free)
 
     def leave_quarantine(self, pages: Iterable[int]) -> None:
-        """Pages are proven quiet: free them, or make them cached if they have been entered meanwhile."""
+        """Free quiet pages, or make them cached if they have been entered meanwhile."""
         free: list[int] = []
         for page in pages:
             if page in self._quarantined:
@@ -143,12 +142,12 @@ class PagePool:
         self._free.add(free)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Remove pages from the prefix cache. From now on, holders of a reference may write them."""
+        """Remove pages from the prefix cache: holders of a reference may write them."""
         for page in pages:
             self._forget(page)
 
     def forget_chain(self, chain: Iterable[bytes]) -> None:
-        """Remove the pages with these digests from the prefix cache; those that nobody references are free then."""
+        """Remove the pages with these digests from the prefix cache; unreferenced ones are free then."""
         pages = [self._by_hash[digest] for digest in chain if digest in self._by_hash]
         self.forget(pages)
         free = [page for page in pages if page in self._evictable]
@@ -173,8 +172,8 @@ class PagePool:
     def cache(self, tokens: Sequence[int], pages: Sequence[int], chain: Chain, num_final: int, first: int = 0) -> int:
         """Enter the full, final pages of a request from page number `first` on. Returns the number of the next page.
 
-        `num_final`: entries [0, num_final) of the request are final in this group. `chain` holds the known digests of
-        its first pages, and is extended.
+        `num_final`: entries [0, num_final) are final in this group. `chain`: the known digests of the first pages; it
+        is extended.
         """
         if not self.enable_caching:
             return first
@@ -203,8 +202,8 @@ class PagePool:
     def lookup(self, tokens: Sequence[int], max_tokens: int, digests: Chain | None = None) -> PrefixHit:
         """The longest cached prefix of at most `max_tokens` entries. The last page may be hit in part.
 
-        `digests` holds the known digests of the first pages of `tokens`, and is extended, so that a waiting prompt that
-        is looked up repeatedly is hashed only once.
+        `digests`: the known digests of the first pages of `tokens`; extended, so that a waiting prompt is hashed only
+        once.
         """
         pages: list[int] = []
         known = Chain() if digests is None else digests

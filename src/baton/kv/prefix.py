@@ -1,8 +1,7 @@
 """Prefix-cache identity of pages: a hash chain over tokens, per group.
 
-A target page's KV depends on the tokens up to its last position. A drafter page's KV depends on `reach` later tokens as
-well (EAGLE: 1, because entry i is computed from token i + 1). Its identity includes them: a chain over the page's own
-tokens would return another prompt's drafter KV.
+A drafter page's KV depends on `reach` later tokens too (EAGLE: 1, because entry i is computed from token i + 1). Its
+identity includes them: a chain over the page's own tokens would return another prompt's drafter KV.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Chain(list[bytes]):
 
 
 def salted_root(salt: str | None) -> bytes:
-    """The root of requests with this `cache_salt`. Requests without the salt can neither find nor use their pages."""
+    """Requests without this `cache_salt` can neither find nor use the pages of those with it."""
     return ROOT if salt is None else hashlib.blake2b(salt.encode(), key=ROOT, digest_size=16).digest()
 
 
@@ -37,5 +36,5 @@ def page_identity(tokens: Sequence[int], page: int, page_size: int, reach: int) 
 
 
 def chain_hash(parent: bytes, identity: Sequence[int]) -> bytes:
-    """16-byte BLAKE2b digest of the parent's digest and this page's identity tokens (as int64)."""
+    """16-byte BLAKE2b of the parent's digest and this page's identity tokens (as int64)."""
     return hashlib.blake2b(parent + array("q", identity).tobytes(), digest_size=16).digest()

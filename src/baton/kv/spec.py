@@ -21,7 +21,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "floa
 
 class PlaneSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor that every layer of a group keeps per token, or per state slot: `num_heads` x `head_dim` elements on
-    this rank. `cut` is the axis that is sharded over ranks (see `Plane`)."""
+    this rank. `cut`: as in `Plane`."""
 
     name: str
     dtype: str
@@ -31,7 +31,6 @@ class PlaneSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
         return ITEMSIZE[self.dtype]
 
     @property
@@ -44,26 +43,26 @@ Planes = tuple[PlaneSpec, ...]
 
 
 def kv_planes(num_kv_heads: int, head_dim: int, dtype: str) -> Planes:
-    """Keys and values of ordinary attention. `num_kv_heads` counts this rank's heads."""
+    """Of ordinary attention. `num_kv_heads` counts this rank's heads."""
     return PlaneSpec("k", dtype, num_kv_heads, head_dim), PlaneSpec("v", dtype, num_kv_heads, head_dim)
 
 
-# The plane of the keys by which sparse attention chooses tokens.
+# The keys by which sparse attention chooses tokens.
 INDEX_PLANE = "index"
 
 
 def latent_planes(latent_dim: int, rope_dim: int, dtype: str, index_dim: int = 0) -> Planes:
-    """MLA's latent followed by the rope key, and the index key if there is one, replicated on all ranks."""
+    """MLA's latent followed by the rope key, and the index key if any, replicated on all ranks."""
     latent = PlaneSpec("latent", dtype, 1, latent_dim + rope_dim, "whole")
     return (latent, PlaneSpec(INDEX_PLANE, dtype, 1, index_dim, "whole")) if index_dim else (latent,)
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One group of layers on one rank. Its layers share a block table, kind, planes, page size and owner.
+    """One group of layers on one rank, which share a block table, kind, planes, page size and owner.
 
     `page_size` and `window` are in tokens. A `state` group has no token axis: its page is one state slot and its
-    `page_size` is 1. `layer_ids` are layer numbers of the model. `module` says which tokens an entry depends on
-    (see `Rules`); only the target's groups have module 0.
+    `page_size` is 1. `layer_ids`: layer numbers of the model. `module`: which tokens an entry depends on (see
+    `Rules`); only the target's groups have module 0.
 
     Raises `ProtocolError` for inconsistent values.
     """
@@ -100,19 +99,17 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def rules(self) -> Rules:
-        """Which tokens the group keeps, sends and may free."""
         return Rules(self.kind, self.module, self.window)
 
     @property
     def num_layers(self) -> int:
-        """Layers of the group on this rank."""
         return len(self.layer_ids)
 
     @property
     def plane_offsets(self) -> tuple[int, ...]:
         """Byte offset of each plane within one layer of a dense page, then the layer's total bytes.
 
-        Offsets are multiples of the widest element's size, so that each plane can be viewed as its dtype.
+        Multiples of the widest element's size, so that each plane can be viewed as its dtype.
         """
         align = max(plane.itemsize for plane in self.planes)
         offsets = [0]
@@ -122,5 +119,5 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one dense page over all its layers."""
+        """Of one dense page over all its layers."""
         return self.num_layers * self.plane_offsets[-1]

@@ -1,8 +1,8 @@
 """The slots of a state group, and the checkpoints kept in them.
 
-A state cannot be truncated to a shorter prefix, so a prefix hit needs a state that was saved after exactly that many
-tokens: a checkpoint, taken at multiples of `interval` tokens. It occupies an ordinary slot, is found by the hash chain
-of the tokens before it, and is evicted when a request needs the slot.
+A state cannot be truncated to a shorter prefix, so a prefix hit needs a state saved after exactly that many tokens: a
+checkpoint, taken at multiples of `interval` tokens. It occupies an ordinary slot, is found by the hash chain of the
+tokens before it, and is evicted when a request needs the slot.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton.kv.prefix import Chain, chain_hash, page_identity
 
 
 class StatePool(PagePool):
-    """Slots 1..num_pages-1. A checkpoint covers all tokens before it and does not depend on earlier checkpoints."""
+    """Slots 1..num_pages-1. A checkpoint does not depend on earlier ones."""
 
     def __init__(self, num_pages: int, interval: int, enable_caching: bool = True) -> None:
         super().__init__(num_pages, 1, 0, enable_caching)
@@ -28,7 +28,7 @@ class StatePool(PagePool):
         return range(max(1, -(-start // self.interval)) * self.interval, stop, self.interval)
 
     def holds(self, tokens: Sequence[int], num_tokens: int, chain: Chain) -> bool:
-        """Whether there is a checkpoint of the first `num_tokens` tokens. This counts as a use of it."""
+        """Whether there is a checkpoint of the first `num_tokens` tokens. Counts as a use of it."""
         slot = self._by_hash.get(self._digest(tokens, num_tokens // self.interval, chain))
         if slot is not None:
             self.share([slot])
@@ -36,8 +36,8 @@ class StatePool(PagePool):
         return slot is not None
 
     def enter(self, tokens: Sequence[int], num_tokens: int, slot: int, chain: Chain) -> None:
-        """Make `slot`, which is referenced and holds the state after the first `num_tokens` tokens, a checkpoint unless
-        there is one already. `chain` holds the known digests of the tokens, and is extended."""
+        """Make `slot`, which is referenced and holds the state after the first `num_tokens` tokens, a checkpoint
+        unless there is one. `chain`: the known digests of the tokens; it is extended."""
         own = self._digest(tokens, num_tokens // self.interval, chain)
         if own not in self._by_hash and slot not in self._cached:
             self._enter(slot, own, own, ())
@@ -56,7 +56,7 @@ class StatePool(PagePool):
         return PrefixHit()
 
     def _digest(self, tokens: Sequence[int], count: int, chain: Chain) -> bytes:
-        """The digest of the first `count` intervals of `tokens`."""
+        """Of the first `count` intervals of `tokens`."""
         for index in range(len(chain), count):
             identity = page_identity(tokens, index, self.interval, 0)
             assert identity is not None, "a state has seen unknown tokens"

@@ -18,9 +18,9 @@ class BlockTables:
 
     `pages`: page ids in token order, null where a window has freed them; `tables` holds the same as int32 arrays. The
     one page of a state group is the slot of the request's state. `scratch`: state slots that the next step writes, the
-    first of which gets the state after the last known token; no interval covers them and peers never see them.
-    `checkpoints`: slots that receive a checkpoint in this step, by token count. `uncached`: groups that hold no
-    complete prefix, so that none of their pages may enter the prefix cache.
+    first of which gets the state after the last known token; no interval covers them. `checkpoints`: slots that
+    receive a checkpoint in this step, by token count. `uncached`: groups that hold no complete prefix, so none of
+    their pages may enter the prefix cache.
 
     Hash chains survive when the pages are released, because tokens are only ever appended.
     """
@@ -42,12 +42,11 @@ class BlockTables:
         self.uncached: set[str] = set()
 
     def set_pages(self, group: str, pages: list[int]) -> None:
-        """Replace the block table of a group."""
         self.pages[group] = pages
         self.tables[group] = np.asarray(pages, dtype=np.int32)
 
     def slots(self, group: str) -> tuple[int, list[int]]:
-        """The slots of a state group: the request's state, and the scratch slots that a step writes."""
+        """A state group's slot of the request, and the scratch slots that a step writes."""
         return self.pages[group][0], self.scratch[group]
 
     def take(self) -> dict[str, list[int]]:
@@ -59,7 +58,7 @@ class BlockTables:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """What a handoff has to write: per group the prefix hit in tokens, and the wanted interval."""
+    """Per group the prefix hit in tokens, and the wanted interval."""
 
     hits: dict[str, int]
     wanted: dict[str, Interval]

@@ -1,5 +1,5 @@
-"""The base of every architecture: a decoder whose subclasses read their `config.json`. Parameter names are those of
-Hugging Face."""
+"""The base of every architecture: a decoder whose subclasses read their `config.json`. Parameter names are Hugging
+Face's."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Decoder(nn.Module):
 
 
 def _rotaries(config: ModelConfig, build: Build) -> tuple[list[Rotary], list[int]]:
-    """The distinct rotary embeddings of a decoder, and each layer's index into them."""
+    """A decoder's distinct rotary embeddings, and each layer's index into them."""
     of_layers = config.layer_ropes or (config.rope,) * config.num_layers
     specs: list[RopeSpec] = []
     for spec in of_layers:
@@ -116,7 +116,7 @@ class CausalLM(nn.Module, ABC):
         self._is_cut = False
         if build.ranks.stage.index > 0:
             return
-        # Replicated on all ranks if their number does not divide the vocabulary, or if the head is tied.
+        # Replicated if the ranks do not divide the vocabulary, or if the head is tied.
         is_cut = config.vocab_size % build.ranks.size == 0 and not config.tie_word_embeddings
         share = build.ranks.share(config.vocab_size, "tokens") if is_cut else None
         self.lm_head = Linear(config.hidden_size, share.length if share else config.vocab_size, build, share=share)
@@ -138,14 +138,14 @@ class CausalLM(nn.Module, ABC):
         return DecoderLayer(config, layer_id, build)
 
     def mtp_config(self, num_modules: int) -> ModelConfig:
-        """The config of `num_modules` MTP modules: layers like the last, with experts if the model has experts."""
+        """`num_modules` MTP modules: layers like the last, with experts if the model has them."""
         config = self.config
         moe = config.moe and dataclasses.replace(config.moe, layers=(True,) * num_modules)
         windows, ropes = config.windows[-1:] * num_modules, config.layer_ropes[-1:] * num_modules
         return dataclasses.replace(config, num_layers=num_modules, windows=windows, layer_ropes=ropes, moe=moe)
 
     def stored_name(self, name: str) -> str | None:
-        """This model's name of a checkpoint's tensor. None if the tensor is not loaded."""
+        """This model's name of a checkpoint's tensor; None: not loaded."""
         is_tied = name == "lm_head.weight" and self.config.tie_word_embeddings
         return None if is_tied or name.endswith("rotary_emb.inv_freq") else name
 
@@ -169,6 +169,6 @@ class CausalLM(nn.Module, ABC):
         return self.project(hidden_TE).float()
 
     def project(self, hidden_TE: Tensor) -> Tensor:
-        """The LM head's output [T, V] for rows [T, E], gathered over the ranks. A collective: all ranks call it."""
+        """The LM head's output [T, V] for rows [T, E]. A collective: all ranks call it."""
         part: Tensor = self.lm_head(hidden_TE)
         return torch.cat(tuple(self.build.ranks.gather(part)), dim=-1) if self._is_cut else part

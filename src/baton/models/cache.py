@@ -25,7 +25,7 @@ class KVLayerSpec:
 @dataclass(frozen=True, slots=True)
 class LatentLayerSpec:
     """One layer of latent attention (DeepSeek-V2, 2024): one latent and one rope key per token, for all heads.
-    `index_dim`: size of the key by which sparse attention chooses tokens, 0 if the layer has none."""
+    `index_dim`: size of the key by which sparse attention chooses tokens, 0 without."""
 
     latent_dim: int
     rope_dim: int
@@ -34,8 +34,8 @@ class LatentLayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class StatePlane:
-    """One part of a layer's state: `num_heads` x `head_dim`. `cut`: how tensor ranks share it ("whole": each has all
-    of it). `dtype` None: the model's."""
+    """One part of a layer's state: `num_heads` x `head_dim`. `cut`: how tensor ranks share it ("whole": each has all).
+    `dtype` None: the model's."""
 
     name: str
     num_heads: int
@@ -75,10 +75,10 @@ class Recurrence(Protocol):
 
 
 class Attend(Protocol):
-    """Write k and v to the paged cache, then attend causally. The runner provides it for one forward.
+    """Write k and v to the paged cache, then attend causally, for one forward.
 
     q [T, H, D], k and v [T, G, D], `scale` on the dot products; returns [T, H, D]. `sinks` float32 [H]: one more logit
-    per head in every row's softmax, without a key or a value.
+    per head in every row's softmax, without key or value.
     """
 
     def __call__(
@@ -96,8 +96,8 @@ class LatentHeads(Protocol):
     """A layer's projections between latents and heads, in two equivalent forms (DeepSeek-V2, arXiv:2405.04434, 2.1).
 
     Expanded: S kept rows [S, C + R] become keys [S, H, D] and values [S, H, V]. Absorbed: queries [T, H, D] become
-    queries [T, H, C + R] against the kept rows themselves, and sums of latents [T, H, C] become sums of values
-    [T, H, V]. `always_absorbed`: batch-invariant rows use this form alone, since the two round differently.
+    queries [T, H, C + R] against the kept rows, and sums of latents [T, H, C] become sums of values [T, H, V].
+    `always_absorbed`: batch-invariant rows use this form alone, since the two round differently.
     """
 
     value_dim: int
@@ -121,17 +121,17 @@ class IndexRows:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The keys that an indexer chose: `positions` int64 [N, top_k], ascending, for the rows `rows` int64 [N]. All other
-    rows see at most `top_k` keys, and attend to all of them."""
+    """The keys that an indexer chose: `positions` int64 [N, top_k], ascending, for the rows `rows` int64 [N]. Other
+    rows see at most `top_k` keys, and attend to all."""
 
     rows: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
 
 
 class LayerCache(Attend, Protocol):
-    """The cache for one forward's rows: called itself for keys and values, with a method for each other kind.
+    """The cache for one forward's rows: called for keys and values, with a method for each other kind.
 
-    `chosen`: what the last layer with an indexer chose in this forward.
+    `chosen`: by the last layer with an indexer in this forward.
     """
 
     chosen: Chosen | None

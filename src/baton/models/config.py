@@ -1,7 +1,7 @@
 """Read a decoder's `config.json` into typed values.
 
-A missing, mistyped or unsupported value raises a `CheckpointError` that names the field, so a checkpoint that cannot be
-computed faithfully never loads. Defaults are those of the Hugging Face config classes.
+A missing, mistyped or unsupported value raises a `CheckpointError` that names the field, so a checkpoint that cannot
+be computed faithfully never loads. Defaults are Hugging Face's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RawConfig = Mapping[str, Any]
 MAX_SIZE = 1 << 31
 MAX_LAYERS = 4096
 
-# Fields that change the computation of any decoder, with their only supported value.
+# Fields that change any decoder's computation, with their only supported value.
 _OF_ATTENTION = {
     "is_causal": True,
     "use_bidirectional_attention": False,
@@ -61,7 +61,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a pre-norm decoder with grouped-query attention and a SwiGLU MLP.
+    """A pre-norm decoder with grouped-query attention and a SwiGLU MLP.
 
     `windows[l]`: the sliding window of layer l in tokens, None for full attention. `rotary_dim`: how many leading
     dimensions of a head are rotated, None for all. `layer_ropes`: by layer, empty if all have `rope`.
@@ -98,7 +98,7 @@ class ModelConfig:
 
 
 def get_int(raw: RawConfig, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
-    """The integer field `name` in [minimum, maximum]. Raises `CheckpointError` naming the field."""
+    """An integer in [minimum, maximum]. Raises `CheckpointError` naming the field."""
     value = raw.get(name)
     if value is None:
         value = default
@@ -111,7 +111,7 @@ def get_int(raw: RawConfig, name: str, default: int | None = None, minimum: int 
 
 
 def get_float(raw: RawConfig, name: str, default: float | None = None) -> float:
-    """The positive number field `name`. Raises `CheckpointError` naming the field."""
+    """A positive number. Raises `CheckpointError` naming the field."""
     value = raw.get(name)
     if value is None:
         value = default
@@ -122,7 +122,7 @@ def get_float(raw: RawConfig, name: str, default: float | None = None) -> float:
 
 
 def get_bool(raw: RawConfig, name: str, default: bool = False) -> bool:
-    """The boolean field `name`; null and absence mean `default`. Raises `CheckpointError`."""
+    """Null and absence mean `default`. Raises `CheckpointError`."""
     value = raw.get(name)
     if value is None:
         return default
@@ -132,7 +132,7 @@ def get_bool(raw: RawConfig, name: str, default: bool = False) -> bool:
 
 
 def get_rope(raw: RawConfig, max_position: int) -> RopeSpec:
-    """The rotary embedding, from the old (`rope_theta`, `rope_scaling`) or the new (`rope_parameters`) fields."""
+    """From the old (`rope_theta`, `rope_scaling`) or the new (`rope_parameters`) fields."""
     return read_rope(rope_section(raw), raw, max_position)
 
 
@@ -148,7 +148,7 @@ def rope_section(raw: RawConfig) -> RawConfig:
 
 
 def _spelt_out(section: object, raw: RawConfig) -> object:
-    """A rope section with the fields beside it, and with its type under one name, for comparison."""
+    """A rope section with the fields beside it, and its type under one name, for comparison."""
     if not isinstance(section, Mapping):
         return section
     beside = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
@@ -158,7 +158,7 @@ def _spelt_out(section: object, raw: RawConfig) -> object:
 
 
 def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_default: float = 10000.0) -> RopeSpec:
-    """The rotary embedding of `section`; fields that it lacks are read from `raw`.
+    """Fields that `section` lacks are read from `raw`.
 
     Raises `CheckpointError` naming a type or parameter that is not supported.
     """
@@ -184,7 +184,7 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
         where = raw if raw.get("original_max_position_embeddings") is not None else section
         original = get_int(where, "original_max_position_embeddings", max_position)
         params["original_max_position_embeddings"] = float(original)
-        # A null factor of YaRN means the ratio of the two lengths; a missing one is an error.
+        # A null factor of YaRN is the ratio of the two lengths; a missing one is an error.
         if kind == "yarn" and "factor" in section:
             params.setdefault("factor", max_position / original)
     for name in needed:
@@ -195,7 +195,7 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
 
 
 def context_length(rope: RopeSpec, max_position: int) -> int:
-    """The longest context in tokens, derived as in vLLM: linear scaling multiplies `max_position_embeddings`, YaRN the
+    """The longest context in tokens, as in vLLM: linear scaling multiplies `max_position_embeddings`, YaRN the
     original length. With YaRN, `max_position_embeddings` may already be the result."""
     if rope.kind not in ("linear", "yarn"):
         return max_position
@@ -204,7 +204,7 @@ def context_length(rope: RopeSpec, max_position: int) -> int:
 
 
 def get_rotary_dim(raw: RawConfig, head_dim: int, default_factor: float) -> int:
-    """How many dimensions of a head are rotated. Raises `CheckpointError` for none or an odd number."""
+    """Rotated dimensions of a head. Raises `CheckpointError` for none or an odd number."""
     factor = get_float({**raw, **rope_section(raw)}, "partial_rotary_factor", default_factor)
     dim = int(head_dim * factor)
     if not 0 < dim <= head_dim or dim % 2:
@@ -213,7 +213,7 @@ def get_rotary_dim(raw: RawConfig, head_dim: int, default_factor: float) -> int:
 
 
 def layer_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
-    """Sliding windows from Qwen's fields: `use_sliding_window`, and `layer_types` or `max_window_layers`."""
+    """From Qwen's fields: `use_sliding_window`, and `layer_types` or `max_window_layers`."""
     window = get_int(raw, "sliding_window", 4096) if get_bool(raw, "use_sliding_window") else None
     if raw.get("layer_types") is None:
         first = get_int(raw, "max_window_layers", 28, minimum=0)
@@ -239,11 +239,11 @@ def decoder_fields(
     partial_rotary_default: float | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
-    """The fields common to all supported decoders, as keyword arguments of `ModelConfig`. Raises `CheckpointError`.
+    """The fields common to all decoders, as keyword arguments of `ModelConfig`. Raises `CheckpointError`.
 
     `head_dim_default` None: hidden size / heads. `partial_rotary_default` None: only whole heads can be rotated.
-    `activation`: the field's name and its only supported value. `windows` is full attention everywhere; an architecture
-    with sliding windows replaces it.
+    `activation`: the field's name and its only supported value. `windows` is full attention everywhere; an
+    architecture with sliding windows replaces it.
     """
     for name, ordinary in _OF_ATTENTION.items():
         if raw.get(name) not in (None, ordinary):

@@ -33,7 +33,7 @@ MODELS = {
 
 
 def model_class(model_type: object) -> type[CausalLM]:
-    """The class for a `model_type`. Raises `CheckpointError` naming an unknown one."""
+    """Raises `CheckpointError` naming an unknown `model_type`."""
     if not isinstance(model_type, str) or model_type not in MODELS:
         known = ", ".join(MODELS)
         raise CheckpointError(f"config.json: model_type is {model_type!r}, expected one of {known}")

@@ -47,7 +47,7 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One choice of a completion, or a streamed part of one."""
+    """One choice of a completion, or a streamed part."""
 
     token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
@@ -68,7 +68,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """A completion, or one event of a stream. Only those made from a chat have `prompt_token_ids`."""
+    """A completion, or one event of a stream. Those made from a chat have `prompt_token_ids`."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -105,7 +105,7 @@ class _ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
-    """A response to a chat, without its messages: token ids say more than their text."""
+    """A response to a chat, without messages: token ids say more than text."""
 
     choices: list[_ChatChoice] = []
     usage: Usage | None = None
@@ -135,7 +135,7 @@ class _Error(msgspec.Struct, frozen=True):
 
 
 def decode(body: bytes, kind: type[T], problem: str = "the answer is malformed") -> T:
-    """Decode JSON. Raises `ProtocolError` with `problem` if it is not of this `kind`."""
+    """Raises `ProtocolError` with `problem` if the JSON is not of this `kind`."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -143,7 +143,7 @@ def decode(body: bytes, kind: type[T], problem: str = "the answer is malformed")
 
 
 def read_error(body: bytes) -> ErrorFields:
-    """The error in a body; empty if it does not have OpenAI's shape."""
+    """Empty if a body does not have OpenAI's shape."""
     try:
         return msgspec.json.decode(body, type=_Error).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""How an API that runs its requests as chats answers: with one body, or with a stream of events."""
+"""How an API that runs its requests as chats answers: one body, or a stream of events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ChatAnswer(Protocol):
         ...
 
     def push(self, delta: Delta) -> Iterable[Json]:
-        """Add a delta, while the result is iterated. Returns its events."""
+        """Add a delta while the result, its events, is iterated."""
         ...
 
     def end(self) -> Iterable[Json]:
@@ -28,7 +28,7 @@ class ChatAnswer(Protocol):
         ...
 
     def body(self) -> bytes:
-        """The response, if it is not streamed."""
+        """The response that is not streamed."""
         ...
 
     def encode(self, event: Json) -> bytes:
@@ -46,7 +46,7 @@ async def respond_as_chat(
     """Return a body, or server-sent events to stream. `outputs`: of `service.begin(plan)`."""
     if plan.stream:
         events = _events(service, plan, outputs, answer)
-        # Wait for the first event: a refusal must set the HTTP status.
+        # A refusal must set the HTTP status.
         return await Begun.of(events)
     async with service.running(plan, outputs) as deltas:
         async for _, delta in deltas:

@@ -25,7 +25,7 @@ from baton.openai.answers import ChatCompletion, Completion, Model, Models, deco
 from baton.sampling_params import TokenId
 
 MAX_BODY_BYTES = 32 * 2**20
-# Compressed bodies would defeat the limits on their size, so clients neither ask for nor decode them.
+# Compressed bodies would defeat the limits on their size.
 PLAIN = {"Accept-Encoding": "identity"}
 _MAX_REFUSAL_BYTES = 2**16
 _EVENT, _DONE = b"data:", b"[DONE]"
@@ -45,8 +45,7 @@ def base_url(url: str, field: str) -> str:
 @contextlib.contextmanager
 def failures(where: str, unreached: type[EngineUnavailableError] = EngineLostError) -> Iterator[None]:
     """Convert errors of an exchange with the server `where` to `EngineLostError` (it may have taken the request),
-    `unreached`, or `ProtocolError` (its response is malformed).
-    """
+    `unreached`, or `ProtocolError` (its response is malformed)."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -65,7 +64,7 @@ def describe(error: Exception) -> str:
 
 
 async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """Read a response's body. Raises `ProtocolError` if it is longer than `limit` bytes."""
+    """Raises `ProtocolError` for a body longer than `limit` bytes."""
     body = await _read_start(response, limit)
     if len(body) > limit:
         raise ProtocolError(f"the answer is larger than {limit} bytes")
@@ -73,12 +72,12 @@ async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
 
 
 async def read_refusal(response: aiohttp.ClientResponse) -> bytes:
-    """Read an error's body, cut to `_MAX_REFUSAL_BYTES`."""
+    """An error's body, cut to `_MAX_REFUSAL_BYTES`."""
     return (await _read_start(response, _MAX_REFUSAL_BYTES))[:_MAX_REFUSAL_BYTES]
 
 
 async def read_events(response: aiohttp.ClientResponse, url: str) -> AsyncGenerator[Completion, None]:
-    """Yield the events of a streamed completion up to `[DONE]`.
+    """The events of a streamed completion up to `[DONE]`.
 
     Raises `HandoffError` for an error event, `EngineLostError` if the stream ends early, msgspec's errors for a
     malformed event.
@@ -108,7 +107,7 @@ def read_samples(text: str) -> list[Sample]:
 async def connected(
     url: str, timeout_s: float | None = None, api_key: str | None = None
 ) -> AsyncIterator[OpenAIClient]:
-    """Yield a client with its own session. `timeout_s` limits a request with its response; None: no limit."""
+    """A client with its own session. `timeout_s` limits a request with its response; None: no limit."""
     headers = dict(PLAIN)
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -130,7 +129,7 @@ class OpenAIClient:
         self.url = url
 
     async def model(self) -> Model:
-        """The first model in the server's list."""
+        """The first of the server's list."""
         models = decode(await self.fetch("GET", f"{self.url}/v1/models"), Models).data
         if not models:
             raise ProtocolError("the server lists no model")
@@ -146,7 +145,7 @@ class OpenAIClient:
         return _with_choices(answer.of_completion())
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Completion, None]:
-        """Yield the events of `POST /v1/completions`. Raises `HandoffError` for an error event."""
+        """The events of `POST /v1/completions`. Raises `HandoffError` for an error event."""
         url = f"{self.url}/v1/completions"
         async with self._answer("POST", url, {**body, "stream": True}) as response:
             async for event in read_events(response, url):
@@ -158,7 +157,7 @@ class OpenAIClient:
         return decode(await self.fetch("POST", f"{self.url}/tokenize", body), _Tokens).tokens
 
     async def samples(self, url: str | None = None) -> list[Sample]:
-        """Samples of a `/metrics` page, by default the server's own."""
+        """A `/metrics` page, by default the server's own."""
         return read_samples((await self.fetch("GET", url or f"{self.url}/metrics")).decode(errors="replace"))
 
     async def fetch(self, method: str, url: str, body: dict[str, Any] | None = None) -> bytes:

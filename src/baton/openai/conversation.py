@@ -15,9 +15,9 @@ MAX_MESSAGES = 4096
 # Marks the end of the message that the model continues. The space shows whether the template trims messages.
 _END = "<|baton-end-of-message|> "
 
-# Templates may loop over parts, at the pace of the interpreter.
+# Templates may loop over parts, as slowly as the interpreter.
 _MAX_PARTS = 4 * MAX_MESSAGES
-# The types of a message's parts that are text, as in vLLM, and the fields that hold it.
+# Types of a message's parts that are text, as in vLLM, and the field with it.
 _TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text")
 _TEXT_PARTS |= {"refusal": "refusal", "thinking": "thinking"}
 
@@ -40,7 +40,7 @@ def chat_text(
     if sum(len(message.content) for message in messages if isinstance(message.content, list)) > _MAX_PARTS:
         raise RequestError(f"messages must have at most {_MAX_PARTS} content parts", "messages")
     shown = [_message(index, message) for index, message in enumerate(messages)]
-    # Check sizes before the template runs: its time grows with the messages.
+    # Before the template runs: its time grows with the messages.
     check_num_chars(sum(map(_message_chars, shown)), "messages", model)
     check_num_chars(_num_chars(tools or ""), "tools", model)
     goes_on = bool(request.continue_final_message)
@@ -62,13 +62,13 @@ def chat_prompt(text: str, request: ChatRequest | TokenizeRequest, model: Served
 
 
 def encode(text: str, model: ServedModel, special: bool, param: str) -> PromptIds:
-    """Tokenise a text. Raises `RequestError` if it is too long."""
+    """Raises `RequestError` for a text that is too long."""
     check_num_chars(len(text), param, model)
     return PromptIds(model.tokenizer.encode(text, special))
 
 
 def check_num_chars(num_chars: int, param: str, model: ServedModel) -> None:
-    """Raise `RequestError` for text that cannot fit, without the cost of tokenising it."""
+    """Raise `RequestError` for text that cannot fit, without the cost of tokenising."""
     limit = model.max_model_len * model.tokenizer.max_token_chars
     if num_chars > limit:
         raise RequestError(

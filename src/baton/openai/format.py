@@ -16,15 +16,14 @@ Json = dict[str, Any]
 
 
 def usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Usage:
-    """The `usage` object. A prompt counts once, however many choices share it. Draft counts are left out if the engine
-    speculates without reporting its verifications (vLLM).
-    """
+    """A prompt counts once, however many choices share it. Draft counts are left out if the engine speculates without
+    reporting its verifications (vLLM)."""
     num_prompt = sum(len(prompt) for prompt in plan.prompts)
     num_output = sum(len(output.token_ids) for output in outputs)
     k = plan.model.num_speculative_tokens
     accepted = sum(sum(output.accepted) for output in outputs)
     drafted = sum(sum(output.drafted) for output in outputs)
-    # The choices of a prompt share its cached tokens, so only those of the first are counted.
+    # The choices of a prompt share its cached tokens: count those of the first.
     per_prompt = max(1, len(outputs) // len(plan.prompts))
     cached = sum(output.num_cached_tokens for output in outputs[::per_prompt])
     drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
@@ -39,7 +38,7 @@ def usage_so_far(plan: Plan, index: int, num_output: int) -> Usage:
 
 
 def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
-    """The body of a response that is not streamed."""
+    """Not streamed."""
     choices = []
     for index, output in enumerate(outputs):
         choice = _choice(plan, index, output)
@@ -68,7 +67,7 @@ def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
 
 
 def streamed(plan: Plan, index: int, delta: Delta, output: SampleOutput, first: bool) -> Json:
-    """One event of choice `index`; `first`: its first."""
+    """One event of choice `index`."""
     choice = _choice(plan, index, delta)
     if plan.chat:
         choice["delta"] = ({"role": "assistant"} if first else {}) | _delta(plan, delta, output)
@@ -91,13 +90,13 @@ def streamed(plan: Plan, index: int, delta: Delta, output: SampleOutput, first: 
 
 
 def streamed_usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
-    """The last event of a stream with `include_usage`: usage without choices."""
+    """The last event of a stream with `include_usage`."""
     body = _head(plan, "chat.completion.chunk" if plan.chat else "text_completion")
     return body | {"choices": [], "usage": usage(plan, outputs)}
 
 
 def is_visible(plan: Plan, delta: Delta) -> bool:
-    """Whether a part has something to send to the client yet."""
+    """Whether a part has something for the client yet."""
     if delta.finish_reason is not None or plan.reader is None:
         return bool(delta.text or delta.finish_reason)
     return any(plan.tells_reasoning or not isinstance(event, Reasoning) for event in delta.events)
@@ -108,12 +107,12 @@ def _finish_reason(plan: Plan, output: SampleOutput, reason: FinishReason | None
 
 
 def _message(plan: Plan, output: SampleOutput) -> Json:
-    """The content of a response, parsed if the request asks for it."""
+    """Parsed if the request asks for it."""
     if plan.reader is None:
         return {"content": output.text}
     message: Json = {"content": output.content or (None if output.calls else "")}
     if plan.tells_reasoning and output.reasoning:
-        # `reasoning_content` is DeepSeek's name, formerly also vLLM's; `reasoning` is vLLM's now.
+        # `reasoning_content` is DeepSeek's name; `reasoning` is vLLM's.
         message["reasoning_content"] = message["reasoning"] = output.reasoning
     if output.calls:
         message["tool_calls"] = [
@@ -124,7 +123,7 @@ def _message(plan: Plan, output: SampleOutput) -> Json:
 
 
 def _delta(plan: Plan, delta: Delta, output: SampleOutput) -> Json:
-    """The content of one event. Only the first part of a call has its id and name."""
+    """The content of one event. Only a call's first part has its id and name."""
     if plan.reader is None:
         return {"content": delta.text}
     found: Json = {}
@@ -169,7 +168,7 @@ def _echo(plan: Plan, index: int, output: SampleOutput, choice: Json) -> None:
         offsets.append(len(text))
         text += detokenizer.push(token)
     if not output.text:
-        text += detokenizer.flush()  # with output, the output may complete the last character
+        text += detokenizer.flush()  # the output may complete the last character
     choice["text"] = text + output.text
     num_top = plan.requests[index].sampling_params.logprobs
     if num_top is not None:

@@ -17,9 +17,8 @@ _ID_LETTERS = string.ascii_letters + string.digits
 
 @dataclass(slots=True)
 class Delta:
-    """What one chunk adds to one choice, after detokenisation and stop strings. `text_offsets`: where each token begins
-    in the choice's text, in characters; tokens of one character begin at the same offset.
-    """
+    """What one chunk adds to one choice, after detokenisation and stop strings. `text_offsets`: where each token
+    begins in the choice's text, in characters; tokens of one character begin at the same offset."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -32,7 +31,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When a request, its first token and its last token arrived, in seconds of one clock."""
+    """When a request, its first and its last token arrived, in seconds of one clock."""
 
     arrived: float
     first: float
@@ -51,8 +50,7 @@ class Call:
 class SampleOutput:
     """The growing output of one `GenerateRequest`: the sum of the deltas, and of each verification the number of
     `accepted` and `drafted` tokens. With a `parser` also `content`, `reasoning` and `calls`. `times` and `route`, the
-    backend's reason for the route if there was a choice, are set at the end.
-    """
+    backend's reason for the route if there was a choice, are set at the end."""
 
     def __init__(
         self,
@@ -63,8 +61,7 @@ class SampleOutput:
         spelt: frozenset[int] = frozenset(),
     ) -> None:
         """`stop` None: the request's own stop strings (those of legs have none). `spelt`: special tokens that are text
-        even if others are skipped.
-        """
+        even if others are skipped."""
         self._parser = parser
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -95,7 +92,7 @@ class SampleOutput:
 
     @property
     def content(self) -> str:
-        """The text outside of reasoning and calls."""
+        """Outside of reasoning and calls."""
         return "".join(self._content)
 
     @property

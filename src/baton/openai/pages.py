@@ -33,7 +33,7 @@ _STYLE = (
     "code,pre{font:14px/1.5 ui-monospace,monospace}pre{background:#8882;padding:1rem;overflow:auto}"
     "td,th{text-align:left;vertical-align:top;padding:.2rem 1rem .2rem 0}"
 )
-# The pages load nothing, run nothing and cannot be framed.
+# Load nothing, run nothing, and cannot be framed.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 
 
@@ -56,7 +56,7 @@ def endpoints(app: web.Application) -> Iterator[Endpoint]:
 
 
 def openapi(app: web.Application) -> dict[str, Any]:
-    """An OpenAPI 3.1 description of an app's routes and request bodies."""
+    """An app's routes and request bodies as OpenAPI 3.1."""
     bodies = list(_BODIES.values())
     schemas, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE)
     schema_of = dict(zip(bodies, schemas, strict=True))
@@ -93,7 +93,7 @@ def docs_page(app: web.Application) -> web.Response:
 
 
 def home_page(model: ServedModel | None, url: str) -> web.Response:
-    """The page at `/`. `model` None: there is none yet, or the client may not see it."""
+    """`model` None: there is none yet, or the client may not see it."""
     about = "<p>This is a server of language models. Which model it serves is told at <code>/v1/models</code>.</p>"
     name = "NAME"
     if model is not None:

@@ -30,7 +30,7 @@ from baton.wire import GenerateRequest, Mode, PromptIds
 
 MAX_CHOICES = 256  # prompts times n in one request
 MAX_SCORES = 1 << 19  # prompt logprobs in one request, some 100 bytes each
-# A prompt that ends with this has opened the model's reasoning.
+# Ends a prompt that has opened the model's reasoning.
 _REASONING_OPENED = "<think>"
 
 
@@ -38,7 +38,7 @@ _REASONING_OPENED = "<think>"
 class Plan:
     """A checked API request.
 
-    - `requests[i]` generates choice i; choices of one prompt are adjacent. They have no stop strings: the front door
+    - `requests[i]` generates choice i; choices of one prompt are adjacent. They have no stop strings: the API server
       applies them.
     - `asked`: the client's sampling parameters.
     - `continuous_usage`: each event has the usage so far.
@@ -78,7 +78,7 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
         _truncated(prompt, request, request.max_tokens, model) for prompt in _prompts(request.prompt, model, special)
     ]
     default = 16
-    if request.max_tokens is None:  # reduced so that a long prompt still fits the context
+    if request.max_tokens is None:  # reduced to what fits the context
         default = max(1, min(16, model.max_model_len - max(len(p) for p in prompts)))
     max_tokens = _limited(default if request.max_tokens is None else request.max_tokens, model)
     _check_lengths(prompts, max_tokens, "max_tokens", "prompt", model)
@@ -119,8 +119,7 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
 
 def template_variables(request: ChatRequest, model: ServedModel) -> dict[str, Any]:
     """The client's chat template variables, and what `reasoning_effort` sets of those that the template has. As in
-    vLLM, an effort also enables thinking ("none" disables it) unless the client sets that itself.
-    """
+    vLLM, an effort also enables thinking ("none" disables it) unless the client sets that itself."""
     given = dict(request.chat_template_kwargs or {})
     if (effort := request.reasoning_effort) is None:
         return given
@@ -129,14 +128,13 @@ def template_variables(request: ChatRequest, model: ServedModel) -> dict[str, An
 
 
 def make_completion_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
-    """The plan of `POST /v1/completions`, whose responses are not parsed. A long body may take seconds, during which
-    other threads run. Raises the errors of `decode` and `plan_completion`.
-    """
+    """`POST /v1/completions`, whose responses are not parsed. A long body may take seconds, during which other threads
+    run. Raises the errors of `decode` and `plan_completion`."""
     return plan_completion(decode(body, CompletionRequest), model)
 
 
 def make_chat_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
-    """The plan of `POST /v1/chat/completions`. Raises the errors of `decode` and `plan_chat`."""
+    """`POST /v1/chat/completions`. Raises the errors of `decode` and `plan_chat`."""
     return plan_chat(decode(body, ChatRequest), model, parsing)
 
 
@@ -151,12 +149,12 @@ def _plan(
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(f"prompts times n must be at most {MAX_CHOICES}", "n")
     _check_scores(prompts, params)
-    # Engines do this too; here it refuses bad words before anything runs.
+    # Engines do this too; here it refuses before anything runs.
     tokens_of(params.bad_words, model.tokenizer, model.vocab_size)
     plan_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     requests: list[GenerateRequest] = []
     for prompt in prompts:
-        # Without a seed, one is chosen here, so that all legs and retries use the same noise.
+        # Chosen here, so that all legs and retries use the same noise.
         seed = model.default_seed if params.seed is None else params.seed
         seed = secrets.randbits(63) if seed is None else seed
         for index in range(params.n):
@@ -204,7 +202,7 @@ def _truncated(
 
 
 def _limited(max_tokens: int, model: ServedModel) -> int:
-    """`max_tokens`, cut to the operator's limit for all requests."""
+    """Cut to the operator's limit for all requests."""
     return max_tokens if model.defaults.limit is None else min(max_tokens, model.defaults.limit)
 
 

@@ -40,11 +40,11 @@ class SequenceRecord:
         metrics.running += 1
 
     def on_route(self, route: str, engines: Sequence[str] = ()) -> None:
-        """Record the backend's reason for the route, and its engines."""
+        """The backend's reason for the route, and its engines."""
         self.route, self.engines = route, engines
 
     def tokens(self, num_tokens: int, accepted: Iterable[int] = ()) -> None:
-        """Record `num_tokens` new tokens, and per verification the number of accepted drafts."""
+        """`num_tokens` are new; `accepted` drafts per verification."""
         metrics = self._metrics
         metrics.output_tokens.inc(num_tokens)
         metrics.vllm_output_tokens.labels(self._model).inc(num_tokens)
@@ -71,7 +71,7 @@ class SequenceRecord:
         return Times(self._began, self._first, self._last)
 
     def end(self, reason: str, error: str | None = None, log: bool = True) -> None:
-        """Record the end of the sequence. Only the first call counts."""
+        """Only the first call counts."""
         if self._over:
             return
         self._over = True
@@ -110,9 +110,7 @@ class SequenceRecord:
 
 
 def log_refusal(method: str, endpoint: str, error: ApiError) -> None:
-    """Log an error response. The rate is limited, so that floods do not fill the disk; `baton:http_requests` counts
-    all.
-    """
+    """Limited in rate, so that floods do not fill the disk; `baton:http_requests` counts all."""
     caller = CALLER.get()
     fields: dict[str, object] = {
         "status": error.status,
@@ -124,7 +122,7 @@ def log_refusal(method: str, endpoint: str, error: ApiError) -> None:
         **(caller.fields() if caller is not None else {}),
     }
     level = logging.WARNING if error.status >= 500 else logging.INFO
-    if method == "GET" and error.status == 503:  # probes repeat this every second until the server is ready
+    if method == "GET" and error.status == 503:  # probes repeat this until the server is ready
         level = logging.DEBUG
     refusals.log(level, "refused %s", line_of(fields), extra={"fields": fields})
 
@@ -145,7 +143,6 @@ async def report_throughput(metrics: FrontMetrics, more: Callable[[], str], ever
 
 
 async def reporting(metrics: FrontMetrics, more: Callable[[], str]) -> AsyncIterator[None]:
-    """Run `report_throughput` while an app runs."""
     task = asyncio.create_task(report_throughput(metrics, more))
     yield
     task.cancel()

@@ -20,7 +20,7 @@ class PerRequestMetrics:
     per_request_spec_decode_metrics: SpecDecodeLevel = "none"
 
     def of(self, plan: Plan, outputs: Sequence[SampleOutput]) -> dict[str, Any] | None:
-        """`metrics`; None if none are enabled or, as in vLLM, if there are several choices."""
+        """None if no metrics are enabled or, as in vLLM, if there are several choices."""
         if len(outputs) != 1:
             return None
         (output,) = outputs
@@ -39,9 +39,8 @@ NO_METRICS = PerRequestMetrics()
 
 
 def _times(output: SampleOutput) -> dict[str, Any]:
-    """Milliseconds since the request's arrival here, queues included. `queue_time_ms` is the engine's own; vLLM servers
-    behind a router do not report it.
-    """
+    """Milliseconds since the request's arrival here, queues included. `queue_time_ms` is the engine's own; vLLM
+    servers behind a router do not report it."""
     times, num_tokens = output.times, len(output.token_ids)
     if times is None or not num_tokens:
         return {}
@@ -57,8 +56,7 @@ def _times(output: SampleOutput) -> dict[str, Any]:
 
 def _spec_decode(output: SampleOutput, num_spec_tokens: int) -> dict[str, Any]:
     """vLLM's `speculative_decoding`. Entry j of the histogram: verifications that accepted j drafts. Empty if the
-    engine does not speculate, or does not report its verifications (vLLM).
-    """
+    engine does not speculate, or does not report its verifications (vLLM)."""
     rounds = output.accepted
     if not num_spec_tokens or (not rounds and len(output.token_ids) > 1):
         return {}
@@ -77,5 +75,5 @@ def _spec_decode(output: SampleOutput, num_spec_tokens: int) -> dict[str, Any]:
 
 
 def _part(accepted: Sequence[int], drafted: Sequence[int]) -> dict[str, int]:
-    """Of a request that was handed off, the first verification is that of the drafts of the prefill engine."""
+    """Of a handed-off request, the first verification is of the prefill engine's drafts."""
     return {"num_accepted_draft_tokens": sum(accepted), "num_draft_tokens": sum(drafted)}

@@ -35,7 +35,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class CommonFields(msgspec.Struct, kw_only=True):
-    """The common fields of completions, chats and responses. All default to None, because clients send null."""
+    """Common to completions, chats and responses. All default to None: clients send null."""
 
     model: str | None = None
     min_tokens: int | None = None
@@ -63,7 +63,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
 
 
 class _Completing(CommonFields, kw_only=True):
-    """More common fields of completions and chats."""
+    """More, common to completions and chats."""
 
     n: int | None = None
     max_tokens: int | None = None
@@ -147,7 +147,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 B = TypeVar("B")
 R = TypeVar("R", CompletionRequest, ChatRequest)
-# Sampling parameters that are passed on unchanged, with the defaults of `SamplingParams`.
+# Sampling parameters passed on unchanged, with the defaults of `SamplingParams`.
 _AS_ASKED = (
     *("min_tokens", "n", "temperature", "top_p", "min_p", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -180,12 +180,12 @@ def decode_body(
 
 
 def decode(body: bytes, kind: type[R]) -> R:
-    """Decode and check a completion or chat. Raises the errors of `decode_body` and `checked`."""
+    """A completion or chat. Raises the errors of `decode_body` and `checked`."""
     return checked(decode_body(body, kind))
 
 
 def checked(request: R) -> R:
-    """Return the request. Raises `RequestError` if its fields contradict each other."""
+    """Raises `RequestError` if fields contradict each other."""
     check_salt(request.cache_salt)
     for name in ("echo", "prompt_logprobs"):
         if request.stream and getattr(request, name) not in (None, False):
@@ -217,7 +217,7 @@ def sampling_params(
     top_k = given.pop("top_k", 0)
     return SamplingParams(
         max_tokens=max_tokens,
-        # Larger values would mean the same (all tokens), and could overflow in the engine.
+        # Larger values mean the same (all tokens), and could overflow in the engine.
         top_k=min(top_k if request.top_k is None else request.top_k, vocab_size),
         logit_bias=request.logit_bias or None,
         allowed_token_ids=tuple(request.allowed_token_ids or ()) or None,
@@ -233,7 +233,7 @@ def sampling_params(
 
 
 def _prompt_logprobs(request: CompletionRequest | ChatRequest, max_tokens: int) -> int | None:
-    """The number of alternatives per prompt token; None: no prompt logprobs."""
+    """Alternatives per prompt token; None: no prompt logprobs."""
     asked, echoes = request.prompt_logprobs, isinstance(request, CompletionRequest) and request.echo
     if echoes and request.logprobs is not None and not isinstance(request.logprobs, bool):
         asked = max(asked or 0, request.logprobs)
@@ -256,7 +256,7 @@ def grammar_of(
 
 
 def chat_logprobs(request: ChatRequest) -> int | None:
-    """The number of alternatives per token; None: no logprobs."""
+    """Alternatives per token; None: no logprobs."""
     top = request.top_logprobs
     if top is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")

@@ -36,7 +36,7 @@ _NOT_GENERATED = {
 
 
 def add_openai_routes(app: web.Application, service: OpenAIService) -> None:
-    """Add OpenAI's models, completions, chats and responses, Anthropic's messages, and vLLM's endpoints."""
+    """OpenAI's models, completions, chats and responses, Anthropic's messages, and vLLM's endpoints."""
     _add_model(app, service)
     _add_generation(app, service)
     _add_refusals(app)
@@ -121,7 +121,7 @@ def _add_refusals(app: web.Application) -> None:
 
 
 def add_health(app: web.Application, health: Handler) -> None:
-    """Add `/health`, and SageMaker's name for it."""
+    """With SageMaker's name for it."""
     app.router.add_get("/health", health)
     app.router.add_get("/ping", health)
     app.router.add_post("/ping", health)

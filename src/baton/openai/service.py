@@ -25,7 +25,7 @@ from baton.openai.tokens import detokenize, tokenize
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.waiting import AdmissionLimit
 
-# Longer bodies are planned on a worker thread, so that tokenising them does not block streams.
+# Longer bodies are planned on a worker thread: tokenising must not block streams.
 _MAX_INLINE_BYTES = 4096
 _NUM_WORKERS = 2
 
@@ -89,8 +89,8 @@ class OpenAIService:
         model = self._backend.model()
         if len(body) <= _MAX_INLINE_BYTES:
             return read(body, model, *more)
-        # Wait at the semaphore, not in the pool's queue, so that the body of a client that leaves is dropped. A plan
-        # that has begun is completed.
+        # Not in the pool's queue, so that the body of a client that leaves is dropped. A plan that has begun is
+        # completed.
         await self._free_workers.acquire()
         loop = asyncio.get_running_loop()
         work = self._workers.submit(contextvars.copy_context().run, read, body, model, *more)
@@ -110,11 +110,11 @@ class OpenAIService:
         ]
 
     async def answer(self, plan: Plan) -> bytes | AsyncGenerator[bytes, None]:
-        """Return a body, or server-sent events to stream."""
+        """A body, or server-sent events to stream."""
         outputs = self.begin(plan)
         if plan.stream:
             events = self._events(plan, outputs)
-            # Wait for the first event: a refusal must set the HTTP status.
+            # A refusal must set the HTTP status.
             return await Begun.of(events)
         async with self.running(plan, outputs) as deltas:
             async for _ in deltas:
@@ -154,7 +154,7 @@ class OpenAIService:
     async def running(
         self, plan: Plan, outputs: Sequence[SampleOutput]
     ) -> AsyncIterator[AsyncGenerator[tuple[int, Delta], None]]:
-        """Yield a generator of (choice, delta) of all choices. At the end, those that still run are aborted."""
+        """A generator of (choice, delta) of all choices. At the end, those that still run are aborted."""
         try:
             with self.queue.waiting(len(outputs)) as served:
                 samples = [self._sample(plan, index, output, served) for index, output in enumerate(outputs)]
@@ -207,7 +207,7 @@ def _event(body: dict[str, object]) -> bytes:
 
 
 class Begun(AsyncGenerator[T, None]):
-    """A generator whose first item has been awaited already; the others follow from it directly."""
+    """A generator whose first item has been awaited already."""
 
     def __init__(self, first: T, rest: AsyncGenerator[T, None]) -> None:
         self._first: list[T] = [first]
@@ -235,7 +235,7 @@ async def _value(value: T) -> T:
 
 
 async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Yield the items of all sources as they come. The first error, or closing, ends all."""
+    """The items of all sources as they come. The first error, or closing, ends all."""
     queue: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue()
 
     async def pump(source: AsyncGenerator[T, None]) -> None:

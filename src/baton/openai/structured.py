@@ -16,8 +16,7 @@ _ANY_OBJECT = '{"type":"object"}'
 
 class JsonSchema(msgspec.Struct, kw_only=True):
     """`response_format.json_schema`. The schema is always enforced, `strict` or not. The model sees neither name nor
-    description.
-    """
+    description."""
 
     name: str | None = None
     description: str | None = None
@@ -68,7 +67,7 @@ def structured_params(
 
 
 def named(error: RequestError, field: str) -> RequestError:
-    """Name the request's field in the refusal of a grammar."""
+    """Name the request's field in a grammar's refusal."""
     return RequestError(f"{field}: {error}", field) if error.param == FIELD else error
 
 

@@ -68,8 +68,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
     def shown(self) -> dict[str, Any]:
         """The call for a template, with `arguments` as an object. As in vLLM, invalid ones count as empty: the model
-        wrote them, and clients send them again with each turn.
-        """
+        wrote them, and clients send them again with each turn."""
         arguments = self.function.arguments or {}
         if isinstance(arguments, str):
             try:
@@ -102,7 +101,7 @@ NO_PARSING = Parsing()
 
 @dataclass(frozen=True, slots=True)
 class CheckedTools:
-    """The checked tools of a request. `choice` is "none" without tools."""
+    """`choice` is "none" without tools."""
 
     tools: Sequence[Tool]
     choice: ToolChoice
@@ -131,8 +130,7 @@ class CheckedTools:
 
     def grammar(self) -> StructuredOutputsParams | None:
         """The grammar of a required call: as in vLLM, a list of `{"name", "parameters"}`, or the named function's
-        arguments. Raises `RequestError` with the field's name.
-        """
+        arguments. Raises `RequestError` with the field's name."""
         if isinstance(self.choice, NamedChoice):
             wanted = self.choice.function.name
             schema = next(_parameters(tool) for tool in self.tools if tool.function.name == wanted)
@@ -214,8 +212,7 @@ def _calls(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
-    """A tool without unset fields, in OpenAI's order, which templates show. The schema is unchanged: null may be a
-    default in it.
-    """
+    """Without unset fields, in OpenAI's order, which templates show. The schema is unchanged: null may be a default in
+    it."""
     told = msgspec.structs.asdict(tool.function)
     return {"type": tool.type, "function": {name: value for name, value in told.items() if value is not None}}

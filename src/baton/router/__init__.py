@@ -1,4 +1,4 @@
-"""The front door over many engines: it chooses engines, starts both legs of a handoff, and joins their tokens."""
+"""The server for clients, over many engines: chooses engines, starts both legs of a handoff, and joins their tokens."""
 
 from baton.router.app import RouterConfig, build_app
 from baton.router.backend import RouterBackend

@@ -44,7 +44,7 @@ from baton.waiting import MAX_QUEUED_REQUESTS, AdmissionLimit
 from baton.wire import EngineLoad, Mode, Recovery, Role
 
 EngineKind = Literal["baton", "vllm", "sglang"]
-# In nats. Kernels that add 16-bit weights in another order change probabilities by about 10 %.
+# In nats. Adding 16-bit weights in another order changes probabilities by about 10 %.
 DEFAULT_NEAR_TIE = 0.1
 
 
@@ -54,14 +54,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     - `prefill`, `decode`, `both`: base URLs of engines by role.
     - `kv_connector`, `seed_first_token` (send the first token to the decode server) and `near_tie` (tolerance for two
       different first tokens, in nats): only for `engine` vllm.
-    - `policy`: how engines are chosen; `prefill_policy`, `decode_policy` None: as `policy`.
+    - `prefill_policy`, `decode_policy` None: as `policy`.
     - `kv_event_source`, `kv_event_replay_source`: `URL=ENDPOINT` of engines that do not tell where they publish.
     - `tokenizer` None: the engines' checkpoint. `chat_template` (a text) None: the checkpoint's.
       `chat_template_content_format`: how it reads the content of messages.
     - `kv_mode` None: push, or the connector's only mode.
     - `ticket_life`: seconds in which both legs must reach their engines.
     - `max_local_prefill_length`: a prompt of which the decode engine lacks at most this many tokens is computed there.
-      0: no prompt is, while there is a prefill engine.
+      0: none is, while there is a prefill engine.
     - `max_queued_requests`: choices that may wait for their first token.
     - `otlp_traces_endpoint`: where spans go; None: to OpenTelemetry's own variables, if set. `trace`: a file for
       Perfetto. `trace_sampling_ratio`: the share of requests without a `traceparent` that are traced.
@@ -113,14 +113,14 @@ class _Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An empty object, for requests without parameters."""
+    """For requests without parameters."""
 
 
 T = TypeVar("T", _Joining, _Known, _Nothing)
 
 
 async def build_app(config: RouterConfig) -> web.Application:
-    """Return the router's app. Engines that do not answer yet are asked again later.
+    """The router's app. Engines that do not answer yet are asked again later.
 
     Raises `ConfigError` for settings that exclude each other, `RequestError` for a bad URL or role,
     `IncompatiblePeerError` if engines serve different models.

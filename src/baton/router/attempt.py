@@ -19,7 +19,7 @@ from baton.wire import LegRole, TokenChunk
 class RequestProgress:
     """A request over its attempts. `tried`: engines that failed. `fruitless`: attempts in a row without a new token.
     `hand_off`: the next attempt must be a handoff. `decided`: an engine has taken the request. `route`: the next
-    attempt's, if it is known already."""
+    attempt's, if known already."""
 
     joined: Joined
     hand_off: bool
@@ -32,8 +32,8 @@ class RequestProgress:
 
 @dataclass(slots=True)
 class RunningAttempt:
-    """The chunks of one attempt. `note` each of them. `prefilled`: called with the first chunk, which shows that the
-    prompt is computed. `failures`: counts errors of handoffs by reason; None: this is no handoff."""
+    """The chunks of one attempt; `note` each. `prefilled`: called with the first chunk, which shows that the prompt is
+    computed. `failures`: counts errors of handoffs by reason; None: this is no handoff."""
 
     chunks: LegChunks
     prefilled: list[Callable[[], None]]

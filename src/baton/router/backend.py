@@ -1,4 +1,4 @@
-"""The router's backend: it routes requests, runs their legs, joins the tokens and recovers from failures."""
+"""The router's backend: routes requests, runs their legs, joins the tokens and recovers from failures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from baton.wire import GenerateRequest, LegRole, Mode, Recovery, TokenChunk, rec
 
 logger = logging.getLogger(__name__)
 
-# Attempts in a row without a new token. A request that crashes every engine must not be retried forever.
+# Attempts in a row without a new token: a request that crashes every engine must not be retried forever.
 MAX_ATTEMPTS = 3
 _PATIENCE_STEP_S = 0.1
 MayMove = Callable[[PooledEngine], bool]
@@ -52,12 +52,12 @@ OnLegs = Callable[[str, Legs, Mapping[LegRole, PooledEngine], Mode], Legs]
 class RouterBackend:
     """Serves requests over the engines of a pool.
 
-    A failed attempt is followed by another from the client's tokens on, as far as `recovery` allows: `retry` before the
-    first token, `source` if the decode engine asks for another source or was never reached, `full` if it was lost.
+    A failed attempt is followed by another from the client's tokens on, as far as `recovery` allows: `retry` before
+    the first token, `source` if the decode engine asks for another source or was never reached, `full` if it was lost.
     `handoffs` counts attempts by outcome: `started`, `completed`, `finished_early` (the first token was the last),
     `aborted` (a stop string was found, the client left, or tokens did not match), `failed` (by reason in `failures`).
-    `recoveries` counts by rung; `on_recovery` is called with the request's id, the rung and the cause, `on_legs`
-    with the attempt's id and legs before they are read.
+    `recoveries` counts by rung; `on_recovery` is called with the request's id, the rung and the cause, `on_legs` with
+    the attempt's id and legs before they are read.
 
     If two engines sample different tokens, the client keeps the one it has. The decode engine continues from there if
     the prefill engine sees a near-tie (at most `near_tie` nats, counted in `near_ties`); otherwise the request fails.
@@ -152,8 +152,7 @@ class RouterBackend:
         return route
 
     async def _settle(self, progress: RequestProgress, route: Route, mismatch: TokenMismatch) -> None:
-        """Let the decode engine continue from the client's tokens if two engines disagree at a near-tie, else raise
-        `mismatch`."""
+        """Let the decode engine continue from the client's tokens at a near-tie, else raise `mismatch`."""
         if route.prefill is None or not await self._is_near_tie(progress.joined, mismatch, route.prefill):
             self.failures[mismatch.reason] += 1
             raise mismatch
@@ -199,7 +198,6 @@ class RouterBackend:
         return bool(self.pool.usable(healthy=True))
 
     async def close(self) -> None:
-        """Cancel the background work of requests that have ended."""
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -272,7 +270,7 @@ class RouterBackend:
 
     @contextlib.asynccontextmanager
     async def _joining(self, route: Route, legs: Legs, may_move: MayMove) -> AsyncIterator[RunningAttempt]:
-        """The chunks of all legs. The legs count as their engines' load meanwhile."""
+        """The chunks of all legs, which meanwhile count as their engines' load."""
         items: LegItems = asyncio.Queue()
 
         def on_lost(leg: LegRole) -> OnLost:
@@ -309,7 +307,7 @@ class RouterBackend:
         self._do(drain, self.pool.timers.drain)
 
     def _do(self, work: Callable[[], Coroutine[Any, Any, None]], limit_s: float) -> None:
-        """Do background work for a request that has ended, ignoring failures and timeouts."""
+        """Do background work for an ended request, ignoring failures and timeouts."""
 
         async def bounded() -> None:
             with contextlib.suppress(BatonError, asyncio.TimeoutError):
@@ -322,7 +320,7 @@ class RouterBackend:
 
 
 def _rung(failed: LegFailed, any_sent: bool) -> Recovery | None:
-    """The recovery rung of another attempt; None if no attempt can succeed."""
+    """The recovery rung of another attempt; None if none can succeed."""
     if isinstance(failed.error, RequestError):
         return None
     if failed.reported:

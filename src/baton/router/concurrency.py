@@ -13,8 +13,7 @@ _LOOK_AGAIN_S = 0.25
 
 class ConcurrencyLimit:
     """Holds requests beyond the engines' `--max-num-seqs` back from their prefill, after which they would stall and
-    hold pages of a prefill engine. `capacity`: how many run at once; None: unknown (no engine, or vLLM).
-    """
+    hold pages of a prefill engine. `capacity`: how many run at once; None: unknown (no engine, or vLLM)."""
 
     def __init__(self, capacity: Callable[[], int | None]) -> None:
         self._capacity = capacity
@@ -48,7 +47,7 @@ class ConcurrencyLimit:
         try:
             while self._waiting[0] is not mine or not self._has_room():
                 mine.clear()
-                # A timer, not a timeout, so that a client's cancellation is never taken for an expired timeout.
+                # A timer, not a timeout: a client's cancellation must not be taken for an expired timeout.
                 timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, mine.set)
                 try:
                     await mine.wait()

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class PoolIdentity:
     """The served model of the pool of `engines`, and the facts in which its engines must agree.
 
-    The first request binds the pool to the model that is served then. Until `clear`, an engine is refused if it differs
-    in a fact that decides tokens, or has a shorter context, whichever engines are alive.
+    The first request binds the pool to the model that is served then. Until `clear`, an engine is refused if it
+    differs in a fact that decides tokens, or has a shorter context, whichever engines are alive.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class PoolIdentity:
         self._bound_length: int | None = None
 
     def clear(self) -> None:
-        """Forget the served model: the next engine that answers decides."""
+        """The next engine that answers decides."""
         self._model = self._reference = self._bound_length = None
 
     def model(self) -> ServedModel:
-        """The served model. Raises `EngineUnavailableError` until an engine has answered."""
+        """Raises `EngineUnavailableError` until an engine has answered."""
         if self._model is None:
             raise EngineUnavailableError("no engine has been reached yet")
         infos = [e.info for e in self._engines() if e.info is not None]

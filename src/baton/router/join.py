@@ -1,7 +1,7 @@
 """Join the legs of a request to one stream by token position, so that no token is lost, repeated or changed.
 
-Both legs of a handoff run at the same time. The prefill leg sends the first token. The decode leg sends it too, once it
-has the KV, and then all others. The client gets whichever comes first. Later attempts continue the client's stream.
+Both legs of a handoff run at the same time. The prefill leg sends the first token. The decode leg sends it too, once
+it has the KV, and then all others. The client gets whichever comes first. Later attempts continue the client's stream.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Joined:
     def push(self, chunk: TokenChunk) -> TokenChunk | None:
         """Return the part of a leg's chunk that is new to the client, or None.
 
-        Raises `TokenMismatch` if it contradicts a token that was sent, `ProtocolError` if tokens before it are missing,
-        or if there are too many.
+        Raises `TokenMismatch` if it contradicts a token that was sent, `ProtocolError` if tokens before it are
+        missing, or if there are too many.
         """
-        # Only the prefill leg has `queued_s`, and its chunk is dropped if the decode leg's token came first. So the
-        # last chunk repeats it.
+        # Only the prefill leg has `queued_s`, and its chunk is dropped if the decode leg's token came first: the last
+        # chunk repeats it.
         if chunk.queued_s is not None:
             self._queued_s = chunk.queued_s
         elif chunk.finish_reason is not None:
@@ -88,8 +88,7 @@ class Joined:
 
     def rest(self, attempt: int, waited_s: float = 0.0) -> GenerateRequest:
         """The request for the missing tokens, `waited_s` seconds after the first attempt began. Each attempt has its
-        own id: engines may still hold earlier ones.
-        """
+        own id: engines may still hold earlier ones."""
         if attempt == 0:
             return self.request
         return msgspec.structs.replace(
@@ -179,7 +178,7 @@ async def join_legs(
 
 
 def _prefill_failure(error: BaseException | None, decoding: bool, notices: bool) -> BaseException | None:
-    """What the end of a prefill leg raises while its decode leg runs. `error` None: it has ended well."""
+    """What the end of a prefill leg raises while its decode leg runs. `error` None: it ended well."""
     if error is None or (isinstance(error, BatonError) and decoding):
         return None
     if notices and isinstance(error, EngineLostError):
@@ -241,7 +240,7 @@ async def _pump(
 
 
 async def _rest(which: LegRole, task: asyncio.Task[None], items: LegItems, ended: bool) -> Chunks:
-    """Yield a leg's remaining chunks. Closing the generator closes the leg."""
+    """A leg's remaining chunks. Closing the generator closes the leg."""
     try:
         while not ended:
             leg, item = await items.get()

@@ -61,7 +61,6 @@ class ObservedBackend:
     async def generate(
         self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's chunks, and note what happens to it."""
         caller, name = CALLER.get(), request.request_id
         http_id = "" if caller is None else caller.request_id
         num_prompt = len(request.prompt_token_ids)
@@ -138,7 +137,7 @@ class ObservedBackend:
         }
 
     def describe(self) -> dict[str, object]:
-        """Acceptance and its alarms, for `/status`."""
+        """For `/status`."""
         return {
             "alarms": [alarm.describe() for alarm in self.alarms.alarms()],
             "num_comparisons": self.alarms.num_comparisons(),
@@ -146,7 +145,7 @@ class ObservedBackend:
         }
 
     def rows(self) -> Iterator[Row]:
-        """Acceptance and its alarms, for `/metrics`."""
+        """For `/metrics`."""
         for stage, count in self.recent.stages().items():
             yield gauge("router_requests_by_stage", "Running requests by stage.", count, stage=stage)
         for group, totals in self.totals:

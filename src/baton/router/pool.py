@@ -48,8 +48,7 @@ class EnginePool:
         readers: EventReaders | None = None,
     ) -> None:
         """`tokenizer_dir` None: the engines' checkpoint. `is_overload`: whether an engine with this load gets no new
-        requests; None: loads are not asked for. Times are those of the event loop.
-        """
+        requests; None: loads are not asked for. Times are those of the event loop."""
         self._is_overload = is_overload
         self.readers = readers or EventReaders()
         self.timers = timers or RouterTimers()
@@ -62,13 +61,12 @@ class EnginePool:
 
     @property
     def engines(self) -> list[PooledEngine]:
-        """All engines, in the order of joining."""
+        """In the order of joining."""
         return list(self._engines.values())
 
     async def rebind(self) -> None:
         """Forget the served model and ask all engines; the first that answers decides. Running requests continue on
-        engines of the identity with which they began.
-        """
+        engines of the identity with which they began."""
         self.identity.clear()
         for engine in self.engines:
             engine.problem = "not asked yet what it serves now"
@@ -100,9 +98,8 @@ class EnginePool:
         return engine
 
     def remove(self, url: str) -> PooledEngine:
-        """Remove an engine. Running requests end there, or elsewhere if it falls silent. Raises `RequestError` if it is
-        unknown.
-        """
+        """Remove an engine. Running requests end there, or elsewhere if it falls silent. Raises `RequestError` if it
+        is unknown."""
         engine = self._engines.pop(checked_url(url), None)
         if engine is None:
             raise RequestError(f"{url} is not an engine of this router", "url")
@@ -112,8 +109,7 @@ class EnginePool:
 
     def drain(self, url: str) -> PooledEngine:
         """Send an engine no new requests, and remove it after its last leg. A second call moves its legs elsewhere.
-        Raises `RequestError` if it is unknown.
-        """
+        Raises `RequestError` if it is unknown."""
         engine = self._engines.get(checked_url(url))
         if engine is None:
             raise RequestError(f"{url} is not an engine of this router", "url")
@@ -144,7 +140,7 @@ class EnginePool:
             engine.when_busy()
 
     def usable(self, healthy: bool) -> list[PooledEngine]:
-        """The engines that may get requests: the healthy ones, or the suspected ones."""
+        """The engines that may get requests: the healthy, or the suspected ones."""
         return [e for e in self._engines.values() if (e.healthy if healthy else e.suspected)]
 
     def max_num_seqs(self) -> int | None:
@@ -192,7 +188,7 @@ class EnginePool:
             if engine.problem != str(error):
                 logger.warning("engine %s: %s", engine.url, error)
             engine.problem = str(error)
-            # An engine that was draining and is gone counts as draining until it is back.
+            # A draining engine that is gone counts as draining until it is back.
             engine.draining |= isinstance(error, DrainingError)
             if not isinstance(error, EngineLostError):
                 engine.num_silent = 0
@@ -200,7 +196,7 @@ class EnginePool:
                 return
             engine.num_silent += 1
             silent_s = asyncio.get_running_loop().time() - engine.answered
-            # After one unanswered question only, this process itself may have been paused.
+            # After one unanswered question, this process itself may have been paused.
             taken = engine.info is not None and not engine.evicted
             if taken and engine.num_silent > 1 and silent_s >= self.timers.lease:
                 logger.warning("engine %s is given up after %.1f s", engine.url, silent_s)

@@ -18,7 +18,7 @@ OnLost = Callable[[EngineLostError], None]
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a leg costs its engine from the moment in which it is chosen, in tokens: to compute, and of KV to hold."""
+    """What a leg costs its engine once chosen, in tokens: to compute, and of KV to hold."""
 
     prefill_tokens: int = 0
     kv_tokens: int = 0
@@ -26,7 +26,7 @@ class Charge:
 
 @dataclass(slots=True, eq=False)
 class _Leg:
-    """One leg on an engine. `charge.prefill_tokens` counts until `has_prefilled`."""
+    """`charge.prefill_tokens` counts until `has_prefilled`."""
 
     on_lost: OnLost
     may_move: Callable[[], bool]
@@ -38,8 +38,8 @@ class _Leg:
 class PooledEngine:
     """One engine. `num_inflight`: this router's legs on it. `problem`: why it cannot be used.
 
-    - `queued_tokens`: prompt tokens that its legs have yet to compute. `kv_tokens`: the KV of its legs. Both are known
-      only of this router's requests, as expected when they were chosen.
+    - `queued_tokens`: prompt tokens that its legs have yet to compute. `kv_tokens`: the KV of its legs. Both cover
+      only this router's requests, as expected when they were chosen.
     - `overloaded`: it gets no new requests by its last report (`PolicyConfig`).
     - `answered`: when it last answered, in monotonic seconds. `num_silent`: unanswered questions since.
     - `gone`: since then nothing, or the wrong server, listened at its address. If that is silent now, an engine is
@@ -80,11 +80,11 @@ class PooledEngine:
 
     @property
     def identity(self) -> str | None:
-        """The `comparison.token_identity`; None until the engine has answered."""
+        """None until the engine has answered."""
         return None if self.info is None else token_identity(self.info.fingerprint)
 
     def may_serve(self, request: GenerateRequest) -> bool:
-        """Whether it gives the request the tokens for which it was planned, and room for all of them."""
+        """Whether it gives the request the tokens for which it was planned, and room for all."""
         if self.info is None or request.identity not in (None, self.identity):
             return False
         return len(request.prompt_token_ids) - request.num_known + request.sampling_params.max_tokens <= (
@@ -97,7 +97,7 @@ class PooledEngine:
 
     @property
     def suspected(self) -> bool:
-        """Whether it is silent, but not yet given up."""
+        """Silent, but not yet given up."""
         given_up = self.gone or self.evicted or self.leaving
         return self.info is not None and self.num_silent > 0 and not given_up
 
@@ -105,10 +105,9 @@ class PooledEngine:
     def leg(
         self, on_lost: OnLost, may_move: Callable[[], bool] = lambda: False, charge: Charge = Charge()
     ) -> Iterator[Callable[[], None]]:
-        """Count a leg while it runs. `on_lost` is called if the engine is given up. It is called as soon as the engine
-        falls silent if `may_move`: the leg loses nothing, and another engine can take it. Call the yielded function
-        when the leg's prompt is computed.
-        """
+        """Count a leg while it runs. `on_lost` is called if the engine is given up, or as soon as it falls silent if
+        `may_move`: the leg loses nothing, and another engine can take it. Call the yielded function when the leg's
+        prompt is computed."""
         self.num_inflight += 1
         leg = _Leg(on_lost, may_move, charge)
         self.queued_tokens += charge.prefill_tokens

@@ -1,6 +1,5 @@
 """An estimate of what engines hold of the prompts that they were sent, used only for routing: an engine checks its own
-prefix cache, and declines a prompt of which it lacks too much.
-"""
+prefix cache, and declines a prompt of which it lacks too much."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from typing import Any, Protocol
 
 from baton.kvevents.messages import salt_key
 
-# Tokens per hash. Fewer tokens than this do not matter for routing.
+# Tokens per hash. Fewer do not matter for routing.
 BLOCK_TOKENS = 16
 KEY_BYTES = 8
 # For engines that do not tell how much KV they hold.
 _DEFAULT_TOKENS = 1 << 20
-# A block that was not used for this long is taken for evicted.
+# A block unused for this long counts as evicted.
 EXPIRY_S = 600.0
 
 
@@ -40,7 +39,7 @@ def next_key(parent: int, tokens: Sequence[int], extra: tuple[Any, ...] | None) 
 
 
 class PromptKeys:
-    """The keys of a prompt's whole blocks, for one block size and one form of its salt. Computed as far as asked."""
+    """The keys of a prompt's whole blocks, for one block size and form of its salt, computed as far as asked."""
 
     def __init__(self, tokens: Sequence[int], block_size: int, salt: str | None) -> None:
         self._tokens, self._size = tokens, block_size
@@ -67,7 +66,7 @@ class PromptBlocks:
         self._keys: dict[tuple[int, bool], PromptKeys] = {}
 
     def keys(self, block_size: int, has_salt_keys: bool) -> PromptKeys:
-        """The keys of blocks of this size. `has_salt_keys`: with `salt_key` in place of the salt."""
+        """`has_salt_keys`: with `salt_key` in place of the salt."""
         asked = block_size, has_salt_keys
         if asked not in self._keys:
             salt = salt_key(self.salt) if self.salt and has_salt_keys else self.salt
@@ -100,8 +99,8 @@ class Prefixes(Protocol):
 class KnownPrefixes:
     """An LRU set of the blocks that one engine probably holds.
 
-    `step`: its prefix hits are multiples of this many tokens; 0: it has none. `kv_tokens`: its KV capacity; 0: unknown.
-    `clock`: in seconds. A block that was not used for `expiry_s` is taken for evicted.
+    `step`: its prefix hits are multiples of this many tokens; 0: it has none. `kv_tokens`: its KV capacity; 0:
+    unknown. `clock`: in seconds. A block unused for `expiry_s` counts as evicted.
     """
 
     def __init__(
@@ -116,7 +115,6 @@ class KnownPrefixes:
         self._blocks: OrderedDict[bytes, float] = OrderedDict()
 
     def num_tokens(self, prompt: PromptBlocks) -> int:
-        """The expected prefix hit, in tokens. The last token is always computed."""
         if not self._step or not self._blocks:
             return 0
         chain, since = prompt.chain(), self._clock() - self._expiry_s
@@ -125,7 +123,7 @@ class KnownPrefixes:
         return found // self._step * self._step
 
     def learn(self, prompt: PromptBlocks) -> None:
-        """The engine has the KV of these blocks, or will have. A prompt's first blocks are evicted last."""
+        """A prompt's first blocks are evicted last."""
         if not self._most:
             return
         now = self._clock()
@@ -136,6 +134,5 @@ class KnownPrefixes:
             self._blocks.popitem(last=False)
 
     def forget(self, prompt: PromptBlocks) -> None:
-        """The engine lacks some of these blocks."""
         for block in prompt.chain():
             self._blocks.pop(block, None)

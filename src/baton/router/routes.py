@@ -24,7 +24,7 @@ Why = Literal[
 ]
 WHYS: tuple[Why, ...] = get_args(Why)
 PREFIX_MISSING = "prefix_missing"  # an engine's reason to decline
-# An engine with a cached prefix may have so many more legs than the one whose turn it is, even if that costs more.
+# An engine with a cached prefix may have this many more legs than the one whose turn it is, even if that costs more.
 _SLACK_LEGS = 1
 _LAST = 100
 
@@ -32,8 +32,7 @@ _LAST = 100
 @dataclass(frozen=True, slots=True)
 class Route:
     """The engines of one attempt. Without `prefill`, `decode` computes all, but declines if it lacks the KV of more
-    than `max_prefill_tokens` of the prompt (None: never). `charges`: what each leg costs its engine.
-    """
+    than `max_prefill_tokens` of the prompt (None: never). `charges`: what each leg costs its engine."""
 
     why: Why
     decode: PooledEngine
@@ -46,9 +45,8 @@ class Route:
 
 
 class Decisions:
-    """Counts of routes by reason: of all attempts, and of the first attempts of the last 100 requests. `stale`: routes
-    that were declined because the engine lacked more than expected.
-    """
+    """Counts of routes by reason: of all attempts, and of the first attempts of the last 100 requests. `stale`:
+    declined because the engine lacked more than expected."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -80,8 +78,7 @@ class Decisions:
 
 class Routes:
     """Chooses routes. A prompt of which the decode engine lacks at most `max_local_prefill_length` tokens is computed
-    there; 0: none is, while there is a prefill engine.
-    """
+    there; 0: none is, while there is a prefill engine."""
 
     def __init__(self, pool: EnginePool, policies: Policies, max_local_prefill_length: int = 0) -> None:
         self._pool, self._policies = pool, policies
@@ -94,7 +91,7 @@ class Routes:
         are a last choice for their role. `hand_off`: even if the decode engine holds the prompt. `session`: the
         client's name for its conversation.
 
-        Raises `OverloadedError` if all engines of a role that is needed are overloaded. A resumed request never is.
+        Raises `OverloadedError` if all engines of a needed role are overloaded. A resumed request never is.
         """
         prompt = PromptBlocks(request.prompt_token_ids, request.cache_salt)
         for healthy in (True, False):
@@ -139,7 +136,7 @@ class Routes:
         config, held = self._policies.config, [engine for engine in decode if asked.uncached(engine) <= limit]
         if not held:
             return None
-        # What it costs elsewhere: a prefill engine computes, and the chosen decode engine receives.
+        # A prefill engine would compute, and the chosen decode engine receive.
         handoff = cost(replace(asked, receives=True), chosen, config)
         handoff += min(cost(replace(asked, decodes=False), engine, config) for engine in prefill)
         best = min(held, key=lambda engine: (cost(asked, engine, config), engine is not chosen, engine.order))
@@ -150,8 +147,7 @@ class Routes:
 
     def _turn_limit(self, asked: Asked, prefill: Sequence[PooledEngine]) -> int:
         """How many tokens a decode engine that holds the rest may compute because prefill engines would have much more
-        to do: they lack the answers of earlier turns.
-        """
+        to do: they lack the answers of earlier turns."""
         config = self._policies.config
         if not config.max_turn_prefill_length:
             return 0
@@ -160,7 +156,7 @@ class Routes:
         return limit if limit < len(asked.prompt.tokens) else 0
 
     def _charged(self, route: Route, prompt: PromptBlocks) -> Route:
-        """The route with its charges. The prefill engine will hold the prompt: the next request may count on it."""
+        """The prefill engine will hold the prompt: the next request may count on it."""
         tokens, computes = len(prompt.tokens), route.prefill or route.decode
         charge = Charge(tokens - computes.known.num_tokens(prompt), tokens)
         if route.prefill is None:
@@ -189,7 +185,7 @@ class _Engines:
     forced: bool
 
     def free(self, engines: list[PooledEngine]) -> list[PooledEngine]:
-        """Those that are not overloaded. Raises `OverloadedError` if all are: a queue would only grow."""
+        """Raises `OverloadedError` if all are overloaded: a queue would only grow."""
         found = [engine for engine in engines if not engine.overloaded]
         if not found and not self.forced:
             raise OverloadedError(f"all {engines[0].role} engines are overloaded; try again later")

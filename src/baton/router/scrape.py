@@ -17,9 +17,7 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """A result that concurrent callers share. Each page asks every engine, so concurrent clients would multiply the
-    load on engines.
-    """
+    """A result that concurrent callers share: each page asks every engine."""
 
     def __init__(self, make: Callable[[], Awaitable[T]]) -> None:
         self._make = make
@@ -38,8 +36,7 @@ _OWN = "vllm:"
 
 async def families(own: Iterable[Metric], engines: Sequence[PooledEngine]) -> list[Metric]:
     """The router's `own` families, and its engines' with labels `engine` and `role`. Engines that do not answer with
-    metrics are left out.
-    """
+    metrics are left out."""
     pages = await asyncio.gather(*(_page(engine) for engine in engines))
     found = {family.name: family for family in own}
     mine = {name for name in found if name.startswith(_OWN)}

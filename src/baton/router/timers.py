@@ -1,5 +1,3 @@
-"""The router's timers."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

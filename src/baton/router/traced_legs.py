@@ -15,7 +15,6 @@ from baton.wire import LegRole, Mode
 
 
 def traced_legs(trace: RequestTrace, legs: Legs, engines: Mapping[LegRole, PooledEngine], mode: Mode) -> Legs:
-    """The same legs, noted in `trace`."""
     alone = len(legs.chunks) == 1
     chunks = {leg: _noted(trace, leg, engines[leg], alone, mode, stream) for leg, stream in legs.chunks.items()}
     return dataclasses.replace(legs, chunks=chunks)
@@ -27,7 +26,7 @@ async def _noted(
     leg: LegTrace | None = None
     error = ""
     try:
-        # Runs in the leg's own task, so no other request's trace is changed.
+        # In the leg's own task, so no other request's trace is changed.
         leg = trace.begin_leg(role, engine.name, engine.url, alone, mode)
         given = TRACE.get()
         TRACE.set(Trace(leg.span.traceparent, None if given is None else given.tracestate))

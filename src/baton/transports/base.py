@@ -3,13 +3,13 @@
 A transport knows nothing of requests, groups or tokens. Memory is addressed by (region index, offset); each copy list
 is one `Operation`. Every transport keeps these rules, which `baton.testing.check_transport` tests:
 
-- `done` means that every reader at the destination sees the bytes, not merely that the copy was posted. A message
-  sent after `done`, on any channel, cannot overtake the data.
+- `done` means that every reader at the destination sees the bytes, not merely that the copy was posted. A message sent
+  after `done`, on any channel, cannot overtake the data.
 - An operation that has ended, done or failed, reads and writes nothing more. The pages of a pending operation may be
   reused only once the peer is fenced.
 - Every run is checked against both regions before the first byte moves.
 - No call waits for a peer: `connect`, `cancel` and `disconnect` return at once, and report their end by a future or a
-  callback; `alive` and `fenced` are flags. So one thread can serve many peers, even if one of them hangs.
+  callback; `alive` and `fenced` are flags. So one thread can serve many peers, even if one hangs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """`nbytes` bytes at `address` on CUDA device number `device`, allocated for as long as they are registered. `enter`
-    makes the device's context current on the calling thread."""
+    """`nbytes` bytes at `address` on CUDA device number `device`, allocated while they are registered. `enter` makes
+    the device's context current on the calling thread."""
 
     address: int
     nbytes: int
@@ -76,7 +76,7 @@ class Operation:
         return self._error
 
     def wait(self, timeout: float | None = None) -> CopyState:
-        """Block until it ends or `timeout` seconds pass. Returns the state."""
+        """Block until it ends or `timeout` seconds pass."""
         self._ended.wait(timeout)
         return self._state
 
@@ -107,7 +107,7 @@ class Operation:
 
     def _end(self, error: str | None, unless_started: bool = False) -> None:
         with self._lock:
-            # Check and end under one lock: else a copy could start in between, and move bytes after its end.
+            # Under one lock: else a copy could start in between, and move bytes after its end.
             if self._state != "pending" or (unless_started and self._started):
                 return
             self._error = error
@@ -139,7 +139,7 @@ class Peer(Protocol):
 
 
 class Transport(Protocol):
-    """One side's end of all its connections. Methods may be called from any thread."""
+    """One side's end of all its connections. Any thread."""
 
     @property
     def scheme(self) -> str: ...
@@ -153,14 +153,14 @@ class Transport(Protocol):
 
     def register(self, regions: Sequence[Region]) -> bytes:
         """Open `regions` to peers, once, and return the descriptor for a peer's `connect`. A region's index is its
-        position. All regions are in host memory, or all on one device.
+        position. All are in host memory, or all on one device.
 
         Raises `TransportError` for memory that the transport cannot open, or at a second call.
         """
         ...
 
     def connect(self, descriptor: bytes) -> Future[Peer]:
-        """Start to connect to the peer that registered `descriptor`.
+        """Connect to the peer that registered `descriptor`.
 
         Within seconds the future yields the peer, or raises `ProtocolError` for a malformed descriptor, or
         `TransportError` if the peer cannot be reached. It cannot be cancelled: disconnect an unwanted peer when the
@@ -178,13 +178,13 @@ class Transport(Protocol):
         ...
 
     def cancel(self, operation: Operation) -> None:
-        """Ask an operation to end, and return at once. It ends when none of its bytes is in flight; if the peer hangs,
-        that may be never. Copied bytes stay copied."""
+        """Return at once. The operation ends when none of its bytes is in flight; if the peer hangs, that may be
+        never. Copied bytes stay copied."""
         ...
 
     def disconnect(self, peer: Peer) -> None:
-        """Refuse further copies for the peer, and return at once. Its operations end as failed when none of their bytes
-        is in flight; the transport then releases the peer's memory. Idempotent."""
+        """Refuse further copies for the peer, and return at once. Its operations end as failed when none of their
+        bytes is in flight; the transport then releases the peer's memory. Idempotent."""
         ...
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ def settle(future: Future[Peer], make: Callable[[], Peer]) -> None:
 
 
 def check_regions(regions: Sequence[Region]) -> list[ByteArray]:
-    """The regions as arrays. Raises `TransportError` unless each is a flat, writable uint8 array in host memory."""
+    """Raises `TransportError` unless each is a flat, writable uint8 array in host memory."""
     checked = []
     for region in regions:
         if isinstance(region, DeviceMemory):

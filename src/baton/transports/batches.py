@@ -19,8 +19,7 @@ BATCH_BYTES = 16 << 20
 class Job:
     """A running operation. `rows`: int64 `[runs, 3]`: own address, the peer's address, bytes; batch i is
     `rows[bounds[i]:bounds[i + 1]]`. `at`: number of finished batches. `handle`: the library's, of batch `at` once
-    issued. `failed`: that batch failed, which does not prove that none of its bytes is outstanding.
-    """
+    issued. `failed`: that batch failed, which does not prove that none of its bytes is outstanding."""
 
     operation: Operation
     direction: Direction
@@ -43,13 +42,13 @@ class Job:
 
 
 def make_job(operation: Operation, direction: Direction, rows: Runs) -> Job:
-    """A job of `rows` (int64 `[runs, 3]`), in batches of at most `BATCH_RUNS` runs and `BATCH_BYTES` bytes."""
+    """Of `rows` (int64 `[runs, 3]`), in batches of at most `BATCH_RUNS` runs and `BATCH_BYTES` bytes."""
     rows = split_runs(rows, BATCH_BYTES)
     return Job(operation, direction, rows, batch_bounds(rows[:, 2], BATCH_RUNS, BATCH_BYTES))
 
 
 def split_runs(rows: Runs, limit: int) -> Runs:
-    """Cut the runs of `rows` (int64 `[runs, 3]`) into pieces of at most `limit` bytes, and drop empty runs."""
+    """Cut the runs of `rows` (int64 `[runs, 3]`) into pieces of at most `limit` bytes; drop empty runs."""
     if len(rows) and int(rows[:, 2].min()) > 0 and int(rows[:, 2].max()) <= limit:
         return rows  # saves a million divisions
     pieces = -(-rows[:, 2] // limit)

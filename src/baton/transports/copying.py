@@ -1,7 +1,7 @@
 """The compiled copy loop for mapped memory: a list of runs per call, without the interpreter lock.
 
-A CPU prefetches along a run, but not from one run to the next: scattered short runs take nearly twice as long as one
-long run, unless several are copied in turn, a few cache lines each.
+A CPU prefetches along a run, not from one to the next: scattered short runs take nearly twice as long as one long run,
+unless several are copied in turn, a few cache lines each.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _step_by(past_caches: bool) -> Callable[..., Any]:
 
 
 def _ordered(typing_context: Any) -> Any:
-    """Order all earlier stores before all later ones. Non-temporal stores are not ordered otherwise."""
+    """Order earlier stores before later ones; non-temporal stores are not ordered otherwise."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -69,15 +69,14 @@ _step_near = cast("Callable[[int, int], None]", intrinsic(_step_by(past_caches=F
 _step_past = cast("Callable[[int, int], None]", intrinsic(_step_by(past_caches=True)))
 _order = cast("Callable[[], None]", intrinsic(_ordered))
 _njit = cast("Callable[[F], F]", numba.njit(nogil=True, boundscheck=False, forceinline=True))
-# Addresses and sizes are machine words, which is how the C ABI passes pointers too.
+# Addresses and sizes are machine words, as the C ABI passes pointers.
 _memcpy: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
 
 
 @_njit
 def _memcpy_unless_stopped(source: int, dest: int, nbytes: int, flags: Int64Array) -> int:
-    """Returns the number of bytes copied."""
     at = 0
-    # The call to memcpy is opaque to the compiler, so the flag is reloaded each time.
+    # The call to memcpy is opaque to the compiler, so the flag is reloaded.
     while at < nbytes and flags[0] == 0:
         size = min(nbytes - at, CHUNK_BYTES)
         _memcpy(dest + at, source + at, size)
@@ -87,7 +86,7 @@ def _memcpy_unless_stopped(source: int, dest: int, nbytes: int, flags: Int64Arra
 
 @_njit
 def _advance(lanes: Int64Array, count: int, past_caches: bool) -> None:
-    """Advance the first `count` lanes by as many steps as all of them have left, up to a chunk."""
+    """Advance the first `count` lanes by as many steps as all have left, up to a chunk."""
     span = CHUNK_BYTES
     for lane in range(count):
         span = min(span, lanes[2, lane])
@@ -155,7 +154,7 @@ def _copy_runs(
 
 _column = types.Array(types.int64, 1, "C", readonly=False)
 _signature = types.int64(types.int64, types.int64, _column, _column, _column, types.Array(types.int64, 1, "C"))
-# Compiled at import (later from the cache), never during a transfer.
+# At import (later from the cache), never during a transfer.
 _compiled = cast("Callable[..., int]", numba.njit(_signature, nogil=True, cache=True, boundscheck=False)(_copy_runs))
 
 

@@ -120,7 +120,7 @@ class FaultyTransport:
         return f"faulty+{self._inner.scheme}"
 
     def alter_seeds(self, seeds: SeedsT) -> SeedsT:
-        """The seeds to hand over in place of `seeds`: with `stale-seed`, those of the previous call."""
+        """With `stale-seed`, the seeds of the previous call."""
         last: SeedsT | None = self._last_seeds
         self._last_seeds = seeds
         return last if last is not None and self._spec.fault == "stale-seed" else seeds
@@ -236,7 +236,7 @@ class FaultyTransport:
             return "corrupt needs mapped memory"
         run = int(np.argmax(copies.nbytes))
         count = min(self._spec.nbytes, int(copies.nbytes[run]))
-        # Including the run's last byte, which holds sign and exponent of a little-endian float.
+        # The run's last byte holds sign and exponent of a little-endian float.
         stop = int(copies.dest_offset[run] + copies.nbytes[run])
         with operation.guard:
             if operation.flags[0]:
@@ -257,7 +257,7 @@ def _part(copies: CopyList, rows: slice | np.ndarray) -> CopyList:
 
 
 def _change(copies: CopyList, spec: FaultSpec) -> CopyList:
-    """The copy list to submit in place of `copies`, for faults that only change the list."""
+    """For faults that only change the list."""
     if spec.fault in ("drop", "drop-draft"):
         return _part(copies, slice(0, 0))
     page = spec.page_bytes

@@ -1,4 +1,4 @@
-"""A peer's process, and whether it is dead, which can be known only of processes on this host."""
+"""A peer's process, and whether it is dead, which can be known only on this host."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_contact(contact: Contact) -> None:
 
 
 class ProcessWatch:
-    """Tells whether a process is dead. Always says no for processes of another host or pid namespace."""
+    """Always alive for processes of another host or pid namespace."""
 
     def __init__(self, pid: int, start_time: str, host_key: str) -> None:
         self._owner = pid, start_time
@@ -49,7 +49,7 @@ class ProcessWatch:
             with contextlib.suppress(OSError):
                 self._fd = os.pidfd_open(pid)
                 self._release = weakref.finalize(self, os.close, self._fd)
-        # No such process, or its pid belongs to another by now: either proves that it is dead.
+        # No such process, or its pid belongs to another: it is dead.
         self._gone = self._has_gone()
 
     def _has_gone(self) -> bool:
@@ -100,5 +100,5 @@ def stat_of(pid: int) -> list[str]:
         text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
     except (FileNotFoundError, ProcessLookupError):
         return []
-    # The second field is the command in brackets and may contain anything.
+    # The second field, the command in brackets, may contain anything.
     return text.rpartition(")")[2].split()

@@ -23,7 +23,7 @@ NewTransport = Callable[[dict[str, str]], Transport]
 OptionsT = TypeVar("OptionsT")
 _GROUP = "baton.transports"
 _NAME = re.compile(r"[a-z][a-z0-9_+.-]*")
-# Modules of this package by scheme, each with a factory `create`.
+# By scheme; each module has a factory `create`.
 _BUILT_IN = {
     "local": "mapped.local",
     "shm": "mapped.shm",
@@ -32,10 +32,10 @@ _BUILT_IN = {
     "mooncake": "remote.mooncake",
     "file": "remote.file",
 }
-# Those for memory of a CUDA device, and those for host memory.
+# For memory of a CUDA device, and for host memory.
 _OF_DEVICES = ("cuda_ipc", "nixl")
 _OF_HOSTS = ("local", "shm", "nixl", "mooncake", "file")
-# These move bytes through memory that only processes of one user can open.
+# They move bytes through memory that only processes of one user can open.
 _OF_ONE_USER = ("local", "shm", "cuda_ipc")
 
 
@@ -48,7 +48,7 @@ def read_options(scheme: str, query: dict[str, str], kind: type[OptionsT]) -> Op
 
 
 def refuse_options(scheme: str, query: dict[str, str]) -> None:
-    """Raise `ConfigError` for any option, as the transport has none."""
+    """Raise `ConfigError` for any option."""
     if query:
         raise ConfigError("transport", f"{scheme} has no option {sorted(query)[0]!r}")
 
@@ -64,7 +64,7 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
     name, _, rest = text.partition("://")
     name = name.lower()
     try:
-        # A transport's name may have an underscore, which a scheme of RFC 3986 may not.
+        # A name may have an underscore, which a scheme of RFC 3986 may not.
         parts = urlsplit(f"transport://{rest}")
     except ValueError:
         raise ConfigError("transport", expected) from None
@@ -85,16 +85,14 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
 
 
 def transport_name(text: str) -> str:
-    """What may be told of a URI: its scheme, and NIXL's back-end if it names one. Raises `ConfigError` as `parse_uri`
-    does.
-    """
+    """What may be told of a URI: its scheme, and NIXL's back-end if named. Raises `ConfigError` as `parse_uri` does."""
     scheme, query = parse_uri(text)
     scheme = scheme.rpartition("+")[2]
     return f"{scheme} {query['backend']}" if "backend" in query else scheme
 
 
 def with_path(text: str, path: str) -> str:
-    """`text` as a URI. If it is the transport `file` without a path, `path` is added.
+    """`text` as a URI; the transport `file` without a path gets `path`.
 
     Raises `ConfigError` as `parse_uri` does.
     """
@@ -131,8 +129,8 @@ def check_device(uri: str, device: str, field: str) -> None:
 
 
 def default_integrity(uri: str) -> Integrity:
-    """The default is "sampled" for transports over a network or a disk, since a damaged page in the prefix cache would
-    affect other requests, and "off" for those that move bytes by `memcpy`.
+    """The default: "sampled" over a network or a disk, since a damaged page in the prefix cache would affect other
+    requests; "off" for copies by `memcpy`.
 
     Raises `ConfigError` as `parse_uri` does.
     """
@@ -140,7 +138,7 @@ def default_integrity(uri: str) -> Integrity:
 
 
 def create_transport(uri: str) -> Transport:
-    """Takes a name or URI as `parse_uri` does. Also raises `ConfigError` for an unknown option or a value out of
+    """Takes a name or URI. Raises `ConfigError` as `parse_uri` does, and for an unknown option or a value out of
     range."""
     scheme, query = parse_uri(uri)
     _, plus, inner = scheme.rpartition("+")

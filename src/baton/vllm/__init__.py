@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from baton.vllm.compat import check_version
 
-    # Before `connector`, which imports names that an unsupported version may lack.
+    # `connector` imports names that an unsupported version may lack.
     check_version()
     from baton.vllm.connector import BatonConnector
 

@@ -1,6 +1,5 @@
-"""How vLLM stores the layers of a model: its cache groups, and the layouts of attention kernels and of states. As in
-`compat`, all of this depends on vLLM's version.
-"""
+"""How vLLM stores the layers of a model: its cache groups, and the layouts of attention kernels and of states. As
+`compat`, this depends on vLLM's version."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from baton.vllm.geometry import KernelLayout
 from baton.vllm.groups import CacheTable
 from baton.vllm.states import Mamba2State, StatePart
 
-# Attention kernels whose pages store K by dimension, then V by token.
+# Their pages store K by dimension, then V by token.
 _K_BY_DIMENSION = ("vec", "vec16")
 
 
@@ -39,7 +38,7 @@ def cache_tables(kv_cache_config: Any) -> list[CacheTable]:
 
 
 def _kind(spec: Any) -> tuple[Kind, int | None, int]:
-    """Kind, window and block size of a layer's cache. Exact types only: a subclass's blocks may hold other tokens."""
+    """Kind, window and block size. Exact types only: a subclass's blocks may hold other tokens."""
     from vllm.v1 import kv_cache_interface as kv
 
     if isinstance(spec, kv.MambaSpec):
@@ -63,7 +62,7 @@ def _kind(spec: Any) -> tuple[Kind, int | None, int]:
 
 
 def kernel_layout(config: Any, layer: str) -> KernelLayout:
-    """How a layer's attention kernel stores pages: by token, unless the layer has an `isa`."""
+    """By token, unless the layer has an `isa`."""
     isa = getattr(config.compilation_config.static_forward_context[layer], "isa", None)
     return "tokens" if isa is None else "k_by_dimension" if isa in _K_BY_DIMENSION else "unknown"
 
@@ -91,7 +90,7 @@ def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart
 
 
 def layout_name(config: Any, layer: str) -> str:
-    """A name of the code that stores a layer's cache. Engines with equal names give pages the same meaning."""
+    """The code that stores a layer's cache. Engines with equal names give pages the same meaning."""
     module = config.compilation_config.static_forward_context[layer]
     if hasattr(module, "get_state_shape"):
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout

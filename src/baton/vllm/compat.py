@@ -1,4 +1,4 @@
-"""All code that depends on vLLM's version or reads its configuration. A new version of vLLM needs changes only here.
+"""All code that depends on vLLM's version or reads its configuration.
 
 0.32 is tested in full, 0.30 and 0.31 by a smoke test, 0.33 without a model (`docs/vllm.md`). Others are refused.
 """
@@ -24,14 +24,14 @@ WITH_RANKS = ("0.32", "0.33")
 _RANKED = " and ".join(WITH_RANKS)
 BY_LAYER = ("0.32",)  # whose hooks are tested
 DRAFT_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
-# Cache dtypes that GPUs store as one contiguous row per (token, head), without separate scales.
+# GPUs store these as one contiguous row per (token, head), without separate scales.
 _ROWS = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
-# RoPE types that vLLM computes in PyTorch on CPUs, without its own kernel.
+# Computed by vLLM in PyTorch on CPUs, without its own kernel.
 _ROPE_IN_TORCH = ("yarn", "deepseek_yarn")
 
 
 def check_version() -> str:
-    """`major.minor` of the installed vLLM. Raises `ConfigError` if that is not supported."""
+    """`major.minor` of the installed vLLM. Raises `ConfigError` if unsupported."""
     import vllm
 
     version = vllm.__version__
@@ -82,8 +82,8 @@ def check_config(config: Any) -> None:
 def stream_of(config: Any, asked: KVStream | None) -> KVStream:
     """The unit in which P streams KV: `asked`; by default "layer" if possible, else "chunk".
 
-    "layer" needs a vLLM whose hooks are tested, and a device that vLLM waits for: only then is a layer written when its
-    hook is called. Raises `ConfigError` if "layer" is asked for and not possible.
+    "layer" needs a vLLM whose hooks are tested, and a device that vLLM waits for: only then is a layer written when
+    its hook is called. Raises `ConfigError` if "layer" is asked for and not possible.
     """
     device = config.device_config.device_type
     by_layer = device == "cpu" and check_version() in BY_LAYER
@@ -94,7 +94,7 @@ def stream_of(config: Any, asked: KVStream | None) -> KVStream:
 
 def _check_rotary(config: Any) -> None:
     """Raise `ConfigError` if vLLM would compute RoPE wrongly: its CPU kernel reads MLA's 3-D tensors as 2-D. A token's
-    result then depends on its neighbours in the batch, so prefill and decode differ."""
+    result then depends on its neighbours in the batch."""
     model, rotary = config.model_config, "rotary_embedding"
     if not model.use_mla or not config.compilation_config.is_custom_op_enabled(rotary):
         return
@@ -119,7 +119,7 @@ def _check_device(config: Any) -> None:
 
 
 def num_target_layers(config: Any) -> int:
-    """The number of the target's layers. A drafter's layers are numbered from there."""
+    """A drafter's layers are numbered from there."""
     return int(config.model_config.get_total_num_hidden_layers())
 
 
@@ -128,7 +128,7 @@ def num_stages(config: Any) -> int:
 
 
 def worker_number(config: Any) -> int:
-    """This worker's rank among all workers of its engine: by pipeline stage, then by tensor rank."""
+    """This worker's rank in its engine: by pipeline stage, then by tensor rank."""
     return int(config.parallel_config.rank % config.parallel_config.world_size)
 
 
@@ -139,7 +139,7 @@ def steps_alone(config: Any) -> bool:
 
 
 def data_parallel_rank(config: Any) -> int | None:
-    """This engine's data-parallel rank if several share one address; None if it has its own address."""
+    """If several engines share one address; None if this one has its own."""
     parallel = config.parallel_config
     # For a model without experts vLLM resets the sizes to 1, and only the engine id shows the rank.
     rank = int(getattr(parallel, "data_parallel_index", 0))
@@ -159,7 +159,6 @@ def gather_workers(config: Any, own: bytes) -> list[bytes]:
 
 
 def tensor_rank(config: Any) -> WorkerHeads:
-    """The heads of this process's worker."""
     parallel, speculative = config.parallel_config, config.speculative_config
     heads: dict[Owner, int] = dict.fromkeys(("target", "draft"), config.model_config.get_total_num_kv_heads())
     if speculative is not None and speculative.draft_model_config is not None:
@@ -168,7 +167,7 @@ def tensor_rank(config: Any) -> WorkerHeads:
 
 
 def eos_token_ids(config: Any) -> list[int]:
-    """The end-of-sequence token ids of the generation config, else of the model's."""
+    """Of the generation config, else of the model's."""
     found = config.model_config.try_get_generation_config().get("eos_token_id")
     if found is None:
         found = getattr(config.model_config.hf_text_config, "eos_token_id", None)
@@ -176,7 +175,7 @@ def eos_token_ids(config: Any) -> list[int]:
 
 
 def num_speculative_tokens(config: Any) -> int:
-    """Drafts per step, 0 without speculation."""
+    """0 without speculation."""
     return 0 if config.speculative_config is None else int(config.speculative_config.num_speculative_tokens)
 
 
@@ -226,25 +225,25 @@ def _tokenizer(model: Any) -> str:
 def _weights(model: Any) -> str:
     if os.path.isdir(model.model):
         return fingerprint(Path(model.model))
-    # The commit, not the branch: a branch moves, and two hosts may have downloaded it at different times.
+    # The commit: a branch moves between two hosts' downloads.
     return f"{model.model}@{getattr(model.hf_config, '_commit_hash', None) or model.revision}"
 
 
 def zeroes_before_preemptions(config: Any) -> bool:
-    """Whether the model runner zeroes and copies blocks before it reports preemptions to the connector. vLLM's V2
+    """Whether the model runner zeroes and copies blocks before it reports preemptions to the connector, as vLLM's V2
     runner does."""
     return bool(config.use_v2_model_runner)
 
 
 def slot_mappings() -> Any:
-    """The slot mappings of the forward pass that runs, by layer."""
+    """Of the running forward pass, by layer."""
     from vllm.forward_context import get_forward_context
 
     return get_forward_context().slot_mapping
 
 
 def wait_for_device(config: Any) -> None:
-    """Block until the device has finished its queued work. On a CPU that is finished already."""
+    """On a CPU queued work is finished already."""
     if config.device_config.device_type == "cuda":
         import torch
 

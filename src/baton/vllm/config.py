@@ -30,7 +30,7 @@ class PluginConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def read_config(extra: Mapping[str, Any]) -> PluginConfig:
-    """Parse `kv_connector_extra_config`. Raises `ConfigError` for an unknown, invalid or missing setting."""
+    """Raises `ConfigError` for an unknown, invalid or missing setting."""
     try:
         config = msgspec.convert(dict(extra), PluginConfig)
     except msgspec.ValidationError as error:

@@ -42,7 +42,7 @@ class BatonMetadata(KVConnectorMetadata):
 
 @dataclass
 class BatonHandshake(KVConnectorHandshakeMetadata):
-    """The engine's identity with only this worker's agent address, for the scheduler."""
+    """The engine's identity with this worker's agent address, for the scheduler."""
 
     rank: int
     identity: VllmIdentity
@@ -60,8 +60,7 @@ class BatonWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's entry to the plug-in. vLLM creates one in the scheduler's process, and one in each worker, where an agent
-    runs."""
+    """vLLM's entry to the plug-in: one in the scheduler's process, and one in each worker, where an agent runs."""
 
     _draft_slots: RememberedSlots | None = None
 
@@ -113,31 +112,31 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------ worker: a step, in vLLM's order
 
     def handle_preemptions(self, kv_connector_metadata: BatonMetadata) -> None:
-        """Give up preempted legs. vLLM calls this before the step writes blocks."""
+        """Give up preempted legs, before the step writes blocks."""
         self.worker.release_preempted(kv_connector_metadata.step.preempted)
 
     def bind_connector_metadata(self, connector_metadata: BatonMetadata) -> None:
-        """Pass the step to the agent. vLLM calls this before the forward pass."""
+        """Pass the step to the agent, before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if connector_metadata.step.receives:
-            # vLLM does not wait for the GPU, so earlier steps may still write to blocks that a receive has now.
+            # vLLM does not wait for the GPU: earlier steps may still write to blocks that a receive has now.
             compat.wait_for_device(self._vllm_config)
         self.worker.begin(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Does nothing: receives begin in `bind_connector_metadata`."""
+        """Receives begin in `bind_connector_metadata`."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: a request is parked until its KV is there, so no forward pass waits for a layer."""
+        """A request is parked until its KV is there, so no forward pass waits for a layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """A target layer is written, so its copy may begin. vLLM calls this after each attention layer."""
+        """A target layer is written, so its copy may begin."""
         self.worker.layer_written(layer_name)
         if self._draft_slots is not None:
             self._draft_slots.saw(layer_name, compat.slot_mappings())
 
     def wait_for_save(self) -> None:
-        """Declare the step's tokens final; their copies overlap the next step. vLLM calls this after the drafter."""
+        """Declare the step's tokens final, after the drafter; their copies overlap the next step."""
         if sys.exc_info()[1] is not None:
             return  # vLLM calls this also when the step has failed
         if self._draft_slots is not None:
@@ -171,7 +170,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return BatonStats(data={name: count for name, count in new.items() if count})
 
     def build_connector_worker_meta(self) -> BatonWorkerMetadata | None:
-        """Admitted decode legs, for the scheduler. None if there are none."""
+        """Admitted decode legs, for the scheduler; None without."""
         admitted = self.worker.take_admitted()
         if not admitted or self._opened is None:
             return None
@@ -180,7 +179,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------ scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Take vLLM's block pool, which is used to keep some blocks longer than their request."""
+        """To keep some blocks longer than their request."""
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, BatonHandshake]) -> None:
@@ -188,7 +187,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._take_identities(metadata.values())
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], BatonHandshake]) -> None:
-        """As `set_xfer_handshake_metadata`, by pipeline stage and tensor rank."""
+        """By pipeline stage and tensor rank."""
         self._take_identities(metadata.values())
 
     def _take_identities(self, handshakes: Iterable[BatonHandshake]) -> None:
@@ -245,7 +244,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.on_finished(request)
 
     def has_pending_push_work(self) -> bool:
-        """True if vLLM must run a step to deliver messages to the worker."""
+        """vLLM must run a step to deliver messages to the worker."""
         return self._scheduler is not None and self._scheduler.has_news()
 
     # ------------------------------------------------------------ class level
@@ -266,7 +265,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _log_with_vllm() -> None:
-    """Send Baton's log lines to vLLM's handlers, since vLLM configures only its own loggers."""
+    """vLLM configures only its own loggers."""
     ours, theirs = logging.getLogger("baton"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), False

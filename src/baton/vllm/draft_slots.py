@@ -2,8 +2,8 @@
 
 A data-parallel rank that shares experts and has no request computes a dummy step with the others. In it
 `SpecDecodeBaseProposer.dummy_run` (vLLM 0.32 and 0.33) runs the drafter with the slot mapping that the rank's last
-request left in the proposer's buffer, and so writes entries into blocks that another request may have by now: one whose
-KV arrives from another engine, or whose prefix is cached. The V2 runner pads the slots of dummy steps itself.
+request left in the proposer's buffer, and so writes entries into blocks that another request may have by now. The V2
+runner pads the slots of dummy steps itself.
 
 The forward context holds views of that buffer while the drafter's layers run. With the padding value in all of it, a
 dummy step writes nothing. The next real step fills the buffer anew.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# vLLM's `PADDING_SLOT_ID`: kernels that write KV skip such rows.
+# vLLM's `PADDING_SLOT_ID`, which kernels skip.
 PADDING_SLOT = -1
 
 

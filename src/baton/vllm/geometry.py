@@ -1,7 +1,7 @@
 """Describes the KV cache tensors of a vLLM worker as regions and geometries, without a copy.
 
-vLLM has one view `[blocks, heads, tokens, elements]` per layer. On GPUs the attention kernels choose its strides, and a
-(head, token) entry holds K, then V. On CPUs a (block, head) page holds K by dimension, then V by token. With
+vLLM has one view `[blocks, heads, tokens, elements]` per layer. On GPUs the attention kernels choose its strides, and
+a (head, token) entry holds K, then V. On CPUs a (block, head) page holds K by dimension, then V by token. With
 granularity "page" such a page is one opaque tile: runs are few, and both engines must have the same block size. With
 "token" each token of K and of V has an address: block sizes may differ, and digests are possible.
 """
@@ -33,14 +33,14 @@ Granularity = Literal["page", "token"]
 @dataclass(frozen=True, slots=True)
 class WorkerHeads:
     """The heads of one of `size` tensor-parallel workers. `num_kv_heads`: the model's, by owner. If there are fewer
-    than workers, neighbouring workers have the same one."""
+    than workers, neighbours have the same one."""
 
     rank: int
     size: int
     num_kv_heads: Mapping[Owner, int]
 
     def first_head(self, owner: Owner, num_heads: int) -> int:
-        """The index in the model of this worker's first head, if a layer here has `num_heads` heads.
+        """The model's index of this worker's first head, if a layer here has `num_heads` heads.
 
         Raises `ConfigError` if `num_heads` is neither a worker's share nor all heads.
         """
@@ -57,7 +57,7 @@ ALONE = WorkerHeads(0, 1, {"target": 1, "draft": 1})
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The memory of a worker's KV cache. `groups`: those given, split where the layers' distances or shapes differ.
+    """A worker's KV cache in memory. `groups`: those given, split where the layers' distances or shapes differ.
     `blocks_per_page`: by group, how many kernel pages are in one vLLM block."""
 
     regions: list[Region]
@@ -78,11 +78,11 @@ def describe(
     """Describe `caches`: by layer, the tensors `[blocks, heads, tokens, elements]` that vLLM registers in `worker`.
 
     `kernels`: how each layer's attention kernel stores pages. `states`: the layout of a slot, for state layers with a
-    known one. The names of groups do not depend on the worker's pipeline stage, of `num_stages`.
+    known one. Names of groups do not depend on the worker's pipeline stage, of `num_stages`.
 
     Raises `ConfigError` for memory that is neither the host's nor a CUDA device's, for an unknown shape, for a layer
-    with several caches (such as the indexer's of sparse attention), and for states on several tensor ranks that are not
-    in `states`.
+    with several caches (such as the indexer's of sparse attention), and for states on several tensor ranks that are
+    not in `states`.
     """
     states = states or {}
     regions: dict[int, Region] = {}
@@ -126,7 +126,7 @@ def describe(
 
 
 def region_of(storage: torch.UntypedStorage) -> Region:
-    """A tensor's storage as a region. Raises `ConfigError` for memory that no transport can register."""
+    """Raises `ConfigError` for memory that no transport can register."""
     kind = storage.device.type
     if kind == "cpu":
         return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()

@@ -14,15 +14,15 @@ from baton.errors import ConfigError
 from baton.kv.interval import Interval, Kind, Rules
 from baton.kv.spec import Owner
 
-# Prefix of the layer names of a draft model.
+# Prefix of a draft model's layer names.
 DRAFT_MODEL = "draft_model."
 _INTEGER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTable:
-    """Layers of one kind in vLLM's cache group number `table`; all layers of that group share block tables. `window`
-    and `block_size` are in tokens; the block size of states is 1."""
+    """Layers of one kind in vLLM's cache group number `table`, which share block tables. `window` and `block_size` are
+    in tokens; the block size of states is 1."""
 
     table: int
     kind: Kind
@@ -54,13 +54,13 @@ class LayerGroup:
         return Rules(self.kind, self.module, self.window)
 
     def wanted(self, num_tokens: int, hit: int) -> Interval:
-        """The tokens that D asks for, of `num_tokens`, after a prefix hit of `hit` tokens."""
+        """What D asks for, of `num_tokens` tokens, after a prefix hit of `hit`."""
         return self.rules.wanted(num_tokens, min(hit, num_tokens))
 
     def final(self, num_tokens: int, num_computed: int, tile: int) -> int:
         """Of `num_tokens`, tokens [0, this) are final when target and drafter have computed `num_computed`.
 
-        Before the end only whole tiles count, since a partial one would be copied while it is written. At the end the
+        Before the end only whole tiles count: a partial one would be copied while it is written. At the end the
         drafter has run with the token after the last one, which counts as the seed.
         """
         ended = num_computed >= num_tokens
@@ -69,7 +69,7 @@ class LayerGroup:
 
 
 def layer_index(layer: str) -> int:
-    """The number in a layer's name: 7 of `model.layers.7.self_attn.attn`. Raises `ConfigError` if there is none."""
+    """7 of `model.layers.7.self_attn.attn`. Raises `ConfigError` if there is none."""
     found = _INTEGER.findall(layer)
     if not found:
         raise ConfigError("model", f"layer {layer!r} has no number")
@@ -77,8 +77,7 @@ def layer_index(layer: str) -> int:
 
 
 def is_draft(layer: str, num_target_layers: int) -> bool:
-    """Whether a layer is the drafter's. vLLM numbers the layers of EAGLE and MTP heads after the target's, and prefixes
-    the names of a draft model's."""
+    """vLLM numbers the layers of EAGLE and MTP heads after the target's, and prefixes the names of a draft model's."""
     return layer.startswith(DRAFT_MODEL) or layer_index(layer) >= num_target_layers
 
 
@@ -91,8 +90,8 @@ def module_of(layer: str, owner: Owner) -> int | None:
 
 
 def split_tables(tables: Sequence[CacheTable], num_target_layers: int) -> list[LayerGroup]:
-    """The groups of an engine, by block table, target before drafter. Engines that serve the same model have equal
-    names. Raises `ConfigError` for a layer without a number."""
+    """The groups of an engine, by block table, target before drafter. Engines with the same model have equal names.
+    Raises `ConfigError` for a layer without a number."""
     groups = []
     for table in tables:
         owners: dict[Owner, list[str]] = {"target": [], "draft": []}

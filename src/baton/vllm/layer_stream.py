@@ -1,11 +1,11 @@
 """Streaming by layer: the agent copies a prompt's written target layers while the forward pass computes later ones.
 
-vLLM calls the connector after each attention layer, with the layer's name. Layers are reported to the agent in order,
-up to the first one without a call; the rest become final with the step. So do states, and the entries of drafters,
-which run after the target, possibly several times. Runs on vLLM's worker thread.
+vLLM calls the connector after each attention layer, with its name. Layers are reported to the agent in order, up to
+the first without a call; the rest become final with the step, as do states, and the entries of drafters, which run
+after the target, possibly several times. Runs on vLLM's worker thread.
 
 Layers are collected until `MIN_BYTES` are new. After the last layer everything left is reported: the forward still
-computes for a while, so little is left to copy when it ends.
+computes for a while.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StreamedPrompt:
 
 
 class VllmLayerStream:
-    """Tracks the layers of the current forward pass: call `begin` before it, `written` per layer, `end` after it."""
+    """Call `begin` before a forward pass, `written` per layer, `end` after it."""
 
     def __init__(self, layout: CacheLayout) -> None:
         layers = []
@@ -88,7 +88,7 @@ class VllmLayerStream:
         self._prompts = []
 
     def withdraw(self) -> None:
-        """Withdraw the reports of the current forward: its layers may be written again."""
+        """The current forward's layers may be written again."""
         for prompt in self._prompts:
             prompt.layers.withdraw()
         self._prompts = []

@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-# Counts that are summed over workers.
+# Summed over workers.
 TOTALS = {"bytes": "Bytes of committed handoffs.", "runs": "Runs of committed handoffs."}
 
 
@@ -18,13 +18,12 @@ class BatonStats(KVConnectorStats):
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> BatonStats:
-        """Add another report's counts to this one."""
         for name, count in other.data.items():
             self.data[name] = self.data.get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The counts by name, as vLLM logs them."""
+        """As vLLM logs them."""
         return {f"baton {name}": count for name, count in sorted(self.data.items())}
 
     def is_empty(self) -> bool:

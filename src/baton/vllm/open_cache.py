@@ -32,8 +32,8 @@ _ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class OpenCache:
-    """One worker's registered KV cache. `rank`: among all workers of the engine. `identity`: the engine's, with only
-    this worker's address. `draft_layers`: vLLM's names of the drafter's layers here."""
+    """One worker's registered KV cache. `rank`: among all workers of the engine. `identity`: the engine's, with this
+    worker's address. `draft_layers`: vLLM's names of the drafter's layers here."""
 
     side: WorkerSide
     rank: int
@@ -51,7 +51,7 @@ class OpenCache:
 def open_cache(
     config: Any, settings: PluginConfig, kv_cache_config: Any, kv_caches: Mapping[str, Any], version: str
 ) -> OpenCache:
-    """Register this worker's KV cache and start its agent. Collective over the engine's workers.
+    """Collective over the engine's workers.
 
     Raises `ConfigError` for a cache or a configuration that cannot be handed off.
     """
@@ -103,8 +103,8 @@ def open_cache(
 
 @contextlib.contextmanager
 def _unbound(config: Any) -> Iterator[None]:
-    """Let threads that start in this context run on all cores of the parent process. vLLM binds its CPU worker's thread
-    to dedicated cores, and threads that inherit the binding would compete with it."""
+    """Let threads that start in this context run on all cores of the parent process. vLLM binds its CPU worker's
+    thread to dedicated cores, and threads that inherit the binding would compete with it."""
     if config.device_config.device_type != "cpu":
         yield
         return

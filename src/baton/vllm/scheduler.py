@@ -1,8 +1,8 @@
 """The scheduler's side of the connector: tracks which requests are legs of a handoff, and their blocks.
 
 Both legs have the whole prompt of n tokens. The handoff moves the first n - 1: vLLM cannot start with a verification,
-so D computes the last token itself, and samples the first output token. An engine with state layers (Mamba) cannot roll
-back by a token, so the router sends its prefill leg without the last one.
+so D computes the last token itself, and samples the first output token. An engine with state layers (Mamba) cannot
+roll back by a token, so the router sends its prefill leg without the last one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log.addFilter(LogLimit())
 
 
 class VllmRequest(Protocol):
-    """The part of vLLM's `Request` that is used here."""
+    """What is used of vLLM's `Request`."""
 
     request_id: str
     prompt_token_ids: Sequence[int] | None
@@ -43,7 +43,7 @@ class VllmRequest(Protocol):
 
 
 class BlockPool(Protocol):
-    """The part of vLLM's block pool that is used here: reference counts of blocks."""
+    """What is used of vLLM's block pool: reference counts of blocks."""
 
     blocks: Sequence[Any]
 
@@ -72,7 +72,7 @@ class _Decode:
 
 
 def handoff_digest(tokens: Sequence[int]) -> bytes:
-    """The request digest in a ticket for vLLM engines, over the tokens that are handed over."""
+    """A ticket's request digest for vLLM engines, over the tokens that are handed over."""
     return request_digest(tokens, SamplingParams())
 
 
@@ -104,7 +104,7 @@ class SchedulerSide:
     # ------------------------------------------------------------ arrival
 
     def on_new_request(self, request: VllmRequest) -> None:
-        """Redeem a leg's ticket when the request arrives, since messages of the other engine may arrive any time."""
+        """Redeem a leg's ticket at once: the other engine's messages may arrive any time."""
         params = self._params(request)
         if params is None:
             return
@@ -156,7 +156,7 @@ class SchedulerSide:
                 self._step.turned_away.append(ticket)
 
     def _cancel(self, request: VllmRequest, text: str) -> None:
-        """Give up the prefill leg of a ticket, since no decode engine will fetch its KV."""
+        """Give up a ticket's prefill leg: no decode engine will fetch its KV."""
         try:
             key = verify(self._ticket_key, text, "prefill", self._clock()).key
         except ProtocolError as error:
@@ -178,14 +178,14 @@ class SchedulerSide:
 
     def _refuse(self, request: VllmRequest, why: str, detail: str = "") -> None:
         self.refused[why] += 1
-        # Cut, since the detail may contain a client's text.
+        # It may contain a client's text.
         log.warning("request %s is served without a handoff: %s %s", request.request_id, why, detail[:200])
 
     # ------------------------------------------------------------ the decode leg
 
     def num_matched(self, request_id: str, num_computed: int) -> int | None:
         """How many tokens come from P, if the first `num_computed` are here. No side effects. None until all workers
-        report P's admission: before it the leg must hold no blocks, since the admission could wait for them."""
+        report P's admission, which may need the blocks that the leg would hold."""
         leg = self._decodes.get(request_id)
         if leg is None or leg.receiving or leg.num_tokens <= num_computed:
             return 0
@@ -193,8 +193,8 @@ class SchedulerSide:
         return leg.num_tokens - num_computed if everywhere else None
 
     def on_admitted(self, news: Iterable[tuple[int, str]]) -> None:
-        """Workers report (rank, request id) of decode legs that were admitted, or have failed: vLLM handles a failure
-        once the leg has blocks."""
+        """(rank, request id) of decode legs that were admitted, or have failed: vLLM handles a failure once the leg
+        has blocks."""
         for rank, request_id in news:
             if (leg := self._decodes.get(request_id)) is not None:
                 leg.admitted.add(rank)
@@ -211,7 +211,7 @@ class SchedulerSide:
             del self._decodes[request_id]
 
     def on_received(self, request_id: str) -> None:
-        """The worker reports that a receive has ended or failed."""
+        """A receive has ended or failed."""
         self._decodes.pop(request_id, None)
 
     # ------------------------------------------------------------ the prefill leg
@@ -223,7 +223,7 @@ class SchedulerSide:
         if leg is None or leg.lost:
             return
         if not leg.tables:
-            # From now on the request is either computed, or preempted and given up: D's blocks cannot wait forever.
+            # From now on the request is computed, or preempted and given up: D's blocks cannot wait forever.
             self._step.admitted.append(leg.ticket.key)
         if replace or not leg.tables:
             leg.tables = new or ()
@@ -250,15 +250,15 @@ class SchedulerSide:
         leg.pinned = []
 
     def on_sent(self, request_id: str) -> None:
-        """The worker reports that the request's blocks are not read any more."""
+        """The request's blocks are not read any more."""
         leg = self._held.pop(request_id, None)
         if leg is not None:
             self._unpin(leg)
 
     def on_preempted(self, request_ids: set[str]) -> None:
-        """vLLM took these requests' blocks, which ends their handoffs. vLLM computes the requests again."""
+        """vLLM took these requests' blocks, which ends their handoffs, and computes them again."""
         for request_id in request_ids:
-            # `reset_prefix_cache` preempts outside of a step, so the request may have ended before the step.
+            # `reset_prefix_cache` preempts outside of a step, so the request may have ended before.
             leg = self._prefills.get(request_id) or self._held.get(request_id)
             if leg is not None and not leg.lost:
                 leg.lost = True
@@ -268,7 +268,7 @@ class SchedulerSide:
     # ------------------------------------------------------------ the end
 
     def on_finished(self, request: VllmRequest) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended. Returns whether vLLM must keep its blocks for now, and params for its client."""
+        """Returns whether vLLM must keep the blocks for now, and params for the client."""
         if request.request_id in self._asked:
             self._asked.discard(request.request_id)
             identity = msgspec.structs.replace(self.identity, clock=self._clock())

@@ -1,4 +1,4 @@
-"""The layout of one slot of a state layer (Mamba-2), and each tensor rank's part of it.
+"""The layout of one slot of a state layer (Mamba-2), and each tensor rank's part.
 
 vLLM registers a slot as bytes: the last inputs of the convolution, for the channels x, B and C, then the recurrent
 state of each head. Ranks share the heads with their channels of x, and the groups of B and C; a single group is
@@ -23,7 +23,7 @@ from baton.vllm.groups import LayerGroup
 @dataclass(frozen=True, slots=True)
 class StatePart:
     """One plane of a slot: `num_heads` heads, or channels, of `head_dim` elements. `offset` from the slot's start and
-    the strides are in bytes; `first_head` is the index in the model of the first head here."""
+    the strides are in bytes; `first_head`: the model's number of the first head here."""
 
     name: str
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class Mamba2State:
     channels_first: bool
 
     def parts(self) -> tuple[StatePart, ...]:
-        """The planes of a slot. Raises `ConfigError` if the shapes are not those of a Mamba-2 layer."""
+        """Raises `ConfigError` if the shapes are not a Mamba-2 layer's."""
         if [len(shape) for shape in self.shapes] != [2, 3]:
             raise ConfigError("model", f"a Mamba-2 state of shapes {list(self.shapes)} is not known")
         conv, (num_heads, *head) = self.shapes
@@ -83,7 +83,7 @@ def slots(
     """The geometry of the state layers of `group`.
 
     `tensors`: each layer's slots of bytes, at equal distances in region number `region`. `parts`: the layout of each
-    layer's slots; None: unknown, so a slot is one opaque plane. `alone`: the engine has only one tensor rank.
+    layer's slots; None: unknown, so a slot is one opaque plane. `alone`: the engine has one tensor rank.
 
     Raises `ConfigError` if layers differ, and for an unknown layout with several tensor ranks.
     """

@@ -12,8 +12,8 @@ Tables = tuple[list[int], ...]  # block tables, by vLLM's cache group
 
 @dataclass(frozen=True, slots=True)
 class OpenPrefill:
-    """A prefill leg of `num_tokens` tokens arrived. `next_token`: the prompt's token after them, which D computes; None
-    if this engine's prompt ends before it. `seeded`: this engine samples that token."""
+    """A prefill leg of `num_tokens` tokens arrived. `next_token`: the prompt's token after them, which D computes;
+    None if this engine's prompt ends before it. `seeded`: this engine samples that token."""
 
     request_id: str
     ticket: SignedTicket
@@ -33,9 +33,8 @@ class ComputedTokens:
 
 @dataclass(frozen=True, slots=True)
 class ClosePrefill:
-    """vLLM has finished a prefill request. `held`: vLLM keeps the blocks until the worker reports that they may be
-    freed. `failed`: the leg cannot be committed or is not wanted any more. `sampled`: the first token of a seeded
-    leg."""
+    """vLLM has finished a prefill request. `held`: vLLM keeps the blocks until the worker reports them free. `failed`:
+    the leg cannot be committed or is not wanted any more. `sampled`: the first token of a seeded leg."""
 
     key: AttemptKey
     held: bool
@@ -46,7 +45,7 @@ class ClosePrefill:
 @dataclass(frozen=True, slots=True)
 class AnnounceDecode:
     """A decode leg arrived. It gets no blocks before P has admitted it. `next_token`: the prompt's token after those
-    that are handed over; this engine computes it."""
+    handed over, which this engine computes."""
 
     request_id: str
     ticket: SignedTicket
@@ -56,7 +55,7 @@ class AnnounceDecode:
 @dataclass(frozen=True, slots=True)
 class OpenDecode:
     """vLLM has given blocks to a decode leg of `num_tokens` tokens, the first `hit` of which are in place. `parked`:
-    the request waits for the rest; else nothing is wanted, and P only has to be told so."""
+    the request waits for the rest; else nothing is wanted, and P only has to be told."""
 
     request_id: str
     ticket: SignedTicket
@@ -68,7 +67,7 @@ class OpenDecode:
 
 @dataclass(slots=True)
 class StepNews:
-    """All messages of one step. `turned_away`: prefill legs served without a handoff. `admitted`: prefill legs that now
+    """One step's messages. `turned_away`: prefill legs served without a handoff. `admitted`: prefill legs that now
     have blocks. `aborted`: decode legs that vLLM gave up. `preempted`: prefill legs whose blocks go to other requests.
     `cancelled`: prefill legs that no decode engine will fetch."""
 

@@ -1,6 +1,6 @@
 """The worker's side of the connector: passes steps to the handoff agent, and the agent's events to vLLM.
 
-All methods but `post` run on vLLM's worker thread. The agent has its own thread; its events are queued until vLLM asks.
+All methods but `post` run on vLLM's worker thread. The agent's events are queued until vLLM asks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from baton.wire import KVStream, Mode
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
-# An agent accepts an abort without waiting for a peer. If it has not after this time, it hangs and may still commit the
-# leg; the engine must end, since the blocks are about to hold other KV.
+# An agent accepts an abort without waiting for a peer. After this time it hangs and may still commit the leg; the
+# engine must end, since the blocks are about to hold other KV.
 ABORT_TIMEOUT_S = 60.0
 # While legs wait for their peers and there is nothing to compute, vLLM steps about once per millisecond. Waiting for an
-# event of the agent instead frees the cores, at the price of delaying a new request by at most this time.
+# event of the agent instead frees the cores, and delays a new request by at most this time.
 IDLE_WAIT_S = 0.004
 
 
@@ -100,12 +100,12 @@ class WorkerSide:
         self._agent: Agent | None = None
 
     def bind(self, agent: Agent) -> None:
-        """Use `agent`, whose events are posted to `post`."""
+        """The agent's events go to `post`."""
         self._agent = agent
         self._layers = VllmLayerStream(self._layout) if self._kv_stream == "layer" else None
 
     def post(self, event: ev.HandoffEvent) -> None:
-        """Queue an event. Called on the agent's thread."""
+        """Called on the agent's thread."""
         self._events.put(event)
 
     @property
@@ -195,7 +195,7 @@ class WorkerSide:
         }
 
     def _commit(self, key: AttemptKey, token: int | None) -> None:
-        # For the protocol, the prompt ends before the token that D computes, so all of it has been declared final.
+        # For the protocol, the prompt ends before the token that D computes: all of it has been declared final.
         self.agent.finish_prefill(key, Seeds(first_token=token or 0), False, {})
 
     def results(self, idle: bool = False) -> Results:
@@ -240,7 +240,7 @@ class WorkerSide:
     def _receive(self, receive: OpenDecode) -> None:
         decode = self._decodes.get(receive.ticket.key)
         if decode is None:
-            # The leg failed before it had blocks. vLLM's `kv_load_failure_policy` decides about the request.
+            # The leg failed before it had blocks; vLLM's `kv_load_failure_policy` decides.
             if receive.parked:
                 self._results.received.add(receive.request_id)
                 self._results.failed.add(receive.request_id)

@@ -1,4 +1,4 @@
-"""The interface of the attention kernels: write a step's keys and values, then attend.
+"""The interface of attention kernels: write a step's keys and values, then attend.
 
 Shape suffixes: T rows of the step, R requests, H query heads, G key-value heads, D head size.
 """
@@ -21,16 +21,16 @@ T = TypeVar("T")
 class AttnBatch:
     """The rows of one forward for one KV group, concatenated over R requests.
 
-    A request's rows have consecutive positions. Page id 0 is the null page, which is never written.
+    A request's rows have consecutive positions. The null page (0) is never written.
     """
 
     query_start: np.ndarray  # int32 [R + 1]: rows of request r are query_start[r] .. query_start[r + 1]
-    positions: np.ndarray  # int64 [T]: position of each row, the index of its slot in the request's KV
+    positions: np.ndarray  # int64 [T]: position of each row, which is the index of its slot
     page_table: np.ndarray  # int32 [R, max_pages]: page ids of this group, in token order
     _plans: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def plan(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, computed once per `key` for all layers of this forward."""
+        """The result of `make`, computed once per `key` and forward."""
         if key not in self._plans:
             self._plans[key] = make()
         plan: T = self._plans[key]
@@ -39,7 +39,7 @@ class AttnBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttnRows:
-    """A layer's inputs for one forward. `scale` multiplies the dot products. `sinks_H`: see `models.cache.Attend`."""
+    """A layer's inputs for one forward. `sinks_H`: see `models.cache.Attend`."""
 
     q_THD: Tensor
     k_TGD: Tensor

@@ -23,12 +23,13 @@ from baton.models.cache import Chosen, LatentHeads
 
 _TILE = 64
 _ROW_BLOCK = 16
-# Maximum number of elements of keys and values expanded at once: half a gigabyte in bfloat16, whatever the context.
+# Elements of keys and values expanded at once: half a gigabyte in bfloat16.
 _MOST_EXPANDED = 1 << 28
 
 
 class PagedLatents:
-    """Rows of a layer's latents in pages. `planes`: [pages, layers, page_size, 1, width], whose widths add up to W."""
+    """Rows of a layer's latents in pages. `planes`: one or two [pages, layers, page_size, 1, width], whose widths add
+    up to W."""
 
     def __init__(self, planes: Sequence[Tensor], layer: int, batch: AttnBatch) -> None:
         self.batch = batch
@@ -65,8 +66,6 @@ class PagedLatents:
 
 
 class PagedLatentAttention(PagedLatents):
-    """One layer's latents. `planes`: one or two [pages, layers, page_size, 1, width]; the widths add up to W."""
-
     def attend(
         self,
         q_THD: Tensor,
@@ -94,7 +93,7 @@ class PagedLatentAttention(PagedLatents):
         return out
 
     def _to_chosen(self, q_NHW: Tensor, chosen: Chosen, latent_dim: int, scale: float) -> Tensor:
-        """Absorbed attention [N, H, C] of rows to the keys that each chose, which are copied side by side first."""
+        """Absorbed attention [N, H, C] of rows to the keys that each chose, which are first copied side by side."""
         counts = np.diff(self.batch.query_start)
         owner = np.repeat(np.arange(len(counts)), counts)[chosen.rows]
         top_k, outs = chosen.positions.shape[1], []
@@ -114,7 +113,6 @@ class PagedLatentAttention(PagedLatents):
     def _to_all(
         self, batch: AttnBatch, q_THD: Tensor, latent_dim: int, scale: float, heads: LatentHeads | None
     ) -> Tensor:
-        """Attention of the rows of `batch` to all keys that they see."""
         if heads is None:
             return self._absorbed(batch, q_THD, latent_dim, scale)
         expanded = [
@@ -138,7 +136,7 @@ class PagedLatentAttention(PagedLatents):
     def _is_cheaper_expanded(
         self, batch: AttnBatch, q_THD: Tensor, start: int, stop: int, latent_dim: int, heads: LatentHeads
     ) -> bool:
-        """Whether expansion costs a request fewer multiplications than it saves. The cost counts twice, since keys and
+        """Whether expansion costs a request fewer multiplications than it saves. The cost counts twice: keys and
         values are also written, padded and read again."""
         rows, kept, value = stop - start, int(batch.positions[stop - 1]) + 1, heads.value_dim
         rope = sum(plane.shape[-1] for plane in self._planes) - latent_dim
@@ -186,12 +184,12 @@ class PagedLatentAttention(PagedLatents):
             tile = q_NW.new_zeros(_TILE, q_NW.shape[-1])
             kept = self.kept(request, base, min(base + _TILE, limit))
             tile[: len(kept)] = kept
-            # A non-finite token makes the rows that see it NaN. It must not reach other rows: 0 times NaN is NaN.
+            # A non-finite token makes the rows that see it NaN, but no others: 0 times NaN is NaN.
             bad = ~tile.sum(dim=1, keepdim=True).isfinite()
             tile = tile.masked_fill(bad, 0.0)
             hidden = lanes[None, :] + base > positions_N[:, None]
             scores = (q_NW @ tile.T).masked_fill(bad.T, torch.nan).masked_fill(hidden, -torch.inf)
-            # Every row sees position 0, so no row's peak stays at minus infinity.
+            # Every row sees position 0, so no peak stays at minus infinity.
             highest = torch.maximum(peak, scores.amax(dim=1, keepdim=True))
             weights, rescale = torch.exp(scores - highest), torch.exp(peak - highest)
             total = total * rescale + weights.sum(dim=1, keepdim=True)
@@ -201,7 +199,7 @@ class PagedLatentAttention(PagedLatents):
 
 
 def _with_rows(batch: AttnBatch, is_kept: np.ndarray) -> AttnBatch:
-    """The batch with some of its rows [T], of each request its first or its last ones."""
+    """The batch with some rows [T], of each request its first or its last ones."""
     counts = np.add.reduceat(np.append(is_kept, False), batch.query_start[:-1]) * (np.diff(batch.query_start) > 0)
     query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     return AttnBatch(query_start, batch.positions[is_kept], batch.page_table)

@@ -15,7 +15,7 @@ from baton.kernels.cpu.omp import arguments, float_bits, threads_for
 
 # Vectors (rows times heads) that share one load of a tile. Their queries and sums stay in a core's cache.
 _VECTORS = 128
-# Multiply-adds that justify one more thread.
+# Multiply-adds worth one more thread.
 _PARALLEL_WORK = 1 << 24
 
 
@@ -58,6 +58,6 @@ def absorbed(
 
 
 def _layout(plane: Tensor) -> tuple[int, ...]:
-    """A plane [pages, layers, page_size, 1, width] for the kernel: address, width, strides in bytes."""
+    """Address, width, strides in bytes of a plane [pages, layers, page_size, 1, width]."""
     page, layer, row = (stride * plane.itemsize for stride in plane.stride()[:3])
     return plane.data_ptr(), plane.shape[4], page, layer, row

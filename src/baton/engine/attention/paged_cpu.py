@@ -13,7 +13,7 @@ from baton.errors import ConfigError
 from baton.kernels.cpu.omp import arguments, float_bits, threads_for
 from baton.kernels.cpu.paged_attention import ATTEND, FAULT, WRITE
 
-# Multiply-adds that justify one more thread.
+# Multiply-adds worth one more thread.
 _PARALLEL_WORK = 1 << 17
 
 
@@ -28,7 +28,6 @@ class BatchAddresses:
 
     @classmethod
     def of(cls, batch: AttnBatch) -> BatchAddresses:
-        """Computed once per batch."""
         return batch.plan("addresses", lambda: cls._make(batch))
 
     @classmethod
@@ -44,8 +43,8 @@ class BatchAddresses:
 
 
 class PagedCpuBackend:
-    """An `AttentionBackend` for float32 and bfloat16. Computes in float32, releases the GIL, and uses as many threads
-    as torch may use, which changes no result."""
+    """An `AttentionBackend` for float32 and bfloat16. Computes in float32, releases the GIL, and uses torch's number
+    of threads, which changes no result."""
 
     name = "paged_cpu"
     batch_invariant = True
@@ -94,8 +93,8 @@ class PagedCpuBackend:
 
 
 def _side_by_side(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """q, k and v as parts of one tensor's rows, and the number of elements from row to row. Copies them unless they are
-    so already, as a joint projection leaves them."""
+    """q, k and v as parts of one tensor's rows, and the number of elements from row to row. Copies them unless a joint
+    projection left them so."""
     width, size = q.stride(0), q.shape[2]
     if all(tensor.stride() == (width, size, 1) for tensor in (q, k, v)):
         return q, k, v, width

@@ -1,4 +1,4 @@
-"""The attention backends, by name. Each is imported when it is first made."""
+"""Attention backends by name, imported when first made."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _triton() -> AttentionBackend:
 
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"paged_cpu": _paged_cpu, "triton": _triton, "sdpa": _sdpa}
-# The device type that a backend needs. Others run on any device.
+# The device type that a backend needs; others run on any.
 _DEVICES = {"paged_cpu": "cpu", "triton": "cuda"}
 
 

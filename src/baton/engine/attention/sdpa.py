@@ -1,6 +1,6 @@
 """Attention with PyTorch's `scaled_dot_product_attention` on any device. Gathers pages, one request at a time.
 
-Not batch-invariant: results vary in the last bits with the number of queries and keys.
+Not batch-invariant: last bits vary with the number of queries and keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton.engine.attention.base import AttnBatch, AttnRows, slot_error
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Indices of one request's rows and visible keys. `mask` [rows, keys] is True if the key is visible."""
+    """Indices of one request's rows and visible keys. `mask` [rows, keys]: visible."""
 
     rows: slice
     pages: Tensor
@@ -27,7 +27,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A batch's indices on the device, for all layers with the same window and page size."""
+    """A batch's indices on the device, for all layers with one window and page size."""
 
     pages: Tensor
     offsets: Tensor
@@ -61,14 +61,13 @@ def zero_nonfinite(k: Tensor, v: Tensor, mask_TS: Tensor | None) -> tuple[Tensor
     """Set non-finite tokens of k and v [1, heads, S, D] to 0. Also returns which rows [T] see one, for
     `mark_nonfinite_rows`; None if there is none. Without `mask_TS`, row i sees keys 0 to i.
 
-    A mask alone does not hide such a token: its score is added to minus infinity, its value is multiplied by 0, and
-    both give NaN.
+    A mask alone does not hide such a token: its score plus minus infinity, and its value times 0, are NaN.
     """
     if k.shape[2] == 1 or (mask_TS is not None and len(mask_TS) == 1):  # every row sees all keys
         return k, v, None
     sums_S = k.sum(dim=(0, 1, 3), dtype=torch.float32) + v.sum(dim=(0, 1, 3), dtype=torch.float32)
     bad_S = ~sums_S.isfinite()
-    # On a GPU, `any` would wait for all kernels launched before.
+    # On a GPU, `any` would wait for all earlier kernels.
     if bad_S.device.type == "cpu" and not bad_S.any():
         return k, v, None
     bad_S1 = bad_S[:, None]
@@ -77,7 +76,6 @@ def zero_nonfinite(k: Tensor, v: Tensor, mask_TS: Tensor | None) -> tuple[Tensor
 
 
 def mark_nonfinite_rows(out_THD: Tensor, nonfinite_T: Tensor | None) -> Tensor:
-    """Set the rows that see a non-finite token to NaN."""
     return out_THD if nonfinite_T is None else out_THD.masked_fill(nonfinite_T[:, None, None], torch.nan)
 
 
@@ -102,8 +100,7 @@ def _make_plan(kv: Tensor, batch: AttnBatch, window: int | None) -> _Plan:
         if start == end:
             continue
         positions = batch.positions[start:end]
-        # Slots before the first visible key may never have been written. A NaN there would survive a mask: cut them
-        # off.
+        # Earlier slots may never have been written, and a NaN there would survive a mask.
         first = 0 if window is None else max(int(positions[0]) - window + 1, 0)
         keys = np.arange(first, int(positions[-1]) + 1)
         pages = _pages(batch.page_table, np.full(len(keys), r), keys, page_size)

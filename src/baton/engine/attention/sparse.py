@@ -1,6 +1,6 @@
 """The choice of keys for sparse attention (DeepSeek-V3.2): index keys in pages, scores, and the best of them.
 
-Scores are computed in tiles of one shape, so that a row chooses the same keys in every batch.
+Scores are computed in tiles of one shape, so a row chooses the same keys in every batch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Paged attention on CUDA devices in one Triton kernel, which reads keys and values in place.
 
-A program attends some rows of one request, with all query heads of one KV head, so that a key is read once for them. It
+A program attends some rows of one request, with all query heads of one KV head, so a key is read once for them. It
 loops over tiles of keys that begin at absolute multiples of the tile size, with an online softmax (Milakov and
 Gimelshein, arXiv:1805.02867; tiles as in FlashAttention-2, arXiv:2307.08691). It is batch-invariant: few and many rows
-use the same shape of tile, and a tile in which a row sees no key does not change the row.
+use one shape of tile, and a tile in which a row sees no key does not change the row.
 
 Shape suffixes as in `attention`.
 """
@@ -31,8 +31,8 @@ _WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A batch's indices on the device, for all layers with one page size and one number of query heads per KV head.
-    `tiles` int32 [programs, 2]: a request, and the first of its rows that the program attends."""
+    """A batch's indices on the device, for all layers with one page size and number of query heads per KV head.
+    `tiles` int32 [programs, 2]: a request, and its first row that the program attends."""
 
     query_start: Tensor
     positions: Tensor

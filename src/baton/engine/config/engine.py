@@ -22,13 +22,12 @@ from baton.wire import Role
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig(ServingSettings):
-    """Everything that an engine is started with. `check()` raises `ConfigError` naming the first bad field.
+    """`check()` raises `ConfigError` naming the first bad field.
 
-    `model`: a checkpoint directory, or before `located()` ORG/NAME on the hub, at `revision`.
-    `skip_tokenizer_init`: prompts are token ids, and the output has no text.
-    `data_parallel_rank`: this engine's among the `data_parallel_size`; they meet in the directory
-    `data_parallel_store`.
-    `keys`: a key directory, which holds the ticket key too. Without one the control socket stays on loopback.
+    `model`: a checkpoint directory, or before `located()` ORG/NAME on the hub, at `revision`. `skip_tokenizer_init`:
+    prompts are token ids, and the output has no text. `data_parallel_rank`: among the `data_parallel_size`; they meet
+    in the directory `data_parallel_store`. `keys`: a key directory, which holds the ticket key too; without one the
+    control socket stays on loopback.
     """
 
     model: str
@@ -80,7 +79,7 @@ class EngineConfig(ServingSettings):
         self._need(not layers or self.device == "cpu", "kv_stream", "off or chunk unless device is cpu")
         if self.role != "both" and self.ticket_key_path is None:
             raise ConfigError("ticket_key_file", f"is required with role {self.role}, or a key directory with --keys")
-        # Only an engine that takes part in handoffs opens its transport.
+        # Only an engine with handoffs opens its transport.
         guarded = self.ticket_key_path is None or self.keys is not None
         check_keys(transfer.kv_transport, guarded, "kv_transfer_config.kv_transport")
         if self.ticket_key_path is not None:
@@ -97,7 +96,7 @@ class EngineConfig(ServingSettings):
         check_bind(transfer.control_bind, self.keys is not None)
 
     def sampling_defaults(self) -> SamplingDefaults:
-        """Sampling parameters of requests that do not set them. Raises `ConfigError` naming the field."""
+        """For requests that do not set them. Raises `ConfigError` naming the field."""
         return sampling_defaults(self.model, self.generation_config, self.override_generation_config)
 
     def located(self) -> EngineConfig:
@@ -122,7 +121,7 @@ class EngineConfig(ServingSettings):
 
     @property
     def num_slices(self) -> int:
-        """Slices that sums of row-parallel products are cut into."""
+        """Slices of the sums of row-parallel products."""
         return self.reduction_slices or self.tensor_parallel_size
 
     @property
@@ -132,7 +131,6 @@ class EngineConfig(ServingSettings):
 
     @property
     def ticket_key_path(self) -> Path | None:
-        """`ticket_key_file`, else the file in the key directory."""
         if self.ticket_key_file is not None:
             return Path(self.ticket_key_file)
         return None if self.keys is None else ticket_key_file(self.keys)

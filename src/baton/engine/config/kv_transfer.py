@@ -1,5 +1,3 @@
-"""`--kv-transfer-config`."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
@@ -14,8 +12,8 @@ from baton.handoff.session.config import DEFAULT_HANDOFF_TIMEOUT_S
 class KVTransferConfig:
     """`--kv-transfer-config`: transport of the KV pool (a name or a URI) and bind address of the control socket.
 
-    `handoff_timeout_s`: limit of a handoff's time, from when both engines have pages for it.
-    `prefix_store` (`file:///DIRECTORY?max_bytes=N`): keeps the KV of prompts, for all engines of the model.
+    `handoff_timeout_s`: from when both engines have pages. `prefix_store` (`file:///DIRECTORY?max_bytes=N`): keeps the
+    KV of prompts, for all engines of the model.
     """
 
     kv_transport: str = "shm"
@@ -25,7 +23,7 @@ class KVTransferConfig:
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | None, kv_transport: str | None = None) -> KVTransferConfig:
-        """`kv_transport` overrides the value in `value`. Raises `ConfigError` naming the key."""
+        """`kv_transport` overrides `value`. Raises `ConfigError` naming the key."""
         data = json_object("kv_transfer_config", value) or {}
         refuse_unknown("kv_transfer_config", data, {f.name for f in fields(cls)})
         for key in ("kv_transport", "control_bind", "prefix_store"):

@@ -1,4 +1,4 @@
-"""Declaration of settings: the annotation of a field holds what flags, variables, files, help and documents need."""
+"""Declaration of settings: a field's annotation holds what flags, variables, files, help and documents need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a value must be: as words after "must be", and as a test."""
+    """What a value must be: words after "must be", and a test."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -26,7 +26,7 @@ class Setting:
     """A field that users set. Its name, type and default are the field's.
 
     `help`: one line. `short`: a short flag. `rule`: for values other than None; literals have one by their type.
-    `parse`: makes the value of a flag's text, or of a file's table. `metavar`: what help shows for that text.
+    `parse`: from a flag's text, or a file's table. `metavar`: what help shows for that text.
     """
 
     help: str
@@ -38,7 +38,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredSetting:
-    """A setting with what its field says. `type` is without `Setting`; `default` is None if each object has its own."""
+    """A setting with what its field says. `default` is None if each object has its own."""
 
     name: str
     type: Any
@@ -63,7 +63,6 @@ def one_of(values: Sequence[Any]) -> Rule:
 
 
 def like(pattern: str, words: str) -> Rule:
-    """Text that `pattern` matches whole."""
     return Rule(words, lambda value: re.fullmatch(pattern, value) is not None)
 
 
@@ -81,7 +80,7 @@ def declared(kind: type) -> dict[str, DeclaredSetting]:
 
 
 def check_settings(settings: Any) -> None:
-    """Check every setting of a dataclass by its type and its rule. Raises `ConfigError` naming the first bad field."""
+    """Check every setting by its type and rule. Raises `ConfigError` naming the first bad field."""
     for name, one in declared(type(settings)).items():
         value = getattr(settings, name)
         if value is None or dataclasses.is_dataclass(value):

@@ -1,4 +1,4 @@
-"""The settings of an engine that users give: each is declared here, once."""
+"""The settings of an engine, each declared here once."""
 
 from __future__ import annotations
 
@@ -31,14 +31,12 @@ _SEEDS = Rule("between 0 and 2**64 - 1", lambda value: 0 <= value <= MAX_WORD)
 class StepSettings:
     """Settings of all commands that start engines.
 
-    `kv_cache_memory`: bytes over all groups. None: `gpu_memory_utilization` of the free memory, on a host too, in equal
-    parts for `engines_per_host` engines (`engine/memory/pool_size.py`).
-    `tensor_parallel_size` ranks share the target's heads and inner widths, `pipeline_parallel_size` stages of such
-    ranks its layers. Each rank is a process.
+    `kv_cache_memory`: bytes over all groups. None: `gpu_memory_utilization` of the free memory, on a host too, in
+    equal parts for `engines_per_host` engines (`engine/memory/pool_size.py`). `tensor_parallel_size` ranks share the
+    target's heads and inner widths, `pipeline_parallel_size` stages of such ranks its layers; each rank is a process.
     `reduction_slices`: with `batch_invariant`, engines with equal values compute the same bits with any number of
-    ranks. None: `tensor_parallel_size`.
-    `data_parallel_size` engines share the target's experts, if any. Each has its own requests and pages.
-    `integrity`: how many digests guard a handoff's bytes. `auto`: see `default_integrity`.
+    ranks. None: `tensor_parallel_size`. `data_parallel_size` engines share the target's experts, if any, with requests
+    and pages of their own. `integrity`: how many digests guard a handoff's bytes. `auto`: see `default_integrity`.
     `kv_stream`: send the bytes after the prefill (`off`), after each `chunk`, or also after layers of a chunk
     (`layer`).
     """
@@ -95,18 +93,16 @@ class StepSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingSettings(StepSettings):
-    """All settings of an engine that users give.
+    """Settings of engines that serve.
 
     `revision`: of a model on the hub. `max_model_len`: None takes the checkpoint's, or what fits into the memory.
     `mamba_block_size`: prefix hits of a model with states end at multiples of this number of tokens.
     `generation_config`: source of sampling defaults: the checkpoint ("auto"), another directory, or none ("vllm").
-    `override_generation_config` has priority (`engine/loading/generation_config.py`).
-    `seed`: for requests without one. None draws one for each.
-    `token_api`: an engine of role both also takes token ids from a router. The other roles always do.
-    `stall_timeout_s`: seconds in one step after which an engine is taken to hang.
-    `queue_timeout_s`: seconds after which a request that has not started ends with an error. 0: no limit.
-    `max_queued_requests`: how many may wait for their first token. More are refused (HTTP 429).
-    `recovery`: the last rung that a failed handoff may take.
+    `override_generation_config` has priority (`engine/loading/generation_config.py`). `seed`: for requests without
+    one. None draws one for each. `token_api`: an engine of role both also takes token ids from a router, as the other
+    roles do. `stall_timeout_s`: seconds in one step after which an engine is taken to hang. `queue_timeout_s`: seconds
+    after which a request that has not started ends with an error; 0: no limit. `max_queued_requests`: how many may
+    wait for their first token; more get HTTP 429. `recovery`: the last rung that a failed handoff may take.
     `engines_per_host`: None is 1.
     """
 

@@ -1,5 +1,3 @@
-"""`--speculative-config`."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
@@ -11,9 +9,9 @@ from baton.errors import ConfigError
 
 Verifier = Literal["coupled", "rejection"]
 DraftKV = Literal["require", "prefer", "drop"]
-# Methods without a drafter checkpoint: no weights, or the target's.
+# No weights, or the target's.
 _WITHOUT_MODEL = ("ngram", "mtp")
-# Fields that only one method takes, and passes to its drafter.
+# Fields that only one method takes.
 _OPTIONS = {"ngram": ("prompt_lookup_min", "prompt_lookup_max")}
 
 
@@ -23,9 +21,9 @@ class SpeculativeConfig:
     verifier.
 
     `draft_kv`: the drafter's KV in a handoff. `require`: both engines must draft alike, as one engine would. `prefer`:
-    move it if they do, else start cold. `drop`: never move it.
-    `prompt_lookup_min`, `prompt_lookup_max`: lengths of the n-grams that `ngram` looks up.
-    `draft_tensor_parallel_size`: 1 if given, since every tensor rank holds the whole drafter.
+    move it if they do, else start cold. `drop`: never move it. `prompt_lookup_min`, `prompt_lookup_max`: lengths of
+    the n-grams that `ngram` looks up. `draft_tensor_parallel_size`: 1 if given, since every tensor rank holds the
+    whole drafter.
     """
 
     method: str
@@ -79,7 +77,6 @@ class SpeculativeConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        """The method's own fields that are given."""
         given = {name: getattr(self, name) for name in _OPTIONS.get(self.method, ())}
         return {name: value for name, value in given.items() if value is not None}
 

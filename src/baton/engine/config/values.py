@@ -1,4 +1,4 @@
-"""Values of settings that are written as text: sizes in bytes, page sizes, JSON objects."""
+"""Values of settings written as text: sizes in bytes, page sizes, JSON objects."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any]
 
 
 def refuse_unknown(name: str, data: dict[str, Any], known: Collection[str]) -> None:
-    """Raise `ConfigError` naming the first unknown key."""
     unknown = sorted(set(data) - set(known))
     if unknown:
         raise ConfigError(f"{name}.{unknown[0]}", f"is unknown; known: {', '.join(sorted(known))}")

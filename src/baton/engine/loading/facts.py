@@ -1,6 +1,6 @@
 """The facts of an engine that must be equal on P and D, by name, as HELLO and routers compare them.
 
-They cover every setting that may change a token or the end of an output. Page sizes may differ.
+They cover every setting that may change a token or the end of an output, which page sizes do not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.models.base import CausalLM
 from baton.models.loading.loader import fingerprint, tokenizer_hash
 from baton.structured import LIBRARY
 
-# Raise this whenever the same request may get other tokens than before.
+# Raise this when a request may get other tokens than before.
 SAMPLER_VERSION = "2"
 # More than one tile of keys, and no whole number of pages.
 PROBE_TOKENS = 75
@@ -80,8 +80,8 @@ def engine_facts(
 def numeric_probe(model: CausalLM, groups: Sequence[GroupSpec], backend: AttentionBackend, device: torch.device) -> str:
     """16 hex digits over the bits of a fixed prompt's logits and of sampling noise.
 
-    They differ if another attention backend, library or CPU type rounds differently. Equal tokens, which
-    batch-invariant mode promises, are then not certain.
+    They differ if another backend, library or CPU type rounds differently. Equal tokens, which batch-invariant mode
+    promises, are then not certain.
     """
     targets = [group for group in groups if group.owner == "target"]
     kv = {}

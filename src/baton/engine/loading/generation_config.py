@@ -1,4 +1,4 @@
-"""A checkpoint's sampling defaults, for requests that do not set these parameters, as in vLLM."""
+"""A checkpoint's sampling defaults, as in vLLM."""
 
 from __future__ import annotations
 

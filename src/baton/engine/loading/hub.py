@@ -8,9 +8,9 @@ import sys
 
 from baton.errors import ConfigError
 
-# What Baton reads of a repository. Weights in other formats are not downloaded.
+# Weights in other formats are not downloaded.
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
-# Other formats of the same weights, as large again.
+# Other formats of the same weights.
 _LEFT_OUT = ["original/*", "consolidated*", "onnx/*", "*/*.safetensors"]
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -18,8 +18,8 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 def checkpoint_directory(model: str, revision: str | None = None, field: str = "model") -> str:
     """`model` itself if it is a directory; else the directory of `ORG/NAME` in the hub's cache, downloaded if needed.
 
-    `revision` is a branch, tag or commit of the repository. `huggingface_hub` reads its own settings (`HF_HOME`,
-    `HF_TOKEN`, `HF_HUB_OFFLINE`) from the environment. Raises `ConfigError` naming `field` and the model, in one line.
+    `revision`: a branch, tag or commit. `huggingface_hub` reads its own settings (`HF_HOME`, `HF_TOKEN`,
+    `HF_HUB_OFFLINE`) from the environment. Raises `ConfigError` naming `field` and the model, in one line.
     """
     if os.path.isdir(model):
         if revision is not None:

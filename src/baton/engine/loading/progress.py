@@ -20,8 +20,8 @@ _BAR = "Loading safetensors checkpoint"  # vLLM's words
 def showing(step: str, progress: Callable[[str], None], shows: bool = True) -> Iterator[None]:
     """Tell `progress` of a step that loads weights, and show how far it is unless it is short.
 
-    `shows` false: report the step alone, for ranks that load at the same time as another. The bar replaces further
-    lines; while it is shown, `progress` gets an empty text.
+    `shows` false: report the step alone, for ranks that load at the same time. While the bar is shown, `progress` gets
+    an empty text.
     """
     progress(step)
     if not shows:
@@ -42,7 +42,6 @@ def showing(step: str, progress: Callable[[str], None], shows: bool = True) -> I
 
 
 def _has_bar() -> bool:
-    """Whether stderr is a terminal without JSON lines."""
     return sys.stderr.isatty() and not os.environ.get("TQDM_DISABLE")
 
 

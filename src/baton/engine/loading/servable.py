@@ -1,6 +1,6 @@
 """Recognises checkpoints that cannot be served, by file names, `config.json` and headers, before anything is loaded.
 
-Each refusal says what to do instead. Other unusable checkpoints are refused when they are loaded.
+Each refusal says what to do instead. Other unusable checkpoints are refused when loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.errors import CheckpointError
 from baton.models.loading.config_json import text_config
 from baton.models.loading.quantization import quantization_of
 
-# Suffixes of architecture names that are not text generators, and what they are.
+# Suffixes of names of architectures that generate no text.
 _OTHER_TASKS = {
     "ForSequenceClassification": "a classifier or a reranker",
     "ForTokenClassification": "a classifier of tokens",
@@ -34,7 +34,7 @@ _MAX_HEADER_BYTES = 100 << 20
 
 
 def check_servable(path: str | Path) -> None:
-    """Raise `CheckpointError` if the directory `path` is recognised as something that cannot be served."""
+    """Raise `CheckpointError` if `path` is recognised as something that cannot be served."""
     directory = Path(path)
     why = _why(directory, _object(directory / "config.json"))
     if why is not None:
@@ -101,7 +101,7 @@ def _of_headers(directory: Path, weights: list[str]) -> str | None:
 
 
 def _header(path: Path) -> Mapping[str, Any]:
-    """The header of a safetensors file. Empty for other files: loading them raises a better error."""
+    """A safetensors header. Empty for other files: loading them raises a better error."""
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
@@ -112,7 +112,7 @@ def _header(path: Path) -> Mapping[str, Any]:
 
 
 def _object(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file. Empty if there is none: loading raises a better error."""
+    """A file's JSON object. Empty if there is none: loading raises a better error."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

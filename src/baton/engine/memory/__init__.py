@@ -1,1 +1,1 @@
-"""What an engine keeps in memory: the size and place of its pools, states of drafters, and stored prefixes."""
+"""The size and place of an engine's pools, states of drafters, and stored prefixes."""

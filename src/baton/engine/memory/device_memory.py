@@ -29,7 +29,7 @@ def make_digester(geometries: Mapping[str, RankGeometry], regions: Sequence[Regi
     """A digester that reads pages in place. Raises as `MemoryDigester` does."""
     if not any(isinstance(region, DeviceMemory) for region in regions):
         return MemoryDigester(geometries, regions)
-    # Its own stream: digests read what was written before, and need not wait for the engine's next step.
+    # Its own stream: digests read earlier writes, and need not wait for the engine's next step.
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     return MemoryDigester(geometries, regions, lambda *plane: _device_plane(stream, *plane))
 

@@ -1,7 +1,7 @@
 """Which slots the forwards of a drafter with states read and write.
 
-A drafter runs over a request's new known tokens and then over its own drafts, before any of them is accepted. Its next
-plan continues from the state after the last known token. States after drafts serve only the next draft, and stay in
+A drafter runs over a request's new known tokens and then over its own drafts, before any is accepted. Its next plan
+continues from the state after the last known token. States after drafts serve only the next draft, and stay in
 scratch. So nothing is ever rolled back, and a handed-over state has seen no draft.
 
 Slots are found by position, as pages are: a drafter names a forward's rows and knows no slots.
@@ -32,8 +32,7 @@ class DraftStates:
             return {}
         first, last = positions[query_start[:-1]], positions[query_start[1:] - 1]
         start, stop = self._start[requests], self._stop[requests]
-        # Keep the state after the last known row, and that after the last row if it is a draft that another draft
-        # follows.
+        # Keep the state after the last known row, and that after the last row if another draft follows.
         known, known_last = first < stop, np.minimum(last, stop - 1)
         goes_on = (last >= stop) & (last - stop < self._num_drafts[requests] - 1)
         self._seen[requests[known]] = known_last[known] + 1
@@ -56,8 +55,8 @@ class DraftStates:
         return found
 
     def left_out(self) -> Iterator[tuple[str, int, int]]:
-        """Copies (group, source, destination) for requests whose last known row no forward has reached, since a drafter
-        does not see beyond its context. The state after the last row that it saw stands for all later ones."""
+        """Copies (group, source, destination) for requests whose last known row no forward has reached, since a
+        drafter does not see beyond its context. The state after the last row that it saw stands for all later ones."""
         for request in np.flatnonzero(self._seen < self._stop).tolist():
             for name, slots in self._groups.items():
                 kept = int(slots.scratch[request, 0])
@@ -69,8 +68,7 @@ class DraftStates:
 
 
 def _scratch(slots: DraftSlots, requests: IntArray, ahead: IntArray) -> IntArray:
-    """The slot of the state `ahead` rows after the first draft's row. If `ahead` is negative, that of the last known
-    row."""
+    """The slot of the state `ahead` rows after the first draft's row; if negative, that of the last known row."""
     index = np.where(ahead < 0, 0, 1 + ahead % 2)
     found: IntArray = slots.scratch[requests, np.minimum(index, slots.scratch.shape[1] - 1)]
     return found

@@ -41,5 +41,4 @@ class GroupMemory:
 
     @classmethod
     def zeros(cls, spec: GroupSpec, num_pages: int, device: torch.device) -> GroupMemory:
-        """A group in new memory."""
         return cls.over(spec, torch.zeros(num_pages, spec.page_bytes, dtype=torch.uint8, device=device))

@@ -60,7 +60,7 @@ def parts_of(groups: Sequence[GroupSpec], config: EngineConfig, num_layers: int,
     """The parts of groups that a rank holds, each with the model's number of the first head of each plane.
 
     Stages share the target's layers. A stage's tensor ranks share the heads or channels of each plane; a plane that is
-    not cut is whole on each of them. All ranks of stage 0 hold the whole drafter. Ranks are counted stage by stage.
+    not cut is whole on each. All ranks of stage 0 hold the whole drafter. Ranks are counted stage by stage.
     """
     size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     stage, tensor_rank = divmod(rank, size)
@@ -101,12 +101,12 @@ def kv_memory(
     """Size and allocate the pages of an engine that has loaded its weights.
 
     `whole`: its groups over all ranks. `before`: memory before loading. `transports`: one per rank, or none.
-    `num_layers` and `max_position` (the context) are the checkpoint's. Raises `ConfigError`, `TransportError`.
+    `num_layers` and `max_position` (the context): the checkpoint's. Raises `ConfigError`, `TransportError`.
     """
     if config.max_model_len is not None and config.max_model_len > max_position:
         raise ConfigError("max_model_len", f"must be at most the checkpoint's {max_position}")
     parts = [parts_of(whole, config, num_layers, rank) for rank in range(config.num_ranks)]
-    # All ranks have equally many pages: divide memory for the rank whose pages are largest.
+    # All ranks have equally many pages: divide memory for the rank with the largest.
     held = [[group for group, _ in part] for part in parts]
     groups = [max((g for part in held for g in part if g.name == w.name), key=lambda g: g.page_bytes) for w in whole]
     device = torch.device(config.device)

@@ -1,8 +1,8 @@
 """Sizes an engine's KV pools, and from them the longest context.
 
-The pools get `gpu_memory_utilization` of the memory that was free at the start, divided by the number of engines on the
-host, minus what loading took, and no more than is likely to be used. Pools of the `shm` transport are in a file system
-that may be smaller than the memory.
+The pools get `gpu_memory_utilization` of the memory that was free at the start, divided by the number of engines on
+the host, minus what loading took, and no more than is likely to be used. Pools of the `shm` transport are in a file
+system that may be smaller than the memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from baton.transports.mapped.segments import SHM_DIR
 # The rest is for activations, the page cache and other programs.
 HOST_UTILIZATION = 0.6
 DEVICE_UTILIZATION = 0.9
-# Small models use the rest of this for the prefix cache.
+# Small models use the rest for the prefix cache.
 MIN_POOL_BYTES = 256 << 20
-# Few sequences reach the full context: expect a quarter of it.
+# Expect sequences to reach a quarter of the context.
 USED_CONTEXT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of memory: `free` for all processes, `taken` by this process, and free in the `shm` file system."""
+    """Bytes: `free` for all processes, `taken` by this process, and free in the `shm` file system."""
 
     free: int
     taken: int
@@ -48,8 +48,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """`num_pages` by group. `num_tokens`: the tokens that they hold at once. `max_model_len`: the context; `lowered` if
-    it was reduced to fit."""
+    """`num_pages` by group. `num_tokens`: held at once. `max_model_len`: the context; `lowered` if it was reduced to
+    fit."""
 
     num_pages: dict[str, int]
     num_tokens: int
@@ -130,8 +130,8 @@ def pool_size(
     """Size the pools of an engine that has loaded its weights.
 
     `before` and `now`: memory before and after loading. `max_position`: the checkpoint's context. Without
-    `config.max_model_len` the context is as long as fits. Raises `ConfigError`, which names the setting to change, if
-    a requested context or pool does not fit.
+    `config.max_model_len` the context is as long as fits. Raises `ConfigError`, naming the setting to change, if a
+    requested context or pool does not fit.
     """
     context = config.max_model_len or max_position
     demand = Demand(
@@ -186,8 +186,7 @@ def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
 def _host_free(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Available bytes, within the limit of this process's cgroup.
 
-    A cgroup's usage includes files that were read, such as checkpoints. The kernel can drop these, so they count as
-    free.
+    A cgroup's usage includes files that were read, such as checkpoints. The kernel can drop these: they count as free.
     """
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}

@@ -1,6 +1,6 @@
 """Early check of sizes that no engine could have, from a checkpoint's `config.json` and this host's memory.
 
-`kv_memory` and `pool_size` check the same settings exactly after the weights are loaded.
+`kv_memory` and `pool_size` check exactly after the weights are loaded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _contexts(settings: Any) -> Iterator[tuple[int, float]]:
 
 
 def _factors(scaling: Any) -> Iterator[float]:
-    """All rope scaling factors, also those given per kind of layer."""
+    """All rope scaling factors, also per kind of layer."""
     for name, value in scaling.items() if isinstance(scaling, dict) else ():
         if name == "factor" and isinstance(value, int | float):
             yield float(value)

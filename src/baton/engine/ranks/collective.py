@@ -17,7 +17,7 @@ from baton.engine.config import EngineConfig
 from baton.models.layers.expert_parallel import ExpertRanks
 from baton.models.layers.parallel import Stage, TensorRank
 
-# A rank that is paused for longer counts as hung. A dead rank is noticed at once.
+# A rank paused for longer counts as hung. A dead rank is noticed at once.
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -28,12 +28,12 @@ class Exchange:
         # By default gloo binds the address of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._size = size
-        # Not the default process group: a process may have several engines.
+        # A process may have several engines, so not the default process group.
         library: Any = dist
         self._group = library.ProcessGroupGloo(library.FileStore(store, size), rank, size, TIMEOUT)
 
     def gather(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Every rank's tensor, by rank. Any dtype: they are sent as bytes."""
+        """Every rank's tensor, by rank, of any dtype."""
         own = tensor.contiguous()
         parts = [torch.empty_like(own) for _ in range(self._size)]
         as_bytes = [part.view(-1).view(torch.uint8) for part in parts]
@@ -51,7 +51,6 @@ class Exchange:
         self._group.send([tensor.contiguous().view(-1).view(torch.uint8)], to, 0).wait()
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Receive into `tensor`."""
         self._group.recv([tensor.view(-1).view(torch.uint8)], source, 0).wait()
 
 

@@ -24,7 +24,7 @@ class RankExecutor:
     """
 
     def __init__(self, local: LocalExecutor, followers: Followers, spec: PlanSpec) -> None:
-        # The `spec` of all stages: rank 0 may lack groups of other stages.
+        # Of all stages: rank 0 may lack groups of others.
         self.local, self.spec = local, spec
         self._followers = followers
 
@@ -34,7 +34,7 @@ class RankExecutor:
         return self.local.sample(plan, computed)
 
     def draft(self, plan: DraftPlan) -> DraftResult:
-        """As `LocalExecutor.draft`. Raises as `execute` does."""
+        """Raises as `execute` does."""
         result, answers = self._answers(Draft(plan), lambda: self.local.draft(plan))
         own = digest(result)
         for rank, answer in enumerate(answers, 1):
@@ -43,7 +43,7 @@ class RankExecutor:
         return result
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
-        """As `LocalExecutor.copy_page`. Raises as `execute` does."""
+        """Raises as `execute` does."""
         self._together(Copy(group, source, destination), lambda: self.local.copy_page(group, source, destination))
 
     def _together(self, order: Order, own: Callable[[], R]) -> R:
@@ -51,7 +51,7 @@ class RankExecutor:
         return self._answers(order, own)[0]
 
     def _answers(self, order: Order, own: Callable[[], R]) -> tuple[R, list[Done]]:
-        """As `_together`, with the answers of the other ranks."""
+        """With the answers of the other ranks."""
         self._followers.order(order)
         try:
             result = own()

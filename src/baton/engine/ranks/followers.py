@@ -37,12 +37,12 @@ class Followers:
     """Starts a process for each rank from 1 on; there may be none.
 
     Ranks compute in lockstep: all answer an order before the next. If one ends or fails, all are ended, because its KV
-    is unknown and must not be decoded from or handed over.
+    is unknown and must not be used.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config, self._size = config, config.num_ranks
-        # Holds the file store by which the ranks connect. Other users cannot read it.
+        # Holds the file store by which the ranks connect, unreadable for other users.
         self._directory = RunDirectory("ranks-") if self._size > 1 else None
         self._store = str(self._directory and self._directory.path / "store")
         self._pipes: list[Connection] = []
@@ -103,7 +103,7 @@ class Followers:
             raise EngineUnavailableError(self.kill_all(f"rank {rank} has gone: {error}")) from None
 
     def answered(self) -> list[Done]:
-        """Wait for the answers of all ranks to an order. Raises `EngineUnavailableError`."""
+        """Wait for all answers to an order. Raises `EngineUnavailableError`."""
         answers = []
         for rank, pipe in enumerate(self._pipes, 1):
             if self._failure is not None:
@@ -138,8 +138,8 @@ class Followers:
             self._send(rank, Allocate(dict(pool.size.num_pages), files, list(aux_layers)))
 
     def fail_after(self, error: Exception) -> EngineUnavailableError:
-        """End all ranks after `error` in rank 0's part of an order. Returns the exception to raise, which names another
-        rank as the cause if one has ended."""
+        """End all ranks after `error` in rank 0's part of an order. Returns the exception to raise, which names
+        another rank as the cause if one has ended."""
         deadline = time.monotonic() + EXIT_STATUS_LIMIT_S
         while not self._closing and time.monotonic() < deadline:
             for rank, process in enumerate(self._processes, 1):
@@ -149,7 +149,7 @@ class Followers:
         return EngineUnavailableError(self.kill_all(f"rank 0 failed: {type(error).__name__}: {error}"))
 
     def kill_all(self, cause: str) -> str:
-        """Kill the other ranks. Returns the cause of the first failure."""
+        """Returns the cause of the first failure."""
         if self._failure is None:
             self._failure = cause
             log.error("%s: the engine ends", cause)
@@ -181,7 +181,7 @@ def _has_fileno(stream: object) -> bool:
 
 
 def start_followers(config: EngineConfig, progress: Callable[[str], None]) -> Followers:
-    """Start the other ranks, which load their weights while rank 0 loads its own."""
+    """The other ranks load their weights while rank 0 loads its own."""
     if config.num_ranks > 1:
         progress(f"starting {config.num_ranks} ranks")
     return Followers(config)

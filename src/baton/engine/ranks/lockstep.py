@@ -2,7 +2,7 @@
 (`models.expert_parallel`); while none does, all sleep. The core itself knows only `Peers`.
 
 Turns between two idle periods form a *wave*, numbered alike on all ranks. A rank that gets work while all are idle
-wakes the others with the wave's number. A wake for a wave that is over is ignored.
+wakes the others with the wave's number. A wake for a past wave is ignored.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class WakeSockets:
         return str(self._directory / f"bell-{rank}")
 
     def listen(self, woken: Callable[[], None]) -> None:
-        """From now on call `woken`, on another thread, when another rank wakes this one."""
+        """Call `woken`, on another thread, whenever another rank wakes this one."""
         self._thread = threading.Thread(target=self._listen, args=(woken,), daemon=True, name="baton-bell")
         self._thread.start()
 
@@ -113,7 +113,7 @@ class WakeSockets:
 
 
 class Lockstep:
-    """One rank's turns. It starts awake, because ranks compute while they are built, each when it gets there."""
+    """One rank's turns. It starts awake, because ranks compute while they are built."""
 
     def __init__(self, shared: ExpertRanks, wake_sockets: WakeSockets) -> None:
         self.ended = False
@@ -122,8 +122,7 @@ class Lockstep:
         shared.begins = self._begin
 
     def turn(self, step: Callable[[], bool], stops: bool) -> bool:
-        """As `Peers.turn`. Returns when all ranks have made their turn. Raises `EngineUnavailableError` if one is
-        gone."""
+        """Returns when all ranks have made their turn. Raises `EngineUnavailableError` if one is gone."""
         computed = step()
         notifies = stops and not self._stop_sent
         if not (self._awake or self.shared.begun or self._is_woken or notifies):

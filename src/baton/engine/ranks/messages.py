@@ -39,8 +39,6 @@ class Copy(msgspec.Struct, frozen=True, tag="copy"):
 
 
 class Compute(msgspec.Struct, frozen=True, tag="compute"):
-    """Run the target, without choosing tokens."""
-
     plan: StepPlan
 
 
@@ -83,7 +81,7 @@ _ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
 def digest(result: DraftResult) -> int:
-    """Compared between ranks, because the next plan's rows contain the drafts."""
+    """Compared between ranks: the next plan's rows contain the drafts."""
     return zlib.crc32(msgspec.msgpack.encode(result.drafts))
 
 

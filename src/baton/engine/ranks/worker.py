@@ -1,5 +1,5 @@
-"""`python -m baton.engine.ranks.worker FD`: the process of a rank other than 0. It carries out the orders that come
-over the pipe, and ends with rank 0."""
+"""`python -m baton.engine.ranks.worker FD`: the process of a rank other than 0. It carries out the orders from the
+pipe, and ends with rank 0."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def _memory(group: GroupSpec, pages: Allocate, device: torch.device) -> GroupMem
 
 
 def main(fd: int) -> NoReturn:
-    """Run `serve` until it ends. An error is sent to rank 0 and ends this process."""
-    # Rank 0 may die while this process computes and does not read its pipe.
+    """An error is sent to rank 0 and ends this process."""
+    # Rank 0 may die while this process computes.
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; rank 0 decides
     pipe = Connection(fd)

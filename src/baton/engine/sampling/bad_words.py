@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 
 class BadWords:
-    """A request's bad words, and the end of its output."""
-
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self._last: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for *before, last in words:
@@ -23,7 +21,6 @@ class BadWords:
         return bool(self._lengths)
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Append tokens to the output."""
         if self._lengths:
             tail = [*self._tail, *token_ids]
             self._tail = tail[max(0, len(tail) - self._lengths[-1]) :]

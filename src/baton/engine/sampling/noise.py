@@ -1,8 +1,8 @@
 """Sampling noise, the same for drafter, verifier and every engine.
 
-Noise depends only on (seed, sample index, absolute token position, target token id), so every engine that samples
-position p of a request draws the same numbers. Philox4x64-10 (Salmon et al., 2011) as in NumPy: key = (seed, sample
-index), counter = (block, position, stream, 0). Output element v belongs to token id v.
+Noise depends only on (seed, sample index, absolute token position, target token id). Philox4x64-10 (Salmon et al.,
+2011) as in NumPy: key = (seed, sample index), counter = (block, position, stream, 0). Output element v belongs to
+token id v.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from baton.engine.plan import IntArray
 
 def rows_not_finite(logits_NV: Tensor) -> IntArray:
     """Rows of [N, V] that hold a NaN or an infinity, ascending."""
-    # One pass without temporaries: a sum is finite only if its terms are. It may also overflow with finite terms.
+    # Without temporaries: a sum is finite only if its terms are. It may also overflow with finite terms.
     suspects: IntArray = np.flatnonzero(~np.isfinite(logits_NV.sum(dim=-1).cpu().numpy()))
     if not len(suspects):
         return suspects

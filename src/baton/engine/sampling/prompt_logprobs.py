@@ -1,4 +1,4 @@
-"""Prompt logprobs: the logprob of each prompt token given the tokens before it (vLLM's `prompt_logprobs`)."""
+"""The logprob of each prompt token given the tokens before it (vLLM's `prompt_logprobs`)."""
 
 from __future__ import annotations
 

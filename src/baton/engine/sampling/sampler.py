@@ -1,8 +1,8 @@
 """Chooses tokens from logits, for a batch at once, on the logits' device.
 
 Order of processing (as in vLLM): grammar, logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, noise.
-Every number is what the same float64 operation gives for one row alone. A device computes only what is exact, that is
-selections and single IEEE operations; logarithms, exponentials and sums are always NumPy's.
+Every number is what the same float64 operation gives for one row alone. A device computes only what is exact:
+selections and single IEEE operations; logarithms, exponentials and sums are NumPy's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.engine.sampling.nonfinite import rows_not_finite
 from baton.engine.sampling.verifier import rejection_choice
 from baton.structured.drafting import Constrained
 
-# Scores processed at once, so that several passes over them stay in a cache.
+# Scores processed at once, so that several passes stay in a cache.
 _BLOCK = 1 << 19
 _MINUS_INFINITY = float("-inf")
 
@@ -50,7 +50,7 @@ def _choices(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
 
 
 def _blocks(draft: IntArray, at_once: int) -> list[IntArray]:
-    """Split the rows into blocks of whole requests, of about `at_once` rows each."""
+    """Blocks of whole requests, of about `at_once` rows each."""
     if len(draft) <= at_once:
         return [np.arange(len(draft))]
     ends = np.flatnonzero(draft < 0) + 1
@@ -105,7 +105,7 @@ def processed(logits_SV: Tensor, sampling: Sampling) -> Tensor:
         _penalise(scores, sampling)
     drawn = sampling.noise.temperature > 0.0
     if drawn.any():
-        # Divide by a tensor: a device may turn division by a scalar into multiplication by its reciprocal.
+        # A device may turn division by a scalar into multiplication by its reciprocal.
         scores /= _tensor(np.where(drawn, sampling.noise.temperature, 1.0), scores)[:, None]
         _restrict(scores, sampling, drawn)
     return scores
@@ -145,7 +145,7 @@ def _cut_nucleus(scores: Tensor, rows: IntArray, top_p: FloatArray) -> None:
 
 
 def _outside_nucleus(scores: FloatArray, top_p: float) -> IntArray:
-    # Stable sort on the negated scores: ties go to the lower token id on every machine.
+    # Ties go to the lower token id on every machine.
     order = np.argsort(-scores, kind="stable")
     weights = np.exp(scores[order] - scores[order[0]])
     cumulative = np.cumsum(weights / weights.sum())
@@ -205,8 +205,7 @@ class DraftSampler:
 
 
 def _unpacked(bits: npt.NDArray[np.uint8], like: Tensor, vocab_size: int | None = None) -> Tensor:
-    """Token bits [rows, bytes] as bool [rows, V] on the device of `like`. V is that of `like` unless `vocab_size` is
-    given."""
+    """Token bits [rows, bytes] as bool [rows, V] on the device of `like`, which gives V unless `vocab_size` does."""
     unpacked = np.unpackbits(bits, axis=1, count=vocab_size or like.shape[1], bitorder="little")
     return torch.from_numpy(unpacked).to(like.device).bool()
 

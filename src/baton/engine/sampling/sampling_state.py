@@ -82,7 +82,7 @@ class SamplingState:
 
     @property
     def restricts(self) -> bool:
-        """Whether the request bars some tokens independently of a grammar."""
+        """Whether the request bars tokens independently of a grammar."""
         return self._allowed is not None
 
     def allowed(self, drafts: Sequence[int], grammar: Allowed | None) -> Allowed | None:
@@ -126,8 +126,8 @@ def _count(counts: dict[int, int], token_ids: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """A request's rows with logits, from `first_row` on: for the next token, and after each draft. `allowed`: the
-    allowed tokens; None: all."""
+    """A request's rows with logits, from `first_row` on: for the next token, and after each draft. `allowed`: None:
+    all tokens."""
 
     state: SamplingState
     first_row: int
@@ -143,7 +143,6 @@ class SamplingRows:
 
 
 def sampling_of(asked: Sequence[SamplingRows], rejection: bool) -> Sampling | None:
-    """The `Sampling` of these requests; None without requests."""
     if not asked:
         return None
     rows = [(one, row) for one in asked for row in range(1 + len(one.drafts))]

@@ -1,10 +1,10 @@
 """Verification of draft tokens, as pure functions.
 
-`coupled` (default): the target's choice at each row is argmax(logits + Gumbel noise of the position), whatever the
-drafts. A draft is accepted if it equals that choice, so the output is the same token for token with speculation on or
-off. `rejection` (Leviathan et al., 2023, with the drafter's argmax as a point-mass proposal): accept draft d with
-probability p(d), else sample from p without d; only the distribution is preserved. A row's choice is d exactly if d is
-accepted, so `verify` serves both.
+`coupled` (default): the target's choice at each row is argmax(logits + Gumbel noise of the position). A draft is
+accepted if it equals that choice, so the output is the same token for token with speculation on or off. `rejection`
+(Leviathan et al., 2023, with the drafter's argmax as a point-mass proposal): accept draft d with probability p(d),
+else sample from p without d; only the distribution is preserved. A row's choice is d exactly if d is accepted, so
+`verify` serves both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Scores = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """`token_ids`: the `num_accepted` accepted drafts, and one token chosen by the target."""
+    """`token_ids`: the `num_accepted` drafts, and one token chosen by the target."""
 
     token_ids: list[int]
     num_accepted: int
@@ -41,7 +41,7 @@ def rejection_choice(scores: Scores, draft: int, uniform: float, noise: Scores) 
     `noise` [V]: the position's draws."""
     if uniform < _probability(scores, draft):
         return draft
-    # Choose another token even if all are masked: choosing the draft would accept it.
+    # Choosing the draft, even if all others are masked, would accept it.
     others = np.delete(scores + noise, draft)
     best = int(np.argmax(others))
     return best + (best >= draft)

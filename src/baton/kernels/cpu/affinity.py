@@ -1,9 +1,9 @@
 """Bind the two threads of an OpenMP team to one core each.
 
 Linux may wake both on one core and leave them there for 60 ms, most of a short prompt, while the other core idles.
-Larger teams are not bound: the runtime ends threads that smaller work does not need, and threads that it starts later
-would inherit the core of their parent thread. Nor are engines that share cores (`up` sets `OMP_PROC_BIND` to false for
-them): their bound threads would wait for each other while a core idles.
+Larger teams are not bound: the runtime ends threads that smaller work does not need, and later ones would inherit the
+core of their parent thread. Nor are engines that share cores (`up` sets `OMP_PROC_BIND` to false for them): their
+bound threads would wait for each other while a core idles.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _THREADS = 2
 
 
 def bind_team() -> bool:
-    """Bind the threads of the calling thread's team, itself included. Returns whether that was done.
+    """Bind the calling thread's team, itself included. Returns whether that was done.
 
-    Does nothing if the process has more than two cores, since engines that share a host must not bind to the same ones,
-    or if `OMP_PROC_BIND` is set (OpenMP 5.2, 21.2): then the user or the runtime has chosen.
+    Does nothing if the process has more than two cores, since engines that share a host must not bind to the same
+    ones, or if `OMP_PROC_BIND` is set (OpenMP 5.2, 21.2): then the user or the runtime has chosen.
     """
     if os.environ.get("OMP_PROC_BIND"):
         return False

@@ -87,14 +87,13 @@ def attend_tile(
 
     `seen` int64 [N]: the position of each vector, which sees the last `window` tokens up to it (`window` 0: all
     tokens). queries [N, D], keys [D, 64] and values [64, P] are float32. Scratch space: `scores` [4, 64], `factors`
-    [4], `edges` int64 [2, 4]. Tokens that a vector does not see do not reach its sums, even if their keys and values
-    are not finite.
+    [4], `edges` int64 [2, 4]. Tokens that a vector does not see do not reach its sums, even if they are not finite.
 
-    `pairs` [N, D]: queries as bfloat16, used instead of `queries`. Their scores are multiplied by `scale`, and keys are
-    pairs of bfloat16 [D / 2, 64, 2]. [0, D] for none.
+    `pairs` [N, D]: queries as bfloat16, used instead of `queries`. Their scores are multiplied by `scale`, and keys
+    are pairs of bfloat16 [D / 2, 64, 2]. [0, D] for none.
     """
     count, size, padded = queries.shape[0], queries.shape[1], values.shape[1]
-    # Take addresses of arguments only: the caller keeps them alive until this function returns.
+    # Of arguments only: the caller keeps them alive until this returns.
     keys_at, values_at = np.int64(keys.ctypes.data), np.int64(values.ctypes.data)
     scores_at, factors_at = np.int64(scores.ctypes.data), np.int64(factors.ctypes.data)
     queries_at, sums_at = np.int64(queries.ctypes.data), np.int64(sums.ctypes.data)
@@ -130,8 +129,7 @@ def attend_tile(
                 maxima[i + j] = peak
             totals[i + j] = totals[i + j] * factors[j] + exponentials(at, low[j], high[j], peak)
             ragged = ragged or low[j] < first or high[j] > last
-        # Each vector sums its own tokens, in order. A masked token is skipped, not multiplied by 0: the product with
-        # NaN or infinity would be NaN.
+        # Each vector sums its own tokens, in order. A masked token is skipped: 0 times NaN or infinity would be NaN.
         if ragged:
             for j in range(num_rows):
                 steps = min(first, high[j]) - low[j]

@@ -1,8 +1,8 @@
 """Batch-invariant CPU kernels between a layer's matrix products: norms, rotary embedding, gated activations.
 
-PyTorch's vectorised loops finish the last few elements with scalar code whose `exp` rounds differently, so a row's SiLU
-depends on the number of rows. Here scalar and vector code give the same bits. Kernels built on `omp` share the rows
-among threads if there are many.
+PyTorch's vectorised loops finish the last few elements with scalar code whose `exp` rounds differently, so a row's
+SiLU depends on the number of rows. Here scalar and vector code give the same bits. Kernels built on `omp` share many
+rows among threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GELU_LINEAR = np.float32(1.5957691216057308)
 _GELU_CUBIC = np.float32(0.07135481627159025)
 # Rows that a thread takes at once.
 _BLOCK = 16
-# Of every kernel: the counter of `take`, then the kernel's own.
+# The counter of `take`, then the kernel's own.
 _NUM_ARGUMENTS = 9
 
 

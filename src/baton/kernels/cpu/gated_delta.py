@@ -1,6 +1,5 @@
-"""CPU kernels of gated delta nets: the recurrence and the gated norm, row by row.
-
-A row's arithmetic does not depend on the batch, and states are float32, so neither other rows nor chunks change a bit.
+"""CPU kernels of gated delta nets: the recurrence and the gated norm, row by row, so neither other rows nor chunks
+change a bit. States are float32.
 
 Shapes: T rows of R requests, H value heads of V numbers, J key heads of K numbers, each for H / J value heads.
 """

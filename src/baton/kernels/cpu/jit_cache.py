@@ -1,6 +1,6 @@
 """A disk cache for Numba functions that any change in their sources invalidates.
 
-Numba itself checks only the file of the compiled function, not the files of the functions that it calls.
+Numba itself checks only the file of the compiled function.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def jit(function: F) -> F:
 
 
 def jit_contract(function: F) -> F:
-    """As `jit`, but a multiply and an add may be fused (their order is kept)."""
+    """A multiply and an add may be fused (their order is kept)."""
     return cast(F, compiled(function, nogil=True, error_model="numpy", fastmath={"contract"}))
 
 
@@ -56,7 +56,7 @@ def _stamp(cache: Any, module: str) -> None:
 
 @functools.cache
 def digest(module: str) -> str:
-    """A hash of the files of `module` and of all Baton modules that it imports, directly or not."""
+    """Over the files of `module` and of all Baton modules that it imports, directly or not."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(_files(module)))).hexdigest()
 
 

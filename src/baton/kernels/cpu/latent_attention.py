@@ -1,7 +1,7 @@
 """CPU kernels of absorbed latent attention, batch-invariant.
 
 The arithmetic is that of `attention_tile`. A key is a cached row, a value its first C elements. All heads of all rows
-of a request are vectors that share the loaded tiles.
+of a request share the loaded tiles.
 
 Shapes: T rows, H heads, W elements of a cached row, C of them its latent.
 """
@@ -132,7 +132,7 @@ def _attend_block(
 
 @jit
 def _plane(a: Any, at: int, element: Any) -> Any:
-    """The plane that the arguments from `at` describe: [pages, layers, page_size, 1, width], strided."""
+    """[pages, layers, page_size, 1, width], strided, from the arguments at `at`."""
     shape = (a[_PAGES], a[_LAYERS], a[_PAGE_SIZE], 1, a[at + 1])
     first = carray(pointer(a[at], element), shape)
     return as_strided(first, shape, (a[at + 2], a[at + 3], a[at + 4], a[at + 4], first.itemsize))

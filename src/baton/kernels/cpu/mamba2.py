@@ -1,8 +1,7 @@
 """CPU kernels of Mamba-2: selective scan and gated norm, row by row. For the convolution see `causal_conv`.
 
-A row's arithmetic does not depend on the batch, and states are float32, so neither other rows nor chunks change a bit.
-This is also faster here than the usual chunks of matrix products: a head's state stays in the L1 cache while the rows
-of a request are scanned.
+Neither other rows nor chunks change a bit; states are float32. This is also faster here than the usual chunks of
+matrix products: a head's state stays in the L1 cache while a request's rows are scanned.
 
 Shapes: T rows of R requests, H heads of P channels, N state numbers per channel.
 """

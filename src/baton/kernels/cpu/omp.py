@@ -1,11 +1,11 @@
 """Run compiled kernels on PyTorch's OpenMP threads.
 
-OpenMP threads spin for some milliseconds before they sleep, so another pool would compete with them for the cores.
-Kernels therefore run in the same team, through the compilers' entry point of GNU's runtime (libgomp), which PyTorch's
-Linux wheels contain. Elsewhere they run on Python threads.
+OpenMP threads spin for some milliseconds before they sleep, so another pool would compete with them. Kernels therefore
+run in the same team, through the compilers' entry point of GNU's runtime (libgomp), which PyTorch's Linux wheels
+contain. Elsewhere they run on Python threads.
 
-A kernel takes a pointer to int64 arguments: numbers and addresses of arrays. All threads of a team run it with the same
-arguments and share the work by `take`; results must not depend on which thread takes which piece.
+A kernel takes a pointer to int64 arguments: numbers and addresses of arrays. All threads of a team run it with the
+same arguments and share the work by `take`; results must not depend on which thread takes which piece.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from numba.extending import intrinsic
 
 from baton.kernels.cpu.jit_cache import callback
 
-# Numba's types and decorators are not annotated.
 _numba: Any = numba
 _ARGUMENTS = _numba.types.CPointer(numba.int64)
 
 
 def _take(typing_context: Any, arguments: Any) -> Any:
-    """The number of the next piece of work, from 0: an atomic increment of the first argument."""
+    """The next piece of work, from 0: an atomic increment of the first argument."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", args[0], ir.Constant(ir.IntType(64), 1), "monotonic")
@@ -75,7 +74,7 @@ class Kernel:
     @functools.cached_property
     def _entries(self) -> tuple[Any, Any, int]:
         address = self._compiled.address
-        # The first keeps the GIL, which would cost short work more to reacquire.
+        # The first keeps the GIL, which short work would wait to reacquire.
         return (
             ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(address),
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address),
@@ -87,14 +86,14 @@ class Kernel:
         self._entries[0](arguments)
 
     def call(self, arguments: Any, threads: int) -> None:
-        """Run in `threads` threads, the calling one included, and wait for all."""
+        """In `threads` threads, the calling one included; waits for all."""
         _, alone, address = self._entries
         if threads == 1:
             alone(arguments)
         elif (team := gomp_parallel()) is not None:
             team(address, arguments, threads, 0)
         else:
-            # Wait for every thread, even on Ctrl-C: they write into the arguments' arrays.
+            # For every thread, even on Ctrl-C: they write into the arguments' arrays.
             jobs = [_pool(threads).submit(alone, arguments) for _ in range(threads - 1)]
             try:
                 alone(arguments)
@@ -121,7 +120,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def threads_for(work: float, least: float) -> int:
-    """The number of threads for `work`, with at least `least` for each."""
+    """Threads for `work`, with at least `least` for each."""
     return max(1, min(torch.get_num_threads(), int(work / least)))
 
 
@@ -132,5 +131,5 @@ def arguments(*values: int) -> Any:
 
 @functools.cache
 def float_bits(value: float) -> int:
-    """A float32 as a kernel argument; kernels read it with `float_of`."""
+    """Kernels read it with `float_of`."""
     return int(np.float32(value).view(np.int32))

@@ -2,10 +2,10 @@
 
 Tiles of 64 keys at ABSOLUTE positions go through `attention_tile`, transposed while they are loaded. For one row and
 head, the sequence of floating-point operations depends only on its position, its window and the head size: not on the
-other rows, the prefill chunk, the page size or the order of pages. Rows are blocked only to share the loaded tile,
-which the query heads of one KV head share too.
+other rows, the prefill chunk, the page size or the order of pages. Rows are blocked only to share the loaded tile, as
+do the query heads of one KV head.
 
-Every kernel is a plain function of its module: a closure over another kernel would be compiled anew by each process.
+Every kernel is a plain function of its module: each process would compile a closure over another kernel anew.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _QUERY_VECTORS = 128
 _LINE = 64
 # Bytes of keys and values read ahead at once. They stay in a core's cache until all heads have used them.
 _READ_AHEAD_BYTES = 1 << 18
-# From this many requests on, threads share the work well enough without splitting the heads of one.
+# From here on, threads share the work well enough without splitting a request's heads.
 _MIN_REQUESTS = 4
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 # Arguments of WRITE and ATTEND, after the counter of `take`. Names of arrays stand for addresses. FAULT starts as 0.
@@ -92,8 +92,8 @@ def _load_tile(
 ) -> bool:  # fmt: skip
     """Load tokens [first, last) of the tile at `base` as float32: keys [D, 64], transposed, and values [64, D].
 
-    `in_pairs`: keys stay bfloat16, [D / 2, 64, 2]. `rows` int64 [16] is scratch for addresses. Other lanes get
-    arbitrary numbers. Returns False for a bad page id.
+    `in_pairs`: keys stay bfloat16, [D / 2, 64, 2]. `rows` int64 [16] is scratch for addresses. Other lanes are
+    undefined. Returns False for a bad page id.
     """
     page_size, size = kv.shape[3], kv.shape[5]
     whole = size - size % LANES
@@ -139,8 +139,7 @@ def _load_tile(
 def _read_ahead(kv: Any, layer: int, head: int, num_heads: int, pages: Any, first: int, last: int) -> None:
     """Bring keys and values of tokens [first, last) and `num_heads` heads into this core's cache.
 
-    Memory delivers contiguous bytes several times faster than pieces, so a page's keys are read from end to end, then
-    its values.
+    Memory delivers contiguous bytes several times faster, so a page's keys are read from end to end, then its values.
     """
     page_size = kv.shape[3]
     token = first
@@ -163,10 +162,10 @@ def _attend_block(
     kv: Any, layer: int, head: int, ahead: int, group: int, query: Any, out: Any, start: int, end: int, positions: Any,
     pages: Any, scale: Any, window: int, sinks: Any,
 ) -> bool:  # fmt: skip
-    """Compute out for rows [start, end) of one request and the query heads of one KV head. Returns False for a bad page
-    id.
+    """Compute out for rows [start, end) of one request and the query heads of one KV head. Returns False for a bad
+    page id.
 
-    `ahead`: the number of heads, from this one on, whose keys and values are read ahead.
+    `ahead`: the heads, from this one on, that are read ahead.
     """
     size = kv.shape[5]
     padded, count = (size + LANES - 1) // LANES * LANES, (end - start) * group
@@ -175,7 +174,7 @@ def _attend_block(
     maxima, totals = np.full(count, MINUS_INFINITY), np.zeros(count, np.float32)
     scores, factors = np.empty((ROW_BLOCK, TILE), np.float32), np.empty(ROW_BLOCK, np.float32)
     rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, ROW_BLOCK), np.int64), np.empty(count, np.int64)
-    # Multiply bfloat16 in pairs, without conversion, if the CPU can and the pairs fill whole vectors.
+    # In pairs, without conversion, if the CPU can and the pairs fill whole vectors.
     in_pairs = HAS_BF16_PAIRS and kv.itemsize == 2 and size % (2 * LANES) == 0
     pairs = np.empty((count if in_pairs else 0, size), query.dtype)
     for i in range(count):

@@ -1,7 +1,7 @@
 """SIMD intrinsics on vectors of 16 floats for Numba kernels, for loops that LLVM's vectorizer does not handle well.
 
-Each function is an instruction sequence over addresses, in one fixed order and with explicit fused multiply-adds, so
-its result has the same bits on every CPU, whatever the width of the registers.
+Each function is an instruction sequence over addresses, in one fixed order and with explicit fused multiply-adds: the
+same bits on every CPU, whatever the width of the registers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _larger(builder: Any, a: Any, b: Any) -> Any:
-    """The larger of both in each lane; `a` if either is NaN, so that `_exp` propagates NaN."""
+    """`a` if either is NaN, so that `_exp` propagates NaN."""
     return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
 
@@ -142,7 +142,7 @@ def _widened(typing_context: Any, element: Any, source: Any, destination: Any) -
 
 
 def _touched(typing_context: Any, address: Any) -> Any:
-    """Read the 8 bytes around this address. A prefetch instruction would not do: CPUs drop it when it matters most."""
+    """Read the 8 bytes around this address. CPUs drop a prefetch instruction when it matters most."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         # Atomic, since the compiler would remove an unused plain read.

@@ -25,7 +25,7 @@ from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, arguments, take, threads_for
 from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, load_widened, store_rounded
 
-# Up to this many rows a call costs less than oneDNN's; above, both are limited by arithmetic.
+# Above, oneDNN is as fast: both are limited by arithmetic.
 MAX_ROWS = 64
 _BLOCK = CHUNKS * LANES
 _ROW_BYTES, _HALF_BYTES = 4 * _BLOCK, 2 * _BLOCK
@@ -93,7 +93,7 @@ def _block(
     num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, span: int, bias: Any, out: Any, out_bytes: int,
     is_half: bool,
 ) -> None:  # fmt: skip
-    """All rows of one block of outputs, or half a block, as many at once as registers can hold sums of."""
+    """One block of outputs, or half a block, as many rows at once as registers can hold sums of."""
     row = 0
     while row < num_rows:
         x, y, more = left + row * row_bytes, out + row * out_bytes, num_rows - row
@@ -140,8 +140,8 @@ _MULTIPLY = Kernel(_multiply)
 
 
 def address(weight: Tensor, packed: Tensor) -> int | None:
-    """The address of the data of `packed` [N, K], oneDNN's copy of bfloat16 `weight`. None if the kernel cannot read
-    it: on another CPU, for other sizes, or if this oneDNN uses another layout."""
+    """Of the data of `packed` [N, K], oneDNN's copy of bfloat16 `weight`. None if the kernel cannot read it: on
+    another CPU, for other sizes, or if this oneDNN uses another layout."""
     outputs, columns = weight.shape
     if weight.dtype is not torch.bfloat16 or outputs % _BLOCK or columns % 2 or not HAS_BF16_PAIRS:
         return None
@@ -152,7 +152,7 @@ def address(weight: Tensor, packed: Tensor) -> int | None:
         return None
     if num_bytes != 2 * outputs * columns or not at:
         return None
-    # oneDNN does not tell the layout, so compare some of the data.
+    # oneDNN does not tell the layout: compare some of the data.
     half = columns // 2
     stored = np.ctypeslib.as_array((ctypes.c_uint16 * (outputs * columns)).from_address(at)).reshape(
         -1, half, _BLOCK, 2

@@ -37,7 +37,7 @@ def attend(
     PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Attend the rows of one tile, with the query heads of one KV head."""
+    """The rows of one tile, with the query heads of one KV head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     request, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     stop = tl.load(query_start + request + 1)

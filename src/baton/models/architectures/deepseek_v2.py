@@ -13,7 +13,7 @@ class DeepseekV2(Deepseek):
         fields = latent_fields(raw, max_position_default=2048, interleaved=True)
         expect(raw, "topk_method", "greedy", "group_limited_greedy")
         expect(raw, "scoring_func", "softmax")
-        # Refused: DeepSeek's own code then renormalises instead of scaling, transformers never does.
+        # DeepSeek's own code then renormalises instead of scaling, transformers never does.
         expect(raw, "norm_topk_prob", False)
         grouped = raw.get("topk_method") == "group_limited_greedy"
         width = get_int(raw, "moe_intermediate_size", 1407)

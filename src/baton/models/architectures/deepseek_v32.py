@@ -103,7 +103,7 @@ def _expert_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
 
 
 def _shared_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
-    """Which layers use an earlier layer's choice: from `indexer_types`, `index_topk_pattern` ("FSSF"), or every
+    """Which layers use an earlier layer's choice: by `indexer_types`, `index_topk_pattern` ("FSSF"), or every
     `index_topk_freq`th layer has an indexer, from `index_skip_topk_offset` - 1 on."""
     kinds = raw.get("indexer_types") or raw.get("index_topk_pattern")
     if kinds is None:

@@ -135,7 +135,7 @@ class SparseMoE(nn.Module):
 
 
 def _of_mlp(name: str, place: str, layer: str, tensor: Tensor, size: int) -> Iterable[tuple[str, Tensor]]:
-    """The weights in one of the two stored tensors of the MLP at `place`, whose inner size is `size`."""
+    """The weights in one stored tensor of the MLP at `place`, whose inner size is `size`."""
     if layer == _MLP_LAYERS[1]:
         yield f"{place}.down_proj.weight", tensor
         return
@@ -144,7 +144,7 @@ def _of_mlp(name: str, place: str, layer: str, tensor: Tensor, size: int) -> Ite
 
 
 def _experts(raw: RawConfig, fields: dict[str, Any]) -> MoESpec | None:
-    """The spec of the experts. Granite's softmax over the chosen logits equals a renormalised one over all."""
+    """Granite's softmax over the chosen logits equals a renormalised one over all."""
     num_experts = get_int(raw, "num_local_experts", 8, minimum=0)
     if num_experts == 0:
         return None
@@ -185,6 +185,6 @@ def _refuse_limit(limit: Any) -> None:
     if limit is None:
         return
     ends = list(limit) if isinstance(limit, list | tuple) else [limit]
-    # transformers writes infinity so, since JSON has none.
+    # transformers writes infinity so: JSON has none.
     if [math.inf if end == {"__float__": "Infinity"} else end for end in ends] != [0.0, math.inf]:
         raise CheckpointError(f"config.json: time_step_limit is {limit!r}, only [0, Infinity] is supported")

@@ -1,5 +1,5 @@
 """Phi-3 and Phi-4 (`model_type` phi3; arXiv:2404.14219): Llama with joined projections, and partly rotated heads in
-some. Contexts beyond the original length (`longrope`) are refused by name."""
+some. Contexts beyond the original length (`longrope`) are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Phi3(CausalLM):
         return ModelConfig(**fields)
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Split the projections that join q, k and v, and gate and up."""
+        """Split joined q, k and v, and joined gate and up."""
         config, (owner, _, kind) = self.config, name.rpartition(".")
         place, _, layer = owner.rpartition(".")
         kv_size = config.num_kv_heads * config.head_dim

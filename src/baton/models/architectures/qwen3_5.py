@@ -16,7 +16,7 @@ class Qwen35(QwenHybrid):
 class Qwen35Moe(QwenHybrid):
     @classmethod
     def parse_config(cls, raw: RawConfig) -> QwenHybridConfig:
-        # `intermediate_size` is of dense layers, and this model has none.
+        # Of dense layers, which this model lacks.
         fields = hybrid_fields({"intermediate_size": 1, **_DEFAULTS, **raw})
         return QwenHybridConfig(**fields, moe=qwen_experts({**_DEFAULTS, **raw}, (True,) * fields["num_layers"]))
 

@@ -1,4 +1,4 @@
-"""The common base of DeepSeek-V2 and V3: latent attention, and experts after the first dense layers."""
+"""The base of DeepSeek-V2 and V3: latent attention, and experts after the first dense layers."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Deepseek(CausalLM):
 
 
 def is_mtp_layer(name: str, num_layers: int) -> bool:
-    """Whether a tensor is of a layer after the last, where checkpoints store their MTP modules."""
+    """Whether a tensor is of a layer after the last: checkpoints store MTP modules there."""
     index = layer_index(name)
     return index is not None and index >= num_layers
 
 
 def latent_fields(raw: RawConfig, max_position_default: int, interleaved: bool) -> dict[str, Any]:
-    """The fields of a decoder with latent attention, as keyword arguments of `ModelConfig`."""
+    """A decoder with latent attention, as keyword arguments of `ModelConfig`."""
     heads = get_int(raw, "num_attention_heads")
     if get_int(raw, "num_key_value_heads", heads) != heads:
         raise CheckpointError("config.json: num_key_value_heads differs from num_attention_heads")
     rope_dim = get_int(raw, "qk_rope_head_dim", 64)
-    # A config's `head_dim` is the rotated part of a head or the whole head; transformers derives it instead.
+    # A config's `head_dim` is the rotated part or the whole head; transformers derives it.
     fields = decoder_fields({**raw, "head_dim": rope_dim}, max_position_default)
     spec = LatentSpec(
         latent_dim=get_int(raw, "kv_lora_rank", 512),
@@ -83,14 +83,14 @@ def sigmoid_experts(raw: RawConfig, num_layers: int) -> MoESpec:
 
 
 def expert_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts: from `first_k_dense_replace` on, every `moe_layer_freq`th, counted from layer 0."""
+    """From `first_k_dense_replace` on, every `moe_layer_freq`th layer has experts, counted from layer 0."""
     first = get_int(raw, "first_k_dense_replace", 0, minimum=0)
     step = get_int(raw, "moe_layer_freq", 1)
     return tuple(layer >= first and layer % step == 0 for layer in range(num_layers))
 
 
 def expect(raw: RawConfig, name: str, *supported: object) -> None:
-    """Raise `CheckpointError` if the field `name` has a value that is not supported. Absence and null pass."""
+    """Raise `CheckpointError` for an unsupported value. Absence and null pass."""
     value = raw.get(name)
     if value is not None and value not in supported:
         raise CheckpointError(f"config.json: {name} is {value!r}, expected {' or '.join(map(repr, supported))}")

@@ -1,4 +1,4 @@
-"""The common base of Qwen3-Next and Qwen3.5: gated delta nets, with a layer of gated attention after every few."""
+"""The base of Qwen3-Next and Qwen3.5: gated delta nets, with a layer of gated attention after every few."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from baton.models.layers.specs import MoESpec
 from baton.models.loading.tensor_names import split_rows
 
 _RECURRENT, _ATTENTION = "linear_attention", "full_attention"
-# How positions of images are laid out. Positions of text are the same in all sections.
+# Layouts of images' positions. Positions of text are the same in all sections.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
@@ -88,7 +88,7 @@ class QwenHybridLayer(nn.Module):
 
 
 def hybrid_fields(raw: RawConfig) -> dict[str, Any]:
-    """The fields of `QwenHybridConfig` without experts, as keyword arguments. Raises `CheckpointError`."""
+    """`QwenHybridConfig` without experts, as keyword arguments. Raises `CheckpointError`."""
     section = {name: value for name, value in rope_section(raw).items() if name not in _OF_IMAGES}
     raw = {**raw, "rope_scaling": None, "rope_parameters": section}
     if not get_bool(raw, "attn_output_gate", True):
@@ -117,7 +117,7 @@ def hybrid_fields(raw: RawConfig) -> dict[str, Any]:
 
 
 def qwen_experts(raw: RawConfig, layers: tuple[bool, ...]) -> MoESpec:
-    """The spec of the experts, with a shared one that has a gate of its own."""
+    """With a shared expert that has a gate of its own."""
     return MoESpec(
         layers=layers,
         num_experts=get_int(raw, "num_experts"),
@@ -142,7 +142,7 @@ def _layer_kinds(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
 
 
 def _of_experts(name: str, owner: str, kind: str, tensor: Tensor, moe: MoESpec | None) -> Iterable[tuple[str, Tensor]]:
-    """The weights of each expert in a stacked tensor: gate and up [X, 2 I, E], or down [X, E, I]."""
+    """Each expert's weights in a stacked tensor: gate and up [X, 2 I, E], or down [X, E, I]."""
     if moe is None or tensor.dim() != 3 or len(tensor) != moe.num_experts:
         wanted = 0 if moe is None else moe.num_experts
         raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, expected {wanted} experts")

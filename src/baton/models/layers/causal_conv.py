@@ -1,4 +1,4 @@
-"""The short causal depthwise convolution, then SiLU, that comes before a recurrence (Mamba-2, gated delta nets).
+"""The short causal depthwise convolution and SiLU before a recurrence (Mamba-2, gated delta nets).
 
 Shapes: T rows of R requests, C channels, K taps.
 """
@@ -44,7 +44,6 @@ class CausalConv(nn.Module):
         return mixed, kept
 
     def _parameters32(self) -> tuple[Tensor, Tensor]:
-        """Weight [K, C] and bias [C] in float32."""
         if self._wide is None:
             weight = self.weight[:, 0].T.float().contiguous()
             self._wide = weight, torch.zeros_like(weight[0]) if self.bias is None else self.bias.float()

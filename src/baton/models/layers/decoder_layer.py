@@ -20,7 +20,7 @@ from baton.models.layers.row_linear import RowLinear
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x) of float32 numbers. On a CPU the same bits wherever a number stands, which PyTorch's are not."""
+    """1 / (1 + e^-x) in float32. On a CPU the same bits wherever a number stands, unlike PyTorch's."""
     return elementwise.sigmoid(x) if x.device.type == "cpu" else x.sigmoid()
 
 
@@ -38,7 +38,7 @@ class MLP(nn.Module):
         return self.down_proj(self.gated(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
     def partials(self, x: Tensor) -> list[Tensor]:
-        """This rank's partial sums of the output: see `RowLinear.partials`."""
+        """This rank's partial sums: see `RowLinear.partials`."""
         return self.down_proj.partials(self.gated(self.gate_up_proj(x)))
 
     def gated(self, gate_up: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, with rotary embedding or without. `attend` does the softmax and the cache.
+    """Grouped-query attention, with or without rotary embedding. `attend` does the softmax and the cache.
 
     `in_features` differs from the hidden size only in a drafter whose input is embedding and features side by side.
     """

@@ -2,8 +2,8 @@
 arXiv:2412.19437, 3.4): a row is sent to the ranks that hold its experts, and their outputs come back.
 
 Ranks communicate in collective *rounds*. In a round each rank dispatches rows of one layer, or none, and computes the
-rows dispatched to it: each expert once for all ranks that are at the same layer. Ranks may be at different layers and
-need different numbers of rounds in a step: a rank that is done joins rounds without rows until all are done.
+rows dispatched to it: each expert once for all ranks at the same layer. Ranks may be at different layers and need
+different numbers of rounds: a rank that is done joins rounds without rows until all are done.
 
 Shapes: T rows, E hidden size, K experts chosen for a row, P (row, expert) pairs, W width of an expert's output.
 """
@@ -57,8 +57,8 @@ class Dispatched:
 class ExpertRanks:
     """One of `size` ranks that share experts: each holds an equal number of a layer's, give or take one.
 
-    `begun`: there was a round since the last `finish`. `begins` is called before the first round, since the other ranks
-    may not know of it yet. After a failed round every later one fails: what the other ranks received is unknown.
+    `begun`: there was a round since the last `finish`. `begins` is called before the first round: the other ranks may
+    not know of it yet. After a failed round every later one fails: what the others received is unknown.
     """
 
     def __init__(self, rank: int, size: int, gather: Gather, all_to_all: AllToAll) -> None:
@@ -70,13 +70,13 @@ class ExpertRanks:
         self._layers: list[SharedLayer] = []
 
     def local_experts(self, num_experts: int) -> range:
-        """The ids of this rank's experts. Raises `ConfigError` if there are fewer experts than ranks."""
+        """Raises `ConfigError` if there are fewer experts than ranks."""
         if num_experts < self.size:
             raise ConfigError("data_parallel_size", f"is {self.size}, and the model has {num_experts} experts")
         return range(self.rank * num_experts // self.size, (self.rank + 1) * num_experts // self.size)
 
     def add(self, layer: SharedLayer) -> int:
-        """Register a layer. Returns its number, equal on all ranks if they add the same layers in the same order."""
+        """Register a layer. Returns its number, equal on all ranks if they add layers in the same order."""
         self._layers.append(layer)
         return len(self._layers) - 1
 
@@ -148,7 +148,7 @@ class ExpertRanks:
         return answers, None
 
     def _dispatch(self, dispatched: Sequence[Dispatched], heads: Sequence[Sequence[int]]) -> dict[int, Dispatched]:
-        """Dispatch: what each rank with rows sends to this one."""
+        """What each rank with rows sends to this one."""
         out, sizes = [_no_bytes()] * self.size, [0] * self.size
         for rank, one in enumerate(dispatched):
             if rank != self.rank and len(one.experts):
@@ -188,7 +188,7 @@ class ExpertRanks:
         return made
 
     def _combine(self, number: int, made: dict[int, Tensor], pairs: Sequence[int]) -> list[Tensor]:
-        """Combine: send the outputs back to the other ranks, and collect each rank's outputs for this one's rows."""
+        """Send the outputs back, and collect each rank's outputs for this one's rows."""
         out, sizes = [_no_bytes()] * self.size, [0] * self.size
         for rank, part in made.items():
             if rank != self.rank:
@@ -224,5 +224,5 @@ def _from_bytes(data: Tensor, num_rows: int, num_pairs: int, layer: SharedLayer)
 
 
 def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers, copied, since a view needs aligned memory."""
+    """Bytes as numbers, copied: a view needs aligned memory."""
     return data.clone().view(dtype)

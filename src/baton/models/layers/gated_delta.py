@@ -52,7 +52,7 @@ class GatedDeltaSpec:
     @property
     def state_spec(self) -> StateLayerSpec:
         """The state between steps: the last taps - 1 inputs of the convolution, in the model's dtype, and the matrices
-        [H, K V] in float32, since the rounding of a bfloat16 state would depend on where chunks end."""
+        [H, K V] in float32: the rounding of a bfloat16 state would depend on where chunks end."""
         parts = zip(("q", "k", "v"), self.conv_sizes, strict=True)
         conv = [StatePlane(f"conv.{name}", size, self.taps - 1, "channels") for name, size in parts]
         matrix = StatePlane("matrix", self.value_heads, self.key_dim * self.value_dim, "heads", "float32")
@@ -69,7 +69,6 @@ class GatedDeltaNet(nn.Module):
         self._on_cpu = supports(build.device, build.dtype)
         keys = build.ranks.share(spec.key_heads, "key heads of a state")
         heads = build.ranks.share(spec.value_heads, "value heads of a state")
-        # This rank's part.
         self._spec = replace(spec, key_heads=keys.length, value_heads=heads.length)
         key_size, value_size = keys.times(spec.key_dim), heads.times(spec.value_dim)
         channels = {"q": key_size, "k": key_size, "v": value_size}
@@ -96,7 +95,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(self._normed(cache.scan(self._layer_id, recurrence), projected))  # type: ignore[no-any-return]
 
     def _parameters32(self) -> tuple[Tensor, Tensor]:
-        """In float32: the decay rate -exp(A_log), and dt_bias [H]."""
+        """The decay rate -exp(A_log), and dt_bias [H]."""
         if self._wide is None:
             self._wide = -self.A_log.float().exp(), self.dt_bias.float()
         return self._wide
@@ -113,7 +112,7 @@ class GatedDeltaNet(nn.Module):
         return out, kept
 
     def _scan_torch(self, projected: Tensor, mixed: Tensor, matrix: Tensor, rows: ScanRows) -> tuple[Tensor, Tensor]:
-        """Row by row, whatever the number of rows: chunks would round in another order than decoding."""
+        """Row by row: chunks would round in another order than decoding."""
         (rate, dt_bias), spec = self._parameters32(), self._spec
         heads, each = spec.value_heads, spec.value_heads // spec.key_heads
         b, a = torch.split(projected[:, -2 * heads :].float(), heads, dim=1)

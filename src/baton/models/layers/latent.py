@@ -1,5 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): the cache holds one latent and one rotated key per
-token, which all heads share.
+token, for all heads.
 
 Shapes: T rows, S kept rows, H heads, C latent, R rotated part of a query or key, N unrotated part, V value, D = N + R,
 W = C + R.
@@ -101,7 +101,7 @@ class LatentAttention(nn.Module):
     def _chosen(
         self, x: Tensor, low_rank: Tensor | None, cos_sin: tuple[Tensor, Tensor], cache: LayerCache
     ) -> Chosen | None:
-        """The keys that the rows attend to, from the input [T, E] and the queries' low-rank projection [T, Q]."""
+        """From the input [T, E] and the queries' low-rank projection [T, Q]."""
         return None
 
 

@@ -34,7 +34,6 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
     def add_and_norm(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta, and the norm of that."""
         same = x.dtype == delta.dtype == self.weight.dtype and x.is_contiguous() and delta.is_contiguous()
         if self._on_cpu and same:
             return add_rms_norm(x, delta, self.weight, self._eps32)
@@ -64,7 +63,6 @@ class Fp32RMSNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig, size: int, build: Build) -> RMSNorm | Fp32RMSNorm:
-    """This architecture's norm over `size` numbers."""
     if config.norm_offset is None:
         return RMSNorm(size, config.rms_eps, build)
     return Fp32RMSNorm(size, config.rms_eps, config.norm_offset, build)

@@ -1,12 +1,12 @@
 """Linear layers with packed weights and batch-invariant rows.
 
-On a CPU, oneDNN's blocked copy of a filled layer's weight replaces the weight if PyTorch and the CPU support it: for a
-few rows of bfloat16, reading it takes half the time. A few rows of bfloat16 can also bypass oneDNN: see `small_gemm`.
+On a CPU, oneDNN's blocked copy replaces a filled layer's weight if PyTorch and the CPU support it: for a few rows of
+bfloat16, reading it takes half the time. A few rows of bfloat16 can also bypass oneDNN: see `small_gemm`.
 
-A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches (oneDNN, 1,536
-columns in float32: a lone row differs from the same row among others). With `batch_invariant` rows go through the GEMM
-in padded blocks of fixed heights. Blocks of sixteen rows are the reference. Faster ways, by other heights and by
-`small_gemm`, are used for a weight's shape only if a probe finds their rows equal to the reference bit for bit.
+A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches (oneDNN,
+1,536 columns in float32: a lone row differs from the same row among others). With `batch_invariant` rows go through
+the GEMM in padded blocks of fixed heights. Blocks of sixteen rows are the reference. Other heights and `small_gemm`,
+which are faster, are used for a weight's shape only if a probe finds their rows equal to the reference bit for bit.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch import Tensor, nn
 from baton.kernels.cpu import small_gemm
 from baton.models.layers.parallel import SINGLE_RANK, Share, TensorRank
 
-# oneDNN and PyTorch each cache what they compile for 1,024 shapes of products by default: most of a gigabyte with
-# prompts of many lengths. They read these variables at the first product.
+# oneDNN and PyTorch each cache what they compile for 1,024 shapes by default: most of a gigabyte with prompts of many
+# lengths. They read these variables at the first product.
 for _capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_capacity, "128")
 
 _REFERENCE_HEIGHT = 16
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _PROBE_SHIFTS = (0, 1, 2, 3, 5, 11)
-# Enough rows to test every place in a low block.
+# Enough to test every place in a low block.
 _PROBE_ROWS = 64
-# For weights of this many numbers or more, blocks above TALL would take too long to probe.
+# From this many numbers on, probing blocks above TALL would take too long.
 BIG_PROBE = 1 << 22
 TALL = 64
-# The number of rows that packing optimises for; any other works too.
+# The number of rows that packing optimises for.
 _PACKED_ROWS = 16
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -88,8 +88,8 @@ def block_heights(
 ) -> tuple[int, ...]:
     """Block heights, tallest first, that give every row the same bits for a weight [rows, columns].
 
-    `threads` is in the cache key because the library's choice of algorithm may depend on it. Falls back to single rows,
-    which are invariant by themselves, if rows depend on their place even in blocks of the reference height.
+    The library's choice of algorithm may depend on `threads`. Falls back to single rows, which are invariant by
+    themselves, if rows depend on their place even in blocks of the reference height.
     """
     heights = [height for height in HEIGHTS if height <= TALL or rows * columns < BIG_PROBE]
     x, weight = _probe(heights[0], rows, columns, dtype, device)
@@ -110,7 +110,7 @@ def _probe(height: int, rows: int, columns: int, dtype: torch.dtype, device: tor
 
 @functools.cache
 def small_gemm_matches(rows: int, columns: int, threads: int) -> bool:
-    """Whether `small_gemm` gives each bfloat16 row the bits of the reference, with a bias and without."""
+    """Whether `small_gemm` gives each bfloat16 row the bits of the reference, with and without bias."""
     x, weight = _probe(small_gemm.MAX_ROWS, rows, columns, torch.bfloat16, torch.device("cpu"))
     blocked = packed(weight)
     at = None if blocked is None else small_gemm.address(weight, blocked)
@@ -128,7 +128,7 @@ def small_gemm_matches(rows: int, columns: int, threads: int) -> bool:
 def cancelling(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """`x` and `weight` [..., K], changed so that products cancel in pairs and a sum consists of rounding errors.
 
-    Of most other sums, rounding to bfloat16's 8 bits hides the order of summation.
+    Rounding to bfloat16's 8 bits hides the order of most other sums.
     """
     count = x.shape[-1] // 2
     order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(1))
@@ -147,7 +147,7 @@ def matching_heights(multiply: Callable[[Tensor], Tensor], x: Tensor, heights: S
     expected = in_blocks(x, _REFERENCE_HEIGHT)
 
     def equal(height: int) -> bool:
-        # A lone row has only one place in its block.
+        # A lone row has only one place.
         shifts = _PROBE_SHIFTS if height > 1 else _PROBE_SHIFTS[:1]
         rows, wanted = (part[: max(height, _PROBE_ROWS)] for part in (x, expected))
         return all(torch.equal(in_blocks(rows.roll(shift, 0), height), wanted.roll(shift, 0)) for shift in shifts)
@@ -162,7 +162,7 @@ def blocks(total: int, heights: tuple[int, ...]) -> list[int]:
     chosen: list[int] = []
     while total > 0:
         fitting = min((height for height in heights if height >= total), default=0)
-        # A short block is limited by reading the weight, so a few more rows cost nothing.
+        # A short block is limited by reading the weight: a few more rows cost nothing.
         if fitting and (fitting <= _REFERENCE_HEIGHT or fitting - total <= fitting // 8):
             return [*chosen, fitting]
         below = max((height for height in heights if height <= total), default=heights[-1])
@@ -196,7 +196,7 @@ def reads_next_row(columns: int, dtype: torch.dtype, device: torch.device) -> bo
 
 
 def isolate_non_finite(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`multiply` rows [T, ..., K]. A row that is not finite gives NaN, and other rows are protected from it."""
+    """`multiply` rows [T, ..., K]. A row that is not finite gives NaN, and others are protected from it."""
     bad_T = ~x.flatten(1).sum(dim=1, dtype=torch.float32).isfinite()
     if not bad_T.any():
         return multiply(x)
@@ -207,8 +207,8 @@ def isolate_non_finite(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tenso
 class Linear(nn.Module):
     """y = x W^T + b for x [T, in] -> [T, out]. Weight [out, in] as in Hugging Face, None once it is packed.
 
-    `share`: this rank's part of the outputs, if ranks share them. `cuts`: for each parameter that ranks share, the
-    dimension and this rank's part of it.
+    `share`: this rank's part of the outputs. `cuts`: for each parameter that ranks share, the dimension and this
+    rank's part.
     """
 
     weight: nn.Parameter | None
@@ -229,13 +229,13 @@ class Linear(nn.Module):
         self._reads_next_row = reads_next_row(in_features, build.dtype, build.device)
 
     def pack(self) -> None:
-        """Replace the weight by its packed copy, if there is one. The layer must be filled."""
+        """Replace a filled layer's weight by its packed copy, if there is one."""
         if self.weight is not None and (blocked := packed(self.weight)) is not None:
             self._address = small_gemm.address(self.weight, blocked)
             self._packed, self.weight = blocked, None
 
     def forward(self, x: Tensor, adds_bias: bool = True) -> Tensor:
-        """x W^T, plus the bias. Without the bias if partial sums are to be added first."""
+        """Without the bias if partial sums are to be added first."""
         bias = self.bias if adds_bias else None
         if self._address is not None and self._takes(x):
             return small_gemm.multiply(x, self._address, self.out_features, bias)
@@ -255,7 +255,7 @@ class Linear(nn.Module):
 class MergedLinear(Linear):
     """Several linears of one input as one GEMM. `parts`: their names, in order, with this rank's part of the outputs.
 
-    A checkpoint stores the parts under their own names, as siblings of this module (see `loader.weight_table`).
+    A checkpoint stores the parts as siblings of this module (see `loader.weight_table`).
     """
 
     def __init__(self, in_features: int, parts: dict[str, Share], build: Build, bias: bool = False) -> None:

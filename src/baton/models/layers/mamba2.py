@@ -53,8 +53,8 @@ class Mamba2Spec:
     @property
     def state_spec(self) -> StateLayerSpec:
         """The state between steps: the last K - 1 inputs of the convolution, in the model's dtype, and the recurrent
-        state [H, N P] in float32, since the rounding of a bfloat16 state would depend on where chunks end."""
-        # If there is one group, each rank needs all of B and C.
+        state [H, N P] in float32: the rounding of a bfloat16 state would depend on where chunks end."""
+        # With one group, each rank needs all of B and C.
         cut: Literal["channels", "whole"] = "channels" if self.num_groups > 1 else "whole"
         x, b, c = self.conv_sizes
         return StateLayerSpec(
@@ -100,7 +100,6 @@ class Mamba2(nn.Module):
         heads = build.ranks.share(spec.num_heads, "heads of a state")
         one = Share(0, 1, 1)
         groups = one if spec.num_groups == 1 else build.ranks.share(spec.num_groups, "groups of a state's heads")
-        # This rank's part.
         self._spec = spec = replace(spec, num_heads=heads.length, num_groups=groups.length)
         inner, shared = heads.times(spec.head_dim), groups.times(spec.state_size)
         channels = {"x": inner, "B": shared, "C": shared}
@@ -147,7 +146,7 @@ class Mamba2(nn.Module):
         return normed
 
     def _normed_in_pieces(self, y: Tensor, projected: Tensor) -> Tensor:
-        """As `_normed`, but sums squares in pieces of a row whose number does not depend on the number of ranks."""
+        """As `_normed`, but sums squares in pieces of a row, as many for any number of ranks."""
         weight, ranks, groups = self.norm.weight, self._ranks, self._num_groups
         own, each = self._norm_pieces // ranks.size, self._norm_pieces // groups
         gated = torch.empty(y.shape, dtype=torch.float32, device=y.device)
@@ -169,7 +168,7 @@ class Mamba2(nn.Module):
         return out
 
     def _parameters32(self) -> tuple[Tensor, ...]:
-        """In float32: the decay rate -exp(A_log), dt_bias and D [H]."""
+        """The decay rate -exp(A_log), dt_bias and D [H]."""
         if self._wide is None:
             self._wide = -self.A_log.float().exp(), self.dt_bias.float(), self.D.float()
         return self._wide

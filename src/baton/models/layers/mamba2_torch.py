@@ -1,7 +1,7 @@
 """Mamba-2 in PyTorch, for devices without a kernel here. For the arithmetic see `kernels/cpu/mamba2.py`.
 
 Prompts are scanned in chunks of matrix products (state space duality: Dao & Gu, 2024, arXiv:2405.21060, section 6), or
-row by row if states must not depend on chunks. The few rows of a verification are scanned row by row.
+row by row if states must not depend on chunks. A verification's few rows are scanned row by row.
 
 Shapes: T rows, H heads of P channels, N state numbers per channel.
 """
@@ -32,7 +32,7 @@ def by_row(
 def by_chunk(
     x_THP: Tensor, decay_TH: Tensor, b_THN: Tensor, c_THN: Tensor, state_HNP: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `by_row`, in chunks, within which each row attends to the rows before it. S is passed between chunks."""
+    """As `by_row`, in chunks, within which each row attends to the rows before it; S is passed between chunks."""
     fine_T = (x_THP.sum(dim=(1, 2)) + decay_TH.sum(dim=1) + b_THN.sum(dim=(1, 2)) + c_THN.sum(dim=(1, 2))).isfinite()
     if not fine_T.all():
         # The matrix products multiply later rows by 0, which does not mask NaN.

@@ -1,7 +1,7 @@
 """Mixtures of experts (Shazeer et al., 2017, arXiv:1701.06538): a router, the experts it chooses, and shared ones.
 
-Batch-invariant as `Linear` is: experts consist of such layers, and a row's expert outputs are added in the order of
-their ids, in float32. Shapes: T rows, E hidden size, X experts, K experts chosen for a row.
+Batch-invariant as `Linear` is: a row's expert outputs are added in the order of their ids, in float32. Shapes: T rows,
+E hidden size, X experts, K experts chosen for a row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Router(Linear):
         ids = wanted.topk(spec.top_k, dim=-1).indices.sort(dim=-1).values
         weights = scores.gather(1, ids)
         if spec.renormalise:
-            # DeepSeek adds this, Qwen does not: it is less than the rounding of any sum of scores.
+            # DeepSeek adds this, Qwen does not: it is below the rounding of any sum of scores.
             weights = weights / (_row_sum(weights) + 1e-20)
         return ids, weights * spec.scale
 
@@ -62,7 +62,7 @@ class Router(Linear):
 
 
 def _row_sum(values: Tensor) -> Tensor:
-    """Row sums [T, 1], added column by column: the order of PyTorch's reduction depends on the number of rows."""
+    """Row sums [T, 1], column by column: the order of PyTorch's reduction depends on the number of rows."""
     total = values[:, :1]
     for column in range(1, values.shape[1]):
         total = total + values[:, column, None]
@@ -70,7 +70,7 @@ def _row_sum(values: Tensor) -> Tensor:
 
 
 class Experts(nn.ModuleList):
-    """A layer's experts, by id. If data-parallel ranks share them, only this rank's are here.
+    """A layer's experts, by id; if data-parallel ranks share them, only this rank's.
 
     If tensor ranks share them, each is cut like any MLP, and its `partials` are this rank's partial sums [T, E].
     """
@@ -80,7 +80,7 @@ class Experts(nn.ModuleList):
         local = range(num_experts) if self._shared is None else self._shared.local_experts(num_experts)
         super().__init__(make() if expert in local else RemoteExpert() for expert in range(num_experts))
         self._ranks, self._num_parts = ranks, ranks.num_slices // ranks.size
-        # An expert's output here: its partial sums side by side.
+        # Partial sums side by side.
         self._width = self._num_parts * hidden
         whole = ranks.num_slices == 1
         self._calls: list[ExpertCall] = [expert if whole else _side_by_side(expert) for expert in self]
@@ -110,8 +110,8 @@ class Experts(nn.ModuleList):
 def run_experts(
     experts: Sequence[ExpertCall], experts_P: Tensor, rows: Callable[[Tensor], Tensor], width: int
 ) -> Tensor:
-    """The outputs [P, width] of P (row, expert) pairs. `rows` gives the rows of pairs by their indices [N]. Each expert
-    is called once, with all its rows."""
+    """The outputs [P, width] of P (row, expert) pairs. `rows` gives the rows of pairs by their indices [N]. Each
+    expert is called once."""
     order = experts_P.argsort(stable=True)
     chosen = rows(order)
     made = torch.empty(len(order), width, dtype=chosen.dtype, device=chosen.device)
@@ -128,12 +128,11 @@ def _side_by_side(expert: nn.Module) -> ExpertCall:
 
 
 def mlp_experts(spec: MoESpec, hidden: int, build: Build) -> Experts:
-    """Experts that are SwiGLU MLPs."""
     return Experts(lambda: MLP(hidden, spec.intermediate_size, False, build), spec.num_experts, hidden, build)
 
 
 class MoE(nn.Module):
-    """Routed experts, each a SwiGLU MLP, plus the shared one if there is one: [T, E] -> [T, E].
+    """Routed experts, each a SwiGLU MLP, plus a shared one if any: [T, E] -> [T, E].
 
     Parameters are named as in DeepSeek's checkpoints: `gate`, `experts.N`, `shared_experts`; and `shared_gate`.
     """
@@ -156,7 +155,7 @@ class MoE(nn.Module):
 
 
 def feed_forward(config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
-    """The feed-forward part of layer `layer_id`: experts, or one MLP."""
+    """Experts, or one MLP."""
     if config.moe is not None and config.moe.layers[layer_id]:
         return MoE(config.moe, config.hidden_size, build)
     return MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, build)

@@ -16,7 +16,7 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Mxfp4Pairs:
-    """Joins blocks and scales, which checkpoints store as two tensors, in any order and possibly in two files."""
+    """Joins blocks and scales, which come in any order, possibly from two files."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Tensor] = {}
@@ -45,7 +45,8 @@ class Mxfp4Pairs:
 def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     """Float32 numbers [..., 32 G] of blocks uint8 [..., G, 16], low half first, and scales uint8 [..., G].
 
-    Within the range of bfloat16 they are exact in it too."""
+    Exact in bfloat16 within its range.
+    """
     table = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
     pairs = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), dim=-1)
     exponents = (scales.int() - _BIAS)[..., None]

@@ -1,11 +1,10 @@
 """Tensor and pipeline parallelism: which part of a model a rank holds, and how partial sums are added.
 
-As in Megatron-LM (arXiv:1909.08053) every tensor rank has the whole residual stream. Projections into heads, or into an
-MLP's inner width, are cut by outputs; those back are cut by inputs, so each rank has a partial sum of every row.
+As in Megatron-LM (arXiv:1909.08053) every tensor rank has the whole residual stream. Projections into heads, or into
+an MLP's inner width, are cut by outputs; those back by inputs, so each rank has a partial sum of every row.
 
-Since floating-point sums depend on their order, inputs are cut into `num_slices` slices whatever the number of ranks,
-and the slices' partial sums are added as one binary tree: all numbers of ranks that divide `num_slices` give the same
-bits.
+Since floating-point sums depend on their order, inputs are cut into `num_slices` slices, and the slices' partial sums
+are added as one binary tree: all numbers of ranks that divide `num_slices` give the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.models.layers.expert_parallel import ExpertRanks, Gather
 
-# Send a tensor to the stage of that number, and receive one from it into the tensor.
+# Send a tensor to a stage; receive one from it into the tensor.
 SendTensor = Callable[[Tensor, int], None]
 Receive = Callable[[Tensor, int], None]
 
@@ -55,12 +54,12 @@ class Stage:
     receive: Receive = _nowhere
 
     def layers(self, num_layers: int) -> range:
-        """This stage's layers. Raises as `stage_layers`."""
+        """Raises as `stage_layers`."""
         return stage_layers(num_layers, self.index, self.count)
 
 
 def stage_layers(num_layers: int, index: int, count: int) -> range:
-    """The layers of stage `index` of `count`: equal numbers, the remainder on the first stages.
+    """Equal numbers of layers, the remainder on the first stages.
 
     Raises `ConfigError` if there are fewer layers than stages.
     """
@@ -96,11 +95,11 @@ class TensorRank:
         return Share(self.rank * length, length, total)
 
     def kv_heads(self, total: int) -> Share:
-        """This rank's key-value heads. With fewer heads than ranks, several hold the same one. Raises as `share`."""
+        """With fewer heads than ranks, several hold the same one. Raises as `share`."""
         return share_of_heads(total, self.rank, self.size)
 
     def slices(self, total: int) -> int:
-        """The number of slices of a rank's part of `total` inputs. Raises `ConfigError` if they do not divide."""
+        """Slices of a rank's part of `total` inputs. Raises `ConfigError` if they do not divide."""
         if total % self.num_slices:
             why = f"is {self.num_slices}, which does not divide the model's {total} inputs of a projection"
             raise ConfigError("reduction_slices", why)
@@ -112,7 +111,7 @@ class TensorRank:
             return partials[0]
         own = partials[0] if len(partials) == 1 else tree_sum(partials)
         parts = self.gather(own)
-        # A tree per rank, then a tree over ranks: together the tree over all slices.
+        # A tree per rank, then one over ranks: together the tree over all slices.
         return (tree_sum([part.float() for part in parts]) if len(parts) > 1 else own).to(partials[0].dtype)
 
 
@@ -125,7 +124,6 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def share_of_heads(total: int, rank: int, size: int) -> Share:
-    """As `TensorRank.kv_heads`."""
     if total >= size and total % size == 0:
         return Share(rank * total // size, total // size, total)
     if total < size and size % total == 0:

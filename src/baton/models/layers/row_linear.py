@@ -11,8 +11,7 @@ from baton.models.layers.parallel import Share
 class RowLinear(Linear):
     """y = x W^T + b, cut by its inputs: x [T, this rank's inputs] -> [T, out], the same on all ranks.
 
-    `share` is this rank's part of the inputs; the weight is [out, share.length]. If the rank has several slices, each
-    is a separate product.
+    `share`: this rank's part of the inputs; the weight is [out, share.length]. Several slices are separate products.
     """
 
     def __init__(self, share: Share, out_features: int, build: Build, bias: bool = False) -> None:
@@ -24,7 +23,7 @@ class RowLinear(Linear):
         self._slices: list[Linear] = []
 
     def pack(self) -> None:
-        """As `Linear.pack`, slice by slice if there are several."""
+        """Slice by slice if there are several."""
         if self._num_slices == 1:
             super().pack()
         elif self.weight is not None:

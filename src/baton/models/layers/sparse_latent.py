@@ -1,7 +1,7 @@
 """Latent attention to chosen tokens (DeepSeek Sparse Attention: DeepSeek-V3.2, 2025; GLM-5).
 
-An indexer with a key per token of its own scores all tokens, and attention is to the best ones. Published kernels also
-rotate the index keys by a Hadamard matrix and quantise them, which changes no exact score; as transformers, we do not.
+An indexer with its own key per token scores all tokens, and attention is to the best. Published kernels also rotate
+the index keys by a Hadamard matrix and quantise them, which changes no exact score; as transformers, we do not.
 
 Shapes: T rows, E hidden size, Q low-rank size of queries, H index heads, D index head size, R its rotated part.
 """
@@ -26,8 +26,8 @@ _NORM_EPS = 1e-6
 
 
 class SparseLatentAttention(LatentAttention):
-    """`config.latent.index` must be set. Raises `ConfigError` for a pipeline stage that begins with a layer that shares
-    the choice of another."""
+    """`config.latent.index` must be set. Raises `ConfigError` for a pipeline stage whose first layer shares another's
+    choice."""
 
     def __init__(self, config: ModelConfig, layer_id: int, build: Build) -> None:
         super().__init__(config, layer_id, build)

@@ -52,7 +52,7 @@ _MAPPED_SIZE = 1 << 26
 
 Rename = Callable[[str], str | None]
 Unpack = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
-# Called with the number of bytes that were read of a checkpoint's weight files, and their total size.
+# Bytes read of a checkpoint's weight files, and their total size.
 Watch = Callable[[int, int], None]
 
 _WATCH: ContextVar[Watch] = ContextVar("watch", default=lambda read, total: None)
@@ -67,14 +67,14 @@ class Place:
 
     @property
     def shape(self) -> list[int]:
-        """The shape of the checkpoint's tensor."""
+        """Of the checkpoint's tensor."""
         shape = list(self.tensor.shape)
         if self.cut is not None:
             shape[self.cut[0]] = self.cut[1].total
         return shape
 
     def fill(self, values: Tensor) -> None:
-        """Copy this rank's part of `values`, which have the shape `shape`."""
+        """Copy this rank's part of `values` of shape `shape`."""
         if self.cut is not None:
             dim, share = self.cut
             values = values.narrow(dim, share.start, share.length)
@@ -112,7 +112,6 @@ def watching(watch: Watch) -> Iterator[None]:
 
 
 def keep_tensor(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """The `unpack` of `fill` for checkpoints in which nothing is stacked or packed."""
     return ((name, tensor),)
 
 
@@ -123,14 +122,15 @@ def fill(
     unpack: Unpack = keep_tensor,
     quantized: QuantizedWeights | None = None,
 ) -> None:
-    """Copy the checkpoint's tensors into `module`, casting to its dtypes, and pack each linear layer once it is filled.
+    """Copy the checkpoint's tensors into `module`, casting to its dtypes, and pack each linear layer once it is
+    filled.
 
     `rename` maps a stored name to the module's, or to None to leave the tensor out. `unpack`: as `CausalLM.unpack`.
-    `quantized` joins the parts of quantised weights first.
-    Raises `CheckpointError` naming a tensor without a place, a place without a tensor, or a tensor of another shape.
-    Peak memory: the weights once, one layer, and a piece of a file.
+    `quantized` joins the parts of quantised weights first. Raises `CheckpointError` naming a tensor without a place, a
+    place without a tensor, or a tensor of another shape. Peak memory: the weights once, one layer, and a piece of a
+    file.
     """
-    # Filled places leave the table, which would otherwise keep weights that a layer has replaced by packing.
+    # Filled places leave the table: it would keep weights that packing has replaced.
     table = weight_table(module)
     places = set(table)
     unfilled = _Packer(module, table)
@@ -172,14 +172,14 @@ def fill(
 
 
 def _expert_of(name: str) -> str | None:
-    """The module name of the expert that a tensor belongs to."""
+    """The module of the expert that a tensor belongs to."""
     found = _EXPERT.match(name)
     return found[1] if found else None
 
 
 def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor, float]]:
     """The tensors of a file that `rename` keeps, each with the share of them that is then read. The mapped part of an
-    open file counts as this process's memory, so the file is reopened now and then."""
+    open file counts as this process's memory, so it is reopened now and then."""
     with open_file(file) as tensors:
         names = [name for name in tensors.keys() if rename(name) is not None]  # noqa: SIM118 - not a mapping
     number = 0
@@ -195,8 +195,8 @@ def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor, float]]:
 
 
 class _Packer:
-    """Packs each linear layer when all its places are filled. Places are matched to layers by storage, so a layer with
-    a tied weight is packed too."""
+    """Packs each linear layer when all its places are filled. Matching is by storage, so a layer with a tied weight is
+    packed too."""
 
     def __init__(self, module: nn.Module, table: Mapping[str, Place]) -> None:
         owners: dict[int, Linear] = {}
@@ -258,7 +258,7 @@ def load_model(
 
 
 def quantized_weights(raw: RawConfig, stored: StoredTensors) -> QuantizedWeights | None:
-    """What joins the parts of a checkpoint's quantised weights. Raises `CheckpointError` for unknown formats."""
+    """Raises `CheckpointError` for unknown formats."""
     scheme = scheme_of(raw)
     return None if scheme is None else QuantizedWeights(scheme, stored.names)
 
@@ -275,8 +275,8 @@ def _of_stage(name: str | None, stage: Stage, layers: range) -> str | None:
 def fingerprint(path: str | Path) -> str:
     """128-bit hex digest of a checkpoint's config and weights: equal digests mean equal results.
 
-    BLAKE2b over canonical JSON of the config (without `_CONFIG_NOISE`) and the bytes of each weight file. Nothing is
-    cached, since the directory may change between calls.
+    BLAKE2b over canonical JSON of the config (without `_CONFIG_NOISE`) and the bytes of each weight file. Not cached:
+    the directory may change.
     """
     raw = {key: value for key, value in read_config(path).items() if key not in _CONFIG_NOISE}
     digest = hashlib.blake2b(json.dumps(raw, sort_keys=True).encode(), digest_size=16)

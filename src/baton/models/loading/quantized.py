@@ -1,7 +1,7 @@
-"""Quantised weights of checkpoints, dequantised while they are loaded: what is computed is full precision.
+"""Quantised weights of checkpoints, dequantised while they are loaded: computation is in full precision.
 
 Formats: block-wise FP8 (DeepSeek-V3, arXiv:2412.19437, 3.3), compressed-tensors (FP8, INT8 and packed INT4), GPTQ
-(arXiv:2210.17323) and AWQ (arXiv:2306.00978). The quantisation of activations, if a config has one, is not applied.
+(arXiv:2210.17323) and AWQ (arXiv:2306.00978). A config's quantisation of activations is not applied.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.models.loading.quantization import Quantization, quantization_of
 from baton.models.loading.unpacking import unpack_awq, unpack_columns, unpack_rows
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Of calibration and of activations: they change no weight.
+# Of calibration and activations: they change no weight.
 _IGNORED = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_zero_point", "input_global_scale")
 
 
@@ -35,8 +35,8 @@ class Scheme(Protocol):
 
 
 class ScaledWeight:
-    """`weight` [out, in] in FP8 or INT8, times a scale for each tensor, output channel, or block of `block` outputs and
-    inputs. FP8 in blocks has `weight_scale_inv`, which is the factor all the same."""
+    """`weight` [out, in] in FP8 or INT8, times a scale for each tensor, output channel, or block of `block` outputs
+    and inputs. FP8 in blocks has `weight_scale_inv`, which is a factor all the same."""
 
     optional: tuple[str, ...] = ("weight_zero_point",)
 
@@ -171,16 +171,16 @@ _SCHEMES: dict[str, Callable[[Quantization], Scheme]] = {
 
 
 class QuantizedWeights:
-    """Joins the tensors of quantised weights, which come in any order and possibly from several files."""
+    """Joins the parts of quantised weights, which come in any order, possibly from several files."""
 
     def __init__(self, scheme: Scheme, names: Collection[str]) -> None:
-        """`names`: all stored names. Layers without the scheme's tensors are not quantised."""
+        """`names`: all stored. Layers without the scheme's tensors are not quantised."""
         self.scheme = scheme.name
         self._scheme, self._names = scheme, frozenset(names)
         self._waiting: dict[str, dict[str, Tensor]] = {}
 
     def name(self, stored: str) -> str | None:
-        """The name of the weight that a stored tensor is a part of, or its own name. None for one that is ignored."""
+        """The weight that a stored tensor is a part of, or its own name. None for one that is ignored."""
         stem, _, part = stored.rpartition(".")
         if part in _IGNORED:
             return None

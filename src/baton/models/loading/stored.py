@@ -35,8 +35,8 @@ _Config = TypeVar("_Config", bound=ModelConfig)
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """The safetensors files of a checkpoint directory, sorted by name; each exists. As in transformers, a single file
-    takes precedence over an index, which stays when a single file is saved over shards. Raises `CheckpointError`."""
+    """A directory's safetensors files, sorted by name. As in transformers, a single file takes precedence over an
+    index, which stays when a single file is saved over shards. Raises `CheckpointError`."""
     directory = Path(path)
     if not (directory / SINGLE).is_file() and (index := directory / INDEX).is_file():
         weight_map = read_json(index).get("weight_map")
@@ -59,7 +59,7 @@ def weight_files(path: str | Path) -> list[Path]:
 
 
 def open_file(file: Path) -> Any:
-    """Open a safetensors file. Raises `CheckpointError` naming it."""
+    """Raises `CheckpointError` naming the file."""
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -67,7 +67,7 @@ def open_file(file: Path) -> Any:
 
 
 def stored_tensors(path: str | Path) -> dict[str, Path]:
-    """The file of each tensor of a checkpoint directory. Raises `CheckpointError` if two files have the same tensor."""
+    """The file of each tensor. Raises `CheckpointError` if two files have the same tensor."""
     found: dict[str, Path] = {}
     for file in weight_files(path):
         with open_file(file) as tensors:
@@ -90,12 +90,11 @@ class StoredTensors:
 
     @property
     def names(self) -> Collection[str]:
-        """The names in the files."""
         return self._files.keys()
 
     def resolve_tying(self, config: _Config, dtype: torch.dtype) -> _Config:
         """`config` with `tie_word_embeddings` corrected as in transformers: a stored LM head that differs from the
-        embedding in `dtype` is not tied. A tied matrix that is stored only as the head is loaded as the embedding."""
+        embedding in `dtype` is not tied. A tied matrix stored only as the head is loaded as the embedding."""
         if not config.tie_word_embeddings:
             return config
         stored = {name: stored for stored, name in self._names.items()}
@@ -134,7 +133,6 @@ class StoredTensors:
         return frozenset(stored for stored, name in self._names.items() if not _is_of(name, num_layers))
 
     def log_unused(self, unused: Collection[str]) -> None:
-        """Log the tensors and the weight files that are not used."""
         names = [self._names[stored] for stored in unused if not stored.endswith("rotary_emb.inv_freq")]
         if names:
             parts = Counter(map(_part, names))
@@ -153,15 +151,15 @@ def _is_of(name: str, num_layers: int) -> bool:
 
 
 def _part(name: str) -> str:
-    """The part that a tensor is logged under: its layer or its module."""
+    """The layer or module under which a tensor is logged."""
     layer = LAYER.match(name)
     part = layer[0].rstrip(".") if layer else name.rpartition(".")[0] or name
     return "".join(c if c.isprintable() else "?" for c in part[:_MAX_CHARS])
 
 
 def _renaming(names: Collection[str]) -> Callable[[str], str]:
-    """Maps stored names to the causal LM's. As in transformers, the decoder's prefix `model.` is added if the decoder
-    was saved alone, and removed if it is doubled."""
+    """Maps stored names to the causal LM's. As in transformers, the prefix `model.` is added if the decoder was saved
+    alone, and removed if doubled."""
     if any(name.startswith(_NESTED) for name in names):
         return _without_nesting
     if any(name.startswith("model.model.") for name in names):

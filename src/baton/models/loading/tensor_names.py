@@ -14,13 +14,13 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def layer_index(name: str) -> int | None:
-    """The layer that a tensor belongs to. None for parts outside the layers."""
+    """None outside the layers."""
     found = LAYER.match(name)
     return int(found[1]) if found else None
 
 
 def split_rows(name: str, tensor: Tensor, parts: Mapping[str, int]) -> Iterable[tuple[str, Tensor]]:
-    """Split a stored tensor into `parts` of so many rows each. Raises `CheckpointError` if the rows do not add up."""
+    """Split a stored tensor into `parts` of so many rows. Raises `CheckpointError` if the rows do not add up."""
     rows = sum(parts.values())
     if tensor.dim() == 0 or len(tensor) != rows:
         raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, expected {rows} rows")

@@ -1,1 +1,1 @@
-"""The HTTP server under the API: connections, limits, TLS, errors, and the start and the end of serving."""
+"""The HTTP server: connections, limits, TLS, errors, start and end of serving."""

@@ -1,6 +1,5 @@
 """Accept client connections within the limit on open files. asyncio's own server accepts until no descriptor is left,
-and then logs thousands of tracebacks per second.
-"""
+and then logs thousands of tracebacks per second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Access to the API: keys, TLS and CORS; and the id of a request in its response."""
+"""Access to the API: keys, TLS and CORS."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ _CORS_MAX_AGE_S = 600
 @dataclass(frozen=True, slots=True)
 class Access:
     """Who may use a server, by vLLM's flags. `allowed_origins`: web pages from there ("*": all) may read responses.
-    `ssl_cert_reqs` as in Python's `ssl`: 0 ignores client certificates, 2 requires one that `ssl_ca_certs` signs.
-    """
+    `ssl_cert_reqs` as in Python's `ssl`: 0 ignores client certificates, 2 requires one that `ssl_ca_certs` signs."""
 
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -34,7 +33,7 @@ class Access:
     ssl_cert_reqs: int = 0
 
     def tls(self) -> ssl.SSLContext | None:
-        """The context to listen with; None for plain HTTP. Raises `ConfigError` for a missing or bad setting."""
+        """None for plain HTTP. Raises `ConfigError` for a missing or bad setting."""
         if self.ssl_certfile is None:
             for field in ("ssl_keyfile", "ssl_ca_certs"):
                 if getattr(self, field) is not None:
@@ -44,7 +43,7 @@ class Access:
             raise ConfigError("ssl_cert_reqs", "needs ssl_ca_certs")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            # Without a password, OpenSSL would ask for one on the terminal.
+            # OpenSSL would ask for one on the terminal.
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise ConfigError("ssl_certfile", f"cannot be used with its key: {error}") from None
@@ -57,13 +56,13 @@ class Access:
         return context
 
     def origin_of(self, request: web.Request) -> str | None:
-        """The origin of the requesting web page, if allowed."""
+        """The requesting web page's origin, if allowed."""
         origin = request.headers.get("Origin")
         allowed = origin is not None and not {origin, "*"}.isdisjoint(self.allowed_origins)
         return origin if allowed else None
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """The response to a CORS preflight; None for any other request."""
+        """None for any request but a CORS preflight."""
         method = request.headers.get("Access-Control-Request-Method")
         if request.method != "OPTIONS" or method is None or self.origin_of(request) is None:
             return None
@@ -75,7 +74,6 @@ class Access:
         return web.Response(status=204, headers=headers)
 
     async def allow_origin(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Add CORS headers to a response."""
         if self.allowed_origins:
             response.headers.add("Vary", "Origin")
         if (origin := self.origin_of(request)) is not None:
@@ -87,7 +85,7 @@ OPEN = Access()
 
 
 class ApiKeys:
-    """The API keys of which a client must have one, if there are any. Raises `ConfigError` for an empty key."""
+    """A client must have one of these, if there are any. Raises `ConfigError` for an empty key."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         if not all(key.strip() for key in keys):
@@ -106,7 +104,7 @@ class ApiKeys:
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [bearer] if scheme.lower() == "bearer" else []
         given.append(request.headers.get("X-Api-Key", ""))
-        # Compare with all keys, so that timing reveals nothing.
+        # With all keys, so that timing reveals nothing.
         known = [hmac.compare_digest(_digest(key.strip()), digest) for key in given for digest in self._digests]
         return 1 + known.index(True) % len(self._digests) if any(known) else None
 

@@ -28,7 +28,7 @@ from baton.openai.records import log_refusal
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RETRY_AFTER_S = 1
-# Not counted as requests, so that a shutdown does not wait for them: a page that is open ends by itself.
+# Not counted as requests: a shutdown does not wait for them.
 _UNCOUNTED = ("/metrics", "/dashboard/events")
 MESSAGES = "/v1/messages"
 
@@ -47,7 +47,7 @@ class Drain:
         self.begun = True
 
     def end(self) -> None:
-        """Cancel running requests. Their handlers answer the clients."""
+        """Cancel running requests; their handlers answer the clients."""
         self.begun = self.ended = True
         for task in self.tasks:
             task.cancel()
@@ -82,7 +82,7 @@ def new_app(
     access: Access = OPEN,
     families: Callable[[], Awaitable[Iterable[Metric]]] | None = None,
 ) -> web.Application:
-    """Return an app with errors in OpenAI's or Anthropic's shape and `GET /metrics`.
+    """An app with errors in OpenAI's or Anthropic's shape and `GET /metrics`.
 
     `families`: the content of `/metrics`; None: `metrics`. Raises `ConfigError` for an empty key or bad certificates.
     """
@@ -90,14 +90,14 @@ def new_app(
 
     @web.middleware
     async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # Set per request: a connection's task serves its requests one after the other.
+        # Per request: a connection's task serves its requests one after the other.
         CALLER.set(_caller(request, keys))
         TRACE.set(trace_of(request.headers))
         if (allowed := access.preflight(request)) is not None:
             return allowed
         resource = request.match_info.route.resource
         endpoint = resource.canonical if resource is not None else "unknown"
-        status = 499  # only counted: the client left without a response
+        status = 499  # the client left without a response
 
         def refuse(error: ApiError) -> web.Response:
             nonlocal status

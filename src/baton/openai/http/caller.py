@@ -15,15 +15,14 @@ REQUEST_ID = "X-Request-Id"
 SESSION_ID = "X-Session-Id"
 _MAX_ID_CHARS = 128
 _MAX_TEXT_CHARS = 300
-# OpenAI's old and new field for the end user.
+# OpenAI's old and new field.
 _USER_FIELDS = ("user", "safety_identifier")
 
 
 @dataclass(slots=True)
 class Caller:
     """`request_id`: the client's `X-Request-Id`, or a generated one. `key`: the number of its API key, from 1. `user`:
-    the end user in the request body. `session`: the client's `X-Session-Id`.
-    """
+    the end user in the request body. `session`: the client's `X-Session-Id`."""
 
     request_id: str
     address: str | None = None
@@ -39,7 +38,7 @@ class _Headers(Protocol):
     def get(self, key: str, default: str) -> str: ...
 
 
-# The caller of the request that the current task serves. Tasks inherit it.
+# Of the current task's request. Tasks inherit it.
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
@@ -51,18 +50,18 @@ def request_id_of(headers: _Headers) -> str:
 
 
 def session_of(caller: Caller | None) -> str | None:
-    """What all requests of a conversation have in common: the client's session, or else its end user."""
+    """What a conversation's requests have in common: the client's session, or else its end user."""
     return None if caller is None else caller.session or caller.user
 
 
 def session_in(headers: _Headers) -> str | None:
-    """The request's `X-Session-Id`; None if that is missing or too long."""
+    """None if `X-Session-Id` is missing or too long."""
     asked = headers.get(SESSION_ID, "")
     return asked if 0 < len(asked) <= _MAX_TEXT_CHARS else None
 
 
 def note_user(fields: Mapping[str, msgspec.Raw]) -> None:
-    """Note the end user in a request body in the current caller."""
+    """Note the end user in the current caller."""
     caller = CALLER.get()
     if caller is None:
         return
@@ -75,7 +74,7 @@ def note_user(fields: Mapping[str, msgspec.Raw]) -> None:
 
 
 def line_of(fields: Mapping[str, object]) -> str:
-    """`name=value ...` without None. Values that are not one word are quoted."""
+    """`name=value ...` without None; what is not one word is quoted."""
     return " ".join(f"{name}={_word(value)}" for name, value in fields.items() if value is not None)
 
 

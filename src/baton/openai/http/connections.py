@@ -22,7 +22,7 @@ READ_BYTES = 2**14
 
 
 class WriteBacklog:
-    """Response bytes buffered in this process because a server's clients have not read them."""
+    """Response bytes buffered because a server's clients have not read them."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limit = limits.unread_bytes
@@ -34,7 +34,7 @@ class WriteBacklog:
         self.num_bytes += size - self._waiting.get(connection, 0)
         self._waiting[connection] = size
         if self.num_bytes > self._limit:
-            # Clients may have read since their last record, so count again.
+            # Clients may have read since their last record.
             self._waiting = {one: one.num_unread() for one in self._waiting}
             self.num_bytes = sum(self._waiting.values())
             if self.num_bytes > self._limit:
@@ -45,7 +45,7 @@ class WriteBacklog:
 
 
 class Sending(Protocol):
-    """What buffers a connection's bytes: a transport of asyncio, or what is below TLS."""
+    """A transport of asyncio, or what is below TLS."""
 
     def get_write_buffer_size(self) -> int: ...
     def abort(self) -> None: ...
@@ -83,7 +83,7 @@ class ClientConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._open = cast(asyncio.Transport, transport)
-        # Pause and resume then show whether anything is buffered. With a limit of 0, TLS would pause needlessly.
+        # Pause and resume then show whether anything is buffered. A limit of 0 would make TLS pause needlessly.
         self._open.set_write_buffer_limits(high=1, low=0)
         self._sending = self.tls or self._open
         # How much asyncio reads at once. Parsing a body in one-byte chunks blocks the event loop for 1 µs per byte.
@@ -91,7 +91,7 @@ class ClientConnection(web.RequestHandler):
         self._head_timer = self._loop.call_later(self._limits.head_s, self._head_is_late)
 
     async def send(self, writer: StreamWriter, data: bytes) -> None:
-        """Write part of a response without waiting. Raises `ConnectionResetError` if the client is gone or cut off."""
+        """Write without waiting. Raises `ConnectionResetError` if the client is gone or cut off."""
         before = self.num_unread()
         if before > self._limits.stream_bytes:
             self.cut_off()
@@ -123,7 +123,7 @@ class ClientConnection(web.RequestHandler):
             self._sending = None
 
     def _check_progress(self) -> None:
-        """Cut the client off unless it has read all bytes that are older than `write_s`."""
+        """Cut the client off unless it has read all bytes older than `write_s`."""
         if self.num_unread() > self._added:
             self.cut_off()
         else:
@@ -167,7 +167,7 @@ class ClientConnection(web.RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun already")
         if isinstance(exc, HttpProcessingError):
-            # The first line is the problem; the next ones quote the client's bytes.
+            # The next lines quote the client's bytes.
             what = (exc.message.splitlines() or ["malformed"])[0].rstrip(": ")
             logger.warning("malformed HTTP from %s: %s", request.remote, what)
             error = ApiError(status, f"malformed HTTP: {what}", "invalid_request_error", None, "malformed_http")
@@ -179,9 +179,7 @@ class ClientConnection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **options: Any) -> None:
-        """Log what failed outside the app, except a body that cannot be decoded, which aiohttp still reads after its
-        refusal.
-        """
+        """Not a body that cannot be decoded, which aiohttp still reads after its refusal."""
         if not isinstance(options.get("exc_info"), web.RequestPayloadError):
             super().log_exception(*args, **options)
 
@@ -190,7 +188,7 @@ class ClientConnection(web.RequestHandler):
         return self._waiter is not None and not self._waiter.done()
 
     def is_closing(self) -> bool:
-        """Whether all was sent and only the client's part of a TLS closure is missing."""
+        """All was sent; only the client's part of a TLS closure is missing."""
         return self._open is not None and self._open.is_closing() and not self.num_unread()
 
     def leave(self) -> None:
@@ -218,13 +216,12 @@ class ClientConnection(web.RequestHandler):
 
 class Stream(web.StreamResponse):
     """A streamed response. Parts are sent when they are made, not when they are read. The headers go with the first
-    part in one packet: each packet costs the reader a turn of its event loop.
-    """
+    part in one packet: each packet costs the reader a turn of its event loop."""
 
     _send_headers_immediately = False  # an attribute of aiohttp's `Response`; older versions ignore it
 
     async def send(self, request: web.Request, data: bytes) -> None:
-        """Send a part, and the headers before the first. Raises the errors of `ClientConnection.send`."""
+        """Raises the errors of `ClientConnection.send`."""
         await self.prepare(request)
         assert isinstance(request.writer, StreamWriter)
         assert isinstance(request.protocol, ClientConnection)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 2000  # a message may quote what the client sent
 # URLs, socket addresses as Python prints them, IPv4, IPv6, and names with ports: clients must not learn where engines
-# are. Bounded lengths keep the search of long messages from being quadratic.
+# are. Bounded lengths keep the search from being quadratic.
 _ADDRESS = re.compile(
     r"""[a-z][a-z0-9+.-]{0,15}://[^\s'",;)]*[^\s'",;):]|\('[^']{0,253}',\ \d+[^)]{0,99}\)"""
     r"""|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|\[(?=[0-9a-f]{0,4}:)[0-9a-f:]{2,45}\](?::\d+)?"""
@@ -36,10 +36,10 @@ _ADDRESS = re.compile(
     re.VERBOSE,
 )
 
-# Routers recognise by these codes an engine that may be stuck, and one that is about to end.
+# By these codes routers recognise an engine that may be stuck, and one that is about to end.
 ENGINE_STALLED, DRAINING = "engine_stalled", "draining"
 
-# Reasons in an error chunk that mean that the engine cannot serve now.
+# Reasons in an error chunk for an engine that cannot serve now.
 _UNAVAILABLE_REASONS = frozenset(
     {"engine_unavailable", "engine_lost", ENGINE_STALLED, "peer_lost", "queue_timeout", "shutdown"}
 )
@@ -47,7 +47,7 @@ _UNAVAILABLE_REASONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """An error as a client sees it. `retry_after_s`: for status 429, when to try again; None: soon."""
+    """An error as a client sees it. `retry_after_s`: for status 429; None: soon."""
 
     status: int
     message: str
@@ -66,7 +66,7 @@ class ApiError:
         return msgspec.json.encode({"error": fields})
 
 
-# HTTP status and type of errors. The first class that matches counts.
+# The first class that matches counts.
 _STATUS_BY_ERROR: tuple[tuple[type[BatonError], int, str], ...] = (
     (UnknownModelError, 404, "invalid_request_error"),
     (InvalidApiKeyError, 401, "invalid_request_error"),

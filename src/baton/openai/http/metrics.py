@@ -1,4 +1,4 @@
-"""Prometheus metrics of a front door: requests, tokens, and latencies in seconds, as clients see them."""
+"""Prometheus metrics of an API server: requests, tokens, and latencies in seconds, as clients see them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ Row = tuple[str, str, str, Mapping[str, str], float | Histogram]
 
 
 def counter(name: str, text: str, value: float, **labels: str) -> Row:
-    """A `Row` of one of Baton's own counters."""
     return f"baton:{name}", "counter", text, labels, float(value)
 
 
@@ -80,9 +79,8 @@ def with_vllm_names(rows: Iterable[Row], model: str) -> Iterator[Row]:
 
 
 class FrontMetrics:
-    """Counters and histograms in their own registry, so that two apps in one process do not mix. vLLM's are there under
-    its names too, by model. `running`: the number of running sequences.
-    """
+    """Counters and histograms in their own registry: two apps in one process do not mix. vLLM's are there under its
+    names too, by model. `running`: the number of running sequences."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -119,7 +117,7 @@ class FrontMetrics:
 
 
 def exposed(families: Iterable[Metric]) -> bytes:
-    """Families in Prometheus' text format, without `_created` samples."""
+    """In Prometheus' text format, without `_created` samples."""
 
     class Families(CollectorRegistry):
         def collect(self) -> Iterator[Metric]:
@@ -131,17 +129,17 @@ def exposed(families: Iterable[Metric]) -> bytes:
 
 
 class RowCollector(Collector):
-    """Exports metrics that are kept elsewhere. Each scrape reads their rows."""
+    """Exports metrics that are kept elsewhere, read at each scrape."""
 
     def __init__(self, rows: Callable[[], Iterable[Row]]) -> None:
         self._rows = rows
 
     def describe(self) -> Iterator[Metric]:
-        """Return nothing: the names are not known at registration."""
+        """Nothing: the names are not known at registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family per name. Rows of one name need the same label names."""
+        """One family per name. Rows of one name need the same label names."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily] = {}
         for name, kind, text, labels, value in self._rows():
             if name not in families:

@@ -32,10 +32,10 @@ _SAME_SIGNAL_S = 1.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket; port 0: a free one. Raises `ConfigError` for `host` if it is not an address here,
-    else for `port`.
+    """A listening TCP socket; port 0: a free one. Raises `ConfigError` for `host` if it is not an address here, else
+    for `port`.
 
-    Call it before loading anything slow, to notice a port in use at once.
+    Call it before loading anything slow.
     """
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
@@ -107,9 +107,9 @@ async def serve(
 ) -> None:
     """Serve `app` until SIGINT, SIGTERM or `stop`.
 
-    After SIGTERM new requests are refused, and running ones may complete within `shutdown_timeout_s`, or until a second
-    SIGTERM at least `_SAME_SIGNAL_S` later. Requests that still run then, or at SIGINT or `stop`, end with an error.
-    After that the process ignores SIGTERM, because its cleanup, such as ending children, takes seconds.
+    After SIGTERM new requests are refused, and running ones may complete within `shutdown_timeout_s`, or until a
+    second SIGTERM at least `_SAME_SIGNAL_S` later. Requests that still run then, or at SIGINT or `stop`, end with an
+    error. After that the process ignores SIGTERM, because its cleanup, such as ending children, takes seconds.
     """
     _raise_file_limit()
     asked, ended = asyncio.Event(), stop or asyncio.Event()
@@ -127,7 +127,7 @@ async def serve(
 def terminator(
     asked: asyncio.Event, ended: asyncio.Event, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], None]:
-    """A handler of SIGTERM. The first one sets `asked`; one that is not an echo of the first sets `ended`."""
+    """A handler of SIGTERM. The first sets `asked`; one that is not an echo of the first sets `ended`."""
     first: list[float] = []
 
     def terminate() -> None:
@@ -163,7 +163,7 @@ async def serve_until(
 
 
 async def _first(*many: Coroutine[Any, Any, object]) -> None:
-    """Wait for the first of them, and cancel the others."""
+    """Wait for the first, and cancel the others."""
     tasks = [asyncio.ensure_future(one) for one in many]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -174,7 +174,7 @@ async def _first(*many: Coroutine[Any, Any, object]) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit on open files: each request has its own connections."""
+    """Each request has its own connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         if soft != hard:

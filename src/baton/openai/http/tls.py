@@ -1,7 +1,7 @@
 """TLS of client connections, with the same view of unread data and the same steps of reading as without TLS.
 
-asyncio's transport for TLS counts what is not yet encrypted: an encrypted answer that the client does not read is
-invisible, however long it is. And it reads 256 KiB at once.
+asyncio's transport for TLS counts only what is not yet encrypted: an encrypted answer that the client does not read is
+invisible. And it reads 256 KiB at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class _Protocol(SSLProtocol):
         super().connection_made(transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the socket's next bytes go."""
         return cast(memoryview, super().get_buffer(sizehint))[:READ_BYTES]  # type: ignore[misc]
 
     def _get_write_buffer_size(self) -> int:

@@ -1,6 +1,5 @@
-"""The trace of a request (W3C Trace Context), sent on with its legs: unchanged, or with the leg's span as parent if the
-router makes spans.
-"""
+"""The trace of a request (W3C Trace Context), sent on with its legs: unchanged, or with the leg's span as parent if
+the router makes spans."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class Trace:
 
     @property
     def id(self) -> str:
-        """The trace id, 32 hex digits."""
+        """32 hex digits."""
         return self.traceparent.split("-")[1]
 
     def headers(self) -> Mapping[str, str]:
@@ -36,7 +35,7 @@ class Trace:
         return {TRACEPARENT: self.traceparent, **state}
 
 
-# The trace of the request that the current task serves. Tasks inherit it.
+# Of the current task's request. Tasks inherit it.
 TRACE: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 

@@ -31,7 +31,7 @@ class MessagePlan:
 
     @property
     def id(self) -> str:
-        """The message's id, with the chat's number in log lines."""
+        """With the chat's number in log lines."""
         return f"msg_{self.plan.id.partition('-')[2]}"
 
 
@@ -61,7 +61,7 @@ def count_tokens(body: bytes, model: ServedModel) -> Json:
 
 
 async def respond(service: OpenAIService, asked: MessagePlan) -> bytes | AsyncGenerator[bytes, None]:
-    """Return a body, or server-sent events to stream."""
+    """A body, or server-sent events to stream."""
     outputs = service.begin(asked.plan)
     return await respond_as_chat(service, asked.plan, outputs, MessageAnswer(asked, outputs[0]))
 

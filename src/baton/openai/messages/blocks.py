@@ -1,6 +1,5 @@
 """A message's content blocks, and their streaming events as in Anthropic's API: a block starts, grows by deltas and
-stops. A whole message is the sum of the events.
-"""
+stops. A whole message is the sum of the events."""
 
 from __future__ import annotations
 
@@ -15,9 +14,8 @@ from baton.parsing import Content, ParsedEvent, Reasoning
 
 
 class Blocks:
-    """The blocks of one message, in order; only the last grows. `output` has the ids of calls. `signature`: of thinking
-    blocks, and no real one.
-    """
+    """The blocks of one message, in order; only the last grows. `output` has the ids of calls. `signature`: of
+    thinking blocks, no real one."""
 
     def __init__(self, output: SampleOutput, signature: str) -> None:
         self.blocks: list[Json] = []
@@ -26,7 +24,7 @@ class Blocks:
         self._arguments = ""
 
     def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
-        """The events of a delta, from what the parser found or else from its text."""
+        """From what the parser found or else from the delta's text."""
         found: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
         for event in found:
             if isinstance(event, Content | Reasoning):
@@ -40,7 +38,6 @@ class Blocks:
             yield from self._stop()
 
     def stop_reason(self) -> tuple[str | None, str | None]:
-        """`stop_reason` and `stop_sequence` at the end."""
         output = self._output
         if output.finish_reason == "length":
             return "max_tokens", None
@@ -69,7 +66,6 @@ class Blocks:
             yield self._delta({"type": "input_json_delta", "partial_json": arguments})
 
     def _stop(self) -> Iterator[Json]:
-        """Stop the growing block, if any."""
         if self._growing is None:
             return
         block = self.blocks[-1]
@@ -92,7 +88,7 @@ class Blocks:
 
 
 def _object(arguments: str) -> dict[str, Any] | None:
-    """The arguments of a call as an object, or None. Numbers are as exact as Python's JSON."""
+    """A call's arguments as an object, or None. Numbers are as exact as Python's JSON."""
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError, RecursionError):

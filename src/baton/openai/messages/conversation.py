@@ -13,7 +13,7 @@ from baton.openai.requests import ChatMessage, ContentPart
 from baton.openai.tools import CalledFunction, ToolCall
 from baton.text import Tokenizer
 
-# Claude Code's system prompts begin with such a text, with a number that always differs.
+# Claude Code's system prompts begin with such a text, whose number always differs.
 _BILLING = "x-anthropic-billing-header"
 _PROBE = [{"role": role, "content": "a"} for role in ("system", "user", "system", "user")]
 

@@ -17,12 +17,12 @@ _TYPES = {
 
 
 def error_body(error: ApiError) -> bytes:
-    """The JSON body. As in Anthropic's API, the HTTP status determines the type."""
+    """As in Anthropic's API, the HTTP status determines the type."""
     other = "invalid_request_error" if error.status < 500 else "api_error"
     told = {"type": _TYPES.get(error.status, other), "message": error.message}
     return msgspec.json.encode({"type": "error", "error": told})
 
 
 def error_event(error: ApiError) -> bytes:
-    """The event that ends a stream with an error."""
+    """Ends a stream with an error."""
     return b"event: error\ndata: " + error_body(error) + b"\n\n"

@@ -24,7 +24,7 @@ _THINKING = "enable_thinking"
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
-    """One of `tools`; only tools with an `input_schema`, run by the client, are supported."""
+    """One of `tools`; only those with an `input_schema`, run by the client, are supported."""
 
     name: str
     type: str | None = None
@@ -63,7 +63,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
-    """Body of `POST /v1/messages/count_tokens`. Optional fields default to None, because clients send null."""
+    """Body of `POST /v1/messages/count_tokens`. Clients send null for optional fields."""
 
     model: str
     messages: list[InputMessage]
@@ -93,7 +93,7 @@ _CALLED = {
     **{"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config.format"},
     "reasoning_effort": "output_config.effort",
 }
-# Refused besides what chats refuse. A chat's field that messages lack would otherwise be silently ignored.
+# Refused besides what chats refuse: a chat's field that messages lack would be silently ignored.
 REFUSED = {
     **{
         name: Refused("is not a field of messages", (False,))
@@ -103,7 +103,7 @@ REFUSED = {
     "mcp_servers": Refused("is not supported: the client runs the tools", ()),
     "container": Refused("is not supported: the client runs the tools", ()),
 }
-# From names of a chat's fields to those of messages.
+# From a chat's field names to those of messages.
 _NAMES = (
     (re.compile(r"max_completion_tokens"), "max_tokens"),
     (re.compile(r"response_format\.json_schema\.schema"), "output_config.format.schema"),
@@ -125,7 +125,7 @@ def read_count(body: bytes) -> CountTokensRequest:
 
 
 def to_chat(request: CountTokensRequest, model: ServedModel) -> ChatRequest:
-    """Convert a request to a chat. Raises `RequestError` with the field's name."""
+    """Raises `RequestError` with the field's name."""
     tools = [_tool(index, tool) for index, tool in enumerate(request.tools or ())]
     messages, goes_on = messages_of(request.system, request.messages, model.tokenizer)
     choice, config = request.tool_choice, request.output_config
@@ -150,7 +150,7 @@ def to_chat(request: CountTokensRequest, model: ServedModel) -> ChatRequest:
 
 
 def named_here(error: RequestError) -> RequestError:
-    """Rename the chat's field in a refusal to the message's field."""
+    """Rename the chat's field in a refusal to the message's."""
     text, param = str(error), error.param
     if param is None:
         return error

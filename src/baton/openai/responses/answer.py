@@ -31,7 +31,7 @@ class ResponsePlan:
 
     @property
     def id(self) -> str:
-        """The response's id, with the chat's number in log lines."""
+        """With the chat's number in log lines."""
         return f"resp_{self.plan.id.partition('-')[2]}"
 
 
@@ -46,7 +46,7 @@ def make_response_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PA
 
 
 async def respond(service: OpenAIService, asked: ResponsePlan) -> bytes | AsyncGenerator[bytes, None]:
-    """Return a body, or server-sent events to stream."""
+    """A body, or server-sent events to stream."""
     outputs = service.begin(asked.plan)
     return await respond_as_chat(service, asked.plan, outputs, ResponseAnswer(asked, outputs[0]))
 
@@ -85,7 +85,7 @@ class ResponseAnswer:
 
 
 def _response(asked: ResponsePlan, items: Items, output: SampleOutput | None) -> Json:
-    """The response object. `output` is None before the end."""
+    """`output` is None before the end."""
     request, plan = asked.request, asked.plan
     stopped_short = output is not None and output.finish_reason == "length"
     reasoning: Any = request.reasoning or {"effort": None, "summary": None}
@@ -118,7 +118,7 @@ def _response(asked: ResponsePlan, items: Items, output: SampleOutput | None) ->
 
 
 def _usage(plan: Plan, output: SampleOutput) -> Json:
-    """The usage. Reasoning tokens are counted by tokenising the reasoning, as the parser works on text."""
+    """Reasoning tokens are counted by tokenising the reasoning: the parser works on text."""
     counted = usage(plan, [output])
     reasoning = output.reasoning
     num_reasoning = len(plan.model.tokenizer.encode(reasoning, False)) if reasoning else 0

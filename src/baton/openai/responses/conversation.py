@@ -17,8 +17,7 @@ _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 class InputItem(msgspec.Struct, kw_only=True):
     """A message (the default `type`), a function call, its output, or reasoning. Items of earlier responses are
-    accepted unchanged.
-    """
+    accepted unchanged."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -39,7 +38,7 @@ def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     if isinstance(given, str):
         return [*messages, ChatMessage(role="user", content=given)]
-    # Checked first: a body of legal size may have too many items.
+    # First: a body of legal size may have too many items.
     if len(given) > MAX_MESSAGES:
         raise RequestError(f"input must be at most {MAX_MESSAGES} items", "input")
     calls = {item.call_id for item in given if item.type == "function_call"}
@@ -91,13 +90,13 @@ def _assistant(messages: list[ChatMessage], begins: Callable[[ChatMessage], bool
 
 
 def _text(content: str | list[ContentPart] | None, field: str) -> str:
-    """The text of an answer of the model's, whose parts are pieces of one text."""
+    """The parts of a model's answer are pieces of one text."""
     parts = _parts(content, field)
     return parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
 
 
 def _parts(content: str | list[ContentPart] | None, field: str) -> str | list[ContentPart]:
-    """What others say: the chat template's format decides how its parts are shown, as in chats."""
+    """Of others: the chat template's format decides how parts are shown, as in chats."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:

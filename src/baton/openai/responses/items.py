@@ -1,6 +1,5 @@
 """A response's output items, and their streaming events as in OpenAI's API: an item is added, its content comes in
-deltas, and each level is repeated at its end. A whole response is the sum of the events.
-"""
+deltas, and each level is repeated at its end. A whole response is the sum of the events."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ _REASONING = ("rs", "reasoning_text", "reasoning_text")
 
 class Items:
     """The items of one response, in order; only the last grows. `output` has the ids of calls. `tells_reasoning`:
-    whether reasoning is included.
-    """
+    whether reasoning is included."""
 
     def __init__(self, response_id: str, output: SampleOutput, tells_reasoning: bool) -> None:
         self.items: list[Json] = []
@@ -26,7 +24,7 @@ class Items:
         self._growing: object = None
 
     def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
-        """The events of a delta, from what the parser found or else from its text."""
+        """From what the parser found or else from the delta's text."""
         found: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
         for event in found:
             if isinstance(event, Content | Reasoning):
@@ -78,7 +76,6 @@ class Items:
         yield from self._done(status)
 
     def _done(self, status: str) -> Iterator[Json]:
-        """End the growing item, if any."""
         if self._growing is None:
             return
         item, place = self.items[-1], self._place()

@@ -1,7 +1,7 @@
 """Bodies of `POST /v1/responses`, converted to chats.
 
-Source: OpenAI's Responses API. Responses are not stored, so `input` must be the whole conversation. Fields that are not
-OpenAI's are those of chat completions.
+Source: OpenAI's Responses API. Responses are not stored, so `input` must be the whole conversation. Fields that are
+not OpenAI's are those of chat completions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.openai.structured import JsonSchema, ResponseFormat
 from baton.openai.tools import FunctionName, FunctionTool, NamedChoice, Tool, ToolChoice
 
 _KEPT = "is not supported: responses are not kept, so send the whole conversation as input"
-# The only `include` that is accepted, without effect: reasoning is returned as plain text.
+# Accepted without effect: reasoning is returned as plain text.
 _INCLUDED = "reasoning.encrypted_content"
 
 
@@ -65,7 +65,7 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(CommonFields, kw_only=True):
-    """Body of `POST /v1/responses`. Optional fields default to None, because clients send null."""
+    """Body of `POST /v1/responses`. Clients send null for optional fields."""
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -89,8 +89,8 @@ _CALLED = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
     **{"messages": "input", "response_format": "text.format", "reasoning_effort": "reasoning.effort"},
 }
-# Refused besides what chats refuse, with values without effect. A chat's field that responses lack would otherwise be
-# silently ignored.
+# Refused besides what chats refuse, with values without effect: a chat's field that responses lack would be silently
+# ignored.
 REFUSED = {
     **{
         name: Refused("is not a field of responses", _NEUTRAL.get(name, (False,)))
@@ -110,7 +110,7 @@ REFUSED = {
 }
 # Fields with the same name in a chat.
 _AS_ASKED = _SERVED & {*ChatRequest.__struct_fields__} - {"tools", "tool_choice"}
-# From names of a chat's fields to those of responses.
+# From a chat's field names to those of responses.
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
@@ -135,7 +135,7 @@ def read(body: bytes) -> ResponsesRequest:
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:
-    """Convert a request to a chat. Raises `RequestError` with the field's name."""
+    """Raises `RequestError` with the field's name."""
     same = {name: getattr(request, name) for name in _AS_ASKED}
     return ChatRequest(
         messages=messages_of(request.instructions, request.input),
@@ -150,7 +150,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
 
 
 def named_here(error: RequestError) -> RequestError:
-    """Rename the chat's field in a refusal to the response's field."""
+    """Rename the chat's field in a refusal to the response's."""
     name = _NAMES.get(error.param or "")
     if name is None:
         return error

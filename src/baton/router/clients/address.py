@@ -1,4 +1,4 @@
-"""Engine URLs. The suffix `#dp_rank=N` names a data-parallel rank of a vLLM server, which is an engine of its own."""
+"""Engine URLs. The suffix `#dp_rank=N` names a data-parallel rank of a vLLM server, an engine of its own."""
 
 from __future__ import annotations
 
@@ -26,6 +26,5 @@ def checked_url(url: str) -> str:
 
 
 def split_rank(url: str) -> tuple[str, int | None]:
-    """A checked URL's base and its data-parallel rank."""
     base, _, fragment = url.partition("#")
     return base, int(fragment.removeprefix("dp_rank=")) if fragment else None

@@ -29,7 +29,7 @@ from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
 _MAX_LINE_BYTES = 2**20
-# Per entry of a prompt's logprobs: a token's own logprob, or one of the most likely tokens.
+# Per entry of a prompt's logprobs: a token's own, or one of the most likely tokens.
 _SCORE_BYTES = 80
 _MAX_ASK_BYTES = 2**20
 _MAX_METRICS_BYTES = 2**24
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def new_session() -> aiohttp.ClientSession:
-    """A session for `EngineClient`s: unlimited connections, no cookies, no compressed responses."""
+    """A session for `EngineClient`s: unlimited connections, no cookies, no compression."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -51,8 +51,7 @@ def new_session() -> aiohttp.ClientSession:
 
 class EngineClient(ABC):
     """The client of the engine at one URL. Raises `RequestError` if the URL names a data-parallel rank, but not
-    `has_ranks`.
-    """
+    `has_ranks`."""
 
     has_ranks: ClassVar[bool] = False
 
@@ -64,7 +63,7 @@ class EngineClient(ABC):
             raise RequestError(f"{url}: only vLLM servers with BatonConnector have data-parallel ranks", "url")
         self._headers = {} if self.rank is None else {"X-data-parallel-rank": str(self.rank)}
         self._ask_timeout = aiohttp.ClientTimeout(total=timers.answer)
-        # A leg may wait long for its turn, so it has no timeout: `info` shows whether its engine is alive.
+        # A leg may wait long for its turn: `info` shows whether its engine is alive.
         self._leg_timeout = aiohttp.ClientTimeout(total=None, sock_connect=timers.connect)
 
     @abstractmethod
@@ -77,7 +76,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def load(self) -> EngineLoad:
-        """The engine's load. Raises `EngineUnavailableError` or `ProtocolError`."""
+        """Raises `EngineUnavailableError` or `ProtocolError`."""
 
     async def metrics_text(self) -> str:
         """The engine's `/metrics`. Raises `EngineUnavailableError`, or `ProtocolError` if it is not UTF-8."""
@@ -99,8 +98,7 @@ class EngineClient(ABC):
         self, path: str, body: Sequence[bytes], timeout: aiohttp.ClientTimeout, line_bytes: int
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """POST, with the current trace's headers, and yield a response with status 200. Raises the errors of
-        `generate`.
-        """
+        `generate`."""
         trace = TRACE.get()
         size = sum(map(len, body))
         headers = {"Content-Type": "application/json", "Content-Length": str(size), **self._headers}
@@ -139,7 +137,7 @@ class EngineClient(ABC):
 
 
 class BatonClient(EngineClient):
-    """The client of one of Baton's own engines, over `/inference/v1`."""
+    """The client of a Baton engine, over `/inference/v1`."""
 
     async def info(self) -> EngineInfo:
         return await self._ask("/inference/v1/info", EngineInfo)
@@ -165,7 +163,7 @@ class BatonClient(EngineClient):
 
 
 def _scores_bytes(request: GenerateRequest) -> int:
-    """An upper bound for the prompt logprobs of a request, which come in one chunk."""
+    """An upper bound for a request's prompt logprobs, which come in one chunk."""
     asked = request.sampling_params.prompt_logprobs
     return 0 if asked is None else _SCORE_BYTES * (1 + asked) * len(request.prompt_token_ids)
 
@@ -188,7 +186,6 @@ async def _pieces(body: Sequence[bytes]) -> AsyncGenerator[memoryview, None]:
 
 
 def error_of_response(url: str, status: int, body: bytes) -> BatonError:
-    """The error of a response whose status is not 200."""
     said = read_error(body)
     message = said.message or f"HTTP {status}"
     if status == 400:

@@ -88,7 +88,7 @@ class SglangClient(EngineClient):
         return engine.client
 
     async def info(self) -> EngineInfo:
-        """Each time from the server, since it may have been restarted."""
+        """Each time from the server, which may have restarted."""
         asked = time.monotonic()
         found = decode(
             await self._get("/server_info", _MAX_BODY_BYTES), _ServerInfo, f"{self.url} is not an SGLang server"

@@ -66,7 +66,7 @@ def completion_body(
     }
     if params.seed is not None:
         # Per sample a seed, equal in both legs. vLLM starts each request's noise from its seed, so a resumed request
-        # needs another one, or it would repeat the noise of the tokens already sent.
+        # needs another, or it would repeat the noise of the tokens already sent.
         body["seed"] = (params.seed + params.sample_index + num_sent * _SEED_STRIDE) % 2**_SEED_BITS
     given = {
         "cache_salt": request.cache_salt,
@@ -82,15 +82,15 @@ def completion_body(
 
 
 def render_bodies(model: str, max_model_len: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two questions to `/v1/completions/render`, whose answers show the server's sampling defaults: one that leaves all
-    to the server, and one with a temperature, without which vLLM resets top_p, top_k and min_p, and with more tokens
-    than any request has."""
+    """Two questions to `/v1/completions/render`, whose answers show the server's sampling defaults: one that leaves
+    all to the server, and one with a temperature, without which vLLM resets top_p, top_k and min_p, and with more
+    tokens than any request has."""
     common = {"model": model, "prompt": [0]}
     return common | {"max_tokens": None}, common | {"max_tokens": max_model_len, "temperature": 1.0}
 
 
 def rendered_defaults(left: bytes, asked: bytes, max_model_len: int) -> SamplingDefaults:
-    """The sampling defaults of a server, from its answers to `render_bodies`.
+    """A server's sampling defaults, from its answers to `render_bodies`.
 
     Raises what msgspec raises for answers of another form.
     """
@@ -132,10 +132,9 @@ def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenCh
 
 
 def can_resume(params: SamplingParams) -> bool:
-    """Whether a vLLM server that gets output tokens in its prompt continues as if it had generated them. It does not
-    with penalties for presence or frequency and with bad words, which only look at generated tokens, nor with
-    structured outputs, whose grammar starts anew.
-    """
+    """Whether a vLLM server that gets output tokens in its prompt continues as if it had generated them. Not with
+    penalties for presence or frequency and bad words, which look at generated tokens only, nor with structured
+    outputs, whose grammar starts anew."""
     counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     return not counts and not params.bad_words and params.structured_outputs is None
 

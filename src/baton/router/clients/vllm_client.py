@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from baton.router.pooled_engine import PooledEngine
 
 _MAX_BODY_BYTES = 16 * 2**20
-# How long a reading of a server's clock is used. Clocks drift by less than 0.1 s in this time.
+# How long a reading of a server's clock is used: clocks drift by less than 0.1 s meanwhile.
 _CLOCK_S = 600.0
-# No vLLM server restarts within this time, so an answer this soon after another comes from the same process.
+# No vLLM server restarts within this time: an answer this soon after another comes from the same process.
 _UNSEEN_S = 3.0
 _STARTED = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
 _T = TypeVar("_T")
@@ -40,8 +40,8 @@ class VllmClient(EngineClient):
     """The client of a vLLM server, or of one data-parallel rank. `identify` asks the connector for the identity, once
     per incarnation.
 
-    A restarted server takes legs that were meant for its predecessor. So before a leg is sent to a server that was not
-    seen for `_UNSEEN_S`, its process is recognised by the start time in its metrics, or asked for its identity again.
+    A restarted server takes legs meant for its predecessor. So before a leg is sent to a server that was not seen for
+    `_UNSEEN_S`, its process is recognised by the start time in its metrics, or asked for its identity again.
     """
 
     has_ranks = True
@@ -124,7 +124,7 @@ class VllmClient(EngineClient):
         return self._info
 
     async def load(self) -> EngineLoad:
-        """Return the load as far as vLLM's metrics tell it."""
+        """As far as vLLM's metrics tell it."""
         found = await self.metrics()
         return EngineLoad(
             num_running=int(sum(found.get("vllm:num_requests_running", ()))),
@@ -168,7 +168,7 @@ class VllmClient(EngineClient):
         """What the server samples with if a request does not say, by its `/v1/completions/render`. None if it does not
         tell: vLLM 0.32 has that route with `--enable-scale-out` alone.
 
-        Raises `EngineUnavailableError`, `EngineLostError` when it does not answer.
+        Raises `EngineUnavailableError`, `EngineLostError` if it does not answer.
         """
         assert self._model is not None
         assert self._model.max_model_len is not None
@@ -180,7 +180,7 @@ class VllmClient(EngineClient):
             return None
 
     async def _render(self, body: dict[str, Any]) -> bytes:
-        """The answer of `/v1/completions/render`, whatever its status."""
+        """Whatever its status."""
         with failures(f"engine {self.url}", EngineUnavailableError):
             async with self._session.post(
                 self._base + "/v1/completions/render",
@@ -256,5 +256,5 @@ class VllmClient(EngineClient):
 
 
 def _goes_on(chunk: TokenChunk) -> TokenChunk:
-    """A chunk of a leg that was limited to one token must not end the request."""
+    """A chunk of a leg limited to one token must not end the request."""
     return msgspec.structs.replace(chunk, finish_reason=None) if chunk.finish_reason == "length" else chunk

@@ -9,7 +9,7 @@ from baton.router.connectors.sglang import SglangConnector
 from baton.router.connectors.vllm_baton import VllmBatonConnector
 from baton.router.connectors.vllm_nixl import NixlPullConnector, NixlPushConnector
 
-# Baton's own engines and SGLang servers have one kind each. vLLM's connectors have vLLM's names.
+# vLLM's connectors have vLLM's names.
 BATON_ENGINES, SGLANG = "baton", "sglang"
 CONNECTORS: dict[str, type[Connector]] = {
     BATON_ENGINES: EngineConnector,

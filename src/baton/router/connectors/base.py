@@ -20,7 +20,7 @@ from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, LegRole, Mode, Role
 
-# Parameters that need more of the first token than its id, and the values at which they do not.
+# Parameters that need more of the first token than its id, and the values that do not.
 _NOT_SEEDED = {
     **{"seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
     **{"stop": (), "bad_words": (), "structured_outputs": None},
@@ -32,8 +32,7 @@ _T = TypeVar("_T")
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
     """`ticket_key` signs tickets, with which both legs must come within `ticket_life_s` seconds. `seed_first_token`:
-    the decode engine gets P's first token. `new_transfer_id`: makes 128 random bits.
-    """
+    the decode engine gets P's first token. `new_transfer_id`: makes 128 random bits."""
 
     ticket_key: bytes | None = None
     seed_first_token: bool = False
@@ -46,8 +45,7 @@ class Legs:
     """The legs of one attempt: both, or either. `notices`: the decode engine detects the loss of the prefill leg, and
     recovers or reports it; otherwise it cannot succeed without it. `first_token_wait_s`: how long the decode leg waits
     for the first token before it begins; None: not at all. `on_end` is awaited after the attempt, with its legs
-    closed; if it fails, the engines' own timeouts free what it would have freed.
-    """
+    closed; if it fails, the engines' own timeouts free what it would have freed."""
 
     chunks: Mapping[LegRole, Chunks]
     notices: bool = True
@@ -59,8 +57,8 @@ class Connector(ABC):
     """One kind of handoff, for all engines of a router.
 
     `needs_ticket_key`: it signs tickets. `can_seed`: it can send the first token to the decode engine. `has_modes`: a
-    request may choose push or pull. `computes_alone`: a decode engine can compute a whole request. Raises `ConfigError`
-    for a setting that it does not support.
+    request may choose push or pull. `computes_alone`: a decode engine can compute a whole request. Raises
+    `ConfigError` for a setting that it does not support.
     """
 
     needs_ticket_key: ClassVar[bool] = False
@@ -105,9 +103,8 @@ class Connector(ABC):
 def in_turn(
     first: Callable[[asyncio.Future[_T | None]], Chunks], then: Callable[[_T], Chunks]
 ) -> dict[LegRole, Chunks]:
-    """Legs in sequence: the decode leg `then` begins when the prefill leg `first` has set its future to the argument of
-    `then`. A prefill leg that ends the request does not set it.
-    """
+    """Legs in sequence: the decode leg `then` begins when the prefill leg `first` has set its future to the argument
+    of `then`. A prefill leg that ends the request does not set it."""
     found: asyncio.Future[_T | None] = asyncio.get_running_loop().create_future()
 
     async def prefill() -> Chunks:

@@ -52,7 +52,7 @@ class EngineConnector(Connector):
         return mint_ticket(self.config, prefill, decode, mode, digest)
 
     def alone(self, request: GenerateRequest, engine: PooledEngine) -> Chunks:
-        """Add a ticket unless the engine's role is `both`: other engines compute only what a router has signed."""
+        """Add a ticket unless the engine's role is `both`: others compute only what a router has signed."""
         if engine.role != "both":
             digest = request_digest(request.prompt_token_ids, request.sampling_params, request.num_prompt_tokens)
             ticket = self._ticket(request, engine, engine, "push", digest)

@@ -20,7 +20,7 @@ from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, Mode, Role
 
-# What SGLang's `/generate` has no equal of, and the values that need none.
+# What SGLang's `/generate` lacks, and the values that need nothing.
 _NEUTRAL: dict[str, object] = {
     "allowed_token_ids": None,
     "bad_words": (),

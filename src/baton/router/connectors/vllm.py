@@ -16,7 +16,7 @@ from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.wire import EngineIdentity, EngineInfo, GenerateRequest, Role
 
-# vLLM's default block size. It is only a guess of what a server holds.
+# vLLM's default, only a guess of what a server has.
 _BLOCK_TOKENS = 16
 
 
@@ -51,12 +51,11 @@ class VllmConnector(Connector):
 
     @abstractmethod
     async def _identify(self, client: VllmClient, role: Role) -> EngineIdentity:
-        """A server's identity. Raises the errors of `EngineClient.info`, and `RequestError` if it lacks the role."""
+        """Raises the errors of `EngineClient.info`, and `RequestError` if the server lacks the role."""
 
 
 def draws_anew(request: GenerateRequest, engine: PooledEngine) -> bool:
     """Whether another engine draws another first token even with the same seed: vLLM samples differently in a
-    verification step than in an ordinary one.
-    """
+    verification step."""
     drafts = engine.info is not None and engine.info.num_speculative_tokens > 0
     return drafts and request.sampling_params.temperature > 0

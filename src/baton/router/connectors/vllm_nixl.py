@@ -32,7 +32,7 @@ _ANY_TOKEN = 2**31 - 1
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """The address of a server's connector, from a prefill response."""
+    """Of a server's connector, from a prefill response."""
 
     remote_engine_id: str
     remote_host: str
@@ -79,8 +79,7 @@ class _NixlConnector(VllmConnector):
         self, request: GenerateRequest, prefill: PooledEngine
     ) -> tuple[TokenChunk, dict[str, object], bool]:
         """The prefill leg: its token, what the decode server needs, and whether that is the request's first token. It
-        is not if this server leaves out the prompt's last token, or if servers that speculate draw other tokens.
-        """
+        is not if this server leaves out the prompt's last token, or if servers that speculate draw other tokens."""
         p = VllmClient.of(prefill)
         chunk, params = await p.first_token(request, _FETCHED)
         if chunk.finish_reason in ("error", "abort"):
@@ -111,7 +110,7 @@ class _NixlConnector(VllmConnector):
                 "and not compared with those of other servers",
                 client.url,
             )
-        # A server that does not tell is not the equal of one that does.
+        # A server that does not tell does not equal one that does.
         told = "unknown" if defaults is None else defaults.describe()
         return EngineIdentity(
             engine_id=client.url,
@@ -126,15 +125,14 @@ class _NixlConnector(VllmConnector):
 
 
 class NixlPullConnector(_NixlConnector):
-    """The decode server pulls after the prefill server has finished."""
+    """The decode server pulls after the prefill."""
 
     mode = "pull"
 
 
 class NixlPushConnector(_NixlConnector):
-    """The prefill server pushes after it has finished, to blocks that the decode server names. A prefill server's first
-    handoff runs in sequence: its address comes with the response.
-    """
+    """The prefill server pushes after the prefill, to blocks that the decode server names. Its first handoff runs in
+    sequence: its address comes with the response."""
 
     mode = "push"
 

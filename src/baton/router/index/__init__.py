@@ -1,1 +1,1 @@
-"""What engines hold of prompts, as their KV events say."""
+"""What engines hold of prompts, by their KV events."""

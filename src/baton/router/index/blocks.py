@@ -1,7 +1,7 @@
 """The blocks that one engine holds, by the tokens of prompts.
 
-An engine's block hashes are its own. So this index gives each block a key of its own: a hash over the key of the block
-before it, its tokens and its extra keys. A prompt's keys are computed the same way, and looked up.
+An engine's block hashes are its own. So this index gives each block its own key: a hash over the key of the block
+before it, its tokens and its extra keys. A prompt's keys are computed the same way.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from baton.kvevents.messages import AllBlocksCleared, BlockHash, BlockStored, KVEvent
 from baton.router.prefixes import PromptBlocks, PromptKeys, next_key
 
-# Events with larger numbers are ignored: no engine has so many groups or so large blocks.
+# Larger numbers are ignored: no engine has so many groups or so large blocks.
 _MAX_GROUPS = 64
 _MAX_BLOCK_SIZE = 1 << 16
 _MAX_HASH_BYTES = 64
@@ -22,8 +22,7 @@ _STATES = ("mamba",)
 @dataclass(slots=True)
 class _Group:
     """One group of layers. `keys`: of held blocks, by the engine's hash. `held`: how many hashes have a key: blocks of
-    equal tokens differ if their KV depends on the tokens after them.
-    """
+    equal tokens differ if their KV depends on later tokens."""
 
     block_size: int
     kind: str
@@ -42,7 +41,7 @@ class _Group:
         return min(limit, num * self.block_size)
 
     def _last_state(self, keys: PromptKeys, limit: int) -> int:
-        """A state cannot be cut: the last one that ends within `limit`."""
+        """The end of the last state within `limit`: a state cannot be cut."""
         for blocks in range(limit // self.block_size, 0, -1):
             if keys.key(blocks - 1) in self.held:
                 return blocks * self.block_size
@@ -65,7 +64,7 @@ class _Group:
 class BlockIndex:
     """The blocks of one engine, at most `max_blocks`: beyond that, the oldest tenth is forgotten.
 
-    `num_unknown`: events that were ignored, since the block before theirs is not known or a number is out of range.
+    `num_unknown`: ignored events, since the block before theirs is unknown or a number is out of range.
     """
 
     def __init__(self, max_blocks: int = 1 << 20, has_salt_keys: bool = False) -> None:
@@ -75,7 +74,6 @@ class BlockIndex:
         self.num_blocks = self.num_unknown = 0
 
     def apply(self, event: KVEvent) -> None:
-        """Follow one event."""
         if isinstance(event, AllBlocksCleared):
             self.clear()
         elif event.medium not in (None, "GPU"):
@@ -87,7 +85,6 @@ class BlockIndex:
                 self._remove(group, own)
 
     def clear(self) -> None:
-        """Nothing is known to be held."""
         self._groups.clear()
         self.num_blocks = 0
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from baton.router.index.blocks import BlockIndex
 from baton.router.prefixes import KnownPrefixes, PromptBlocks
 
-# A prompt that was sent counts as held for so long. By then the engine's events tell of its blocks.
+# A prompt that was sent counts as held for so long; then the engine's events tell of its blocks.
 _PROMISED_S = 5.0
 
 
 class HeldPrefixes:
-    """The prefixes of one engine whose events are read."""
+    """Of one engine whose events are read."""
 
     def __init__(self, index: BlockIndex, clock: Callable[[], float]) -> None:
         self.index = index

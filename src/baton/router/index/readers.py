@@ -16,7 +16,7 @@ from baton.wire import EngineInfo
 
 
 class EventReaders:
-    """Reads the events of engines that publish them: of those in `sources`, or that tell their ports themselves.
+    """Reads the events of engines in `sources`, or that tell their ports themselves.
 
     `sources`, `replay_sources`: endpoints by engine URL, for vLLM's and SGLang's servers.
     """
@@ -29,9 +29,8 @@ class EventReaders:
         self.subscribers: dict[str, EventSubscriber] = {}
 
     def follow(self, url: str, info: EngineInfo) -> HeldPrefixes | None:
-        """Begin to read the events of an engine that has started; None: it publishes none. Earlier ones of this URL are
-        forgotten.
-        """
+        """Begin to read the events of an engine that has started; None: it publishes none. Earlier ones of this URL
+        are forgotten."""
         self.stop(url)
         base, rank = split_rank(url)
         endpoint = self._sources.get(url) or _at(base, info.kv_events_port)
@@ -44,7 +43,6 @@ class EventReaders:
         return HeldPrefixes(index, asyncio.get_running_loop().time)
 
     def stop(self, url: str) -> None:
-        """Read no more events of this engine."""
         self.subscribers.pop(url, None)
         task = self._tasks.pop(url, None)
         if task is not None:

@@ -43,14 +43,14 @@ class BatchOrder:
         self.expected = number
 
     def note_start(self, number: int, batch: EventBatch) -> None:
-        """Begin anew if a later batch has a number that was there already: the engine has restarted."""
+        """Begin anew if a later batch repeats a number: the engine has restarted."""
         if self.expected is not None and number < self.expected and batch.ts > self._last_ts:
             self.num_restarts += 1
             self._index.clear()
             self.expected = None
 
     def follow(self, number: int, batch: EventBatch) -> None:
-        """Apply a batch, unless it was applied already."""
+        """Apply a batch once."""
         if self.expected is not None and number < self.expected:
             return
         for event in batch.events:
@@ -73,7 +73,6 @@ class EventSubscriber:
         self.num_malformed = 0
 
     async def run(self) -> None:
-        """Read events forever."""
         context = zmq.asyncio.Context.instance()
         with contextlib.closing(context.socket(zmq.SUB)) as socket:
             socket.setsockopt(zmq.LINGER, 0)

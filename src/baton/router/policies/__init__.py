@@ -32,7 +32,7 @@ DEFAULT_POLICY = CacheAware.name
 
 
 def read_config(text: str | None) -> PolicyConfig:
-    """The settings in the JSON of `--policy-config`. Raises `ConfigError`."""
+    """Raises `ConfigError`."""
     try:
         config = PolicyConfig() if text is None else msgspec.json.decode(text, type=PolicyConfig)
     except msgspec.DecodeError as error:

@@ -58,9 +58,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks of an engine of one role. `session`: the client's name for its conversation. `decodes`:
-    whether the engine also decodes; `receives`: whether its KV comes from a prefill engine.
-    """
+    """What a request asks of an engine of one role. `session`: the client's name for its conversation. `decodes`: the
+    engine also decodes; `receives`: its KV comes from a prefill engine."""
 
     prompt: PromptBlocks
     session: str | None = None
@@ -79,7 +78,7 @@ def cost(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:
 
 
 def load(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:
-    """The part of the cost that is the engine's other requests. A prefill engine has prompts only."""
+    """The part of the cost from the engine's other requests. A prefill engine has prompts only."""
     found = config.queued_weight * engine.queued_tokens
     if asked.decodes:
         found += config.leg_weight * engine.num_inflight + config.kv_weight * engine.kv_tokens
@@ -97,7 +96,7 @@ class Policy(ABC):
         self._turn = 0
 
     def choose(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
-        """Choose one of at least one engine, and note its turn: equal engines take turns."""
+        """Choose one of at least one engine; equal engines take turns."""
         chosen = self._pick(asked, among)
         self._turn += 1
         chosen.order = self._turn
@@ -105,12 +104,12 @@ class Policy(ABC):
 
     @abstractmethod
     def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
-        """The engine; `order` is lower for one that was chosen longer ago."""
+        """`order` is lower for an engine that was chosen longer ago."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """A policy per role. `both`: for engines of role both."""
+    """`both`: for engines of role both."""
 
     prefill: Policy
     decode: Policy

@@ -9,7 +9,7 @@ from baton.router.pooled_engine import PooledEngine
 
 
 class CacheAware(Policy):
-    """A held prefix counts as much as the work that it saves, so a busy engine that holds it loses to an idle one."""
+    """A held prefix counts as the work that it saves, so a busy engine that holds it loses to an idle one."""
 
     name = "cache_aware"
     uses_prefixes = True

@@ -21,8 +21,7 @@ _KEY_BLOCKS = 8
 
 class ConsistentHash(Policy):
     """The key is the session, or the beginning of the prompt. When an engine joins or leaves, only the keys that it
-    gets or had move.
-    """
+    gets or had move."""
 
     name = "consistent_hash"
 

@@ -9,8 +9,6 @@ from baton.router.pooled_engine import PooledEngine
 
 
 class LeastLoaded(Policy):
-    """The fewest legs."""
-
     name = "least_loaded"
 
     def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:

@@ -9,8 +9,6 @@ from baton.router.pooled_engine import PooledEngine
 
 
 class RoundRobin(Policy):
-    """The engine that was chosen longest ago."""
-
     name = "round_robin"
 
     def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:

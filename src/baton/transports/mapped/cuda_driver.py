@@ -92,7 +92,7 @@ class CudaDriver:
         return Exported(bytes(handle.reserved), address - int(base))
 
     def open(self, handle: bytes) -> tuple[int, int]:
-        """Map another process's allocation. Returns its local address, and its bytes."""
+        """Map another process's allocation. Returns its local address and bytes."""
         named = self._api.CUipcMemHandle()
         named.reserved = handle
         address = int(self._call(self._api.cuIpcOpenMemHandle(named, _PEER_ACCESS)))
@@ -103,8 +103,8 @@ class CudaDriver:
         self._call(self._api.cuIpcCloseMemHandle(address))
 
     def copy(self, rows: Runs, source: int, dest: int) -> Launch:
-        """Launch the copies of int64 `[runs, 3]`, at most `BATCH_RUNS`. `source` and `dest` are the columns of the
-        addresses; the third column is bytes."""
+        """Launch the copies of int64 `[runs, 3]`, at most `BATCH_RUNS`. `source` and `dest`: the columns of addresses;
+        the third column is bytes."""
         launch = self._free.pop() if self._free else self._launch()
         table = np.ascontiguousarray(rows)  # keeps the array alive while its address is used
         ctypes.memmove(launch.table, table.ctypes.data, table.nbytes)
@@ -122,7 +122,7 @@ class CudaDriver:
         return Launch(event, int(self._call(self._api.cuMemHostAlloc(BATCH_RUNS * _ROW_BYTES, 0))))
 
     def done(self, launch: Launch) -> bool:
-        """True once every process sees all bytes of a batch; the launch is then recycled."""
+        """True once every process sees all bytes of a batch; recycles the launch."""
         (error,) = self._api.cuEventQuery(launch.event)
         if error == self._api.CUresult.CUDA_ERROR_NOT_READY:
             return False
@@ -131,7 +131,7 @@ class CudaDriver:
         return True
 
     def read(self, host: int, address: int, nbytes: int) -> None:
-        """Copy synchronously from the device to host memory at address `host`."""
+        """From the device to host memory at address `host`, synchronously."""
         self._call(self._api.cuMemcpyDtoH(host, address, nbytes))
 
     def synchronize(self) -> None:
@@ -156,7 +156,7 @@ def _bindings() -> tuple[Any, Any]:
 
 
 def _compiled(nvrtc: Any) -> bytes:
-    """The kernel as PTX, which CUDA's driver compiles for the device."""
+    """As PTX, which CUDA's driver compiles for the device."""
 
     def call(answer: tuple[Any, ...]) -> Any:
         if int(answer[0]) != 0:

@@ -4,12 +4,12 @@ Regions are inside allocations of `cudaMalloc` on one device (PyTorch's default 
 cannot be opened to other processes). A handle opens the whole allocation to the peer, so peers are processes of one
 user. Peers on two GPUs need peer access.
 
-The caller of `submit` must have waited for the stream that wrote the source. After `done` every stream of every process
-on the host reads the new bytes.
+The caller of `submit` must have waited for the stream that wrote the source. After `done` every stream of every
+process on the host reads the new bytes.
 
 Fence: the peer's orderly close, or its death, seen through a pidfd. The operating system closes a dying process's
-files, including the GPU driver's, before it reports the death, and the driver then takes the process's channels off the
-device.
+files, including the GPU driver's, before it reports the death, and the driver then takes the process's channels off
+the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Bytes = Annotated[int, Meta(ge=0, lt=1 << 60)]
 
 
 class _Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A region's address and bytes in its owner, and its allocation's handle and the offset in it."""
+    """Address and bytes in its owner, and its allocation's handle and the offset in it."""
 
     address: Annotated[int, Meta(gt=0, lt=1 << 62)]
     nbytes: _Bytes
@@ -57,7 +57,7 @@ class _Mapped:
     opened: list[int]
 
     def here(self, addresses: Runs, nbytes: Runs) -> Runs:
-        """The local addresses of the peer's addresses. Raises `TransportError` for one outside its regions."""
+        """Raises `TransportError` for an address outside the peer's regions."""
         at = np.searchsorted(self.start, addresses, side="right") - 1
         if bool((at < 0).any()) or bool((addresses + nbytes > self.stop[at]).any()):
             raise TransportError("a run lies in no region that the peer opened")
@@ -65,7 +65,7 @@ class _Mapped:
         return moved
 
 
-# A process cannot open its own handles. By endpoint: addresses and bytes of the regions registered in this process.
+# A process cannot open its own handles. By endpoint: addresses and bytes of the regions registered here.
 _here: dict[str, list[tuple[int, int]]] = {}
 _numbers = itertools.count()
 

@@ -39,7 +39,7 @@ class LocalTransport(MemoryTransport):
         regions = _open.get(descriptor)
         if regions is None:
             raise TransportError("no open local transport has this descriptor")
-        # `close` ends all copies before it removes the entry, so a missing entry means closed and fenced.
+        # `close` ends all copies before it removes the entry: a missing entry means closed and fenced.
         return MemoryPeer(
             name=descriptor.decode("ascii", "replace"),
             regions=list(regions),

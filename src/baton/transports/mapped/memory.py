@@ -1,4 +1,4 @@
-"""The common part of `local` and `shm`: the peer's memory is mapped into this process, so a copy is a `memcpy`."""
+"""The base of `local` and `shm`: the peer's memory is mapped into this process, so a copy is a `memcpy`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from baton.transports.mapped.mover import Mover
 
 @dataclass(slots=True, eq=False)
 class MemoryPeer:
-    """A peer whose regions are mapped into this process. `disconnect` empties `regions`."""
+    """Its regions are mapped into this process. `disconnect` empties `regions`."""
 
     name: str
     regions: list[ByteArray]
@@ -87,7 +87,7 @@ class MemoryTransport:
         return descriptor
 
     def connect(self, descriptor: bytes) -> Future[Peer]:
-        """The returned future is done: mapping memory waits for no peer."""
+        """The future is done: mapping memory waits for no peer."""
         return future_of(lambda: self._connect(descriptor))
 
     def _connect(self, descriptor: bytes) -> MemoryPeer:
@@ -116,7 +116,7 @@ class MemoryTransport:
         return operation
 
     def cancel(self, operation: Operation) -> None:
-        """An operation that has not begun ends at once, another ends with its chunk in flight."""
+        """An operation that has not begun ends at once, another with its chunk in flight."""
         operation.flags[0] = 1
         operation.withdraw("cancelled before it began")
 
@@ -130,15 +130,15 @@ class MemoryTransport:
             operations, peer.operations = peer.operations, []
         for operation in operations:
             self.cancel(operation)
-        # The kernel unmaps the memory when the last array over it is gone, in a copy or elsewhere. Unmapping gigabytes
-        # takes a while, so the mover's thread does it.
+        # The kernel unmaps the memory when the last array over it is gone. Unmapping gigabytes takes a while, so the
+        # mover's thread does it.
         regions, peer.regions = peer.regions, []
         if regions:
             self._mover.post(regions.clear)
         peer.on_disconnect()
 
     def close(self) -> None:
-        """Own memory is released after the last copy has ended: peers take the release as the fence."""
+        """Own memory is released after the last copy: peers take the release as the fence."""
         with self._lock:
             if self._closed:
                 return

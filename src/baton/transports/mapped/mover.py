@@ -12,8 +12,6 @@ from baton.transports.copying import copy_runs
 
 
 class Mover:
-    """Runs jobs in order on a thread."""
-
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -24,7 +22,7 @@ class Mover:
             job()
 
     def submit(self, source: ByteArray, dest: ByteArray, copies: CopyList, operation: Operation) -> None:
-        """Queue one copy list. `operation` ends when it is copied, or as failed if its flag stopped it."""
+        """`operation` ends when the list is copied, or as failed if its flag stopped it."""
 
         def job() -> None:
             if not operation.start():
@@ -41,7 +39,7 @@ class Mover:
         self._jobs.put(job)
 
     def post(self, job: Callable[[], object]) -> None:
-        """Run `job`, which must not raise, after the queued jobs."""
+        """`job` must not raise. Runs after the queued jobs."""
         self._jobs.put(job)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Creates the page tables of mapped memory before its first use.
 
 Otherwise each page of 4 KiB costs a fault of 1 to 3 microseconds at its first use in each process, during a forward or
-a copy. `MADV_POPULATE_WRITE` (Linux 5.14) takes a quarter of a second per GiB; other systems enter pages at first use.
+a copy. `MADV_POPULATE_WRITE` (Linux 5.14) takes a quarter of a second per GiB.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from baton.transports.base import ByteArray
 _MADV_POPULATE_WRITE = 23
 # About a millisecond each, the longest delay for other jobs.
 PIECE_BYTES = 4 << 20
-# Called without the interpreter lock, unlike `mmap.madvise`.
+# Without the interpreter lock, unlike `mmap.madvise`.
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def populate(memory: ByteArray) -> bool:
-    """Enter the pages of mapped memory, without changing its bytes. False if the system does not support it."""
+    """False if the system does not support it. Changes no byte."""
     address = memory.ctypes.data
     start = address - address % mmap.PAGESIZE
     return bool(_madvise(start, address + memory.nbytes - start, _MADV_POPULATE_WRITE) == 0)

@@ -1,4 +1,4 @@
-"""The files of `shm://` in /dev/shm, for code that only cleans up: this module needs no compiler and maps no memory."""
+"""The files of `shm://` in /dev/shm, for code that only cleans up: needs no compiler and maps no memory."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
     """Unlink this user's segments whose owner is dead. Returns their names.
 
     An owner is dead if no process with its pid and start time exists, except an unreaped one, and nobody holds the
-    segment's lock. The lock covers owners in other pid namespaces; the pid covers the time between creating a segment
-    and locking it.
+    segment's lock. The lock covers owners in other pid namespaces; the pid covers the time between creating and
+    locking a segment.
     """
     removed = []
     for name in sorted(os.listdir(directory)):

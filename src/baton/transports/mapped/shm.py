@@ -1,13 +1,13 @@
 """`shm://`: engines of one host, over POSIX shared memory. No daemon, no busy polling.
 
 Each allocation is a file in /dev/shm, created exclusively with mode 0600 and named `baton-<pid>-<start time of the
-process>-<random>`. A descriptor names segments and regions in them; names are matched strictly, so that it cannot name
+process>-<random>`. A descriptor names segments and regions in them; names are matched strictly, so it cannot name
 other files.
 
-Fence: the peer's death, seen through a pidfd, or the release of its lock on its segments at close, after its last copy.
-Segments are unlinked at `close` and at interpreter exit; those of a killed owner by the peer that disconnects from it,
-and by the next transport that starts on the host. A peer that shrinks its files crashes this process: processes of one
-user trust each other with their memory.
+Fence: the peer's death, seen through a pidfd, or the release of its lock on its segments at close, after its last
+copy. Segments are unlinked at `close` and at interpreter exit; those of a killed owner by the peer that disconnects
+from it, and by the next transport that starts on the host. A peer that shrinks its files crashes this process:
+processes of one user trust each other with their memory.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ShmTransport(MemoryTransport):
         close_at_exit(self)
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
-        """The host commits the memory now, so that a shortage is an error here and not a crash (SIGBUS) at the first
+        """The host commits the memory now, so a shortage is an error here and not a crash (SIGBUS) at the first
         write."""
         if nbytes < 1:
             raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}")
@@ -166,7 +166,7 @@ class ShmTransport(MemoryTransport):
         )
 
     def disconnect(self, peer: Peer) -> None:
-        """Also unlinks the segments of a dead peer, which can no longer do so itself."""
+        """Also unlinks a dead peer's segments."""
         super().disconnect(peer)
         if peer.fenced():
             self._mover.post(_sweep)
@@ -212,7 +212,7 @@ class _Watch:
         return self._process.dead()
 
     def close(self) -> None:
-        """Close the open files. After that `fenced` sees the owner's death only once the process is reaped."""
+        """After that `fenced` sees the owner's death only once the process is reaped."""
         self.fenced()
         self._process.release()
         self._close()

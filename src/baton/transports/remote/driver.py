@@ -37,7 +37,7 @@ class Driver:
     """A library, its lifeline, its peers, and the thread that serves them."""
 
     def __init__(self, library: Library, host: str) -> None:
-        """Start the library. Raises `ConfigError` if it does not start."""
+        """Raises `ConfigError` if the library does not start."""
         self.lifeline = Lifeline(host)
         self.bounce = np.zeros(64, dtype=np.uint8)
         self.peers: list[RemotePeer] = []
@@ -60,7 +60,6 @@ class Driver:
     # ------------------------------------------------------------ any thread
 
     def post(self, action: Callable[[], None]) -> None:
-        """Run `action` on the driver's thread."""
         self._calls.put(action)
         self.lifeline.wake()
 
@@ -88,7 +87,7 @@ class Driver:
             raise TransportError(f"{self._library.scheme}: {error}") from error
 
     def prove(self, peer: RemotePeer) -> None:
-        """Soon, receive what a peer that is gone had sent, then set its `taken_in`. Nothing arrives after `stop`."""
+        """Soon receive what a peer that is gone had sent, then set its `taken_in`. Nothing arrives after `stop`."""
         if not self._thread.is_alive():
             peer.taken_in = True
         elif not peer.proving:
@@ -110,7 +109,7 @@ class Driver:
         self.peers.append(peer)
 
     def remove(self, peer: RemotePeer) -> None:
-        """Give up a peer. It stays, with its line, until all its operations are proven quiet."""
+        """Give up a peer. It stays, with its line, until its operations are proven quiet."""
         if peer in self.peers and peer.broken is None:
             peer.broken = "disconnected"
             self._settle(peer.endpoint)
@@ -167,7 +166,7 @@ class Driver:
         for peer in peers:
             peer.cut = True
             if peer.jobs:
-                # Bytes sent before the error may still be on their way into the peer's memory.
+                # Bytes sent before the error may still be on their way.
                 peer.line.send(_DRAIN)
 
     def _is_quiet(self, job: Job) -> bool:
@@ -204,7 +203,7 @@ class Driver:
         line.send(_DRAINED)
 
     def _step(self, peer: RemotePeer) -> bool:
-        """Returns True if anything changed."""
+        """True if anything changed."""
         if not peer.jobs:
             return False
         if peer.broken is not None:

@@ -106,7 +106,7 @@ class FileLibrary(Library):
         return False
 
     def take_in(self) -> None:
-        # The driver has passed all frames of the peer to `on_frame`; wait until the workers have served them.
+        # The driver has passed all frames of the peer to `on_frame`; wait until workers have served them.
         wait(list(self._serving))
 
     # ------------------------------------------------------------ this side asks
@@ -127,7 +127,7 @@ class FileLibrary(Library):
         return handle.work is None or handle.work.done()
 
     def check(self, handle: Batch) -> bool:
-        """A read that waits for its answer also fails once its peer has been given up."""
+        """A read that waits for its answer also fails once its peer is given up."""
         if not self.ended(handle):
             return False
         try:
@@ -205,10 +205,10 @@ class FileLibrary(Library):
 
 
 def _need_answer(batch: Batch) -> None:
-    """Raise `TransportError` if the answer to a batch will not come, or is no longer wanted."""
+    """Raise `TransportError` if the answer will not come, or is no longer wanted."""
     if not batch.peer.line.open():
         raise TransportError("the peer is gone")
-    # A write has to wait: the peer may still copy it into memory that it believes to be reserved for it.
+    # A write has to wait: the peer may still copy into memory that it believes to be reserved for it.
     if batch.direction == "read" and batch.peer.broken is not None:
         raise TransportError(batch.peer.broken)
 
@@ -224,7 +224,7 @@ def _gather(spans: list[ByteArray], runs: Runs) -> ByteArray:
 
 
 def _scatter(spans: list[ByteArray], runs: Runs, data: ByteArray) -> None:
-    """The reverse of `_gather`; `data` has as many bytes as the runs."""
+    """The reverse of `_gather`."""
     span, offset, nbytes = _locate(spans, runs)
     copies = CopyList(0, 0, np.cumsum(nbytes) - nbytes, offset, nbytes)
     copy_runs(data, span, copies, np.zeros(2, dtype=np.int64))
@@ -242,8 +242,7 @@ def _locate(spans: list[ByteArray], runs: Runs) -> tuple[ByteArray, Runs, Runs]:
 
 
 def open_store(uri: str) -> FileStore:
-    """The store of `file:///DIRECTORY?max_bytes=N`. Raises `ConfigError` for a wrong option, or a directory that cannot
-    be used."""
+    """`file:///DIRECTORY?max_bytes=N`. Raises `ConfigError` for a wrong option, or a directory that cannot be used."""
     options = read_options(*parse_uri(uri), StoreOptions)
     return FileStore(options.path, options.max_bytes)
 

@@ -53,7 +53,7 @@ class RemotePeer:
         return self.line.said_bye or self.watch.dead()
 
     def fenced(self) -> bool:
-        """True once the peer is gone and everything that it had sent has been received."""
+        """True once the peer is gone and all that it had sent has been received."""
         if not self.taken_in and self.gone():
             self.prove(self)
         return self.taken_in
@@ -63,10 +63,10 @@ class RemotePeer:
 
 
 class Library:
-    """Calls into a transfer library, all made on the driver's thread."""
+    """Calls into a transfer library, all on the driver's thread."""
 
     scheme = ""
-    polls = False  # True: bytes move only during calls into the library, also at the receiver
+    polls = False  # bytes move only during calls into the library, also at the receiver
 
     def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
         """Load the library, start its engine, and register `bounce`, the destination of test reads from new peers.
@@ -118,7 +118,7 @@ class Library:
         """Let a library that `polls` move bytes."""
 
     def take_in(self) -> None:
-        """Receive everything that a peer that is gone had sent to this process."""
+        """Receive all that a peer that is gone had sent to this process."""
         raise NotImplementedError
 
     def on_frame(self, line: Line, frame: bytes) -> None:

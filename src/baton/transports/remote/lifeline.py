@@ -2,7 +2,7 @@
 
 Each transport listens on one TCP port; the `Contact` in its descriptor has the address, a secret that callers must
 present, and the process. A `Line` is one connection: small frames in both directions, and an end that the kernel
-reports at once if a process dies. `Lifeline.wait` sleeps until something happens.
+reports at once if a process dies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.transports.process import Contact, own_host_key, start_time_of
 DIAL_TIMEOUT_S = 5.0
 MAX_FRAME = 1 << 16
 RECEIVED_BYTES = 1 << 16  # read from a line at a time
-MAX_STRANGERS = 64  # lines that have not presented the secret yet; a further one ends the oldest
+MAX_STRANGERS = 64  # lines that have not presented the secret; a further one ends the oldest
 BYE = b"bye"  # sent at an orderly close, after the sender's last operation has ended
 _WELCOME = b"welcome"
 _ACCEPT_PAUSE_S = 0.5  # if no file descriptor is left for a caller
@@ -97,7 +97,7 @@ class Line:
         return frames
 
     def abort(self) -> None:
-        """End a line whose other side breaks the protocol; `wait` reports the end."""
+        """End a line whose other side breaks the protocol; `wait` reports it."""
         with self._lock, contextlib.suppress(OSError):
             if not self._closed:
                 self.socket.shutdown(socket.SHUT_RDWR)
@@ -114,7 +114,7 @@ class Lifeline:
     """All lines of one transport. `dial` and `wake` are for any thread, the rest for the driver's."""
 
     def __init__(self, host: str) -> None:
-        """Listen on `host`, a numeric address of this machine. Raises `ConfigError` if that fails."""
+        """`host`: a numeric address of this machine. Raises `ConfigError` if listening fails."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -194,7 +194,7 @@ class Lifeline:
             line = Line(_tuned(self._listener.accept()[0]), admitted=False)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                # The listener stays ready while the caller waits: polling it again at once would use a core.
+                # The listener stays ready while the caller waits: polling it at once would use a core.
                 self._selector.unregister(self._listener)
                 self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
             return

@@ -6,8 +6,8 @@ Mooncake's own ports listen on all addresses, whatever `host` is, and accept cop
 keep them behind a firewall.
 
 Mooncake's call for a batch blocks, and returns -1 for a refusal, a broken connection and a time-out alike, while other
-parts of the batch may still be moving. So a failed batch cuts the peer off, and its operation keeps its pages until the
-peer is gone.
+parts of the batch may still be moving. So a failed batch cuts the peer off, and its operation keeps its pages until
+the peer is gone.
 
 Fence: as of `nixl`. To receive what a dead process left in sockets, this side copies one byte to itself until
 Mooncake's single loop for all sockets must have read everything.
@@ -71,7 +71,7 @@ class MooncakeLibrary(Library):
         self._registered.append(region)
 
     def stop(self) -> None:
-        # Without registered memory Mooncake refuses peers, even if it keeps its port open.
+        # Without registered memory Mooncake refuses peers, even with its port open.
         for region in self._registered:
             self._engine.unregister_memory(region.ctypes.data)
         self._workers.shutdown(wait=False)

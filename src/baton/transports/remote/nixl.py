@@ -112,7 +112,7 @@ class NixlLibrary(Library):
             table[:, 0], table[:, 1], table[:, 2] = rows[:, side], rows[:, 2], device or 0
             descs.append(self._agent.get_xfer_descs(table, "DRAM" if device is None else "VRAM"))
         handle = self._agent.initialize_xfer(direction.upper(), *descs, peer.endpoint)
-        # Even if this fails, a part may be in flight: `check` finds the error, and the connection is cut.
+        # A part may be in flight even if this fails: `check` finds the error, and the connection is cut.
         with contextlib.suppress(Exception):
             self._agent.transfer(handle)
         return handle
@@ -135,8 +135,7 @@ class NixlLibrary(Library):
 
 
 def load_api() -> Any:
-    """Import NIXL's Python API from any of its packages. Raises `ConfigError` if there is none, or a library that it
-    needs is missing."""
+    """From any of NIXL's packages. Raises `ConfigError` if there is none, or a library that it needs is missing."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     # NIXL's wheel has its own ibverbs library, which loads the system's RDMA drivers and so the system's libnl beside
     # the wheel's. Unless the system's is loaded first, the process crashes at exit.

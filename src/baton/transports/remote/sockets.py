@@ -11,8 +11,8 @@ LEAST_BYTES = 16 << 20
 def held_bytes(proc: Path = Path("/proc/sys/net")) -> int:
     """The maximum that one side's send buffer and the other's receive buffer hold together.
 
-    A buffer grows automatically up to the last number of `tcp_wmem` and `tcp_rmem`; one that a library sets is at most
-    twice `wmem_max` and `rmem_max` (socket(7), tcp(7)).
+    A buffer grows up to the last number of `tcp_wmem` and `tcp_rmem`; one that a library sets is at most twice
+    `wmem_max` and `rmem_max` (socket(7), tcp(7)).
     """
     total = 0
     for way in ("r", "w"):

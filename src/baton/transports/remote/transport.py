@@ -78,7 +78,7 @@ class RemoteTransport:
         close_at_exit(self)
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
-        """Whole pages, shared with nothing else, since a network card pins memory by the page."""
+        """Whole pages, shared with nothing else: a network card pins memory by the page."""
         if nbytes < 1:
             raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}")
         try:
@@ -202,7 +202,7 @@ class RemoteTransport:
 
 
 def _device(regions: Sequence[Region]) -> int | None:
-    """The device of all `regions`; None for the host. Raises `TransportError` for a mixture."""
+    """None for the host. Raises `TransportError` for a mixture."""
     devices = {region.device if isinstance(region, DeviceMemory) else None for region in regions}
     if len(devices) > 1:
         raise TransportError("regions are all memory of the host, or all of one device")
