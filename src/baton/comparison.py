@@ -14,13 +14,13 @@ _METHOD = "drafter.method"
 
 
 def unequal_facts(here: Mapping[str, object], peer: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """The facts that differ, with both values; a missing fact counts as "absent"."""
+    """With both values; a missing fact counts as "absent"."""
     pairs = {name: (here.get(name, "absent"), peer.get(name, "absent")) for name in sorted({*here, *peer})}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def facts_of(fingerprint: str) -> dict[str, object]:
-    """Decode a fingerprint, a JSON object of facts. Any other text counts as one fact."""
+    """A fingerprint is a JSON object of facts. Any other text counts as one fact."""
     try:
         return msgspec.json.decode(fingerprint, type=dict[str, object])
     except msgspec.DecodeError:
@@ -29,8 +29,7 @@ def facts_of(fingerprint: str) -> dict[str, object]:
 
 def token_facts(fingerprint: str) -> dict[str, object]:
     """The facts that decide tokens. The drafter's are included unless the `coupled` verifier makes the output
-    independent of drafts; the rejection samplers of Baton and vLLM do not.
-    """
+    independent of drafts; the rejection samplers of Baton and vLLM do not."""
     facts = facts_of(fingerprint)
     if facts.get(_METHOD, "none") != "none" and facts.get(_VERIFIER) != "coupled":
         return facts
@@ -49,8 +48,8 @@ def differing_facts(
 ) -> tuple[dict[str, tuple[object, object]], bool]:
     """The facts that forbid a handoff between two engines, with both values, and whether drafters' KV moves.
 
-    A missing fact counts as "absent". Drafters may differ if one engine's `draft_kv` allows it and the other's, if any,
-    does not require equality. Verifiers must still be equal: drafts only fit the verifier for which they were made.
+    Drafters may differ if one engine's `draft_kv` allows it and the other's, if any, does not require equality.
+    Verifiers must still be equal: drafts only fit the verifier for which they were made.
     """
     differing = unequal_facts(here, peer)
     policies = {side[_DRAFT_KV] for side in (here, peer) if _DRAFT_KV in side}

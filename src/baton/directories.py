@@ -1,6 +1,5 @@
-"""Files that only this user may write to: keys, which admit engines, and stored KV, whose writers could forge prefixes.
-Files of another user, or open to others, are refused.
-"""
+"""Files that only this user may write to: keys, which admit engines, and stored KV, whose writers could forge
+prefixes. Others are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _PREFIX, _LOCK = "baton-", ".lock"
 
 
 def check_own(path: Path, field: str, closed: int = OTHERS_WRITE) -> os.stat_result:
-    """Return the status of `path` if this user or root owns it and its mode has no bit of `closed`.
+    """The status of `path` if this user or root owns it and its mode has no bit of `closed`.
 
     Raises `ConfigError` for `field`, with the remedy, and `OSError` if `path` does not exist.
     """
@@ -37,7 +36,7 @@ def check_own(path: Path, field: str, closed: int = OTHERS_WRITE) -> os.stat_res
 
 
 def own_directory(path: Path, field: str) -> Path:
-    """Return `path`, created for this user only if it does not exist.
+    """Create `path` for this user only if it does not exist.
 
     Raises the errors of `check_own`, and `OSError` if it cannot be created.
     """
@@ -64,7 +63,7 @@ def _own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
         with os.fdopen(descriptor, "wb") as file:
             file.write(make())
         try:
-            # Link, do not rename: of two processes that start together, the second must use the first one's secret.
+            # Of two processes that start together, the second must use the first one's secret.
             os.link(fresh, path)
         except FileExistsError:
             pass
@@ -77,8 +76,8 @@ def _own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
 class RunDirectory:
     """A temporary directory at `path` for one run and one user, removed by `close`.
 
-    After SIGKILL it stays, with its keys, until the next run creates one. A file lock, which the kernel releases, shows
-    whether the owner is alive.
+    After SIGKILL it stays, with its keys, until the next run creates one. A file lock, which the kernel releases,
+    shows whether the owner is alive.
     """
 
     def __init__(self, kind: str = "") -> None:
@@ -91,7 +90,7 @@ class RunDirectory:
         fresh.rename(self.path / _LOCK)
 
     def close(self) -> None:
-        """Remove the directory. Idempotent."""
+        """Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)

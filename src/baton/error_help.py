@@ -16,7 +16,7 @@ class ErrorHelp:
     cure: str
 
 
-# The code of each class of the tree. Subclasses have codes of their own; a `HandoffError` has its reason.
+# Subclasses have codes of their own; a `HandoffError` has its reason.
 CODE_BY_ERROR: dict[type[errors.BatonError], str] = {
     errors.BatonError: "engine_error",
     errors.ConfigError: "config",
@@ -41,7 +41,7 @@ CODE_BY_ERROR: dict[type[errors.BatonError], str] = {
     errors.HandoffError: "handoff_failed",
     errors.TransportError: "transfer_failed",
 }
-# Codes of refusals that HTTP itself makes, by status.
+# Refusals that HTTP itself makes, by status.
 CODE_BY_STATUS: dict[int, str] = {
     400: "malformed_http",
     404: "not_found",
@@ -149,7 +149,7 @@ HELP: dict[str, ErrorHelp] = {
 
 
 def code_of(error: errors.BatonError) -> str:
-    """The stable code of an error: of a failed handoff its reason, otherwise that of its class."""
+    """Of a failed handoff its reason, otherwise the code of its class."""
     if isinstance(error, errors.HandoffError):
         return error.reason
     return next(CODE_BY_ERROR[kind] for kind in type(error).__mro__ if kind in CODE_BY_ERROR)

@@ -106,9 +106,8 @@ class NonFiniteLogitsError(BatonError):
 
 
 class ProtocolError(BatonError):
-    """A message is malformed, oversized, out of bounds or not allowed in this state. `reason` is the answer to a claim
-    that is refused for it.
-    """
+    """A message is malformed, oversized, out of bounds or not allowed in this state. `reason` answers a claim that is
+    refused for it."""
 
     reason = "register_refused"
 
@@ -130,8 +129,7 @@ class TicketExpiredError(ProtocolError):
 
 class UndefinedTransitionError(ProtocolError):
     """An event that a state machine's table does not define in its phase: a peer's message that no honest peer sends,
-    or a bug of this engine. `story`: the last events of that machine, oldest first.
-    """
+    or a bug of this engine. `story`: the machine's last events, oldest first."""
 
     def __init__(self, machine: str, phase: str, event: str, story: Sequence[str]) -> None:
         super().__init__(
@@ -201,7 +199,7 @@ def is_refusal(error: str | None) -> bool:
 
 
 def reason_label(reason: str) -> str:
-    """A reason as a metric label. Unknown ones become `other`, or a peer could create any number of series."""
+    """A metric label. Unknown reasons become `other`, or a peer could create any number of series."""
     return reason if reason in REASONS else "other"
 
 

@@ -11,7 +11,7 @@ RUNS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16_384, 65_536)
 
 
 class Histogram:
-    """Written by one thread. Others may read at any time, but counts may be inconsistent with each other."""
+    """Written by one thread. Others may read at any time, but counts may be inconsistent."""
 
     __slots__ = ("_bounds", "_counts", "total")
 
@@ -21,13 +21,12 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Add one observation."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self.total += value
 
     @classmethod
     def sum_of(cls, many: Sequence[Histogram]) -> Histogram:
-        """The sum of distributions with the same bounds."""
+        """Of histograms with the same bounds."""
         found = cls(many[0]._bounds)
         found._counts = [sum(counts) for counts in zip(*(one._counts for one in many), strict=True)]
         found.total = sum(one.total for one in many)
@@ -35,7 +34,6 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """The number of observations."""
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:

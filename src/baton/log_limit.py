@@ -9,8 +9,7 @@ LINES_PER_SECOND = 20
 
 class LogLimit(logging.Filter):
     """Passes `lines` records per second, so that no peer can fill the disk. The first record after a pause says how
-    many were dropped; metrics count them.
-    """
+    many were dropped."""
 
     def __init__(self, lines: int = LINES_PER_SECOND) -> None:
         super().__init__()

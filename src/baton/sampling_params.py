@@ -30,8 +30,7 @@ class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
     """A constraint on the output, with vLLM's names: the text of a JSON schema, a regular expression, a list of
-    choices, or a grammar (Lark or GBNF). Exactly one is set.
-    """
+    choices, or a grammar (Lark or GBNF). Exactly one is set."""
 
     json: str | None = None
     regex: str | None = None
@@ -70,10 +69,7 @@ _RANGES = {
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to choose tokens. Names and meanings are those of vLLM and the OpenAI API.
-
-    `check` enforces all bounds: parameters that pass cannot make an engine fail.
-    """
+    """`check` enforces all bounds: parameters that pass cannot make an engine fail."""
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -165,8 +161,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     """A server's defaults for sampling parameters that a request leaves out; None: the default of `SamplingParams`.
-    `limit` is the maximum of `max_tokens`; None: as many as fit the context.
-    """
+    `limit`: the maximum of `max_tokens`; None: as many as fit the context."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -179,7 +174,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     limit: int | None = None
 
     def given(self) -> dict[str, Any]:
-        """The defaults that are set, by parameter name, without `max_tokens` and `limit`."""
+        """By parameter name, without `max_tokens` and `limit`."""
         return {
             name: value
             for name, value in msgspec.structs.asdict(self).items()
@@ -187,7 +182,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
         }
 
     def describe(self) -> str:
-        """The defaults that are set, as readable text."""
+        """As readable text."""
         found = msgspec.structs.asdict(self).items()
         return ", ".join(f"{name} {value:g}" for name, value in found if value is not None)
 

@@ -1,4 +1,4 @@
-"""Types of requests and responses between router and engines. They carry token ids: only the front door detokenises."""
+"""Requests and responses between router and engines. They carry token ids: only the API layer detokenises."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ RECOVERIES: tuple[Recovery, ...] = get_args(Recovery)
 
 
 def check_salt(salt: object) -> str | None:
-    """Return `salt` if it is a valid `cache_salt`, else raise `RequestError`."""
+    """Raises `RequestError` unless `salt` is a valid `cache_salt`."""
     if salt is None or (isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_CHARS):
         return salt
     raise RequestError(f"cache_salt must be 1 to {MAX_CACHE_SALT_CHARS} characters", "cache_salt")
 
 
 def recovers(recovery: Recovery, rung: Recovery) -> bool:
-    """Whether `--recovery` allows `rung`. Each value allows itself and all earlier ones of `RECOVERIES`."""
+    """Whether `--recovery` allows `rung`: each value allows itself and all earlier ones of `RECOVERIES`."""
     return RECOVERIES.index(recovery) >= RECOVERIES.index(rung)
 
 
 class PromptIds(list[int]):
-    """The ids of one prompt. Their JSON is encoded once for all legs, so the list must not change after `json`."""
+    """One prompt. The JSON is encoded once for all legs, so the list must not change after `json`."""
 
     __slots__ = ("_json",)
 
@@ -49,8 +49,7 @@ class PromptIds(list[int]):
 
 class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Marks a request as a leg of a handoff, or as one that an engine of a deployment computes `alone`. The router
-    signs `ticket` (`baton.handoff.protocol.ticket`); for `alone` it names the engine as both P and D.
-    """
+    signs `ticket` (`baton.handoff.protocol.ticket`); for `alone` it names the engine as both P and D."""
 
     role: Literal["prefill", "decode", "alone"]
     ticket: TicketText
@@ -66,7 +65,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
       it computes them.
     - `timings`: the engine sends `LegTimings` with its first tokens.
     - `waited_s`: seconds since the request began, if earlier attempts failed. It keeps its place among an engine's
-      waiting requests, and does not begin again after those that came later.
+      waiting requests.
     - `identity`: an engine with another `comparison.token_identity` refuses the request. None: any engine takes it.
     """
 
@@ -83,14 +82,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def num_known(self) -> int:
-        """The number of output tokens that the request begins with."""
+        """Output tokens that the request begins with."""
         return 0 if self.num_prompt_tokens is None else len(self.prompt_token_ids) - self.num_prompt_tokens
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """The logprob of one token, and those of the most likely tokens, best first. `rank` is set for prompt tokens: 1 is
-    the most likely; 0: not given.
-    """
+    the most likely; 0: not given."""
 
     logprob: float
     top: list[tuple[int, float]] = []
@@ -122,7 +120,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     - `prompt_logprobs`: per prompt token, None for the first. Sent once, with the first token or the end.
     - `accepted`, `drafted`: accepted and proposed drafts of each verification that ended in this chunk.
     - `queued_s`: how long the prompt waited until an engine began it. Sent once, with the first token.
-    - `timings`: only if the request asks for them. Sent once, with the first tokens of a leg.
+    - `timings`: only if asked for. Sent once, with the first tokens of a leg.
     - `error`: `"<reason>: <message>"`, only with `finish_reason == "error"`. `recoverable`: another engine may be able
       to continue.
     """
@@ -151,7 +149,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     - `fingerprint`: JSON of the facts that must be equal on P and D.
     - `clock`: its monotonic clock in seconds when it answered. Tickets expire by this clock.
     - `data_parallel_rank`: its rank among the engines started together, or in a vLLM server.
-    - `sampling_defaults`: for parameters that the client leaves out, applied by the front door.
+    - `sampling_defaults`: for parameters that the client leaves out, applied by the API layer.
     - `kv_transport`: the `transports.registry.transport_name` of what moves its KV; empty: it does not tell, or hands
       nothing off.
     """
@@ -195,7 +193,7 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     kv_events_replay_port: int = 0
 
 
-# The key of Baton's fields in `kv_transfer_params` of vLLM requests and responses.
+# Baton's fields in `kv_transfer_params` of vLLM requests and responses.
 BATON_PARAM = "baton"
 
 
@@ -203,8 +201,8 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """`kv_transfer_params["baton"]` of a request to a vLLM server with `BatonConnector`.
 
     `identify`: the response carries the server's `VllmIdentity`. `cancel`: nobody will fetch the KV of the ticket's
-    prefill leg. `seed_first_token`: P hands over the whole prompt, and the decode leg's prompt ends with the token that
-    P sampled.
+    prefill leg. `seed_first_token`: P hands over the whole prompt, and the decode leg's prompt ends with the token
+    that P sampled.
     """
 
     role: Literal["prefill", "decode", "identify", "cancel"]
@@ -213,17 +211,16 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
-    """The identity of a vLLM server with `BatonConnector`. `roles`: the legs that it takes. `truncate_prefill`: its
-    prefill legs must come without the prompt's last token.
-    """
+    """A vLLM server with `BatonConnector`. `roles`: the legs that it takes. `truncate_prefill`: its prefill legs must
+    come without the prompt's last token."""
 
     truncate_prefill: bool
     roles: list[str]
 
 
 class SglangIdentity(EngineIdentity, frozen=True, kw_only=True):
-    """The identity of an SGLang server with the transfer backend `baton`, under `internal_states[0]["baton"]` of its
-    `GET /server_info`. `role`: prefill or decode."""
+    """An SGLang server with the transfer backend `baton`, under `internal_states[0]["baton"]` of its `GET
+    /server_info`. `role`: prefill or decode."""
 
     role: str
     max_model_len: int
@@ -231,8 +228,7 @@ class SglangIdentity(EngineIdentity, frozen=True, kw_only=True):
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /inference/v1/load`: a snapshot of an engine's load and handoffs. `num_prefix_queries`, `num_prefix_hits`:
-    prompt tokens looked up and found in its prefix cache since it started; 0 if it does not tell.
-    """
+    prompt tokens looked up and found in its prefix cache since it started; 0 if it does not tell."""
 
     num_running: int
     num_waiting: int

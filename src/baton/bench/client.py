@@ -13,7 +13,7 @@ from baton.openai.client import OpenAIClient
 
 @dataclass(slots=True)
 class Streamed:
-    """One streamed completion. `times_s`: seconds from request to each token; tokens of one event share a time."""
+    """`times_s`: seconds from request to each token; tokens of one event share a time."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -24,7 +24,7 @@ class Streamed:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token; nan without tokens."""
+        """Nan without tokens."""
         return self.times_s[0] if self.times_s else float("nan")
 
     @property
@@ -37,7 +37,7 @@ class Streamed:
 async def stream_completion(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], into: Streamed | None = None
 ) -> Streamed:
-    """Stream a completion. If `into` is given, the result is built in it, and is there even if this raises. Raises as
+    """If `into` is given, the result is built in it, and is there even if this raises. Raises as
     `OpenAIClient.stream`."""
     result = Streamed() if into is None else into
     started = time.perf_counter()

@@ -38,7 +38,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
         running = list(core.scheduler.running)
 
         def bare() -> Callable[[], None]:
-            """The forward of the next step, with inputs prepared outside the timing."""
+            """The next step's forward, with inputs prepared outside the timing."""
             positions = [r.num_computed for r in running]
             tables = [r.kv.tables[group.name] for r in running]
             table = np.zeros((batch, max(t.size for t in tables)), dtype=np.int32)
@@ -65,7 +65,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
         step_s, bare_s = [], []
         for _ in range(STEPS):
             forward = bare()
-            # Skipped if the next row needs a page that only the engine's step allocates.
+            # Not if the next row needs a page that only the engine's step allocates.
             if all(r.num_computed % group.page_size for r in running):
                 started = time.perf_counter()
                 forward()
@@ -78,7 +78,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
 
 
 def _decoding(llm: LLM, batch: int) -> tuple[EngineCore, ModelRunner]:
-    """An engine of which `batch` requests have their prompts computed."""
+    """With the prompts of `batch` requests computed."""
     engine = llm._engine
     core = engine.core
     assert isinstance(core.executor, LocalExecutor)

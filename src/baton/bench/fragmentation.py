@@ -18,9 +18,9 @@ FRAGMENTATIONS: tuple[Fragmentation, ...] = get_args(Fragmentation)
 
 @dataclass(frozen=True, slots=True)
 class Churn:
-    """The load that churns a pool. Prompt and output lengths are in pages, uniform in [low, high]. `running` requests
-    are served at once; with `grows` they grow page by page in turns, as on a decode engine. With `caching` their pages
-    go to the prefix cache, and a share `hits` of them begins with the first pages of an earlier request."""
+    """The load that churns a pool. Lengths are in pages, uniform in [low, high]. `running` requests are served at
+    once; with `grows` they grow page by page in turns, as on a decode engine. With `caching` their pages go to the
+    prefix cache, and a share `hits` of them begins with the first pages of an earlier request."""
 
     requests: int = 1500
     prompt: tuple[int, int] = (32, 128)
@@ -81,9 +81,9 @@ def tables(
 ) -> list[list[int]]:
     """Block tables of `count` pages each, for `tables_wanted` prompts in turn, from a pool of `num_pages`.
 
-    "churned": after a `Churn` of as many running requests as fit beside the prompt, at most 8. "full": in random order,
-    from pages of which no two are neighbours. Raises `ConfigError` for another `fragmentation`, `CapacityError` if the
-    pool has less than twice the pages of a table.
+    "churned": after a `Churn` of as many running requests as fit beside the prompt, at most 8. "full": in random
+    order, from pages of which no two are neighbours. Raises `ConfigError` for another `fragmentation`, `CapacityError`
+    if the pool has less than twice the pages of a table.
     """
     if fragmentation not in FRAGMENTATIONS:
         raise ConfigError("fragmentation", f"{fragmentation!r} is none of {', '.join(FRAGMENTATIONS)}")

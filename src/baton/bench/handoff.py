@@ -1,4 +1,4 @@
-"""Measures the duration of handoffs: `baton bench handoff`. P and D are processes with agents, but without a model.
+"""`baton bench handoff`: the duration of handoffs. P and D are processes with agents, but without a model.
 
 In a handoff *at once* P has computed everything when D registers, so all of its time counts. In a *streamed* handoff D
 registers before the prefill begins, and P declares chunks final at the pace of a prefill: bytes copied before its end
@@ -43,7 +43,8 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class HandoffFigures:
-    """Results for one prompt length and one fragmentation: medians, with quartiles in `_low` and `_high`; milliseconds.
+    """Results for one prompt length and one fragmentation: medians, with quartiles in `_low` and `_high`;
+    milliseconds.
 
     `handoff`: REGISTER to COMMIT of a handoff at once. `transfer`: the duration of its copies, summed. `exposed`: end
     of the prefill to COMMIT of a streamed handoff. `hidden_bytes`: the share of bytes copied before that end.
@@ -85,12 +86,12 @@ def measure(
     fragmentations: Sequence[str],
     num_iters: int = 15,
 ) -> Iterator[HandoffFigures]:
-    """Measure each length with each fragmentation. Rounds of the fragmentations alternate.
+    """Rounds of the fragmentations alternate.
 
     Raises `ConfigError` if the engines cannot be set up, `HandoffError` if a handoff fails.
     """
     most = -(-max(num_tokens) // kv.block_size)
-    num_pages = 4 * most + 64  # twice a prompt's, plus room for the requests of `Churn`
+    num_pages = 4 * most + 64  # twice a prompt's, plus room for `Churn`
     for length in num_tokens:
         placed = {
             name: [tables(name, num_pages, -(-length // kv.block_size), 1, seed=seed)[0] for seed in (1, 2)]
@@ -103,7 +104,7 @@ def measure(
                 for name, pages in placed.items():
                     one = pair.hand_over(length, pages, pace.chunk, 0.0)
                     other = pair.hand_over(length, pages, pace.chunk, pace.rate)
-                    if turn:  # the first round, which opens sessions and touches memory, does not count
+                    if turn:  # not the first round, which opens sessions and touches memory
                         at_once[name].append(one)
                         streamed[name].append(other)
         for name in placed:
@@ -125,7 +126,7 @@ class _Pair:
             raise
 
     def hand_over(self, num_tokens: int, pages: Sequence[list[int]], chunk: int, rate: float) -> _Round:
-        """Hand one prompt over, from pages[0] of P to pages[1] of D. `rate` 0: at once, else streamed."""
+        """From pages[0] of P to pages[1] of D. `rate` 0: at once, else streamed."""
         ticket, before = self._ticket(), self._engine.copied()
         self._peer.prefill(ticket.text, num_tokens, pages[0], chunk, rate)
         ended: list[Any] | None = None if rate else self._peer.hear()

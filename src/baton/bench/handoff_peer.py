@@ -1,4 +1,4 @@
-"""The prefill engine of `baton bench handoff`, in a separate process that speaks JSON lines over its pipes.
+"""The prefill engine of `baton bench handoff`, a process that speaks JSON lines over its pipes.
 
 It computes nothing, and declares chunks final at a given pace.
 """
@@ -19,12 +19,12 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import verify
 
-# Time for D to register, and for a line to pass the pipe, before the first chunk begins.
+# For D to register, and for a line to pass the pipe, before the first chunk.
 _LEAD_S = 0.005
 
 
 class PrefillPeer:
-    """The process, seen from the decode engine's. Methods raise `EngineUnavailableError` if it has ended."""
+    """The process, seen from the decode engine's. Raises `EngineUnavailableError` if it has ended."""
 
     def __init__(self, kv: ModelledKV, tensor_parallel_size: int, num_pages: int, uri: str, ticket_key: bytes) -> None:
         self._process = subprocess.Popen(
@@ -39,8 +39,8 @@ class PrefillPeer:
     def prefill(self, ticket: str, num_tokens: int, pages: list[int], chunk: int, rate: float) -> None:
         """Begin a prefill in chunks of `chunk` tokens, at `rate` tokens per second; 0: all is computed already.
 
-        It is answered by two lines: at the end of the prefill `[time, bytes copied so far]`, and after the handoff
-        `ModelledEngine.copied` of this handoff.
+        Answered by two lines: at the end of the prefill `[time, bytes copied so far]`, and after the handoff its
+        `ModelledEngine.copied`.
         """
         self._say([ticket, num_tokens, pages, chunk, rate])
 

@@ -26,8 +26,8 @@ _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests, each with the time at which it is due, in seconds from the start. `max_concurrency`: a limit on
-    requests in flight, beyond which due requests wait. `extra`: more fields for each request's body."""
+    """Requests, each with its due time, in seconds from the start. `max_concurrency`: in flight, beyond which due
+    requests wait. `extra`: more fields for each request's body."""
 
     requests: Sequence[LoadRequest]
     due_s: Sequence[float]
@@ -57,7 +57,7 @@ async def run_load(
     headers = {"Accept-Encoding": "identity"}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
-    # A limit on connections would delay requests without any figure showing it.
+    # A limit would delay requests without any figure showing it.
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers, auto_decompress=False

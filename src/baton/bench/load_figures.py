@@ -38,7 +38,7 @@ class RequestOutcome:
 
     @property
     def handoff(self) -> float | None:
-        """Time from the first event with tokens to the second. In a P/D deployment the handoff is between them."""
+        """From the first event with tokens to the second: in a P/D deployment the handoff is between them."""
         return self.itl[0] if self.itl else None
 
     @property
@@ -48,7 +48,7 @@ class RequestOutcome:
 
 
 def parse_goodput(text: str | None) -> dict[str, float]:
-    """Parse objectives such as `ttft:200 tpot:20` (milliseconds; blanks or commas between). Raises `ConfigError`."""
+    """Objectives such as `ttft:200 tpot:20` (milliseconds; blanks or commas between). Raises `ConfigError`."""
     found: dict[str, float] = {}
     for word in (text or "").replace(",", " ").split():
         name, _, value = word.partition(":")
@@ -63,7 +63,7 @@ def parse_goodput(text: str | None) -> dict[str, float]:
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
-    """Parse names such as `ttft,tpot`. Raises `ConfigError`."""
+    """Names such as `ttft,tpot`. Raises `ConfigError`."""
     names = tuple(filter(None, text.split(",")))
     for name in names:
         if name not in METRICS:
@@ -72,7 +72,7 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
-    """Parse percentiles such as `50,99`. Raises `ConfigError`."""
+    """Such as `50,99`. Raises `ConfigError`."""
     values = tuple(_number("metric_percentiles", part) for part in text.split(",") if part)
     for value in values:
         if not 0.0 <= value <= 100.0:

@@ -25,7 +25,7 @@ _EVENT_S = 60.0
 
 
 class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The KV of a target, and of a drafter with one such layer in its own group. `block_size` in tokens."""
+    """A target's KV, and that of a drafter with one such layer in its own group. `block_size` in tokens."""
 
     num_layers: int
     num_kv_heads: int
@@ -35,7 +35,6 @@ class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     layout: KVLayout
 
     def group(self, owner: Owner, num_heads: int) -> GroupSpec:
-        """The group of an owner, with `num_heads` heads."""
         return GroupSpec(
             name=owner,
             owner=owner,
@@ -48,12 +47,12 @@ class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def groups(self) -> dict[str, GroupSpec]:
-        """Both groups over all ranks."""
+        """Over all ranks."""
         owners: tuple[Owner, ...] = ("target", "draft")
         return {owner: self.group(owner, self.num_kv_heads) for owner in owners}
 
     def instance(self, tensor_parallel_size: int, num_pages: int, rank: int = 0) -> Instance:
-        """An engine of so many ranks, which share the heads. With more ranks than heads, several hold the same head."""
+        """An engine of so many ranks, which share the heads. With more ranks than heads, several hold the same one."""
         found: dict[str, list[RankGeometry]] = {}
         for region, (name, whole) in enumerate(self.groups.items()):
             for each in range(tensor_parallel_size):
@@ -70,7 +69,7 @@ class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return Instance(rank=rank, groups=found, sampling=0)
 
     def wanted(self, num_tokens: int) -> dict[str, Interval]:
-        """The entries that D asks for without a prefix hit."""
+        """Without a prefix hit."""
         return {name: group.rules.wanted(num_tokens, 0) for name, group in self.groups.items()}
 
     def final(self, num_tokens: int, computed: int, *, seeded: bool = False) -> dict[str, int]:
@@ -106,7 +105,7 @@ class ModelledEngine:
             self.events.put(event)
 
     def next(self, done: Callable[[ev.HandoffEvent], bool]) -> None:
-        """Wait for the next event. Raises `HandoffError` unless `done` accepts it."""
+        """Raises `HandoffError` unless `done` accepts the next event."""
         try:
             event = self.events.get(timeout=_EVENT_S)
         except queue.Empty:
@@ -115,8 +114,8 @@ class ModelledEngine:
             raise HandoffError("failed", f"engine {self.name}: {event}")
 
     def copied(self) -> tuple[int, float, float, int]:
-        """Totals of the copies that this engine issued and that have ended: bytes, seconds from posting to end, runs,
-        number of copies."""
+        """Of the copies that this engine issued and that have ended: bytes, seconds from posting to end, runs, number
+        of copies."""
         figures = [agent.stats().copies for agent in self.agents]
         return (
             sum(sum(one.bytes.values()) for one in figures),

@@ -40,7 +40,7 @@ class RandomPrompts:
             raise ConfigError("random_range_ratio", f"must be at least 0 and below 1, got {self.range_ratio}")
 
     def make(self, count: int, vocabulary: Sequence[int], random: np.random.Generator) -> list[LoadRequest]:
-        """Make `count` requests with tokens from `vocabulary`."""
+        """With tokens from `vocabulary`."""
         prefix = _tokens(vocabulary, self.prefix_len, random)
         return [
             LoadRequest(
@@ -70,7 +70,7 @@ class PrefixRepetition:
             _at_least(f"prefix_repetition_{name}", getattr(self, name), 1)
 
     def make(self, count: int, vocabulary: Sequence[int], random: np.random.Generator) -> list[LoadRequest]:
-        """Make `count` requests in random order. Each prefix has count // num_prefixes of them, or one more."""
+        """In random order. Each prefix has count // num_prefixes requests, or one more."""
         prefixes = [_tokens(vocabulary, self.prefix_len, random) for _ in range(self.num_prefixes)]
         chosen = random.permutation([index % self.num_prefixes for index in range(count)])
         return [
@@ -80,11 +80,11 @@ class PrefixRepetition:
 
 
 def arrivals(count: int, rate: float, burstiness: float, random: np.random.Generator) -> list[float]:
-    """Arrival times of a load's requests, in seconds from its start, at `rate` per second.
+    """In seconds from the load's start, at `rate` per second.
 
-    Gaps have a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier, infinity is even. As
-    in vLLM they are scaled so that the last request arrives at exactly count / rate, whatever the seed. With an
-    infinite rate all arrive at once. Raises `ConfigError` if `burstiness` leaves no gaps.
+    Gaps have a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier, infinity is even.
+    As in vLLM they are scaled so that the last request arrives at exactly count / rate. With an infinite rate all
+    arrive at once. Raises `ConfigError` if `burstiness` leaves no gaps.
     """
     if math.isinf(rate):
         return [0.0] * count

@@ -1,4 +1,4 @@
-"""Compares TTFT and decode speed of two deployments, with alternating requests in one run."""
+"""TTFT and decode speed of two deployments, with alternating requests in one run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def measure(
     max_tokens: int = 32,
     engine_flags: Sequence[str] = (),
 ) -> ServeFigures:
-    """Compare a P/D deployment (the candidate) to a single engine. `engine_flags`: more flags for P and D only."""
+    """A P/D deployment (the candidate) against a single engine. `engine_flags`: more flags for P and D only."""
     flags = deployment_flags(speculative_config)
     with (
         Deployment(model, prefill=0, decode=0, both=1, engine_flags=flags) as single,
@@ -59,12 +59,12 @@ def measure(
 def alternate(
     model: str, reference: str, candidate: str, prompt_tokens: int, num_pairs: int, max_tokens: int
 ) -> ServeFigures:
-    """Compare two running deployments, by URL, with one request at a time, in turns."""
+    """Two running deployments, by URL, one request at a time, in turns."""
     return asyncio.run(_measure(model, reference, candidate, prompt_tokens, num_pairs, max_tokens))
 
 
 def deployment_flags(speculative_config: dict[str, Any] | None) -> list[str]:
-    """Flags for both deployments: no prefix caching, and the speculative config if there is one."""
+    """Of both: no prefix caching, and the speculative config if there is one."""
     flags = ["--no-enable-prefix-caching"]
     if speculative_config is not None:
         flags += ["--speculative-config", json.dumps(speculative_config)]

@@ -1,6 +1,6 @@
 """Run another installed load generator with the same settings: `--tool` of `baton bench serve`.
 
-Commands are those of vLLM 0.32, guidellm 0.8 and aiperf 0.13. A flag without an equivalent in the tool is refused.
+Commands are those of vLLM 0.32, guidellm 0.8 and aiperf 0.13. A flag without an equivalent is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _VLLM_VALUES = (
     "result_filename",
 )
 _VLLM_SWITCHES = ("ignore_eos", "save_result", "save_detailed")
-# Flags without an equivalent in guidellm and aiperf, most of them about reports.
+# Without an equivalent in guidellm and aiperf, most of them about reports.
 _OURS = (
     "save_result",
     "save_detailed",
@@ -63,8 +63,7 @@ _OURS = (
 def tool_command(tool: LoadTool, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """The command with which `tool` sends the load of `settings`, which are flags of `baton bench serve` by name.
 
-    `defaults`: their default values. Raises `ConfigError` naming a setting that the tool lacks, or `tool` if it is not
-    installed.
+    Raises `ConfigError` naming a setting that the tool lacks, or `tool` if it is not installed.
     """
     build: dict[LoadTool, Callable[[Mapping[str, Any], Mapping[str, Any]], list[str]]] = {
         "vllm": _vllm,
@@ -151,7 +150,7 @@ def _aiperf(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[st
 
 
 def _lengths(tool: LoadTool, settings: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Numbers of tokens of a prompt after its prefix, of an answer and of a prefix, and the number of prefixes."""
+    """Tokens of a prompt after its prefix, of an answer and of a prefix, and the number of prefixes."""
     if settings["random_range_ratio"]:
         raise ConfigError("random_range_ratio", f"{tool} has no uniform lengths")
     if settings["dataset_name"] == "random":

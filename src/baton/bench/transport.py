@@ -1,7 +1,7 @@
-"""Measures the data plane: `baton bench transport`.
+"""`baton bench transport`: the data plane.
 
 Compares writes to the memory of another process of this host with a `memcpy` of as many bytes in this process. Rounds
-of both alternate, so that a slow phase of the host affects both, and ratios are taken within a round.
+of both alternate, so that a slow phase of the host affects both; ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ RUN_SIZES = (4 << 10, 32 << 10, 1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class CopySpeed:
-    """The speed of copying `nbytes` in runs of `run_bytes` that are scattered at the source: GB/s, median and
-    quartiles; median milliseconds; and `over_memcpy`, the median over rounds of the speed relative to `memcpy`."""
+    """Copying `nbytes` in runs of `run_bytes` that are scattered at the source: GB/s, median and quartiles; median
+    milliseconds; and `over_memcpy`, the median over rounds of the speed relative to `memcpy`."""
 
     transport: str
     nbytes: int
@@ -50,7 +50,7 @@ class CopySpeed:
 
 
 def available(uris: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The transports of `uris` that run here, and for each of the others the reason."""
+    """The transports of `uris` that run here, and why the others do not."""
     found, why = [], {}
     for uri in uris:
         try:
@@ -64,7 +64,7 @@ def available(uris: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 def measure_copies(
     uri: str, sizes: Sequence[int] = SIZES, run_sizes: Sequence[int] = RUN_SIZES, rounds: int = ROUNDS
 ) -> list[CopySpeed]:
-    """Measure copies between two processes, of each size in runs of each run size, at most the size itself.
+    """Copies between two processes, of each size in runs of each run size, at most the size itself.
 
     Raises `ConfigError` for an unknown transport and for a size that is no multiple of a run size.
     """

@@ -24,10 +24,10 @@ from baton.deployment.processes import CONFIG_STATUS
 from baton.errors import BatonError, ConfigError, RequestError
 
 # How often a GNU OpenMP thread polls for work before it sleeps: longer than the pauses within an engine's step, but too
-# short to slow down other processes. The runtime's own default takes milliseconds.
+# short to slow down other processes. The default takes milliseconds.
 _SPIN_COUNT = 20_000
 
-# Click's class. Depending on its version, typer contains or requires click.
+# Click's class, which typer contains or requires, depending on its version.
 _UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
@@ -80,18 +80,18 @@ app.add_typer(bench_app, name="bench")
 
 
 def _dashes(argument: str) -> str:
-    """Replace underscores in a flag's name by dashes, as vLLM does."""
+    """Underscores in a flag's name become dashes, as in vLLM."""
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
 def main() -> None:
-    """Run the command line. Exit status: 2 for a bad setting or request, 1 for any other Baton error."""
+    """Exit status: 2 for a bad setting or request, 1 for any other Baton error."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     arguments = [_dashes(argument) for argument in sys.argv[1:]]
     if wants_json(arguments, os.environ):
         log_to_stderr(form="json")
-    # The OpenMP runtime reads it when it is loaded with PyTorch, so not before a command runs.
+    # The OpenMP runtime reads it when PyTorch loads it, so not before a command runs.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
     try:

@@ -25,8 +25,7 @@ _TRIES = 50
 
 def free_ports(host: str, port: int, count: int) -> list[int]:
     """`port` and those after it, or for 0 free ports in a row, which are not reserved. Raises `ConfigError` if one is
-    taken.
-    """
+    taken."""
     for left in reversed(range(_TRIES if port == 0 else 1)):
         with contextlib.ExitStack() as held:
             try:
@@ -43,11 +42,10 @@ def free_ports(host: str, port: int, count: int) -> list[int]:
 
 class DataRanks:
     """The processes of all ranks, with this command's flags and a few of their own. If one ends by itself, all end.
-    Their engine ids are `engine_id` with suffixes `_dp0`, `_dp1`...
-    """
+    Their engine ids are `engine_id` with suffixes `_dp0`, `_dp1`..."""
 
     def __init__(self, size: int, engine_id: str, ports: Sequence[int], engines_per_host: int) -> None:
-        # Ranks find each other through files here. Other users cannot read them.
+        # For files by which ranks find each other, unreadable for other users.
         self._directory = RunDirectory("data-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []
@@ -86,8 +84,7 @@ class DataRanks:
 
     def await_ready(self, reporter: Reporter) -> tuple[list[str], str]:
         """Wait until all ranks serve. Returns their URLs and one rank's KV capacity. If a rank ends before, raises the
-        `ConfigError` of a rank that refuses a setting, else `EngineUnavailableError`.
-        """
+        `ConfigError` of a rank that refuses a setting, else `EngineUnavailableError`."""
         urls: dict[int, str] = {}
         kv, pending = "", [b""] * len(self._pipes)
         with selectors.DefaultSelector() as selector:
@@ -114,12 +111,11 @@ class DataRanks:
 
     def wait(self) -> None:
         """Wait until all ranks have ended after a signal. Raises `EngineUnavailableError` as soon as one ends by
-        itself.
-        """
+        itself."""
         while True:
             ended = {rank: status for rank, one in enumerate(self._processes) if (status := one.poll()) is not None}
             if ended and not self._signalled:
-                # A killed rank has a negative status; the others end by themselves soon after it.
+                # A killed rank has a negative status; the others end soon after it.
                 raise EngineUnavailableError(self._end_of(min(ended, key=lambda rank: ended[rank])))
             if len(ended) == len(self._processes):
                 break
@@ -148,7 +144,7 @@ class DataRanks:
                 process.send_signal(number)
 
     def close(self) -> None:
-        """End all running ranks. Without a signal they are killed: no rank can end in order without the others."""
+        """Without a signal ranks are killed: none can end in order without the others."""
         for process in self._processes:
             if not self._signalled and process.poll() is None:
                 process.kill()

@@ -69,7 +69,7 @@ def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
 
 
 def logs() -> bool:
-    """Whether `log_to_stderr` was called; then stderr only gets log lines."""
+    """After `log_to_stderr`, stderr only gets log lines."""
     return any(isinstance(handler, _Stderr) for handler in logging.getLogger().handlers)
 
 
@@ -85,7 +85,7 @@ def wants_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool
 
 
 def tell(text: str) -> None:
-    """Log each line of a text as the command's own message."""
+    """As the command's own message."""
     for line in text.splitlines():
         logger.info("%s", line)
 

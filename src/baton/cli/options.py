@@ -29,7 +29,7 @@ from baton.parsing import REASONING_PARSERS, TOOL_PARSERS
 from baton.text import ContentFormatOption, chosen_template
 from baton.wire import Mode, Role
 
-# That many rows delay concurrent decodes less than a handoff would (docs/performance.md).
+# So many rows delay concurrent decodes less than a handoff would (docs/performance.md).
 MAX_LOCAL_PREFILL_LENGTH = 64
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class EngineOptions(ServingSettings):
         engine_id: str = "engine",
         process: ProcessOptions | None = None,
     ) -> EngineConfig:
-        """The checked configuration, with models of the hub fetched. Raises `ConfigError` for the first bad field."""
+        """With models of the hub fetched. Raises `ConfigError` for the first bad field."""
         own = process or ProcessOptions()
         settings: dict[str, Any] = {name: getattr(self, name) for name in declared(ServingSettings)}
         if self.kv_transport is not None:
@@ -74,13 +74,13 @@ class EngineOptions(ServingSettings):
         return config.check().located()
 
     def located(self, config: EngineConfig) -> EngineOptions:
-        """These options for child processes, with the directories in `config` for hub names."""
+        """For child processes, with the directories in `config` for hub names."""
         found = {"served_model_name": config.served_model_name, "speculative_config": config.speculative_config}
         return dataclasses.replace(self, revision=None, **found)  # type: ignore[arg-type]
 
 
 def to_flags(settings: StepSettings) -> list[str]:
-    """Settings as flags for a child process."""
+    """For a child process."""
     flags: list[str] = []
     for name, one in declared(type(settings)).items():
         value = getattr(settings, name)
@@ -155,8 +155,7 @@ class ListenOptions:
         return bind(self.host, self.port)
 
     def template(self) -> dict[str, Any]:
-        """The chat template's text and content format, as fields of `RouterConfig`. Raises the errors of
-        `chosen_template`."""
+        """As fields of `RouterConfig`. Raises the errors of `chosen_template`."""
         text = None if self.chat_template is None else chosen_template(self.chat_template)
         return {"chat_template": text, "chat_template_content_format": self.chat_template_content_format}
 
@@ -203,7 +202,7 @@ class ProcessOptions:
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    """Router flags of all commands that start a router."""
+    """Of all commands that start a router."""
 
     kv_mode: Annotated[
         Mode | None, typer.Option(help="Who issues the copies: prefill (push, default) or decode (pull).")
@@ -242,7 +241,7 @@ class RouterOptions:
     ] = 1.0
 
     def to_config(self, host: str, **settings: Any) -> RouterConfig:
-        """The configuration, with other `settings` of `RouterConfig`. Creates a missing admin token file."""
+        """With other `settings` of `RouterConfig`. Creates a missing admin token file."""
         from baton.router import RouterConfig
         from baton.router.admin import admin_token
         from baton.router.policies import read_config
@@ -273,13 +272,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in [*own, *added]}
-    # These annotations are values. typer would evaluate the original's, which are text.
+    # These annotations are values; typer would evaluate the original's, which are text.
     del run.__wrapped__
     return run
 
 
 def _parameters(group: type) -> list[inspect.Parameter]:
-    """The options of a dataclass: fields with typer's annotations, or declared as settings."""
+    """A dataclass' fields with typer's annotations, or declared as settings."""
     hints, settings = get_type_hints(group, include_extras=True), declared(group)
     found = []
     for field in dataclasses.fields(group):
@@ -294,7 +293,6 @@ def _parameters(group: type) -> list[inspect.Parameter]:
 
 
 def _option(one: DeclaredSetting) -> Any:
-    """A setting as typer's annotation."""
     setting = one.setting
     flags = (one.flag, setting.short) if setting.short is not None else ()
     kind = one.type if setting.parse is None else Any

@@ -40,7 +40,7 @@ class RoleOptions:
     decode_data_parallel_size: DataRankCount = None
 
     def flags(self) -> dict[str, list[str]]:
-        """Flags by role. Raises `ConfigError` for an option that is out of range."""
+        """By role. Raises `ConfigError` for an option that is out of range."""
         found: dict[str, list[str]] = {}
         for role in ("prefill", "decode"):
             size, ranks = getattr(self, f"{role}_block_size"), getattr(self, f"{role}_tensor_parallel_size")
@@ -62,7 +62,6 @@ class RoleOptions:
         return ConfigError(field, error.message) if getattr(self, field, None) is not None else error
 
     def data_ranks(self, options: StepSettings) -> dict[str, int]:
-        """Data-parallel ranks by role."""
         own = {"prefill": self.prefill_data_parallel_size, "decode": self.decode_data_parallel_size, "both": None}
         return {role: size or options.data_parallel_size for role, size in own.items()}
 

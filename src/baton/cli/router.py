@@ -32,7 +32,7 @@ _VLLM_ONLY = ("kv_connector", "seed_first_token", "near_tie")
 
 @dataclass(frozen=True, slots=True)
 class FrontOptions(RouterOptions):
-    """Flags of a router over running engines. Field names are those of `RouterConfig`."""
+    """Field names are those of `RouterConfig`."""
 
     prefill: _Urls = None
     decode: _Urls = None
@@ -119,7 +119,7 @@ async def serve_router(
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve a router as `baton.openai.http.serving.serve` does, with `beside` as a cleanup context of its app."""
+    """As `baton.openai.http.serving.serve`, with `beside` as a cleanup context of the app."""
     from baton.router import build_app
 
     app = await build_app(config)

@@ -115,7 +115,7 @@ def _serve_ranks(
     from baton.cli.data_ranks import DataRanks, free_ports
 
     log_to_stderr(listen.log_level, listen.log_format)
-    # Checked here too, so that a bad flag gives one error line, not one per rank.
+    # A bad flag then gives one error line, not one per rank.
     size = options.data_parallel_size
     check_sizes(options.to_config(model, role, engine_id or role, process), size)
     ports = free_ports(listen.host, listen.port, size)
@@ -152,7 +152,7 @@ def up_command(
     from baton.server.run import ending_on_sigterm
 
     began = time.monotonic()
-    # Checked here too, so that a bad flag gives one error line, not one per engine.
+    # A bad flag then gives one error line, not one per engine.
     answers = {
         **listen.template(),
         "limits": listen.limits(),
@@ -214,7 +214,7 @@ def up_command(
 
 
 def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -> str:
-    """A summary of what runs, with an example request to `url`. `engines`: a line on each."""
+    """What runs, with an example request to `url`. `engines`: a line on each."""
     spec, name = config.speculative_config, config.served_model_name or Path(config.model).name
     lines = {"model": f"{name} ({config.model})", "drafter": "none", **engines}
     if spec is not None:
@@ -231,13 +231,13 @@ def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -
 
 
 async def _supervise(supervisor: Supervisor, stop: asyncio.Event, app: web.Application) -> AsyncIterator[None]:
-    """Restart children that end by themselves. Set `stop` when the supervisor gives up."""
+    """Set `stop` when the supervisor gives up."""
 
     async def watch() -> None:
         while supervisor.failure is None:
             try:
                 supervisor.look()
-            except OSError as error:  # no memory for a process; the next look counts this as its end
+            except OSError as error:  # no memory for a process; the next look counts its end
                 logger.error("an engine could not be started again: %s", error)
             await asyncio.sleep(0.5)
         stop.set()

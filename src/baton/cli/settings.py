@@ -1,6 +1,5 @@
-"""Flags from a file (`--config`) and environment variables. As in vLLM, the command line overrides the environment, and
-the environment the file.
-"""
+"""Flags from a file (`--config`) and environment variables. As in vLLM, the command line overrides the environment,
+and the environment the file."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ _MAX_BYTES = 1 << 20
 _ENDINGS = (".toml", ".yaml", ".yml")
 _ENVIRONMENT = "the environment"
 _SOURCES = "baton.sources"
-# What some errors name can be set by the first flag, or else by this field of a flag's JSON.
+# What some errors name: the first flag, or else this field of a flag's JSON.
 _TRANSPORT = ("kv_transport", "kv_transfer_config.kv_transport")
 _SETTERS = dict.fromkeys(("transport", *_TRANSPORT), _TRANSPORT)
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Settings of a TOML or YAML file, by flag name with underscores. Raises `ConfigError`."""
+    """A TOML or YAML file's, by flag name with underscores. Raises `ConfigError`."""
     file = Path(path)
     if file.suffix not in _ENDINGS:
         raise ConfigError("config", f"{path} must end in one of {', '.join(_ENDINGS)}")
@@ -61,7 +60,7 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Settings from variables `BATON_FLAG_NAME`, by flag name with underscores."""
+    """From `BATON_FLAG_NAME`, by flag name with underscores."""
     start = len(FLAG_VARIABLES)
     return {name[start:].lower(): value for name, value in environment.items() if name.startswith(FLAG_VARIABLES)}
 
@@ -90,8 +89,7 @@ Config = Annotated[
 
 
 def named_after_source(context: typer.Context, error: ConfigError) -> ConfigError:
-    """A command's error about a flag, with the flag's name and the variable or file that its value came from.
-    Idempotent."""
+    """Name the flag of a command's error, and the variable or file that its value came from. Idempotent."""
     setters = _SETTERS.get(error.field, (error.field,))
     for field in setters:
         flag = field.partition(".")[0]
@@ -108,7 +106,7 @@ def _where(flag: str, source: str) -> str:
 
 
 def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The settings as command-line values. Raises `ConfigError` for one that is no flag."""
+    """As command-line values. Raises `ConfigError` for one that is no flag."""
     parameters = {p.name: p for p in context.command.params if p.name != "config" and not getattr(p, "hidden", False)}
     flags: dict[str, Any] = {}
     for name, value in settings.items():
@@ -123,7 +121,7 @@ def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) 
             raise ConfigError(name, f"in {source}: must be true or false")
         else:
             flags[name] = value if switch else _text(name, value, source)
-        try:  # check it here: click's own error would blame a flag that nobody gave
+        try:  # click's own error would blame a flag that nobody gave
             parameter.process_value(context, flags[name])
         except typer.BadParameter as error:
             raise ConfigError(name, f"{where}: {error.message}") from None
@@ -134,7 +132,7 @@ def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) 
 
 
 def _text(name: str, value: object, source: str) -> str:
-    """A value as a command-line argument; a table as JSON."""
+    """As a command-line argument; a table as JSON."""
     if isinstance(value, dict):
         try:
             return json.dumps(value)
@@ -146,7 +144,7 @@ def _text(name: str, value: object, source: str) -> str:
 
 
 def _keys_twice(node: yaml.Node | None, above: list[yaml.Node]) -> Iterator[str]:
-    """Duplicate keys of mappings. Skips a node that contains itself, which the decoder refuses."""
+    """Skips a node that contains itself, which the decoder refuses."""
     if node is None or any(node is each for each in above):
         return
     if isinstance(node, yaml.MappingNode):

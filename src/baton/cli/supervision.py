@@ -1,7 +1,7 @@
 """Restarts processes of a deployment that end by themselves, after growing pauses.
 
-An ended engine loses its state. The router continues its requests elsewhere or fails them, and uses the new process at
-the same address once it answers.
+The router continues an ended engine's requests elsewhere or fails them, and uses the new process at the same address
+once it answers.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Protocol
 
 DEFAULT_MAX_RESTARTS = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-# After this time of service, a process gets all its restarts again: its start cannot be at fault.
+# After this time of service, a process gets all its restarts again.
 _CALM_S = 300.0
 
 
 class Processes(Protocol):
-    """The interface to a supervisor's child processes, which have names."""
+    """A supervisor's child processes, which have names."""
 
     def ended(self) -> dict[str, str]:
-        """The children that have ended, and the last log line of each."""
+        """With the last log line of each."""
         ...
 
     def ended_cleanly(self, name: str) -> bool:
-        """Whether a child has ended in order because of a signal."""
+        """In order, because of a signal."""
         ...
 
     def restart(self, name: str, wait: bool = True) -> None:
-        """Start a child again at the same address. Without `wait` it may not serve yet."""
+        """At the same address. Without `wait` the child may not serve yet."""
         ...
 
 
 @dataclass(slots=True)
 class _Past:
-    """Restarts of one child since it was last calm, and when it was last started and is due to start again."""
+    """Restarts of one child since it was last calm, and when it was last started and is due again."""
 
     restarts: int = 0
     started: float = 0.0

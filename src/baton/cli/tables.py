@@ -24,7 +24,7 @@ def show_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write_json(path: str, what: Any) -> None:
-    """Write the file of --output-json, creating its directories. Raises `ConfigError`."""
+    """Creates its directories. Raises `ConfigError`."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(what))
@@ -33,7 +33,7 @@ def write_json(path: str, what: Any) -> None:
 
 
 def parse_list(text: str, field: str, most: int) -> list[int]:
-    """Parse whole numbers such as `512,2048`, from 1 to `most`. Raises `ConfigError` for `field`."""
+    """Whole numbers such as `512,2048`, from 1 to `most`. Raises `ConfigError` for `field`."""
     values = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 20 and 1 <= int(part) <= most for part in values):
         raise ConfigError(field, f"must be whole numbers from 1 to {most}, such as 512,2048, got {text!r}")

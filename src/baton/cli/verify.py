@@ -47,7 +47,7 @@ class ServerOptions:
     api_key: Annotated[str | None, typer.Option(envvar="BATON_API_KEY", help="Bearer token for both servers.")] = None
 
     def side(self, name: str) -> ServerSide | None:
-        """The server of `--NAME`. Raises `ConfigError`."""
+        """Raises `ConfigError`."""
         url, metrics = getattr(self, name), getattr(self, f"{name}_metrics")
         return ServerSide.parse(name, url, metrics, self.api_key, self.request_timeout, self.concurrency)
 
@@ -206,7 +206,7 @@ def _print_reports(
     bounds: Bounds,
     json_output: bool,
 ) -> bool:
-    """Print the reports of all modes, and return whether all passed."""
+    """Returns whether all modes passed."""
     reports = []
     for mode in modes:
         found = ask(mode)
@@ -218,7 +218,7 @@ def _print_reports(
 
 
 def _warn_of_bos(cases: Sequence[Case], answers: Answers, bos: int | None, texts: bool) -> None:
-    """Warn of prompts that begin with BOS twice: both sides answer them alike, but worse than they could."""
+    """Prompts that begin with BOS twice: both sides answer them alike, but worse than they could."""
     answered = zip(cases, answers.observed, strict=True)
     num = num_doubled([case.prompt_token_ids or seen.prompt_token_ids or () for case, seen in answered], bos)
     if num:

@@ -22,9 +22,8 @@ _MOST_CHARS = 2000
 
 
 def read_reports(pipe: int, pending: bytes) -> tuple[list[dict[str, Any]] | None, bytes]:
-    """Read reports from a child's pipe, after the incomplete line `pending`. Returns them (None at the end of the pipe)
-    and the new incomplete line.
-    """
+    """Read reports from a child's pipe, after the incomplete line `pending`. Returns them (None at the end of the
+    pipe) and the new incomplete line."""
     data = os.read(pipe, 65536)
     if not data:
         return None, pending
@@ -33,7 +32,7 @@ def read_reports(pipe: int, pending: bytes) -> tuple[list[dict[str, Any]] | None
 
 
 def read_rest(pipe: int, pending: bytes) -> list[dict[str, Any]]:
-    """Read all reports of a child that has ended. Does not wait for a process that still holds the pipe."""
+    """Of a child that has ended. Does not wait for a process that still holds the pipe."""
     found: list[dict[str, Any]] = []
     os.set_blocking(pipe, False)
     with contextlib.suppress(BlockingIOError):
@@ -62,7 +61,7 @@ class Reporter:
             die_with_parent()
 
     def progress(self, text: str) -> None:
-        """Report the step that begins now. With an empty text, the step shows its own progress."""
+        """The step that begins now. With an empty text, the step shows its own progress."""
         if not self._repeats:
             threading.Thread(target=self._again, daemon=True, name="baton-progress").start()
         self._repeats, self._step, self._began = True, text, time.monotonic()
@@ -92,15 +91,14 @@ class Reporter:
                 self._write({"progress": text})
 
     def ready(self, url: str, kv: str = "", urls: Sequence[str] = ()) -> None:
-        """Report that requests are served at `url`. `kv`: the KV capacity, as text. `urls`: of all data-parallel ranks,
-        `url` first.
-        """
+        """Requests are served at `url`. `kv`: the KV capacity, as text. `urls`: of all data-parallel ranks, `url`
+        first."""
         self._ready.set()
         if self._fd is not None:
             self._write({"ready": url, "kv": kv, "urls": list(urls) or [url]})
 
     def signalled(self) -> None:
-        """Report that the process ends because of a signal, and not by itself."""
+        """The process ends because of a signal."""
         if self._fd is not None:
             with contextlib.suppress(OSError):  # the parent is gone
                 self._write({"signalled": True})

@@ -18,9 +18,8 @@ _JOIN_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line of a child's log. Other output, such as a library's, is a warning without `time`. `time`: ISO 8601 in UTC,
-    without the Z. `fields`: other fields of a JSON line.
-    """
+    """Other output, such as a library's, is a warning without `time`. `time`: ISO 8601 in UTC, without the Z.
+    `fields`: other fields of a JSON line."""
 
     message: str
     level: str = "WARNING"
@@ -30,12 +29,12 @@ class LogLine:
 
     @property
     def is_last_word(self) -> bool:
-        """Whether this is the error with which a command ends; the parent quotes it."""
+        """The error with which a command ends; the parent quotes it."""
         return self.level == "ERROR" and self.logger == "baton"
 
 
 def read_line(line: str) -> LogLine:
-    """Parse a line in the text or JSON format of `cli.logs`."""
+    """In the text or JSON format of `cli.logs`."""
     if line.startswith("{"):
         with contextlib.suppress(ValueError, KeyError, AttributeError):
             found = json.loads(line)
@@ -51,8 +50,7 @@ Forward = Callable[[LogLine], None]
 
 class ChildLog:
     """The log of one child, at `path`. A thread calls `forward` with each line, except the error with which the child
-    ends: the parent reports that.
-    """
+    ends: the parent reports that."""
 
     def __init__(self, path: Path, forward: Forward | None = None) -> None:
         self.path = path
@@ -61,7 +59,7 @@ class ChildLog:
 
     @contextlib.contextmanager
     def writing(self) -> Any:
-        """Yield the descriptor for the child to write to, and close it at the end."""
+        """The descriptor for the child to write to."""
         with self.path.open("ab") as file:
             if self._forward is None:
                 yield file.fileno()
@@ -89,7 +87,7 @@ class ChildLog:
                     self._forward(said)
 
     def text(self) -> str:
-        """The whole log; complete if the child has ended."""
+        """Complete if the child has ended."""
         if self._thread is not None:
             self._thread.join(_JOIN_S)
         return self.path.read_text(errors="replace") if self.path.exists() else ""

@@ -31,7 +31,6 @@ class Child:
         return self.name.rpartition("-")[0] or self.name
 
     def note(self, report: Mapping[str, Any]) -> None:
-        """Keep what the child reports."""
         self.urls = tuple(report.get("urls", self.urls))
         self.url, self.kv = report.get("ready", self.url), report.get("kv", self.kv)
         self.signalled |= "signalled" in report
@@ -39,6 +38,6 @@ class Child:
             self.refusal = ConfigError(report["refused"], f"{report['why']} ({self.name} did not start)")
 
     def read_last_reports(self) -> None:
-        """Read the reports of a child that has ended. Does not wait for a process that still holds the pipe."""
+        """Of a child that has ended. Does not wait for a process that still holds the pipe."""
         for report in read_rest(self.pipe, self.pending) if self.pipe >= 0 else ():
             self.note(report)

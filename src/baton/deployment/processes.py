@@ -1,7 +1,7 @@
 """A deployment as child processes: engines, and a router in front of them.
 
-Each child reports through a pipe (`deployment/child.py`). If the pipe ends before `ready`, the child has failed: it has
-refused a setting, or its log says why. Children die with their parent.
+If a child's pipe (`deployment/child.py`) ends before `ready`, the child has failed: it has refused a setting, or its
+log says why. Children die with their parent.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ END_TIMEOUT_S = 10.0
 BATON = (sys.executable, "-m", "baton.cli")
 # The exit status of `baton` for a bad setting.
 CONFIG_STATUS = 2
-# Environment variables with this prefix are flags of `baton`.
+# Prefix of environment variables that are flags of `baton`.
 FLAG_VARIABLES = "BATON_FLAG_"
 
 
 def _environment(engines: int) -> dict[str, str]:
-    """The environment of a deployment's children, without `baton`'s flag variables. The user's variables take
-    precedence. Each engine gets twice its even share of the cores, unbound: P and D are busy at different times, or
-    wait for memory.
-    """
+    """Without `baton`'s flag variables. The user's variables take precedence. Each engine gets twice its even share of
+    the cores, unbound: P and D are busy at different times, or wait for memory."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(FLAG_VARIABLES)}
     if engines == 1 or not hasattr(os, "sched_getaffinity"):
         return own
@@ -68,8 +66,8 @@ class Deployment:
       after its requests have ended.
     - `data_ranks`: data-parallel ranks per engine, by role. Each rank is an engine to the router.
 
-    `url` is the first router's, or else the first engine's. Create it on a thread that outlives it: on Linux the parent
-    of a process is a thread.
+    `url` is the first router's, or else the first engine's. Create it on a thread that outlives it: on Linux the
+    parent of a process is a thread.
 
     If a child does not start, raises `EngineUnavailableError` with its error line, or the child's `ConfigError`.
     Raises `ConfigError` for a transport that processes cannot share. No child is left after an error.
@@ -152,7 +150,7 @@ class Deployment:
 
     @property
     def prefill_urls(self) -> list[str]:
-        """Base URLs, one per data-parallel rank."""
+        """One per data-parallel rank."""
         return list(self._urls["prefill"])
 
     @property
@@ -165,11 +163,11 @@ class Deployment:
 
     @property
     def engine_urls(self) -> list[str]:
-        """Base URLs in the order prefill, decode, both."""
+        """In the order prefill, decode, both."""
         return self.prefill_urls + self.decode_urls + self.both_urls
 
     def engines(self) -> dict[str, str]:
-        """URLs and KV capacity of each engine, by name."""
+        """URLs and KV capacity, by name."""
         return {
             child.name: f"{', '.join(child.urls)}, {child.kv}"
             for child in self._children
@@ -181,7 +179,7 @@ class Deployment:
         return {c.name: self._cause(c) for c in self._children if c.process.poll() is not None}
 
     def ended_cleanly(self, name: str) -> bool:
-        """Whether a child has ended with status 0 because of a signal. One that exits by itself has failed."""
+        """With status 0 because of a signal. A child that exits by itself has failed."""
         child = self._child(name)
         if child.process.poll() != 0:
             return False
@@ -189,13 +187,13 @@ class Deployment:
         return child.signalled
 
     def kill(self, name: str) -> None:
-        """End a child with SIGKILL, even if it is stopped, and wait for its end."""
+        """With SIGKILL, even if the child is stopped; waits for its end."""
         child = self._child(name)
         child.process.kill()
         child.process.wait()
 
     def restart(self, name: str, wait: bool = True) -> None:
-        """Start a child again on the same port, after killing it if it runs.
+        """On the same port, after killing the child if it runs.
 
         With `wait`, it serves when this returns. Raises `EngineUnavailableError` if it does not start.
         """
@@ -286,7 +284,7 @@ class Deployment:
                         selector.unregister(key.fileobj)
 
     def _cause(self, child: Child) -> str:
-        """Why a child has ended: the setting that it refused, or the last message of its log."""
+        """The setting that a child refused, or the last message of its log."""
         child.read_last_reports()
         return str(self._named(child.role, child.refusal)) if child.refusal is not None else _last_line(child)
 
@@ -296,7 +294,7 @@ class Deployment:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(2.0)
             if child.refusal is not None:
-                # Only the child can check this setting, and starting it again would not help.
+                # Only the child can check this setting; starting it again would not help.
                 raise self._named(child.role, child.refusal)
             if child.process.returncode == CONFIG_STATUS:
                 raise ConfigError(child.name, f"did not start: {_last_line(child)}")
@@ -308,12 +306,12 @@ class Deployment:
 
 
 def rank_ids(engine_id: str, data_ranks: int) -> list[str]:
-    """The engine ids of data-parallel ranks; with one rank, the engine's own."""
+    """With one rank, the engine's own."""
     return [engine_id] if data_ranks == 1 else [f"{engine_id}_dp{rank}" for rank in range(data_ranks)]
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float = END_TIMEOUT_S) -> None:
-    """End child processes with SIGTERM, in this order; after `limit_s` seconds with SIGKILL."""
+    """With SIGTERM, in this order; after `limit_s` seconds with SIGKILL."""
     for process in processes:
         if process.poll() is None:
             process.terminate()

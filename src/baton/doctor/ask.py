@@ -24,7 +24,7 @@ from baton.wire import EngineInfo, LegRole, Role
 T = TypeVar("T")
 # In the text of a server that ends.
 _ENDING = ("draining", "shutting down")
-# What must be equal on SGLang's prefill and decode servers, by its names.
+# Must be equal on SGLang's prefill and decode servers.
 _SGLANG = (
     "version",
     "model_path",
@@ -64,7 +64,7 @@ class _Status(msgspec.Struct, frozen=True):
 
 
 async def ask(url: str, timeout_s: float, api_key: str | None = None) -> Server | RouterFacts:
-    """What answers at a base URL. Never raises a Baton error: a failure is the result's `problem`."""
+    """Never raises a Baton error: a failure is the result's `problem`."""
     base, _, rank = url.partition("#")
     async with connected(base, timeout_s, api_key) as client:
         try:
@@ -80,7 +80,7 @@ async def ask(url: str, timeout_s: float, api_key: str | None = None) -> Server 
 
 
 async def read_clock(server: Server, timeout_s: float, api_key: str | None = None) -> Reading | None:
-    """Another reading of an engine's clock. None for one that does not tell it."""
+    """None for an engine that does not tell its clock."""
     if not server.clocks:
         return None
     with contextlib.suppress(BatonError):
@@ -181,7 +181,7 @@ async def _ask_sglang(client: OpenAIClient, model: Model) -> Server:
 
 
 async def _dialled(server: Server, timeout_s: float) -> Server:
-    """The server with those of its control addresses on which nothing listens."""
+    """With those control addresses on which nothing listens."""
 
     async def dial(host: str, port: int, address: str) -> str | None:
         try:

@@ -28,7 +28,7 @@ _NOT_TOLD = (
 
 
 async def read_cache(client: OpenAIClient) -> Mapping[str, str]:
-    """The labels of `vllm:cache_config_info`; empty for a server without it."""
+    """Empty without `vllm:cache_config_info`."""
     try:
         return _cache_of(await client.samples())
     except BatonError:
@@ -36,7 +36,7 @@ async def read_cache(client: OpenAIClient) -> Mapping[str, str]:
 
 
 async def ask_vllm(client: OpenAIClient, model: Model) -> Server:
-    """Ask the server of `model`. Raises the errors of `OpenAIClient`."""
+    """The server of `model`. Raises the errors of `OpenAIClient`."""
     version = await _json(client, "/version")
     info = await _json(client, "/server_info?config_format=json")
     try:
@@ -97,7 +97,7 @@ def _cache_of(samples: Sequence[Sample]) -> Mapping[str, str]:
 
 
 async def identify(client: OpenAIClient, model: Model) -> tuple[VllmIdentity | None, Reading | None]:
-    """The identity, by a completion of one token as routers send it; other connectors ignore its parameters."""
+    """By a completion of one token as routers send it; other connectors ignore its parameters."""
     params = {BATON_PARAM: msgspec.to_builtins(LegParams(role="identify"))}
     body = {"model": model.id, "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
     asked = time.monotonic()

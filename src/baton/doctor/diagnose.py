@@ -1,4 +1,4 @@
-"""A whole check-up: what is asked, in which order, and all findings about it."""
+"""A whole check-up: what is asked, in which order, and all findings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.doctor.trial import try_handoff
 from baton.errors import BatonError
 from baton.openai.answers import printable
 
-# Between two readings of a clock, so that their difference says something.
+# Between two readings of a clock.
 CLOCK_S = 1.0
 
 
@@ -30,8 +30,8 @@ async def check_up(
     api_key: str | None = None,
     clock_s: float = CLOCK_S,
 ) -> Checkup:
-    """Ask the servers at base URLs, and a router with its engines, which may be among `urls` too. A handoff is tried if
-    the router has engines of both roles."""
+    """Ask the servers at base URLs, and a router with its engines, which may be among `urls` too. A handoff is tried
+    if the router has engines of both roles."""
     began = time.monotonic()
     found = await asyncio.gather(*(ask(url, timeout_s, api_key) for url in [*urls, *filter(None, [router_url])]))
     routers = [one for one in found if isinstance(one, RouterFacts)]
@@ -63,7 +63,7 @@ async def check_up(
 
 
 def findings_of(checkup: Checkup) -> list[Finding]:
-    """All findings, each once."""
+    """Each once."""
     found = [
         *check_servers(checkup.servers),
         *check_pairs(checkup.servers),

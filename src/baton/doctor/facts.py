@@ -14,13 +14,13 @@ from baton.wire import EngineIdentity, LegRole, Role
 
 EngineMake = Literal["baton", "vllm", "sglang", "unknown"]
 BOTH: tuple[LegRole, ...] = ("prefill", "decode")
-# Two hosts whose monotonic clocks are this close are taken for one.
+# Two hosts whose monotonic clocks are this close count as one.
 _SAME_CLOCK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a server tells nothing or serves nobody. `name` is a finding's."""
+    """Why a server tells nothing or serves nobody. `name`: a finding's."""
 
     name: str
     text: str
@@ -29,7 +29,7 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A server's clock, `told` in its own monotonic seconds, when ours showed `own` (the middle of the question), with
-    half the time that the question took as `error_s`."""
+    half the question's duration as `error_s`."""
 
     own: float
     told: float
@@ -89,7 +89,7 @@ class Server:
         return {} if self.identity is None else facts_of(self.identity.fingerprint)
 
     def is_here(self) -> bool:
-        """Whether it runs on this host, as far as its URL and its clock tell: a forwarded port has another clock."""
+        """As far as its URL and its clock tell: a forwarded port has another clock."""
         near = not self.clocks or abs(self.clocks[0].offset) < _SAME_CLOCK_S + self.clocks[0].error_s
         return near and is_loopback(self.host)
 
@@ -114,7 +114,7 @@ def is_local_address(address: str) -> bool:
 
 
 def same_host(one: Server, other: Server) -> bool:
-    """Whether two servers run on one host: by their clocks if both tell them, else by their URLs."""
+    """By the servers' clocks if both tell them, else by their URLs."""
     if one.clocks and other.clocks:
         a, b = one.clocks[0], other.clocks[0]
         return abs(a.offset - b.offset) < _SAME_CLOCK_S + a.error_s + b.error_s
@@ -123,7 +123,7 @@ def same_host(one: Server, other: Server) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterEntry:
-    """An engine as a router sees it. `problem`: why the router does not use it."""
+    """An engine as a router sees it. `problem`: why it is not used."""
 
     url: str
     role: Role
@@ -150,8 +150,7 @@ class RouterFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """Limits of this host, as this process has them; bytes. `memlock` None: unlimited. `shm_bytes` None: there is no
-    /dev/shm. `rdma`: RDMA devices.
-    """
+    /dev/shm. `rdma`: RDMA devices."""
 
     memlock: int | None = None
     num_files: int = 2**20
@@ -201,7 +200,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkup:
-    """Everything that was collected. `host` None: limits were not read. `key_findings`: of the key directory."""
+    """`host` None: limits were not read. `key_findings`: of the key directory."""
 
     servers: tuple[Server, ...] = ()
     router: RouterFacts | None = None

@@ -14,13 +14,13 @@ _MiB = 2**20
 # What containers get by default, too little for KV or for vLLM's message queues.
 _DEFAULT_SHM = 64 * _MiB
 _LEAST_FREE_SHM = 16 * _MiB
-# Per running request: the client's connection and two legs. Files, pipes and engines' sockets come on top.
+# The client's connection and two legs; besides files, pipes and engines' sockets.
 _FILES_PER_REQUEST, _OTHER_FILES = 3, 256
 _LEAST_FILES = 1024
 
 
 def read_host() -> Host:
-    """This host's, with the soft limits of this process."""
+    """With the soft limits of this process."""
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     size, free = None, 0
     if _SHM.is_dir():
@@ -37,7 +37,7 @@ def read_host() -> Host:
 
 
 def check_host(checkup: Checkup) -> Iterator[Finding]:
-    """Findings about this host's limits, as far as servers of the check-up run here. Pure."""
+    """As far as servers of the check-up run here. Pure."""
     host = checkup.host
     here = [server for server in checkup.servers if server.problem is None and server.is_here()]
     if host is None or not (here or (checkup.router is not None and checkup.router.is_here)):

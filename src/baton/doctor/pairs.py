@@ -50,8 +50,7 @@ _MAX_SHOWN = 120
 
 
 def check_pairs(servers: Sequence[Server]) -> Iterator[Finding]:
-    """Every difference of a server from the reference: the one with whose facts most servers agree, the first of
-    those."""
+    """Differences from the reference: the first server with whose facts most servers agree."""
     for kind in dict.fromkeys(server.kind for server in servers):
         alike = [server for server in servers if server.kind == kind and server.problem is None]
         if len(alike) < 2:

@@ -19,7 +19,7 @@ _LOGS = "read the router's and both engines' logs of this minute"
 
 
 def check_router(checkup: Checkup) -> Iterator[Finding]:
-    """Findings about the router, and about its trial if there was one."""
+    """With its trial if there was one."""
     router = checkup.router
     if router is None:
         return

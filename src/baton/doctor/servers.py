@@ -7,7 +7,7 @@ from itertools import combinations
 
 from baton.doctor.facts import Finding, Server, host_and_port, is_local_address, same_host
 
-# How far a clock may run away from ours between two readings, beyond what the questions' durations explain.
+# How far a clock may deviate from ours between two readings, beyond the questions' durations.
 _MAX_DRIFT_S = 0.25
 _CURES = {
     "unreachable": "start the server, or correct the URL, the port or the firewall",
@@ -111,7 +111,7 @@ def _roles(servers: Sequence[Server]) -> Iterator[Finding]:
 
 
 def _names(servers: Sequence[Server]) -> Iterator[Finding]:
-    """Tickets name engines by id: two of one id would take each other's legs."""
+    """Two engines of one id would take each other's legs."""
     known: dict[str, Server] = {}
     for server in servers:
         if server.identity is None:

@@ -53,7 +53,7 @@ class _Status(msgspec.Struct, frozen=True):
 
 
 class _Counts:
-    """Counters of a router and its engines, at one time."""
+    """Of a router and its engines, at one time."""
 
     def __init__(self, status: _Status, samples: Sequence[Sample]) -> None:
         self.status, self.samples = status, samples
@@ -114,7 +114,7 @@ async def _counts(client: OpenAIClient) -> _Counts:
 
 
 async def _settled(client: OpenAIClient) -> _Counts:
-    """The counters once no handoff runs, or after some time: others' requests may run all along."""
+    """Once no handoff runs, or after some time: others' requests may run all along."""
     found = await _counts(client)
     for _ in range(_POLLS):
         if found.status.handoffs.settled:

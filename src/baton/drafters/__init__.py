@@ -1,1 +1,1 @@
-"""Drafters: one file per method of speculative decoding, with a common protocol. Importing this needs no torch."""
+"""Drafters: one file per method of speculative decoding, with a common protocol. Imports no torch."""

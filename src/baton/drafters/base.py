@@ -32,7 +32,7 @@ class Pages(Protocol):
 
 
 class Choose(Protocol):
-    """Chooses draft tokens as the target chooses tokens: with the sampling noise of each request's position."""
+    """Chooses draft tokens as the target does: with the sampling noise of each request's position."""
 
     def __call__(self, logits_RV: Tensor, requests: IntArray, step: int, target_ids: Tensor | None) -> IntArray:
         """Target ids int64 [R] of draft number `step` (from 0) for `requests`, indices into the batch.
@@ -48,8 +48,8 @@ class DraftBatch:
     """New rows whose next token is known; drafts are proposed after each request's last row.
 
     Row i of a request has the target's features of position i, and token x_{i+1}. `features_TF` is None if the drafter
-    takes none. `num_drafts`: how many drafts each request gets. `contexts`: all known tokens per request, int64, empty
-    unless the drafter `needs_contexts`. `chain`: inputs of the modules after the first, None for a single module.
+    takes none. `contexts`: all known tokens per request, int64, empty unless the drafter `needs_contexts`. `chain`:
+    inputs of the modules after the first, None for a single module.
     """
 
     next_ids: IntArray  # [T]
@@ -67,12 +67,10 @@ class Drafter(Protocol):
     """A drafting method. `extend` runs for every batch, and then `draft` if any request gets drafts.
 
     `kv_layers`: the KV cache spec of each layer. Layers of different kinds or shapes form different groups; a drafter
-    without layers needs no pages.
-    `kv_modules`: for each layer, how many later tokens an entry depends on (1: row i takes x_{i+1}; a drafter with a
-    number above 1 is a `ChainDrafter`). None: the layer reads tokens only, as the target does, and its rows need not be
-    those that the target has just computed.
-    `aux_layers`: target layers whose input residual streams `combine` gets. `needs_contexts`: whether batches carry
-    all known tokens of their requests.
+    without layers needs no pages. `kv_modules`: for each layer, how many later tokens an entry depends on (1: row i
+    takes x_{i+1}; a drafter with a number above 1 is a `ChainDrafter`). None: the layer reads tokens only, as the
+    target does, and its rows need not be those that the target has just computed. `aux_layers`: target layers whose
+    input residual streams `combine` gets. `needs_contexts`: batches carry all known tokens of their requests.
     """
 
     @property
@@ -89,7 +87,7 @@ class Drafter(Protocol):
         ...
 
     def extend(self, batch: DraftBatch) -> Any:
-        """Write the KV of the batch's rows. The result is only passed on to `draft`."""
+        """Write the KV of the batch's rows. The result is passed on to `draft`."""
         ...
 
     def draft(self, batch: DraftBatch, extended: Any) -> list[list[int]]:
@@ -106,5 +104,5 @@ class ChainDrafter(Drafter, Protocol):
 
 
 def num_modules(drafter: Drafter | None) -> int:
-    """The number of chained modules of a drafter. 1 for other drafters and without a drafter."""
+    """1 for other drafters and without a drafter."""
     return max((module or 1 for module in drafter.kv_modules), default=1) if drafter is not None else 1

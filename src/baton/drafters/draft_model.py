@@ -23,7 +23,7 @@ from baton.models.loading.loader import load_model
 
 
 class DraftModel:
-    """See the module's docstring. There are no entries and no drafts beyond the context length of the small model."""
+    """No entries and no drafts beyond the context length of the small model."""
 
     aux_layers: tuple[int, ...] = ()
     needs_contexts = True
@@ -82,7 +82,7 @@ class DraftModel:
         return drafts
 
     def _counts(self, batch: DraftBatch) -> IntArray:
-        """The number of drafts per request. All but the last draft must be within the small model's context."""
+        """Per request. All but the last draft must be within the small model's context."""
         next_positions = batch.positions[batch.query_start[1:] - 1] + 1
         counts: IntArray = np.clip(self._model.max_position - next_positions, 0, batch.num_drafts)
         return counts

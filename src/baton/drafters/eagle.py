@@ -20,7 +20,7 @@ from baton.models.layers.linear import Build, Linear
 
 
 class Eagle(HeadDrafter):
-    """See the module's docstring. `fc.bias` is used if the checkpoint has one."""
+    """`fc.bias` is used if the checkpoint has one."""
 
     aux_layers = ()
 
@@ -35,7 +35,7 @@ class Eagle(HeadDrafter):
 
     @classmethod
     def load(cls, path: str, target: CausalLM, build: Build) -> Eagle:
-        """Build and fill the head of a checkpoint directory. Raises `CheckpointError`."""
+        """Raises `CheckpointError`."""
         raw, config = read_head(path)
         for name in EAGLE3_FIELDS:
             if raw.get(name) or nested(raw).get(name):

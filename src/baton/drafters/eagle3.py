@@ -69,7 +69,7 @@ def _layer(config: ModelConfig, layer_id: int, build: Build) -> DecoderLayer:
 
 
 class Eagle3(HeadDrafter):
-    """See the module's docstring. `d2t` int64 [draft_vocab] is optional, as in the published heads."""
+    """`d2t` int64 [draft_vocab] is optional, as in the published heads."""
 
     def __init__(self, config: ModelConfig, raw: RawConfig, target: CausalLM, names: set[str], build: Build) -> None:
         super().__init__(config, attention_layers(config), target, names, build)
@@ -98,7 +98,7 @@ class Eagle3(HeadDrafter):
             )
 
     def _add_norms(self, raw: RawConfig, target_hidden: int, eps: float, build: Build) -> None:
-        """Add the norms of EAGLE-3.1."""
+        """Of EAGLE-3.1."""
         self._norm_output = flag(raw, "norm_output")
         self.input_norm, self.fc_norm = None, None
         if flag(raw, "norm_before_fc"):
@@ -110,12 +110,12 @@ class Eagle3(HeadDrafter):
 
     @classmethod
     def load(cls, path: str, target: CausalLM, build: Build) -> Eagle3:
-        """Build and fill the head of a checkpoint directory. Raises `CheckpointError`."""
+        """Raises `CheckpointError`."""
         raw, config = read_head(path)
         expect_target_size(get_int(raw, "target_hidden_size", config.hidden_size), target)
         names = head_tensors(path)
         drafter = cls(config, raw, target, names, build)
-        # t2d only marks the target ids that have a draft id, which follows from d2t.
+        # t2d only marks the target ids that have a draft id, as d2t shows.
         fill_drafter(drafter, path, frozenset({"t2d"} if drafter.fc is not None else {"t2d", "fc.weight"}))
         if "d2t" in names:
             drafter.draft_to_target = target_ids(drafter.get_buffer("d2t"), target.vocab_size)

@@ -1,7 +1,7 @@
 """Base class of drafters that are a small model (head) on top of the target's hidden states.
 
-Row i of a head's forward is at position i. It takes the features of position i and token x_{i+1}, and writes its KV
-into slot i of the head's own group. After the last known token, the head continues from its own output and drafts.
+Row i of a head's forward takes the features of position i and token x_{i+1}, and writes its KV into slot i of the
+head's own group. After the last known token, the head continues from its own output and drafts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from baton.models.loading.stored import stored_tensors
 
 
 class HeadDrafter(nn.Module, ABC):
-    """The common part of all heads: embedding, LM head, rotary tables, draft vocabulary.
+    """Embedding, LM head, rotary tables, draft vocabulary.
 
     `aux_layers`: target layers whose input residual streams are the features; () for the final-norm hidden state.
     `feature_size`: features per row. `draft_to_target`: int64 [draft_vocab] target ids, None if the vocabularies are
@@ -52,7 +52,7 @@ class HeadDrafter(nn.Module, ABC):
         self.kv_modules = [1] * len(self.kv_layers)
         self.draft_to_target = None
         self._device = build.device
-        # The head drafts at all positions of the target, even beyond the length that its own config names.
+        # The head drafts at all positions of the target, even beyond its own config's length.
         length = max(config.max_position, target.max_position)
         self.rotary = Rotary(config.rope, config.rotary_dim or config.head_dim, length, build.dtype, build.device)
         # Functions, not modules: registering a shared module would make its weights this head's. The head takes
@@ -72,13 +72,12 @@ class HeadDrafter(nn.Module, ABC):
             raise CheckpointError(f"drafter: vocab_size is {config.vocab_size}, the target's is {target.vocab_size}")
 
     def add_head(self, hidden_size: int, draft_vocab: int, build: Build) -> None:
-        """Give the drafter an LM head of its own."""
         self.lm_head = Linear(hidden_size, draft_vocab, build)
         self._head = self.lm_head.forward
 
     def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
         """Features [T, feature_size] from the target's final-norm states [T, E] and auxiliary states. By default, the
-        final-norm states."""
+        former."""
         return hidden_TE
 
     @abstractmethod
@@ -92,7 +91,7 @@ class HeadDrafter(nn.Module, ABC):
         """
 
     def extend(self, batch: DraftBatch) -> tuple[Tensor, Tensor]:
-        """States and the next step's features, [T, E] each, of the batch's rows."""
+        """Of the batch's rows: states and the next step's features, [T, E] each."""
         assert batch.features_TF is not None
         requests = np.arange(len(batch.num_drafts))
         attend = batch.pages.bind(requests, batch.positions, batch.query_start)
@@ -102,7 +101,7 @@ class HeadDrafter(nn.Module, ABC):
         return out_TE, feedback_TE
 
     def draft(self, batch: DraftBatch, extended: tuple[Tensor, Tensor]) -> list[list[int]]:
-        """Autoregressive drafting: each draft from the previous state and token."""
+        """Each draft from the previous state and token."""
         drafts: list[list[int]] = [[] for _ in batch.num_drafts]
         going = np.flatnonzero(batch.num_drafts)
         last = batch.query_start[1:][going].astype(np.int64) - 1
@@ -132,7 +131,7 @@ class HeadDrafter(nn.Module, ABC):
 
 
 def attention_layers(config: ModelConfig) -> list[LayerSpec]:
-    """The KV cache specs of a head's layers: latents, or keys and values."""
+    """Latents, or keys and values."""
     if config.latent is not None:
         return [LatentLayerSpec(config.latent.latent_dim, config.latent.rope_dim)] * config.num_layers
     return [KVLayerSpec(config.num_kv_heads, config.head_dim, window) for window in config.windows]
@@ -149,18 +148,18 @@ def fill_drafter(drafter: HeadDrafter, path: str, skip: frozenset[str]) -> None:
 
 
 def canonical(name: str) -> str:
-    """The canonical name of a head's tensor: without a `model.` prefix, and with `midlayer` as layer 0."""
+    """Without a `model.` prefix, and with `midlayer` as layer 0."""
     name = name.removeprefix("model.")
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
 def head_tensors(path: str) -> set[str]:
-    """Canonical names of all tensors of a head."""
+    """Canonical names."""
     return {canonical(name) for name in stored_tensors(path)}
 
 
 def target_ids(offsets: Tensor, target_vocab: int) -> Tensor:
-    """Target ids from `d2t`, which stores the difference between target id and draft id for each draft id.
+    """Target ids from `d2t`, the difference between target id and draft id for each draft id.
 
     Raises `CheckpointError` for an id outside the target's vocabulary.
     """

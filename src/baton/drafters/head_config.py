@@ -1,7 +1,7 @@
-"""Reads the `config.json` of a head, in the formats of all projects that publish heads, and refuses unknown flags.
+"""Reads the `config.json` of a head, in the formats of all projects that publish heads.
 
-Ignoring a flag that changes a head's arithmetic would only lower acceptance, so nobody would notice. A flag that is set
-and unknown is therefore refused by name.
+Ignoring a flag that changes a head's arithmetic would only lower acceptance, so nobody would notice: a flag that is
+set and unknown is refused by name.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from baton.models.config import ModelConfig, RawConfig, get_bool
 from baton.models.loading.config_json import read_config
 from baton.models.registry import model_class
 
-# Model types of heads with Llama layers: some configs name the method, or no model type.
+# Heads with Llama layers: some configs name the method, or no model type.
 _HEAD_TYPES = ("eagle", "eagle3", None)
 _LATENT_HEADS = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
-# The second name is used by some heads in the `speculators` format.
+# The second name is that of some heads in the `speculators` format.
 LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
-# Fields that change the arithmetic of an EAGLE-3 head and belong to no other head.
+# They change the arithmetic of an EAGLE-3 head and belong to no other head.
 EAGLE3_FIELDS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_aux_hidden_state", *LAYER_IDS)
 # Fields of a `speculators` config besides its layer's config.
 _SPECULATORS_KEYS = (
@@ -46,7 +46,7 @@ _EXPECTED: Mapping[str, object] = {
     "pard_token": None,
     "logit_scale": 1.0,
 }
-# Flags that are read, or that only describe how a head was trained, saved or served.
+# Read, or only descriptive of how a head was trained, saved or served.
 _FLAGS = frozenset(
     {
         "norm_before_residual",
@@ -77,7 +77,7 @@ _FLAGS = frozenset(
 
 
 def read_head(path: str) -> tuple[RawConfig, ModelConfig]:
-    """A head's `config.json` as one flat object, and as the config of its layers. Raises `CheckpointError`."""
+    """As one flat object, and as the config of its layers. Raises `CheckpointError`."""
     raw = flat_config(read_config(path))
     inner = nested(raw)
     for section in (raw, inner):
@@ -89,7 +89,7 @@ def read_head(path: str) -> tuple[RawConfig, ModelConfig]:
 
 
 def _layer_type(raw: RawConfig) -> object:
-    """The model type of a head's layers. Heads with MLA are recognised by their architecture only."""
+    """Heads with MLA are recognised by their architecture only."""
     architectures, model_type = raw.get("architectures"), raw.get("model_type")
     if isinstance(architectures, list) and any(name in _LATENT_HEADS for name in architectures):
         return "deepseek_v2" if model_type == "deepseek_v2" else "deepseek_v3"
@@ -99,8 +99,8 @@ def _layer_type(raw: RawConfig) -> object:
 def flat_config(raw: RawConfig) -> RawConfig:
     """A `speculators` config (Red Hat's format) with its fields moved to where other projects put them.
 
-    In that format the layer's config is nested, and `norm_before_residual` defaults to true. Raises `CheckpointError`
-    for speculators other than EAGLE-3.
+    There the layer's config is nested, and `norm_before_residual` defaults to true. Raises `CheckpointError` for
+    speculators other than EAGLE-3.
     """
     if "speculators_model_type" not in raw:
         return raw
@@ -116,7 +116,7 @@ def flat_config(raw: RawConfig) -> RawConfig:
 
 
 def nested(raw: RawConfig) -> RawConfig:
-    """The object `eagle_config`, in which some projects put the method's fields. Empty if there is none."""
+    """`eagle_config`, in which some projects put the method's fields."""
     found = raw.get("eagle_config") or {}
     if not isinstance(found, Mapping):
         raise CheckpointError(f"drafter: config.json: eagle_config is {found!r}, expected an object")
@@ -124,7 +124,7 @@ def nested(raw: RawConfig) -> RawConfig:
 
 
 def flag(raw: RawConfig, name: str, default: bool = False) -> bool:
-    """A flag of the method, from `eagle_config` or from the top level."""
+    """From `eagle_config` or from the top level."""
     inner = nested(raw)
     return get_bool(inner if inner.get(name) is not None else raw, name, default)
 

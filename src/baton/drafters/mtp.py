@@ -1,7 +1,6 @@
 """Drafting with a target's own multi-token prediction modules (DeepSeek-V3, GLM-4.5, Qwen3.5), stored beside it.
 
-After the last module, the last module runs again on its own output, as in vLLM with one module (transformers stops at
-one draft per module).
+The last module runs again on its own output, as in vLLM with one module (transformers stops at one draft per module).
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class Mtp(MtpHead):
 
     @classmethod
     def load(cls, path: str, target: CausalLM, build: Build) -> MtpHead:
-        """Build and fill the modules from the target's checkpoint directory `path`. Raises `CheckpointError` if some
-        or all are missing."""
+        """`path`: the target's checkpoint directory. Raises `CheckpointError` if some or all modules are missing."""
         raw = text_config(read_config(path))
         num, place = _num_modules(raw)
         drafter: MtpHead = cls(target, build) if num == 1 else MtpChain(target, build, num)
@@ -74,7 +72,7 @@ def _of_qwen(name: str, num_layers: int) -> tuple[int, str] | None:
     return 0, rest  # unknown, which `fill` refuses by name
 
 
-# Where the checkpoints of each type of target store a module's tensors.
+# Where checkpoints store a module's tensors, by type of target.
 _PLACES: dict[str, Callable[[str, int], tuple[int, str] | None]] = {
     "deepseek_v3": _after_the_last_layer,
     "deepseek_v32": _after_the_last_layer,
@@ -87,7 +85,7 @@ _PLACES: dict[str, Callable[[str, int], tuple[int, str] | None]] = {
 
 
 def _num_modules(raw: RawConfig) -> tuple[int, Callable[[str, int], tuple[int, str] | None]]:
-    """The number of modules, and where their tensors are stored. Raises `CheckpointError`."""
+    """The number of modules, and where their tensors are. Raises `CheckpointError`."""
     place = _PLACES.get(str(raw.get("model_type")))
     if place is None:
         known = ", ".join(_PLACES)

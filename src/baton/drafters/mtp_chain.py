@@ -27,10 +27,10 @@ class Extended:
 
 
 class MtpChain(MtpHead):
-    """See the module's docstring. If more drafts are wanted than there are modules, the last module runs again."""
+    """If more drafts are wanted than there are modules, the last module runs again."""
 
     def extend(self, batch: DraftBatch) -> Extended:  # type: ignore[override]
-        """Compute every module's new entries, each from the output of the module before it."""
+        """Every module's new entries, each from the output of the module before it."""
         chain, features = batch.chain, batch.features_TF
         assert chain is not None
         assert features is not None
@@ -47,7 +47,7 @@ class MtpChain(MtpHead):
         made = self._run(0, batch, everyone, batch.next_ids, features, batch.positions, np.diff(batch.query_start))
         last, mtp_hidden = made[self._tensor(batch.query_start[1:].astype(np.int64) - 1)], []
         for module in range(1, len(self.layers)):
-            # Rows of `pool`: the carried rows, the new output of the module before this one, and a row of zeros.
+            # The carried rows, the new output of the module before this one, and a row of zeros.
             pool = torch.cat((brought, made, features.new_zeros(1, features.shape[1])))
             rows: list[IntArray] = []
             left: list[int] = []

@@ -1,7 +1,7 @@
 """Prompt lookup (Saxena, 2023; vLLM's `ngram`): proposes what followed an earlier occurrence of the last tokens.
 
-It takes the longest n-gram at the end of a request's tokens, of `prompt_lookup_min` to `prompt_lookup_max` tokens, that
-occurs earlier too, and of several occurrences the first. It keeps no KV, so there is nothing to hand off.
+It takes the longest n-gram at the end of a request's tokens, of `prompt_lookup_min` to `prompt_lookup_max` tokens,
+that occurs earlier too, and of several occurrences the first. It keeps no KV.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ _LENGTH = 5
 
 
 class NGram:
-    """See the module's docstring."""
-
     kv_layers: Sequence[LayerSpec] = ()
     kv_modules: Sequence[int | None] = ()
     aux_layers: tuple[int, ...] = ()
@@ -42,7 +40,7 @@ class NGram:
         prompt_lookup_min: int | None = None,
         prompt_lookup_max: int | None = None,
     ) -> NGram:
-        """A length that is not given equals the other. Raises `ConfigError` if the minimum is above the maximum."""
+        """A missing length equals the other. Raises `ConfigError` if the minimum is above the maximum."""
         most = prompt_lookup_max or prompt_lookup_min or _LENGTH
         least = prompt_lookup_min or most
         if least > most:

@@ -34,7 +34,7 @@ def load_drafter(
 ) -> Drafter:
     """Build a drafter for `target` and load its weights. It uses the target's embeddings or LM head if it has none.
 
-    `path`: the drafter's checkpoint, or the target's for a method without a checkpoint. `dtype` "auto" is the target's.
+    `path`: the drafter's checkpoint, or the target's for a method without one. `dtype` "auto" is the target's.
     `options`: settings of the method. Raises `ConfigError` for an unknown method, and `CheckpointError` for an invalid
     checkpoint or one made for another target.
     """

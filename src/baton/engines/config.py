@@ -15,7 +15,7 @@ from baton.handoff.session.keys import check_bind, ticket_key_file
 from baton.transports.registry import parse_uri
 from baton.wire import Integrity
 
-# Transports that cannot open the memory of another engine, and why.
+# Transports that cannot open another engine's memory, and why.
 _OUT_OF_REACH = {"local": "it joins engines of one process", "shm": "it moves memory that it has allocated itself"}
 
 
@@ -42,7 +42,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return Timers(renew=self.lease / 5, lease=self.lease, handoff=self.handoff_timeout_s)
 
     def ticket_key(self) -> bytes:
-        """The key that signs tickets. Raises `ConfigError` if its file in `keys` is unsafe, unreadable or missing."""
+        """Signs tickets. Raises `ConfigError` if its file in `keys` is unsafe, unreadable or missing."""
         file = ticket_key_file(self.keys)
         try:
             return load_or_create_key(file)

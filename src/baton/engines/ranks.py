@@ -26,7 +26,7 @@ class WorkerPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class JoinedWorkers(msgspec.Struct, frozen=True, kw_only=True):
-    """All workers of the engine. `instance` is from this worker's point of view; the rest is as in `WorkerPart`."""
+    """`instance` is from this worker's point of view; the rest is as in `WorkerPart`."""
 
     instance: Instance
     incarnation: str
@@ -35,7 +35,7 @@ class JoinedWorkers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gather(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """All-gather bytes of any length, by rank. `group` must move tensors in host memory."""
+    """Bytes of any length, by rank. `group` must move tensors in host memory."""
     count = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
     dist.all_gather(lengths, torch.tensor([len(own)]), group=group)
@@ -72,7 +72,7 @@ def join(own: WorkerPart, all_gather: AllGather) -> JoinedWorkers:
 
 
 def joined_addresses(found: Sequence[tuple[int, str]], num_workers: int) -> list[str]:
-    """The control addresses in `found`, by rank. Raises `ConfigError` unless there is exactly one of each worker."""
+    """By rank. Raises `ConfigError` unless there is exactly one address of each worker."""
     if sorted(rank for rank, _ in found) != list(range(num_workers)):
         ranks = sorted(rank for rank, _ in found)
         raise ConfigError("world_size", f"{num_workers} workers, but those with ranks {ranks} have agents")

@@ -29,7 +29,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | None) -> KVEventsConfig:
-        """The configuration in JSON, or in a table of a file. Raises `ConfigError`."""
+        """From JSON, or from a table of a file. Raises `ConfigError`."""
         try:
             config = (
                 msgspec.json.decode(value, type=cls) if isinstance(value, str) else msgspec.convert(value or {}, cls)
@@ -50,7 +50,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.enable_kv_cache_events and self.publisher != "null"
 
     def of_rank(self, rank: int) -> KVEventsConfig:
-        """The configuration of data-parallel rank `rank`."""
+        """Of data-parallel rank `rank`."""
         return msgspec.structs.replace(
             self, endpoint=_moved(self.endpoint, rank), replay_endpoint=_moved(self.replay_endpoint, rank)
         )

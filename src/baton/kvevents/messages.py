@@ -15,7 +15,7 @@ from baton.errors import ProtocolError
 from baton.kv.prefix import salted_root
 
 BlockHash = bytes | int
-# Of the medium that an engine computes with, on CPUs too.
+# The medium that an engine computes with, on CPUs too.
 MEDIUM_GPU = "GPU"
 SEQUENCE_BYTES = 8
 # The end marker of a replay.
@@ -145,5 +145,5 @@ def _event(raw: msgspec.Raw) -> KVEvent:
 
 
 def salt_key(salt: str) -> str:
-    """What stands for a `cache_salt` in the events of Baton's engines. Whoever reads it cannot use the salt."""
+    """Stands for a `cache_salt` in the events of Baton's engines. Whoever reads it cannot use the salt."""
     return salted_root(salt).hex()

@@ -1,7 +1,7 @@
 """Publishes an engine's KV events over ZeroMQ as vLLM does: a PUB socket, and a ROUTER socket that repeats batches.
 
-A message has the frames topic, sequence (8 bytes, big-endian, from 0) and payload. A replay is asked for with the first
-sequence wanted, answered with messages of the same frames, and ended by sequence -1 with an empty payload.
+A message has the frames topic, sequence (8 bytes, big-endian, from 0) and payload. A replay is asked for with the
+first sequence wanted, answered with messages of the same frames, and ended by sequence -1 with an empty payload.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class EventPublisher:
         self._thread.start()
 
     def watch(self, cache: KVCache, groups: Sequence[GroupSpec]) -> None:
-        """Record what enters and leaves the prefix caches of `cache`."""
+        """What enters and leaves the prefix caches of `cache`."""
         for index, group in enumerate(groups):
             pool = cache.pools[group.name]
             size = pool.interval if isinstance(pool, StatePool) else pool.page_size
@@ -78,7 +78,7 @@ class EventPublisher:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Publish what is left, and end the thread."""
+        """Publish what is left."""
         self._stopping = True
         self._signal()
         self._thread.join()

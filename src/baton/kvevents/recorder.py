@@ -22,7 +22,7 @@ class RecordedGroup:
 
 
 class EventRecorder:
-    """Events that are not published yet, at most `limit`. `wake` is called when the first of them is added.
+    """Events not published yet, at most `limit`. `wake` is called when the first is added.
 
     If there are too many, all are dropped, and consumers are told to clear what they know.
     """
@@ -35,9 +35,8 @@ class EventRecorder:
     def stored(
         self, group: RecordedGroup, own: bytes, parent: bytes | None, root: bytes, tokens: Sequence[int]
     ) -> None:
-        """One block is held. `tokens`: its own and those after it that its KV depends on. `parent` None: it begins the
-        prompt, whose chain has this `root`.
-        """
+        """`tokens`: a block's own and those after it that its KV depends on. `parent` None: it begins the prompt,
+        whose chain has this `root`."""
         size = group.block_size
         extra: list[tuple[Any, ...] | None] | None = [(root.hex(),)] if parent is None and root != ROOT else None
         self._add(

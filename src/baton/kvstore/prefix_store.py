@@ -3,10 +3,10 @@
 An entry holds the pages of one span (about `SPAN_TOKENS` tokens) in every group, including the drafter's, under a key
 over the model and all tokens that they depend on. Pages that are found enter the prefix cache before the request is
 scheduled, so the rest of the engine does not know the store. Spans that are missing, damaged or too large for the pool
-are computed. Only engines that compute prompts write: received KV must not be shared. States have one entry per prompt,
-after its last span that ends at a checkpoint.
+are computed. Only engines that compute prompts write: received KV must not be shared. States have one entry per
+prompt, after its last span that ends at a checkpoint.
 
-Files are read and written on threads of this class. Only the engine thread uses pages and the prefix cache.
+Files are read and written on threads of this class.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PrefixStore:
         self._on_failure: Callable[[str], None]
 
     def bind(self, post: Post, on_failure: Callable[[str], None]) -> None:
-        """`post` runs a call on the engine thread. `on_failure` is called there with "read" or "write"."""
+        """`post` runs a call on the engine thread, where `on_failure` is called with "read" or "write"."""
         self._post, self._on_failure = post, on_failure
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class PrefixStore:
 
     def save(self, request: PrefixRequest, num_final: int) -> None:
         """Write those of the request's entries [0, `num_final`) that the store lacks. Their pages stay in use until
-        they are written."""
+        then."""
         if request.is_salted:
             return
         num = min(num_final // self._span, self._num_spans(len(request.token_ids)))
@@ -182,7 +182,7 @@ class PrefixStore:
     # ------------------------------------------------------------ threads of the store
 
     def _keys(self, tokens: Sequence[int], num: int) -> Iterator[str]:
-        """Keys of the first `num` spans. Each key also covers all earlier tokens."""
+        """Keys of the first `num` spans. Each also covers all earlier tokens."""
         key = self._model
         for start in range(0, num * self._span, self._span):
             key = content_key(key, tokens[start : start + self._span + self._reach])
@@ -232,5 +232,5 @@ class PrefixStore:
 
 
 def _of_states(key: str) -> str:
-    """The key of the states after the span with `key`."""
+    """After the span with `key`."""
     return content_key(f"{key} states", ())

@@ -1,14 +1,13 @@
 """A directory of KV bytes that processes of many hosts may share: `put` and `get` by content key.
 
-An entry is one safetensors file: named uint8 tensors, usually one per group, and strings that describe them. Its key is
-32 hex digits: the digest of its content, or a name of the content, such as `content_key(context, token_ids)`. Equal
+An entry is one safetensors file: named uint8 tensors, usually one per group, and strings that describe them. Its key
+is 32 hex digits: the digest of its content, or a name of the content, such as `content_key(context, token_ids)`. Equal
 keys mean equal content, so an entry is never written twice.
 
 An entry appears atomically, by a rename, but is not synchronised to the disk: a power failure may truncate it. `get`
 always checks the digest, and removes a damaged entry. Above `max_bytes` the least recently used entries are removed,
 but none used in the last `KEEP_S` seconds, which a reader may be about to read: a store full of such entries refuses
-more. The digest finds damage, not intent: whoever can write to the directory can forge an entry under a named key,
-though not under a digest.
+more. Whoever can write to the directory can forge an entry under a named key, though not under a digest.
 """
 
 from __future__ import annotations
@@ -111,8 +110,8 @@ class FileStore:
     def get(self, key: str) -> Entry | None:
         """The entry of `key`, or None.
 
-        Raises `TransportError` for a damaged entry, which is removed so that it can be put again, and for an unreadable
-        one, which stays.
+        Raises `TransportError` for a damaged entry, which is removed so that it can be put again, and for an
+        unreadable one, which stays.
         """
         path = self._path(key)
         try:
@@ -130,7 +129,7 @@ class FileStore:
         return entry
 
     def use(self, key: str) -> bool:
-        """Mark an entry as just used, so that it stays. False if there is none."""
+        """Mark an entry as just used. False if there is none."""
         return self._touch(self._path(key))
 
     def remove(self, key: str) -> None:
@@ -138,7 +137,7 @@ class FileStore:
         self._path(key).unlink(missing_ok=True)
 
     def keys(self) -> list[str]:
-        """All keys, least recently used first."""
+        """Least recently used first."""
         return [path.name for _, _, path in self._entries()]
 
     def _path(self, key: str) -> Path:
@@ -167,7 +166,7 @@ class FileStore:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size > self.max_bytes:
                 raise ValueError("not a regular file of a size that the store may have")
-            # Read, not mapped: a file that shrinks under a mapping kills the process.
+            # A file that shrinks under a mapping kills the process.
             return file.read(status.st_size)
 
     def _entries(self) -> list[tuple[float, int, Path]]:
@@ -211,8 +210,8 @@ class FileStore:
 
 
 def content_key(context: str, token_ids: Sequence[int]) -> str:
-    """The key of the KV of `token_ids` after `context`: the name of a model (weights, drafter, geometry), or the key of
-    the tokens before."""
+    """The key of the KV of `token_ids` after `context`: the name of a model (weights, drafter, geometry), or the key
+    of the tokens before."""
     state = hashlib.blake2b(digest_size=16)
     _feed(state, context.encode())
     _feed(state, np.asarray(token_ids, dtype="<i8").tobytes())

@@ -31,9 +31,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RequestAcceptance:
-    """One request: per verification the number of drafts and of accepted ones. The first verification of a request that
-    was handed off is that of the drafts of the prefill engine.
-    """
+    """One request: per verification the number of drafts and of accepted ones. After a handoff, the first verification
+    is of the prefill engine's drafts."""
 
     group: Group
     accepted: Sequence[int]
@@ -95,14 +94,14 @@ class GroupTotals:
 
 
 class AcceptanceTotals:
-    """Totals by group. The group that has waited longest for a request makes room for a new one."""
+    """Totals by group. The group that has waited longest makes room for a new one."""
 
     def __init__(self, max_groups: int = 256) -> None:
         self._max_groups = max_groups
         self._groups: dict[Group, GroupTotals] = {}
 
     def observe(self, request: RequestAcceptance) -> None:
-        """Count a request that had at least one verification with drafts."""
+        """At least one verification had drafts."""
         totals = self._groups.pop(request.group, None) or GroupTotals()
         self._groups[request.group] = totals
         totals.add(request)

@@ -1,9 +1,9 @@
 """Alarms on acceptance: which engine's drafts are accepted less often than they should be, by more than chance.
 
-Four figures of each request are compared: of the first verification and of the later ones, how often the first draft is
-accepted, and the share of accepted drafts. Each is compared with the same figure of requests that one engine computed
-(`local`), with that of requests on other decode engines (`other_engines`), and with the request's own other
-verifications (`itself`), which shows a fault if there is one engine pair and no local request.
+Four figures of each request are compared: of the first verification and of the later ones, how often the first draft
+is accepted, and the share of accepted drafts. Each is compared with the same figure of requests that one engine
+computed (`local`), with that of requests on other decode engines (`other_engines`), and with the request's own other
+verifications (`itself`), which shows a fault even with one engine pair and no local request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Part = Literal["first_verification", "later_verifications"]
 Reference = Literal["local", "other_engines", "itself"]
-# Prompts and positions differ, so acceptance does too: a smaller difference is no alarm.
+# Prompts and positions differ: a smaller difference is no alarm.
 MARGIN = 0.1
 OWN_MARGIN = 0.3
 _KEPT = 1024
@@ -56,9 +56,8 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Comparison:
-    """The detectors of one part of a group's requests against one reference. `next` is the number of the first sample
-    that was not used as a reference yet: pairs must be independent.
-    """
+    """The detectors of one part of a group's requests against one reference. `next`: the number of the first sample
+    not yet used as a reference: pairs must be independent."""
 
     part: Part
     reference: Reference
@@ -67,7 +66,7 @@ class _Comparison:
     last: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_SHOWN))
 
     def observe(self, observed: _Figures, reference: _Figures) -> bool:
-        """Add a pair, and return whether an alarm has begun or ended."""
+        """Returns whether an alarm has begun or ended."""
         before = self.alarmed
         self.last.append((observed.first_draft, reference.first_draft))
         for detector, mine, other in zip(self.detectors, observed.both(), reference.both(), strict=True):
@@ -86,8 +85,7 @@ class _Comparison:
 @dataclass(frozen=True, slots=True)
 class Alarm:
     """A group whose `part` is accepted less often than `reference`, by more than chance. `observed`, `expected`: how
-    often the first draft was accepted in the last comparisons.
-    """
+    often the first draft was accepted in the last comparisons."""
 
     group: Group
     part: Part
@@ -130,7 +128,7 @@ class AcceptanceAlarms:
         self._watched: dict[Group, _Watched] = {}
 
     def observe(self, request: RequestAcceptance) -> None:
-        """Compare a request that ran on one route from its beginning to its end."""
+        """Compare a request that ran on one route from beginning to end."""
         parts: dict[Part, _Figures | None] = {
             "first_verification": _Figures.of(*request.first),
             "later_verifications": _Figures.of(*request.later),
@@ -154,7 +152,6 @@ class AcceptanceAlarms:
         self._num_samples += 1
 
     def alarms(self) -> list[Alarm]:
-        """The alarms that hold now."""
         return [
             _alarm(group, comparison)
             for group, watched in self._watched.items()
@@ -163,7 +160,7 @@ class AcceptanceAlarms:
         ]
 
     def num_comparisons(self) -> int:
-        """The number of comparisons that could have raised an alarm."""
+        """Comparisons that could have raised an alarm."""
         return sum(c.num_pairs for watched in self._watched.values() for c in watched.comparisons)
 
     def _reference(self, comparison: _Comparison, group: Group, parts: dict[Part, _Figures | None]) -> _Figures | None:

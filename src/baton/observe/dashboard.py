@@ -19,7 +19,7 @@ class Page:
 
 @functools.cache
 def dashboard_page() -> Page:
-    """Return the page, put together from the files in `observe/page`."""
+    """Put together from the files in `observe/page`."""
     directory = resources.files("baton.observe") / "page"
     html, style, script = ((directory / f"dashboard.{kind}").read_text() for kind in ("html", "css", "js"))
     policy = (

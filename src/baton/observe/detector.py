@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-# Expected false alarms: at most one in this many comparisons.
+# At most one false alarm in this many comparisons.
 THRESHOLD = 1e7
-# An alarm ends when the mean of this many pairs is as it should be again.
+# An alarm ends when the mean of this many pairs is as it should be.
 _RECENT = 100
 _BETS = (0.25, 0.5, 0.75, 0.95)  # as shares of the largest bet
 
@@ -36,7 +36,6 @@ class DropDetector:
         return sum(self._statistics) / len(self._statistics)
 
     def observe(self, observed: float, reference: float) -> None:
-        """Add a pair."""
         self.num_pairs += 1
         difference = observed - reference + self._margin
         self._recent.append(difference)

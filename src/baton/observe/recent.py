@@ -20,7 +20,7 @@ _NUM_LISTED = 20
 
 @dataclass(slots=True)
 class _Bucket:
-    """Latencies in seconds of requests that ended in one interval."""
+    """In seconds, of requests that ended in one interval."""
 
     number: int
     num_requests: int = 0
@@ -62,7 +62,7 @@ class LatencySeries:
 
 
 class RecentRequests:
-    """The requests of one router, for an operator. It keeps neither prompts nor answers."""
+    """One router's requests, for an operator. It keeps neither prompts nor answers."""
 
     def __init__(self) -> None:
         self._running: dict[int, RequestTimeline] = {}
@@ -76,12 +76,11 @@ class RecentRequests:
         return len(self._running)
 
     def begin(self, request: RequestTimeline) -> None:
-        """Add a request that arrives."""
         self.num_begun += 1
         self._running[id(request)] = request
 
     def end(self, request: RequestTimeline) -> None:
-        """Keep a request that has ended. Call `on_end` before."""
+        """Call `on_end` before."""
         self._running.pop(id(request), None)
         assert request.ended is not None
         self._ended[id(request)] = request
@@ -93,7 +92,7 @@ class RecentRequests:
             (self._handed_off if request.route == HANDED_OFF else self._local).observe(request.ended, request)
 
     def find(self, wanted: str) -> list[RequestTimeline]:
-        """The requests with this id, that of one choice or of all, or with this `X-Request-Id`; newest first."""
+        """With this id, that of one choice or of all, or with this `X-Request-Id`; newest first."""
         return [one for one in self._newest() if wanted in (one.id, one.id.rpartition("-")[0], one.http_id)]
 
     def stages(self) -> dict[str, int]:

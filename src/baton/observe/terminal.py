@@ -8,8 +8,7 @@ from typing import Any
 
 def status_text(state: Mapping[str, Any]) -> str:
     """`/status`, or an event of the dashboard, which has latencies and errors too. Control characters of servers are
-    shown as `?`: they could change the terminal.
-    """
+    shown as `?`: they could change the terminal."""
     parts = [_head(state), _engines(state["engines"]), _routes(state), *_alarms(state), *_more(state)]
     return "\n".join("".join(c if c.isprintable() or c == "\n" else "?" for c in part) for part in parts)
 

@@ -50,7 +50,7 @@ class RequestTimeline:
 
     @property
     def stage(self) -> RequestStage:
-        """Where it is now. After a handoff, decoding begins with the second token."""
+        """After a handoff, decoding begins with the second token."""
         if self.ended is not None:
             return "ended"
         if not self.route:
@@ -65,7 +65,7 @@ class RequestTimeline:
 
     @property
     def tpot_s(self) -> float | None:
-        """The mean time per token after the first."""
+        """Per token after the first."""
         if self.first is None or self.last is None or self.num_output_tokens < 2:
             return None
         return (self.last - self.first) / (self.num_output_tokens - 1)
@@ -94,7 +94,7 @@ class RequestTimeline:
         self._note(now, f"recovery: {rung}", cause)
 
     def on_end(self, now: float, finish: str, error: str = "") -> None:
-        """It ended: `finish` is its finish reason, `abort` or `error`. Only the first call counts."""
+        """`finish`: its finish reason, `abort` or `error`. Only the first call counts."""
         if self.ended is not None:
             return
         self.ended, self.finish, self.error = now, finish, error[:_MAX_TEXT]

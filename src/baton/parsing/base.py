@@ -1,7 +1,7 @@
 """Streaming parsers that split a model's text into content, reasoning and tool calls.
 
 The result does not depend on how the text is cut: text that may become a marker is held back. Malformed calls become
-content, so no text is lost, and no text ends a stream.
+content, so no text is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A part of tool call number `index`. Only the first part has `name`. `arguments`: JSON as the model wrote it."""
+    """A part of tool call number `index`. Only the first has `name`. `arguments`: JSON as the model wrote it."""
 
     index: int
     name: str | None
@@ -38,25 +38,25 @@ class Parser(Protocol):
     """Parses one answer."""
 
     def push(self, text: str) -> list[ParsedEvent]:
-        """Add text. Returns the events that are certain."""
+        """Returns the events that are certain."""
         ...
 
     def finish(self) -> list[ParsedEvent]:
-        """End the answer. Returns the events of held text."""
+        """Returns the events of held text."""
         ...
 
 
 class ContentBuffer:
-    """Makes `Content` from the text before, between and after calls. Text next to a call that is only white space is
-    dropped, because templates write it there; any other text is unchanged. vLLM's parsers do the same before the first
-    call, and `qwen3_xml` after it, in streams."""
+    """Makes `Content` from the text before, between and after calls. White space next to a call is dropped, because
+    templates write it there; other text is unchanged. vLLM's parsers do the same before the first call, and
+    `qwen3_xml` after it, in streams."""
 
     def __init__(self) -> None:
         self._held = ""
         self._begun = self._after_call = False
 
     def push(self, text: str) -> list[ParsedEvent]:
-        """Leading white space is held back, because a call may follow."""
+        """Leading white space is held back: a call may follow."""
         text, self._held = self._held + text, ""
         self._begun |= bool(text.strip())
         if not self._begun:
@@ -73,8 +73,8 @@ class ContentBuffer:
 
 
 def split_at(text: str, *markers: str) -> tuple[str, str, str]:
-    """Split `text` into the part before the first marker, the marker, and the rest. Without a marker the rest is a tail
-    that may begin one."""
+    """The part before the first marker, the marker, and the rest. Without a marker the rest is a tail that may begin
+    one."""
     found = min((m for m in markers if m in text), key=text.index, default="")
     if found:
         before, _, rest = text.partition(found)

@@ -7,7 +7,7 @@ from baton.parsing.json_call import JsonCall
 
 
 class JsonCalls:
-    """Parses JSON calls one after another. Text that turns out not to be a call goes to `words`."""
+    """JSON calls one after another. Text that is no call goes to `words`."""
 
     def __init__(self, content: ContentBuffer) -> None:
         self.count = 0
@@ -17,7 +17,7 @@ class JsonCalls:
         self._told = False
 
     def begin(self, lead: str) -> None:
-        """A call may begin. `lead`: the marker before it, which becomes content if it is not a call."""
+        """`lead`: the marker before a possible call, which becomes content if there is none."""
         self._call, self._lead, self._told = JsonCall(), lead, False
 
     def push(self, text: str) -> tuple[list[ParsedEvent], str, bool | None]:
@@ -44,7 +44,7 @@ class JsonCalls:
 
     def _drop(self) -> list[ParsedEvent]:
         if self._told:
-            # Its name was sent already, so it remains a call.
+            # Its name was sent already.
             events = self._tell()
             self.count += 1
             return events

@@ -138,5 +138,5 @@ class HarmonyReasoning:
 
 
 def reasoning(rest: Parser, opened: bool) -> Parser:
-    """The reasoning parser before `rest`. `HarmonyParser` needs none: it parses reasoning itself."""
+    """`HarmonyParser` needs none: it parses reasoning itself."""
     return rest if isinstance(rest, HarmonyParser) else HarmonyReasoning(rest)

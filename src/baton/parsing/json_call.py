@@ -22,7 +22,7 @@ class JsonValue:
         self._quoted = self._escaped = False
 
     def push(self, char: str) -> bool:
-        """Add a character. False if it is not part of the value: it ended a number or a literal."""
+        """False if the character is not part of the value: it ended a number or a literal."""
         if self._quoted:
             self._quoted = self._escaped or char != '"'
             self._escaped = char == "\\" and not self._escaped
@@ -67,7 +67,7 @@ class JsonCall:
         return pending
 
     def push(self, char: str) -> None:
-        """Add one character. Not allowed once `state` is "done" or "failed"."""
+        """Not allowed once `state` is "done" or "failed"."""
         self.raw += char
         if self.state in ("open", "key", "colon", "next"):
             self._between(char)
@@ -119,7 +119,7 @@ class JsonCall:
 def _string(text: str) -> str | None:
     try:
         value = json.loads(text)
-        # JSON allows half of a surrogate pair, but UTF-8 does not.
+        # JSON allows half of a surrogate pair, UTF-8 does not.
         return value if isinstance(value, str) and value.encode() else None
     except ValueError:
         return None

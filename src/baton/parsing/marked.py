@@ -8,8 +8,8 @@ from baton.parsing.base import ContentBuffer, ParsedEvent, split_at
 
 
 class MarkedParser(ABC):
-    """Text before a marker is content. The subclass parses the text after it, until it sets the state `_where` to
-    "words" again. `_held`: text that cannot be parsed yet."""
+    """Text before a marker is content. The subclass parses the text after it, until it sets `_where` to "words" again.
+    `_held`: text that cannot be parsed yet."""
 
     def __init__(self, *markers: str) -> None:
         self.markers = markers

@@ -1,6 +1,6 @@
 """`mistral`: after `[TOOL_CALLS]`, a list of `{"name": ..., "arguments": {...}}`. Mistral's tokenizers from version 11
-on: `NAME{...}`, `NAME[ARGS]{...}` or `NAME[CALL_ID]ID[ARGS]{...}`, each after its own `[TOOL_CALLS]`. The model's ID is
-dropped, because the API server makes call ids."""
+on: `NAME{...}`, `NAME[ARGS]{...}` or `NAME[CALL_ID]ID[ARGS]{...}`, each after its own `[TOOL_CALLS]`. The model's ID
+is dropped: the API server makes call ids."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Qwen3XmlParser(MarkedParser):
         return self._bare(text, events) if self._lead == _BARE else self._function(text, events)
 
     def _bare(self, text: str, events: list[ParsedEvent]) -> str | None:
-        """After `<function=` without `<tool_call>`, which models may omit: a call only if it names one of the tools."""
+        """`<function=` without `<tool_call>`, which models may omit, is a call only if it names one of the tools."""
         name = _NAME.match(text)
         if name is not None and name.end() == len(text) and len(text) <= _MAX_NAME:
             return None

@@ -17,8 +17,8 @@ from baton.parsing.reasoning import ThinkParser
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A format of tool calls. `make` gets the JSON schema of each tool's parameters. `markers`: the parser must see
-    them even if they are special tokens; other special tokens stay hidden."""
+    """`make` gets the JSON schema of each tool's parameters. `markers`: the parser must see them even if they are
+    special tokens; others stay hidden."""
 
     make: Callable[[Mapping[str, Any]], Parser]
     markers: tuple[str, ...]
@@ -38,8 +38,8 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """A format of reasoning. `make` gets the parser of the answer after it, and whether the prompt ends within the
-    reasoning. `markers`: as in `ToolFormat`."""
+    """`make` gets the parser of the answer after it, and whether the prompt ends within the reasoning. `markers`: as
+    in `ToolFormat`."""
 
     make: Callable[[Parser, bool], Parser]
     markers: tuple[str, ...]

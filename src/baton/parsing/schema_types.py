@@ -1,7 +1,7 @@
 """Converts values that a model wrote as text to JSON, by the schema of the parameter.
 
-As in vLLM, the first allowed type that fits wins, in the order null, integer, number, boolean, object, array, string; a
-schema without types means string. Beyond vLLM, `$ref` and `const` are followed, `allOf` allows what all its branches
+As in vLLM, the first allowed type that fits wins, in the order null, integer, number, boolean, object, array, string;
+a schema without types means string. Beyond vLLM, `$ref` and `const` are followed, `allOf` allows what all its branches
 allow, and text that equals a value of an `enum` is that value.
 """
 
@@ -26,7 +26,7 @@ _MAX_DEPTH, _MAX_PARTS = 32, 1024
 
 
 def parameter_schema(schema: Any, key: str) -> Any:
-    """The schema of parameter `key` of a function with `schema`; None if there is none."""
+    """Of a function with `schema`; None if there is none."""
     parts = list(_Walk(schema).parts(schema))
     for part in parts:
         properties = part.get("properties")
@@ -60,8 +60,8 @@ def value_of(text: str, schema: Any, root: Any) -> str:
 
 
 class _Walk:
-    """One walk through a schema. It follows each reference once and visits at most `_MAX_PARTS` parts: clients choose
-    the schema, and the model decides how often it is walked."""
+    """Follows each reference once and visits at most `_MAX_PARTS` parts: clients choose the schema, and the model
+    decides how often it is walked."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -82,7 +82,7 @@ class _Walk:
                 pending += _list(part, field)[: self._left]
 
     def types(self, schema: Any, depth: int = 0) -> set[str] | None:
-        """The types that a schema allows; None if it does not say."""
+        """None if the schema does not say."""
         self._left -= 1
         if not isinstance(schema, dict) or depth > _MAX_DEPTH or self._left < 0:
             return None
@@ -124,7 +124,7 @@ def _constants(schema: dict[str, Any]) -> list[Any]:
 
 
 def _number(text: str) -> str:
-    """The number as the model wrote it if that is JSON, else converted; empty if it is not a number."""
+    """As the model wrote it if that is JSON, else converted; empty if it is not a number."""
     found = _loads(text)
     if type(found) in (int, float) and _finite(found):
         return text
@@ -142,7 +142,6 @@ def _same(text: str, constant: Any) -> bool:
 
 
 def _loads(text: str) -> Any:
-    """The JSON value in a text, or `_NOTHING`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -150,7 +149,7 @@ def _loads(text: str) -> Any:
 
 
 def _finite(value: Any) -> str:
-    """A value as JSON; empty if JSON or UTF-8 cannot express it (infinity, half of a surrogate pair)."""
+    """As JSON; empty if JSON or UTF-8 cannot express it (infinity, half of a surrogate pair)."""
     if value is _NOTHING:
         return ""
     try:

@@ -1,8 +1,8 @@
 """The aiohttp app of one engine.
 
 `POST /inference/v1/generate` takes a `GenerateRequest` and answers with one `TokenChunk` per line, sent as its step
-ends. It uses token ids because a stop string may span two engines, and only the front door sees both outputs. It is for
-routers: an engine of role `both` serves it only with `--token-api`.
+ends. It uses token ids because a stop string may span two engines, and only the router sees both outputs. An engine of
+role `both` serves it only with `--token-api`.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class EngineBackend:
         return self._model
 
     def check(self, params: SamplingParams) -> None:
-        """Do nothing: an engine supports all parameters that a plan may have."""
+        """An engine supports all parameters that a plan may have."""
 
     def generate(
         self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """The engine's chunks. There is no handoff, so `kv_mode` and `on_route` are ignored."""
+        """There is no handoff, so `kv_mode` and `on_route` are ignored."""
         return self._engine.generate(request)
 
 
@@ -71,7 +71,7 @@ def build_app(
     parsing: Parsing = NO_PARSING,
     per_request: PerRequestMetrics = NO_METRICS,
 ) -> web.Application:
-    """The app of a started engine, which the caller closes. Raises the errors of `new_app`."""
+    """Of a started engine, which the caller closes. Raises the errors of `new_app`."""
     metrics = FrontMetrics()
     model = engine.info.model
     metrics.registry.register(RowCollector(lambda: with_vllm_names(engine.metrics().collect_rows(), model)))
@@ -121,7 +121,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
         async with contextlib.aclosing(engine.generate(wire)) as chunks:
             async for chunk in chunks:
                 if response is None:
-                    # Not before the first chunk: a refusal must still set the HTTP status.
+                    # A refusal must still set the HTTP status.
                     response = Stream(headers={"Content-Type": NDJSON})
                 record.tokens(len(chunk.token_ids), chunk.accepted)
                 reason = chunk.finish_reason or reason
@@ -131,7 +131,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
     except EngineUnavailableError as error:
         if response is None:
             raise
-        # Cut the connection, so that the router treats this engine as lost and continues elsewhere.
+        # The router then treats this engine as lost and continues elsewhere.
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError(str(error)) from None
@@ -145,7 +145,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
         await response.send(request, msgspec.json.encode(chunk) + b"\n")
         reason = "error"
     finally:
-        record.end(reason, log=False)  # the front door logs it
+        record.end(reason, log=False)  # the router logs it
     if response is None:
         response = Stream(headers={"Content-Type": NDJSON})
         await response.prepare(request)

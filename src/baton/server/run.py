@@ -1,4 +1,4 @@
-"""Load, serve and close one engine. The port is bound before, so that a busy port fails before the model loads."""
+"""Load, serve and close one engine. The port is bound first, so that a busy port fails before the model loads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def run_engine(
     parsing: Parsing = NO_PARSING,
     per_request: PerRequestMetrics = NO_METRICS,
 ) -> None:
-    """Serve one engine until SIGINT or SIGTERM, then close it. After SIGTERM requests have `shutdown_timeout_s` to end.
+    """Serve one engine until SIGINT or SIGTERM, then close it. After SIGTERM requests have `shutdown_timeout_s` to
+    end.
 
     `make_engine` may take long; a signal meanwhile ends the process. `on_ready` gets the engine and its URL once it
     serves. Raises the errors of `make_engine`, and `EngineUnavailableError` if the engine fails.
@@ -74,7 +75,7 @@ async def _serve(
     on_ready: Callable[[], None],
     shutdown_timeout_s: float,
 ) -> str | None:
-    """Serve until told to end (returns None) or until the engine fails (returns the cause)."""
+    """Until told to end (returns None) or until the engine fails (returns the cause)."""
     loop, ended, failures = asyncio.get_running_loop(), asyncio.Event(), list[str]()
 
     def failed(cause: str) -> None:

@@ -11,12 +11,11 @@ __all__ = ["register"]
 def register() -> None:
     """The entry point of the group `sglang.srt.plugins`, which SGLang calls in each of its processes.
 
-    Raises `ConfigError` for a version of SGLang that is not supported. SGLang logs it, and then does not know the
-    backend.
+    Raises `ConfigError` for an unsupported version of SGLang, which logs it, and then does not know the backend.
     """
     from baton.sglang.compat import check_version
 
-    # Before `hooks`, which names functions that another version may lack.
+    # `hooks` names functions that another version may lack.
     check_version()
     from baton.sglang import hooks
 

@@ -41,8 +41,8 @@ class RankBackend:
 
 
 def start(args: Any, mode: str, server: Any, queue: Any) -> RankBackend:
-    """Start the backend of one rank. `args`: SGLang's `KVArgs`; `mode`: `prefill` or `decode`; `server`: its
-    `ServerArgs`; `queue`: the scheduler's queue that makes the manager. Collective over the engine's tensor ranks.
+    """`args`: SGLang's `KVArgs`; `mode`: `prefill` or `decode`; `server`: its `ServerArgs`; `queue`: the scheduler's
+    queue that makes the manager. Collective over the engine's tensor ranks.
 
     Raises `ConfigError` for a cache or a configuration that cannot be handed off.
     """

@@ -1,5 +1,4 @@
-"""All code that depends on SGLang's version or reads its objects. A new version of SGLang needs changes only here, in
-`hooks` and in `conn`.
+"""All code that depends on SGLang's version or reads its objects, besides `hooks` and `conn`.
 
 0.5.23 is tested; other versions are refused.
 """
@@ -23,7 +22,7 @@ DRAFT_METHODS = ("EAGLE3",)
 
 
 def check_version() -> str:
-    """The installed SGLang's version. Raises `ConfigError` if it is not supported."""
+    """Raises `ConfigError` for an unsupported version."""
     from sglang.version import __version__ as version
 
     if version not in SUPPORTED:
@@ -107,7 +106,6 @@ def first_head(queue: Any, owner: str, num_heads: int) -> int:
 
 
 def draft_config(server: Any) -> Any:
-    """The drafter's model config."""
     from sglang.srt.configs.model_config import ModelConfig
 
     path, revision = server.speculative_draft_model_path, server.speculative_draft_model_revision
@@ -115,7 +113,7 @@ def draft_config(server: Any) -> Any:
 
 
 def tensor_rank() -> tuple[int, int]:
-    """This process's attention tensor rank, and the number of them."""
+    """This process's attention tensor rank, and their number."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -139,7 +137,7 @@ def region_maker(server: Any, args: Any) -> Callable[[int, int], Region]:
 
 
 def metadata_rows(args: Any) -> MetadataRows:
-    """The buffers of metadata rows that `args` names, which are in host memory."""
+    """In host memory."""
     return MetadataRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens), tuple(args.aux_data_lens))
 
 
@@ -176,12 +174,11 @@ def facts(server: Any, model: Any, args: Any, version: str) -> dict[str, str]:
 
 
 def eos_token_ids(model: Any) -> list[int]:
-    """The token ids that end a sequence."""
     return sorted(model.hf_eos_token_id or ())
 
 
 def num_speculative_tokens(server: Any) -> int:
-    """Drafts per step, 0 without speculation."""
+    """0 without speculation."""
     return 0 if server.speculative_algorithm is None else int(server.speculative_num_draft_tokens or 1) - 1
 
 
@@ -195,12 +192,11 @@ def _tokenizer(server: Any) -> str:
 
 
 def prompt_of(request: Any) -> Sequence[int]:
-    """The token ids of a request's prompt."""
     return list(request.origin_input_ids)
 
 
 def ticket_of(request: Any) -> str | None:
-    """The ticket of a request: SGLang's API has no field for it, so it comes as `bootstrap_host`, which nothing else
-    uses with this backend. None if only the token ids do not determine its KV, or without a ticket."""
+    """SGLang's API has no field for a ticket, so it comes as `bootstrap_host`, which nothing else uses with this
+    backend. None if not the token ids alone determine the KV, or without a ticket."""
     plain = request.multimodal_inputs is None and request.lora_id is None and request.input_embeds is None
     return request.bootstrap_host if plain else None

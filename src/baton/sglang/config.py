@@ -1,6 +1,6 @@
 """Settings of the plug-in: the JSON object in the environment variable `BATON_SGLANG_CONFIG`.
 
-SGLang has no option for a backend's own settings, and passes its environment on to all its processes.
+SGLang has no option for a backend's settings, and passes its environment on to all its processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SglangConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def read_config(environment: Mapping[str, str]) -> SglangConfig:
-    """Parse the settings. Raises `ConfigError` for an unknown, invalid or missing one."""
+    """Raises `ConfigError` for an unknown, invalid or missing setting."""
     if VARIABLE not in environment:
         raise ConfigError(VARIABLE, 'is not set; it needs at least {"engine_id": NAME, "keys": DIRECTORY}')
     try:

@@ -182,7 +182,7 @@ class BatonKVReceiver(CommonKVReceiver):
 
 
 class BatonKVBootstrapServer(BaseKVBootstrapServer):
-    """None: nothing that a client sends chooses an address."""
+    """Nothing that a client sends chooses an address."""
 
     def __init__(self, host: str, port: int) -> None:
         pass

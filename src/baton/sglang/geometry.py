@@ -2,7 +2,7 @@
 
 SGLang keeps one buffer `[slots, heads, elements]` per layer for K, one for V, or one for MLA's latents. Page p holds
 the slots [p * page_size, (p + 1) * page_size). All layers share a request's pages; page 0 belongs to no request. Each
-buffer is an allocation, and so a region, of its own: every buffer is a group.
+buffer is an allocation, so a region and a group of its own.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class BufferLayout:
         return {name: rules.wanted(num_tokens, hit) for name, rules in self.rules.items()}
 
     def tables(self, pages: Sequence[int]) -> dict[str, list[int]]:
-        """A request's pages, per group."""
         table = list(pages)
         return dict.fromkeys(self.rules, table)
 
@@ -75,7 +74,7 @@ class BufferLayout:
 def describe_buffers(
     buffers: Sequence[KvBuffer], page_size: int, rank: int, region: Callable[[int, int], Region]
 ) -> BufferLayout:
-    """Describe the buffers of tensor rank `rank`. `region` makes one of an address and a number of bytes.
+    """`region` makes one of an address and a number of bytes.
 
     Raises `ConfigError` for a buffer that is not whole pages of whole tokens.
     """

@@ -14,7 +14,6 @@ _STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 
 
 def install() -> None:
-    """Register the backend and all hooks."""
     from enum import Enum
 
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
@@ -92,7 +91,7 @@ def _scheduled(plan: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _stream_first_tokens(result: None, scheduler: Any, batch: Any, *args: Any) -> None:
-    """SGLang's prefill server answers when the transfer has ended. A client of the router need not wait for that."""
+    """SGLang's prefill server answers when the transfer has ended: too late for a router's client."""
     from baton.sglang.conn import BatonKVSender
 
     waiting = {id(request) for request in scheduler.disagg_prefill_inflight_queue}

@@ -1,7 +1,7 @@
 """The legs of requests: SGLang's scheduler calls them and polls; the handoff agent's events decide their phase.
 
-A leg ends only when the agent has proven that no copy touches its pages any more, so SGLang may free them whenever it
-polls an end. Calls come from the scheduler's thread, `post` from the agent's.
+A leg ends only when no copy touches its pages any more, so SGLang may free them whenever it polls an end. Calls come
+from the scheduler's thread, `post` from the agent's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from baton.wire import LegRole
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
-# An agent accepts an abort without waiting for a peer. If it has not after this time it hangs, and may still commit a
-# leg whose pages are about to hold other KV: the server must end.
+# An agent accepts an abort without waiting for a peer. After this time it hangs, and may still commit a leg whose pages
+# are about to hold other KV: the server must end.
 ABORT_TIMEOUT_S = 60.0
 
 # waiting: for the peer. ready: D may allocate pages; P may compute. moving: pages are named. Then one of two ends.
@@ -36,13 +36,13 @@ LegPhase = Literal["waiting", "ready", "moving", "done", "failed"]
 
 
 def prompt_digest(tokens: Sequence[int]) -> bytes:
-    """The request digest in a ticket for SGLang servers: over the prompt."""
+    """A ticket's request digest for SGLang servers, over the prompt."""
     return request_digest(tokens, SamplingParams())
 
 
 @dataclass(slots=True, eq=False)
 class RankLeg:
-    """One leg. `why`: the reason of a failure. A leg without a `ticket` was refused."""
+    """`why`: the reason of a failure. A leg without a `ticket` was refused."""
 
     num_tokens: int
     ticket: SignedTicket | None
@@ -92,7 +92,7 @@ class RankLegs:
         self._agent: Agent | None = None
 
     def bind(self, agent: Agent) -> None:
-        """Use `agent`, whose events are posted to `post`."""
+        """The agent's events go to `post`."""
         self._agent = agent
 
     @property
@@ -101,11 +101,11 @@ class RankLegs:
         return self._agent
 
     def post(self, event: ev.HandoffEvent) -> None:
-        """Queue an event. Called on the agent's thread."""
+        """Called on the agent's thread."""
         self._events.put(event)
 
     def poll(self, leg: RankLeg) -> LegPhase:
-        """The leg's phase, after all events so far."""
+        """After all events so far."""
         while True:
             try:
                 self._on_event(self._events.get_nowait())
@@ -115,7 +115,7 @@ class RankLegs:
     # ------------------------------------------------------------ prefill
 
     def open_prefill(self, ticket: str | None, tokens: Sequence[int]) -> SenderLeg:
-        """A prefill leg arrived. It may be computed at once; a refused one has failed."""
+        """It may be computed at once; a refused one has failed."""
         leg = SenderLeg(len(tokens), None)
         self._redeem(leg, ticket, "prefill", tokens)
         if leg.ticket is not None:
@@ -148,7 +148,7 @@ class RankLegs:
     # ------------------------------------------------------------ decode
 
     def open_decode(self, ticket: str | None, tokens: Sequence[int]) -> ReceiverLeg:
-        """A decode leg arrived. It gets no pages before it is ready."""
+        """It gets no pages before it is ready."""
         leg = ReceiverLeg(len(tokens), None)
         self._redeem(leg, ticket, "decode", tokens)
         if leg.ticket is not None:

@@ -22,14 +22,14 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class MetadataRows:
-    """The buffers: addresses, and bytes of a row and of the whole of each. In host memory."""
+    """Addresses, and bytes of a row and of the whole of each buffer, in host memory."""
 
     addresses: Sequence[int]
     row_bytes: Sequence[int]
     num_bytes: Sequence[int]
 
     def read(self, row: int) -> Seeds:
-        """The seeds of a request whose row P has filled."""
+        """Of a request whose row P has filled."""
         parts = [ctypes.string_at(address, size) for address, size in self._places(row)]
         token = int.from_bytes(parts[0][:_TOKEN_BYTES], "little")
         return Seeds(first_token=token, drafter_states=msgspec.msgpack.encode(parts))

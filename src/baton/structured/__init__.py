@@ -1,7 +1,7 @@
 """Structured outputs: a JSON schema, a regular expression, a choice, or a context-free grammar.
 
 Grammars are those of `llguidance` (Microsoft, MIT licence), vLLM's `guidance` backend. The allowed tokens depend only
-on the output tokens, so an engine that takes over a request derives them from these.
+on the output tokens, so an engine that takes over a request derives them.
 """
 
 from importlib.metadata import version

@@ -1,8 +1,8 @@
 """A process that checks grammars by compiling them: `python -m baton.structured.check_process`.
 
-The compiler cannot be interrupted, and a hostile grammar may crash it, so each grammar is compiled here first. Input:
-one JSON value per line, first `[tokenizer.json, vocab_size, eos_ids]`, then sources. Output per line: a JSON string
-that says what is wrong, or is empty. The process ends with its input.
+The compiler cannot be interrupted, and a hostile grammar may crash it. Input: one JSON value per line, first
+`[tokenizer.json, vocab_size, eos_ids]`, then sources. Output per line: a JSON string that says what is wrong, or is
+empty. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from baton.structured.vocabulary import vocabulary
 
 # Far more than a valid grammar can take within `limits`, with the vocabulary.
 _MAX_MEMORY = 4 << 30
-# The first steps are tried too, because a slow step would block an engine.
+# A slow step would block an engine.
 _NUM_STEPS = 16
 _STRIDE = 7919
 _MAX_STEP_S = 0.25
 
 
 def problem(tokens: LLTokenizer, source: str) -> str:
-    """What is wrong with a grammar or its first steps; empty if nothing is."""
+    """With a grammar or its first steps; empty if nothing is."""
     matcher = LLMatcher(tokens, source, log_level=0, limits=limits())
     if matcher.is_error():
         return matcher.get_error()

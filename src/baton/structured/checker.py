@@ -45,7 +45,6 @@ class Checker:
                 raise refused(problem)
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._end()
 
@@ -55,7 +54,7 @@ class Checker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # One compute thread; a new session, so that Ctrl-C does not reach it.
+            # A new session, so that Ctrl-C does not reach it.
             env={**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
             start_new_session=True,
         )

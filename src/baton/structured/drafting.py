@@ -14,7 +14,7 @@ from baton.sampling_params import StructuredOutputsParams
 from baton.structured.grammars import Grammars
 from baton.structured.matcher import Bits, Matcher
 
-# Number of requests whose matcher is kept; others are rebuilt from their tokens.
+# Other matchers are rebuilt from their tokens.
 MAX_REQUESTS = 1024
 
 
@@ -58,7 +58,7 @@ class Constrained:
         self._matchers = list(matchers)
 
     def bits(self, request: int) -> Bits | None:
-        """The allowed tokens for a request's next draft, as `Matcher.bits`; None: all."""
+        """For a request's next draft, as `Matcher.bits`; None: all."""
         matcher = self._matchers[request]
         if matcher is None:
             return None
@@ -69,8 +69,7 @@ class Constrained:
             return None
 
     def chose(self, request: int, token: int) -> None:
-        """Advance by a draft. After one that ends the output all tokens are allowed, because later drafts are not
-        used."""
+        """Advance by a draft. After one that ends the output all tokens are allowed: later drafts are not used."""
         matcher = self._matchers[request]
         if matcher is not None and not matcher.consume(token):
             self._matchers[request] = None

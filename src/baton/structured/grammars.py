@@ -21,7 +21,7 @@ MAX_COMPILED = 128
 class Grammars:
     """Compiles grammars for one vocabulary, and keeps the most recent ones. Thread-safe.
 
-    `vocab_size` is the model's. The vocabulary is built at the first use, because most engines never see a grammar.
+    `vocab_size` is the model's. The vocabulary is built at the first use: most engines never see a grammar.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -29,7 +29,7 @@ class Grammars:
         self._eos_ids = frozenset(tokenizer.eos_token_ids)
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._recent: OrderedDict[StructuredOutputsParams, Compiled] = OrderedDict()
-        # Includes the grammars of running requests: the engine thread must not compile one again.
+        # The engine thread must not compile a running request's grammar again.
         self._in_use: WeakValueDictionary[StructuredOutputsParams, Compiled] = WeakValueDictionary()
         self._checker = Checker(tokenizer.json, vocab_size, sorted(self._eos_ids))
         self._tokens: LLTokenizer | None = None
@@ -42,7 +42,7 @@ class Grammars:
             self._compile(asked)
 
     def matcher(self, asked: StructuredOutputsParams) -> Matcher:
-        """A matcher at the beginning of a grammar that this process or rank 0 has checked. Raises `RequestError`."""
+        """At the beginning of a grammar that this process or rank 0 has checked. Raises `RequestError`."""
         compiled = self._known(asked)
         if compiled is None:
             compiled = self._compile(asked)

@@ -16,7 +16,7 @@ Bits = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The allowed tokens of a request's first rows: `bits` uint8 [rows, bytes], one bit per token id, lowest first."""
+    """Of a request's first rows: `bits` uint8 [rows, bytes], one bit per token id, lowest first."""
 
     bits: Bits
 
@@ -27,7 +27,7 @@ class Allowed:
         return bool(allowed.any())
 
     def num_followed(self, drafts: Sequence[int]) -> int:
-        """The number of leading drafts that the rows allow and after which some token is allowed."""
+        """Leading drafts that the rows allow and after which some token is allowed."""
         for row, draft in enumerate(drafts):
             if not self.bits[row, draft // 8] >> draft % 8 & 1 or not self.bits[row + 1].any():
                 return row
@@ -35,7 +35,7 @@ class Allowed:
 
 
 class Compiled:
-    """A compiled grammar at its beginning, and the vocabulary size that it was compiled for."""
+    """At its beginning, and the vocabulary size that it was compiled for."""
 
     __slots__ = ("__weakref__", "matcher", "vocab_size")
 
@@ -46,8 +46,7 @@ class Compiled:
 class Matcher:
     """A position in a grammar. It moves by rolling back the tokens that differ. Not thread-safe.
 
-    `compiled` is not changed. `eos_ids` are allowed if the grammar may end. They are never consumed, because nothing
-    follows them.
+    `eos_ids` are allowed if the grammar may end. They are never consumed, because nothing follows them.
     """
 
     def __init__(self, compiled: Compiled, eos_ids: Container[int]) -> None:
@@ -57,8 +56,8 @@ class Matcher:
         self._tokens: list[int] = []
 
     def move(self, output_ids: Sequence[int]) -> None:
-        """Move to the end of these output tokens. Raises `RequestError` if they do not follow the grammar, or if it
-        takes too much work."""
+        """To the end of these output tokens. Raises `RequestError` if they do not follow the grammar, or if it takes
+        too much work."""
         num_same = _num_common(self._tokens, output_ids)
         surplus = len(self._tokens) - num_same
         if surplus and not self._matcher.rollback(surplus):
@@ -69,14 +68,14 @@ class Matcher:
                 raise refused(self._matcher.get_error() or "the output does not follow it")
 
     def consume(self, token: int) -> bool:
-        """Advance by one token. Returns False, without changes, if it is not allowed or ends the output."""
+        """Returns False, without changes, if the token is not allowed or ends the output."""
         if token in self._eos_ids or self._matcher.try_consume_tokens([token]) != 1:
             return False
         self._tokens.append(token)
         return True
 
     def bits(self) -> Bits:
-        """The allowed tokens, uint8 [bytes]. Raises `RequestError` if there are none, or if it takes too much work."""
+        """uint8 [bytes]. Raises `RequestError` if no token is allowed, or if it takes too much work."""
         bits = np.zeros(self._num_bytes, dtype=np.uint8)
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
@@ -85,8 +84,8 @@ class Matcher:
         return bits
 
     def allowed(self, output_ids: Sequence[int], drafts: Sequence[int]) -> Allowed:
-        """The allowed tokens for the next position and after each draft, up to the first draft that is not allowed.
-        Raises `RequestError` as `move` and `bits` do."""
+        """For the next position and after each draft, up to the first draft that is not allowed. Raises `RequestError`
+        as `move` and `bits` do."""
         self.move(output_ids)
         rows = [self.bits()]
         for draft in drafts:

@@ -1,4 +1,4 @@
-"""Makes a grammar's source text from a client's parameters, and bounds its work."""
+"""A grammar's source text from a client's parameters, with bounds on its work."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ONE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
 def source_of(asked: StructuredOutputsParams) -> str:
-    """The grammar's source for `llguidance`. Raises `RequestError` for malformed text.
+    """For `llguidance`. Raises `RequestError` for malformed text.
 
-    Schemas with keywords that are not implemented are refused when they are compiled, with or without `strict`.
+    Schemas with unimplemented keywords are refused when they are compiled, with or without `strict`.
     """
     try:
         if asked.json is not None:
@@ -41,12 +41,12 @@ def source_of(asked: StructuredOutputsParams) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote a text for a grammar, which needs control characters escaped. JSON escapes all of them but DEL."""
+    """A grammar needs control characters escaped. JSON escapes all but DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _checked(schema: str) -> str:
-    """Check the text of a schema. Raises `ValueError` if it is not a schema, or if it sets options of `llguidance`."""
+    """Raises `ValueError` if the text is not a schema, or sets options of `llguidance`."""
     value = json.loads(schema)
     if isinstance(value, bool):
         return '{"not": {}}' if not value else "{}"
@@ -98,8 +98,8 @@ def check_repetition(regex: str) -> None:
 
 
 def limits() -> LLParserLimits:
-    """Limits for compiling a grammar and for one step; beyond them a matcher is in error. A step must stay within tens
-    of milliseconds, because it runs on the engine thread."""
+    """For compiling a grammar and for one step; beyond them a matcher is in error. A step, on the engine thread, must
+    stay within tens of milliseconds."""
     return LLParserLimits(
         max_items_in_row=2000,
         initial_lexer_fuel=500_000,
@@ -112,6 +112,6 @@ def limits() -> LLParserLimits:
 
 
 def refused(why: str) -> RequestError:
-    """The error for a refused grammar, with `why` as one line of limited length."""
+    """`why` becomes one line of limited length."""
     line = " ".join(why.split()) or "it allows no output"
     return RequestError(f"the grammar is refused: {line[:300]}", PARAM)

@@ -9,7 +9,7 @@ from llguidance import LLTokenizer
 
 def vocabulary(tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
     """The bytes of each token, for byte-level vocabularies and those with byte fallback. `vocab_size` is the model's.
-    Ids beyond the tokenizer's vocabulary are never allowed. Raises `ValueError` for other kinds of tokenizers."""
+    Ids beyond the tokenizer's are never allowed. Raises `ValueError` for other kinds of tokenizers."""
     try:
         own = LLTokenizer(tokenizer_json, eos_token=list(eos_ids))
         if own.vocab_size >= vocab_size:

@@ -22,7 +22,7 @@ from baton.transports.registry import create_transport, parse_uri
 
 
 def measure(uri: str, device: str | None = None) -> tuple[dict[str, str], list[str]]:
-    """Seconds per check of one transport, or `FAILED`; and lines that say why a check failed or none ran."""
+    """Seconds per check, or `FAILED`; and why a check failed or none ran."""
     scheme = uri.partition(":")[0]
     try:
         create_transport(uri).close()
@@ -55,7 +55,6 @@ def table(columns: Sequence[tuple[str, dict[str, str]]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m baton.testing.conformance", allow_abbrev=False)
     parser.add_argument("transports", nargs="*", metavar="TRANSPORT", help="names or URIs; those of Baton by default")
     parser.add_argument("--device", help="cuda:N: regions lie in its memory")

@@ -95,7 +95,7 @@ def _is_gone(here: NearSide, peer: Peer, far: FarSide) -> None:
 
 
 def _refuses_connection(factory: Callable[[], Transport], descriptor: bytes) -> None:
-    # A new transport removes the segments of dead owners when it starts.
+    # A new transport removes the segments of dead owners.
     fresh = factory()
     try:
         fresh.connect(descriptor).result(30)

@@ -48,7 +48,7 @@ class OnDevice:
         return bool(self.copy().any())
 
     def copy(self) -> ByteArray:
-        """The bytes, on the host."""
+        """On the host."""
         found: ByteArray = self._bytes.cpu().numpy()
         return found
 
@@ -62,5 +62,5 @@ def allocate(transport: Transport, name: str, nbytes: int, device: str | None) -
 
 
 def register(transport: Transport, memory: Sequence[RegisteredMemory]) -> bytes:
-    """The descriptor of these regions. Raises as `Transport.register` does."""
+    """Raises as `Transport.register` does."""
     return transport.register([part.region if isinstance(part, OnDevice) else part for part in memory])

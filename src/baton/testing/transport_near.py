@@ -47,7 +47,7 @@ class NearSide:
             side.close()
 
     def soon(self, holds: Callable[[], bool]) -> bool:
-        """Wait until `holds()`; False after `WAIT_S`."""
+        """False after `WAIT_S`."""
         deadline = time.monotonic() + WAIT_S
         while not holds():
             if time.monotonic() > deadline:
@@ -63,7 +63,7 @@ class NearSide:
 
 
 def need(holds: bool, what: str) -> None:
-    """Raise `AssertionError` naming `what` unless `holds`."""
+    """Raises `AssertionError`."""
     if not holds:
         raise AssertionError(f"expected that {what}")
 

@@ -1,7 +1,7 @@
 """The far side of a transport under test, in this process or in its own.
 
-It is passive: it fills and reads its regions, so the process that owns the memory sees the effect of a copy. A separate
-process (`serve`) reads one JSON object per line of stdin and answers each with one line.
+It is passive, so the process that owns the memory sees the effect of a copy. A separate process (`serve`) reads one
+JSON object per line of stdin and answers each with one line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.transports.registry import create_transport
 
 
 def pattern(nbytes: int, seed: int) -> ByteArray:
-    """Deterministic bytes `[nbytes]` uint8 that differ between seeds and between offsets."""
+    """Deterministic `[nbytes]` uint8 that differ between seeds and between offsets."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
@@ -44,11 +44,11 @@ class FarSide(ABC):
         """Close its transport in order. Idempotent."""
 
     def kill(self) -> bool:
-        """End it without cleanup; False if it shares this process."""
+        """False if it shares this process."""
         return False
 
     def stop(self) -> bool:
-        """Halt it until `go_on`; False if it shares this process."""
+        """Until `go_on`; False if it shares this process."""
         return False
 
     def go_on(self) -> None:  # noqa: B027
@@ -130,7 +130,7 @@ class SpawnedPeer(FarSide):
 
 
 def serve(uri: str, device: str | None = None) -> None:
-    """Run a far side: answer requests on stdin until it ends."""
+    """Answer requests on stdin until it ends."""
     transport = create_transport(uri)
     peer: NearbyPeer | None = None
     try:

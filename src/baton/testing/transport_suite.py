@@ -33,8 +33,8 @@ def check_transport(
     only: Collection[str] | None = None,
     device: str | None = None,
 ) -> list[str]:
-    """Run the suite, or the checks named in `only`, on transports made by `factory`. Returns the names of these checks.
-    Regions are in memory of `device` ("cuda:0"), or allocated by the transport.
+    """Run the suite, or the checks named in `only`, on transports made by `factory`. Returns the names of these
+    checks. Regions are in memory of `device` ("cuda:0"), or allocated by the transport.
 
     Raises `AssertionError` naming the check and its first failure.
     """

@@ -26,7 +26,7 @@ def detect_content_format(template: nodes.Template) -> ContentFormat:
 
 
 def with_content(message: Mapping[str, Any], form: ContentFormat) -> dict[str, Any]:
-    """Return the message with its content in `form`. Results of tools are always strings, as in vLLM.
+    """The message with its content in `form`. Results of tools are always strings, as in vLLM.
 
     Raises `RequestError("messages")` for a part that is not text.
     """
@@ -42,7 +42,7 @@ def with_content(message: Mapping[str, Any], form: ContentFormat) -> dict[str, A
 
 
 def content_text(message: Mapping[str, Any]) -> str:
-    """Return the text of a message that `with_content` returned."""
+    """Of a message that `with_content` returned."""
     content = message["content"]
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
@@ -69,7 +69,7 @@ def _loops_over_content(template: nodes.Template) -> Iterator[bool]:
             parameters.setdefault(id(loop), set()).update(given)
     for loop in loops:
         name = loop.iter.name if isinstance(loop.iter, nodes.Name) else None
-        # A variable named `content` counts outside of macros, as templates assign it from a message's.
+        # A variable `content` counts outside of macros: templates assign it from a message's.
         known = parameters.get(id(loop), {"content"})
         if any(_reads(loop.iter, message, "content") for message in messages) or name in known:
             _target(loop.target)
@@ -87,7 +87,7 @@ def _aliases(template: nodes.Template, variable: str) -> list[str]:
 
 
 def _content_parameters(template: nodes.Template, macro: nodes.Macro, messages: list[str]) -> set[str]:
-    """The parameters of a macro that are given a message's content in some call."""
+    """The parameters of a macro that get a message's content in some call."""
     names = [argument.name for argument in macro.args]
     found: set[str] = set()
     for call in template.find_all(nodes.Call):

@@ -27,8 +27,8 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         spelt: frozenset[int] = frozenset(),
     ) -> None:
-        """`prompt_ids` is not emitted, but decides how the first token is decoded, and the output may complete its last
-        character. `spelt`: special tokens to emit even with `skip_special_tokens`."""
+        """`prompt_ids` is not emitted, but decides how the first token is decoded, and the output may complete its
+        last character. `spelt`: special tokens to emit even with `skip_special_tokens`."""
         self._tokenizer = tokenizer
         self._spelling = tokenizer.spelling
         self._hidden = tokenizer.special_ids - spelt if skip_special_tokens else frozenset[int]()
@@ -43,12 +43,12 @@ class IncrementalDetokenizer:
                 self._utf8.reset()
             else:
                 self._utf8.decode(raw)
-        # The bytes of a character that the prompt began and the output may complete.
+        # Of a character that the prompt began and the output may complete.
         self._begun = bytes(self._utf8.getstate()[0])
         self._num_emitted = len(self._complete(self._text())) if self._window and not self._in_bytes else 0
 
     def push(self, token_id: int) -> str:
-        """Add one token. Returns the text that is complete now, perhaps empty."""
+        """Returns the text that is complete now, perhaps empty."""
         if token_id in self._hidden:
             return ""
         raw = self._spelling.raw(token_id)
@@ -69,13 +69,13 @@ class IncrementalDetokenizer:
             self._window = [token_id]
             self._num_emitted = len(self._text())
         elif len(self._window) > _MAX_WINDOW_TOKENS:
-            # Bytes that never form characters: an incomplete character is in the last four tokens at most.
+            # An incomplete character is in the last four tokens at most.
             self._window = self._window[-_CONTEXT_TOKENS:]
             self._num_emitted = len(self._complete(self._text()))
         return out
 
     def flush(self) -> str:
-        """The held text at the end of the sequence. An incomplete character becomes U+FFFD."""
+        """The held text at the sequence's end. An incomplete character becomes U+FFFD."""
         out = self._leave_bytes()
         if self._spelling.in_bytes or not self._window:
             return out
@@ -96,8 +96,8 @@ class IncrementalDetokenizer:
         return out
 
     def _own(self, text: str, raw: bytes) -> str:
-        """`text` without the U+FFFD of a character that the prompt began and the output did not continue: it belongs to
-        the prompt. `raw`: the bytes that were added."""
+        """`text` without the U+FFFD of a character that the prompt began and the output did not continue. `raw`: the
+        bytes that were added."""
         begun, self._begun = self._begun, b""
         broken = begun and text.startswith(_REPLACEMENT) and not (begun + raw).startswith(_REPLACEMENT.encode())
         return text[1:] if broken else text

@@ -1,4 +1,4 @@
-"""The bytes of single tokens: a token may be a part of a character, which has no text."""
+"""The bytes of single tokens: a part of a character has no text."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class StopChecker:
     def __init__(self, stop: Sequence[str], include_stop: bool = False) -> None:
         """`include_stop`: the text ends after the stop string instead of before it."""
         self._stop = tuple(stop)
-        # Kept here because other requests' stop strings may evict the tables from the cache.
+        # Other requests' stop strings may evict the tables from the cache.
         self._borders = [_borders(text) for text in self._stop]
         self._include = include_stop
         # Per stop string: the length of its longest prefix with which the text ends.
@@ -26,7 +26,7 @@ class StopChecker:
         self.matched: str | None = None
 
     def push(self, piece: str, armed: bool = True) -> str:
-        """Add text. Returns the text that may be shown.
+        """Returns the text that may be shown.
 
         Sets `matched` when a stop string is complete; push no more then. With `armed=False` (before min_tokens),
         complete stop strings are ordinary text.
@@ -53,7 +53,7 @@ class StopChecker:
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Add one character. Returns the longest stop string that it completes, if any."""
+        """Returns the longest stop string that a character completes, if any."""
         found: str | None = None
         for index, stop in enumerate(self._stop):
             number = self._num_matched[index]

@@ -1,7 +1,7 @@
 """Chat templates: Jinja text from a checkpoint or the operator, rendered in a sandbox.
 
 A template is downloaded code, so it runs in Jinja's immutable sandbox: no attributes that start with an underscore, no
-mutation of arguments. Clients cannot send templates, only values for their variables.
+mutation of arguments. Clients send only values for its variables.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 TEMPLATE_DIRECTORY = "additional_chat_templates"
-# Field names for a message's reasoning. Templates read the first, gpt-oss's template the second.
+# Fields of a message's reasoning. Templates read the first, gpt-oss's template the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# As in vLLM: text without any of these is a file name, not a template.
+# As in vLLM: text without any of these is a file name.
 _TEMPLATE_CHARS = frozenset("{}\n")
 
 
 def chosen_template(given: str) -> str:
-    """The template text for `--chat-template`: of the file with this name, else the value itself, as in vLLM.
+    """`--chat-template`: of the file with this name, else the value itself, as in vLLM.
 
     Raises `ConfigError` for an unreadable file and for invalid Jinja.
     """
@@ -57,8 +57,7 @@ def chosen_template(given: str) -> str:
 
 
 def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a directory by name. As in transformers, files replace those in `settings`
-    (tokenizer_config.json)."""
+    """By name. As in transformers, files replace those in `settings` (tokenizer_config.json)."""
     found: dict[str, str] = {}
     value = settings.get("chat_template")
     if isinstance(value, str):
@@ -73,7 +72,7 @@ def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 class ChatTemplate:
-    """One compiled template. Raises `CheckpointError` if `source` is not valid Jinja."""
+    """Raises `CheckpointError` if `source` is not valid Jinja."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], content_format: ContentFormatOption = "auto"
@@ -83,7 +82,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
-        # The helpers of transformers, on which templates rely.
+        # Helpers of transformers, on which templates rely.
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda fmt: datetime.datetime.now().strftime(fmt)
         environment.globals["dict"] = _Dict()
@@ -144,8 +143,8 @@ class ChatTemplate:
             raise RequestError(f"the chat template refuses the messages: {error}", "messages") from None
 
     def _shown(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages as the template takes them. As in vLLM, if the template does not know the role `developer`, all
-        developer and system messages become one system message at the beginning, as strict templates require."""
+        """As in vLLM, if the template does not know the role `developer`, all developer and system messages become one
+        system message at the beginning, as strict templates require."""
         shown = [with_content(_with_reasoning(message), self.content_format) for message in messages]
         if self._knows_developer or all(message.get("role") != "developer" for message in shown):
             return shown
@@ -170,7 +169,7 @@ def _to_json(
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning under all names that templates use."""
+    """With the reasoning under all names that templates use."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return dict(message)

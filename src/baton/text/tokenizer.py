@@ -28,7 +28,7 @@ NO_TEMPLATES: Mapping[str, str] = MappingProxyType({})
 
 
 class Tokenizer:
-    """Text to token ids and back. Thread-safe: it does not change after construction."""
+    """Text to token ids and back. Thread-safe: immutable after construction."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Tokenizer:
         self._templates = self._compiled(self._sources, content_format)
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        # The longest token in characters: a text longer than n times this has more than n tokens.
+        # A text longer than n times this has more than n tokens.
         self.max_token_chars: int = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
@@ -60,8 +60,8 @@ class Tokenizer:
         chat_template: str | None = None,
         chat_template_content_format: ContentFormatOption = "auto",
     ) -> Tokenizer:
-        """Load from a checkpoint directory. `skip_vocabulary`: load the end tokens only; all text is empty.
-        `chat_template` replaces the directory's templates.
+        """From a checkpoint directory. `skip_vocabulary`: load the end tokens only; all text is empty. `chat_template`
+        replaces the directory's templates.
 
         Raises `CheckpointError` with the name of a missing or broken file.
         """
@@ -113,17 +113,17 @@ class Tokenizer:
         return {name: ChatTemplate(text, self._special_tokens, content_format) for name, text in sources.items()}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`. `add_special_tokens` lets the tokenizer add its own, such as BOS. Releases the GIL."""
-        # This call keeps no character offsets: half the time, and a fraction of the memory.
+        """`add_special_tokens` lets the tokenizer add its own, such as BOS. Releases the GIL."""
+        # Keeps no character offsets: half the time, and a fraction of the memory.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`. Invalid UTF-8 becomes U+FFFD."""
+        """Invalid UTF-8 becomes U+FFFD."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """The text that one token adds, also of special tokens. A part of a character is written as `\\xe2\\x82`."""
+        r"""The text that one token adds, also of special tokens. A part of a character is written as `\xe2\x82`."""
         return escaped(self.spelling.token_bytes(token_id))
 
     def special_tokens_of(self, texts: Iterable[str]) -> frozenset[int]:
@@ -136,12 +136,12 @@ class Tokenizer:
         return str(self._backend.id_to_token(token_id) or "")
 
     def json(self) -> str:
-        """The tokenizer in the format of tokenizer.json."""
+        """In the format of tokenizer.json."""
         return str(self._backend.to_str())
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """All variable names that the chat templates use."""
+        """All variables that the chat templates use."""
         return frozenset().union(*(template.variables for template in self._templates.values()))
 
     def apply_chat_template(
@@ -166,8 +166,8 @@ class Tokenizer:
 
 
 def _eos_token_ids(root: Path, special: Mapping[str, str], backend: tokenizers.Tokenizer | None) -> list[int]:
-    """The end tokens of generation_config.json, config.json and the tokenizer, because fine-tunes often change only one
-    of them. Ids beyond the model's vocabulary are ignored."""
+    """The end tokens of generation_config.json, config.json and the tokenizer: fine-tunes often change only one. Ids
+    beyond the model's vocabulary are ignored."""
     found: list[int] = []
     config = read_object(root / "config.json")
     for name, source in (

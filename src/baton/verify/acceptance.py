@@ -11,7 +11,7 @@ from baton.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """The number of verifications ("drafts" in vLLM's metrics), and of those that accepted draft position 1, 2, ..."""
+    """Verifications ("drafts" in vLLM's metrics), and those that accepted draft position 1, 2, ..."""
 
     num_drafts: int
     accepted: tuple[int, ...]
@@ -26,7 +26,7 @@ class Acceptance:
         return Acceptance(self.num_drafts + other.num_drafts, tuple(a + b for a, b in pairs))
 
     def since(self, before: Acceptance) -> Acceptance:
-        """The difference of two readings of counters. Raises `ProtocolError` if they decreased."""
+        """Raises `ProtocolError` if counters decreased."""
         pairs = zip_longest(self.accepted, before.accepted, fillvalue=0)
         found = Acceptance(self.num_drafts - before.num_drafts, tuple(a - b for a, b in pairs))
         if min(found.num_drafts, *found.accepted, 0) < 0:
@@ -41,7 +41,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceCheck:
-    """The outcome of a comparison. `problem`: why nothing was compared, or where acceptance differs too much."""
+    """`problem`: why nothing was compared, or where acceptance differs too much."""
 
     reference: Acceptance | None = None
     candidate: Acceptance | None = None
@@ -51,7 +51,7 @@ class AcceptanceCheck:
 
     @property
     def equal(self) -> bool:
-        """Whether both sides accepted the same number of drafts at each position."""
+        """The same number of drafts at each position."""
         return (
             self.compared
             and self.reference is not None

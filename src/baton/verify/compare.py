@@ -11,7 +11,7 @@ from baton.verify.observe import Case, Observed
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An answer's first difference from the reference. `index` is the request's, `asked` describes the request."""
+    """An answer's first difference from the reference. `index`: the request's; `asked`: describes it."""
 
     index: int
     asked: str
@@ -24,8 +24,7 @@ class Difference:
 @dataclass(slots=True)
 class Report:
     """The outcome of one mode. `near_ties`: answers that diverge where the reference's two best tokens are nearly
-    equal.
-    """
+    equal."""
 
     mode: str
     num_cases: int
@@ -45,7 +44,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing but near-ties differs."""
+        """Nothing but near-ties differs."""
         return not self.differences and not self.check.failed
 
 
@@ -60,8 +59,8 @@ def compare(
     """Compare answers pairwise. `logprob_tolerance` None: without logprobs. If one side does not speculate, acceptance
     is not compared.
 
-    Where answers diverge, the candidate is excused if its token's logprob is within `near_tie` of the reference's best:
-    another summation order may reverse such a choice. Later tokens have another context and are not compared.
+    Where answers diverge, the candidate is excused if its token's logprob is within `near_tie` of the reference's
+    best: another summation order may reverse such a choice. Later tokens are not compared.
     """
     report = Report(mode, len(cases))
     for index, (case, want, have) in enumerate(zip(cases, reference, candidate, strict=True)):
@@ -109,7 +108,7 @@ def _first_difference(want: Observed, have: Observed, tolerance: float | None) -
         if len(want.logprobs) != len(have.logprobs):
             return f"{len(want.logprobs)} logprobs expected, got {len(have.logprobs)}"
         for position, (x, y) in enumerate(zip(want.logprobs, have.logprobs, strict=True)):
-            # Written so that a NaN on either side is a difference.
+            # A NaN on either side is a difference.
             if not abs(x - y) <= tolerance:
                 return f"logprob of token {position}: expected {x:.6f}, got {y:.6f}"
     for name in ("finish_reason", "num_prompt_tokens", "num_completion_tokens"):
@@ -120,7 +119,7 @@ def _first_difference(want: Observed, have: Observed, tolerance: float | None) -
 
 
 def _prompt_difference(want: Observed, have: Observed) -> str | None:
-    """The first difference between the prompts that two chat templates made of one chat."""
+    """Between the prompts that two chat templates made of one chat."""
     first, second = want.prompt_token_ids, have.prompt_token_ids
     if first is None or second is None or first == second:
         return None
@@ -174,7 +173,7 @@ def _acceptance_difference(want: Observed, have: Observed) -> str | None:
 
 
 def _draft_position(want: Observed, position: int) -> str:
-    """The draft position of a token in the reference's verifications. The first token comes from the prefill."""
+    """Of a token in the reference's verifications. The first token comes from the prefill."""
     if not want.accepted or position == 0:
         return " (first token)" if position == 0 else ""
     token = 1

@@ -24,15 +24,14 @@ _POLLS = 40
 
 
 def metrics_urls(text: str, field: str) -> tuple[str, ...]:
-    """Metrics URLs from comma-separated URLs of engines or metrics. Raises `ConfigError` for `field`."""
+    """From comma-separated URLs of engines or metrics. Raises `ConfigError` for `field`."""
     urls = [base_url(part.strip(), field) for part in text.split(",")]
     return tuple(url if url.endswith("/metrics") else f"{url}/metrics" for url in urls)
 
 
 def count_drafts(samples: Sequence[Sample]) -> Acceptance | None:
     """The sum over engines and labels; None without such counters. Baton's engines have both names, so only one is
-    summed. Raises `ProtocolError`.
-    """
+    summed. Raises `ProtocolError`."""
     prefix = next((p for p in _PREFIXES if any(sample.name == p + _DRAFTS for sample in samples)), None)
     if prefix is None:
         return None
@@ -66,7 +65,7 @@ async def read_counters(client: OpenAIClient, urls: Sequence[str]) -> Acceptance
 
 
 async def read_settled(client: OpenAIClient, urls: Sequence[str]) -> Acceptance:
-    """The counters once they stop changing: an engine may count its last step after sending the answer."""
+    """Once the counters stop changing: an engine may count its last step after sending the answer."""
     found = await read_counters(client, urls)
     for _ in range(_POLLS):
         await asyncio.sleep(_POLL_S)

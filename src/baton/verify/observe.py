@@ -27,8 +27,7 @@ _BAR_DELAY_S = 2.0
 @dataclass(frozen=True, slots=True)
 class Case:
     """A prompt in token ids or a chat, and sampling parameters. A chat's token ids, from the model's own template, are
-    for an engine in this process; a server gets the messages.
-    """
+    for an engine in this process; a server gets the messages."""
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
@@ -73,13 +72,13 @@ def make_cases(tokenizer: Tokenizer, lengths: Sequence[int], params: SamplingPar
 
 
 def progress(**options: Any) -> tqdm[NoReturn]:
-    """A progress bar of answers, shown after two seconds. Without a terminal, it prints a line now and then."""
+    """Shown after two seconds. Without a terminal, it prints a line now and then."""
     every = 0.1 if sys.stderr.isatty() else _PIPED_INTERVAL_S
     return tqdm(**{"desc": "answers"} | options, unit="request", delay=_BAR_DELAY_S, mininterval=every, leave=False)
 
 
 def num_drafts(settings: Mapping[str, Any]) -> int:
-    """Drafts per verification with these engine settings."""
+    """Per verification."""
     spec = SpeculativeConfig.parse(settings.get("speculative_config"))
     return spec.num_speculative_tokens if spec is not None else 0
 
@@ -115,8 +114,7 @@ async def observe_client(
     kv_mode: str | None = None,
     cache_salts: Sequence[str] | None = None,
 ) -> list[Observed]:
-    """The answers of `POST /v1/completions` or `/v1/chat/completions`. A failed request is an `Observed` with its
-    error.
+    """`POST /v1/completions` or `/v1/chat/completions`. A failed request is an `Observed` with its error.
 
     `cache_salts`: one per case. A case only finds prefixes of cases with the same salt.
     """
@@ -146,7 +144,7 @@ def completion_body(model: str, case: Case) -> dict[str, Any]:
 
 
 def chat_body(model: str, case: Case, chat: Chat) -> dict[str, Any]:
-    """A chat. The model sees its tools, but calls stay text (`tool_choice` none), which needs no parser."""
+    """The model sees its tools, but calls stay text (`tool_choice` none), which needs no parser."""
     body = _body(model, case.params) | {"messages": chat.messages}
     if case.params.logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": case.params.logprobs}

@@ -27,8 +27,7 @@ DEFAULT_LOGPROB_TOLERANCE = 1e-4
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Tolerances. `near_tie` and `logprob_tolerance` (None: not compared) are in nats, `acceptance` in accepted drafts
-    per verification. `acceptance_required`: counters must be available. `servers`: verify did not start both sides.
-    """
+    per verification. `acceptance_required`: counters must be available. `servers`: verify did not start both sides."""
 
     near_tie: float
     logprob_tolerance: float | None
@@ -67,7 +66,7 @@ class Bounds:
         return cls(near_tie, logprob_tolerance, acceptance_tolerance, acceptance_required, servers)
 
     def check(self, want: Answers, have: Answers) -> AcceptanceCheck:
-        """Compare the counters of both sides, or else the answers unless counters are required."""
+        """The counters of both sides, or else the answers unless counters are required."""
         reference, candidate = of_answers(want.observed), of_answers(have.observed)
         found = check_acceptance(want.counters, have.counters, self.acceptance, self.acceptance_required)
         if found.compared or self.acceptance_required:
@@ -82,7 +81,7 @@ class Bounds:
 
 
 def parse_lengths(text: str) -> list[int]:
-    """Parse `1-4,9` as [1, 2, 3, 4, 9]. Raises `ConfigError`."""
+    """`1-4,9` is [1, 2, 3, 4, 9]. Raises `ConfigError`."""
     lengths: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -97,9 +96,7 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def parse_modes(text: str | None, served: bool = False) -> list[str]:
-    """Parse names of `MODES`. A `served` candidate has one mode of its own, or the given kv_modes. Raises
-    `ConfigError`.
-    """
+    """Names of `MODES`. A `served` candidate has one mode of its own, or the given kv_modes. Raises `ConfigError`."""
     if text is None:
         return ["candidate"] if served else list(DEFAULT_MODES)
     known = MODES[:2] if served else MODES
@@ -120,7 +117,7 @@ def choose_cases(
     token_range: str,
     params: SamplingParams,
 ) -> list[Case]:
-    """Cases from a file of prompts or chats, text for the model's tokenizer, or random tokens.
+    """From a file of prompts or chats, text for the model's tokenizer, or random tokens.
 
     Raises `ConfigError`, `CheckpointError`.
     """
@@ -145,8 +142,7 @@ def choose_cases(
 
 def find_bos(model: str | None, server: ServerSide | None) -> int | None:
     """The BOS token that the tokenizer of the model, or else of the server, adds to texts, or None. Raises
-    `CheckpointError`.
-    """
+    `CheckpointError`."""
     if model is not None:
         return asyncio.run(ask_bos(_encoder(model)))
     return None if server is None else server.bos()
@@ -168,7 +164,7 @@ def _check_exclusive(**given: str | None) -> None:
 
 
 def _written(where: str, chat: Chat, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """A chat's token ids by the checkpoint's template, or none without a tokenizer."""
+    """By the checkpoint's template; none without a tokenizer."""
     if tokenizer is None:
         return ()
     try:

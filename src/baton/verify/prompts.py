@@ -12,7 +12,7 @@ import msgspec
 from baton.errors import ConfigError
 
 MAX_PROMPTS = 100_000
-# Tokenises a text, with or without the special tokens that the tokenizer adds.
+# With or without the special tokens that the tokenizer adds.
 Encode = Callable[[str, bool], Awaitable[list[int]]]
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def parse_token_range(text: str) -> range:
-    """Parse `100-30000` as the ids 100 to 29,999. Raises `ConfigError`."""
+    """`100-30000` is the ids 100 to 29,999. Raises `ConfigError`."""
     first, _, last = text.partition("-")
     try:
         low, high = int(first), int(last)
@@ -42,7 +42,7 @@ def parse_token_range(text: str) -> range:
 
 
 def random_prompts(lengths: Sequence[int], token_range: range, seed: int) -> list[list[int]]:
-    """One prompt per length, determined by the seed."""
+    """One per length, determined by the seed."""
     rng = random.Random(seed)
     return [[rng.randrange(token_range.start, token_range.stop) for _ in range(length)] for length in lengths]
 
@@ -63,9 +63,8 @@ async def read_prompts(path: str, encode: Encode, add_special_tokens: bool) -> l
 
 
 def read_chats(path: str) -> list[Chat]:
-    """Chats from the lines of a file: `{"messages": [...]}`, with optional `tools` and `chat_template_kwargs`, or a
-    list of messages. Other fields and empty lines are ignored. Raises `ConfigError` with the line.
-    """
+    """From the lines of a file: `{"messages": [...]}`, with optional `tools` and `chat_template_kwargs`, or a list of
+    messages. Other fields and empty lines are ignored. Raises `ConfigError` with the line."""
     chats = []
     for where, line in _lines("chat", path):
         found = _parse("chat", line, where, Chat | list[dict[str, Any]])
@@ -83,14 +82,14 @@ async def ask_bos(encode: Encode) -> int | None:
 
 
 def num_doubled(prompts: Sequence[Sequence[int]], bos: int | None) -> int:
-    """The number of prompts that begin with `bos` twice."""
+    """Prompts that begin with `bos` twice."""
     return 0 if bos is None else sum(list(ids[:2]) == [bos, bos] for ids in prompts)
 
 
 def _lines(field: str, path: str) -> Iterator[tuple[str, str]]:
     """(place, line) of all lines that are not empty."""
     try:
-        # Only split at newlines: U+2028, for one, may be part of a JSON string.
+        # U+2028, for one, may be part of a JSON string.
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(field, f"{path}: {error}") from None

@@ -29,7 +29,7 @@ from baton.wire import Recovery
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """A side's answers. `counters`: their acceptance from its engines' counters, or why there is none."""
+    """`counters`: the acceptance from a side's engines' counters, or why there is none."""
 
     observed: list[Observed]
     counters: Acceptance | str
@@ -38,8 +38,7 @@ class Answers:
 @dataclass(frozen=True, slots=True)
 class ServerSide:
     """A running server, named `side` in messages. `metrics`: pages that must have counters; None: its own `/metrics`,
-    if any.
-    """
+    if any."""
 
     side: str
     url: str
@@ -52,7 +51,7 @@ class ServerSide:
     def parse(
         cls, side: str, url: str | None, metrics: str | None, api_key: str | None, timeout_s: float, concurrency: int
     ) -> ServerSide | None:
-        """From the options `--SIDE` and `--SIDE-metrics`. Raises `ConfigError` for a bad one."""
+        """From the options `--SIDE` and `--SIDE-metrics`. Raises `ConfigError`."""
         if url is None:
             if metrics is not None:
                 raise ConfigError(f"{side}_metrics", f"is for a server that --{side} names")
@@ -68,7 +67,7 @@ class ServerSide:
         return asyncio.run(self._answers(cases, kv_mode, salted))
 
     def read_prompts(self, path: str, add_special_tokens: bool) -> list[list[int]]:
-        """Prompts of a file, tokenised by the server. Raises `ConfigError`."""
+        """Of a file, tokenised by the server. Raises `ConfigError`."""
         return asyncio.run(self._read_prompts(path, add_special_tokens))
 
     def bos(self) -> int | None:
@@ -96,7 +95,7 @@ class ServerSide:
         return Answers(observed, counters)
 
     async def _counters(self, client: OpenAIClient, before: Acceptance | str | None = None) -> Acceptance | str:
-        """The counters now, or their increase since `before`."""
+        """Now, or their increase since `before`."""
         urls = self.metrics or (f"{self.url}/metrics",)
         if isinstance(before, str):
             return before
@@ -144,9 +143,8 @@ class EngineSide:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentSide:
-    """A Baton deployment for all modes, with `flags` for all engines and `role_flags` for those of one role. `recovery`
-    none makes failed handoffs visible: recomputed, they would give the same answer.
-    """
+    """A Baton deployment for all modes, with `flags` for all engines and `role_flags` for those of one role.
+    `recovery` none makes failed handoffs visible: recomputed, they would give the same answer."""
 
     model: str
     prefill: int
@@ -159,7 +157,7 @@ class DeploymentSide:
     data_ranks: Mapping[str, int] = field(default_factory=dict)
 
     def start(self) -> Deployment:
-        """Start it; the caller closes it. Raises the errors of `Deployment`."""
+        """The caller closes it. Raises the errors of `Deployment`."""
         return Deployment(
             self.model,
             prefill=self.prefill,

@@ -14,7 +14,7 @@ from baton.cli.tables import JsonFlag, OutputJson, parse_list, show_table, write
 from baton.engine.config import parse_size
 from baton.errors import ConfigError
 
-# Block tables are planned before the pool for their pages is allocated.
+# Block tables are planned before the pool is allocated.
 _MAX_TOKENS = 1 << 20
 _SHAPE = "Of the modelled target: "
 
@@ -108,7 +108,7 @@ def transport_command(
     rows: list[dict[str, Any]] = []
     for uri in uris:
         found = [dataclasses.asdict(figures) for figures in measure_copies(uri, sizes, runs, num_iters)]
-        # memcpy's rows are the same for all transports, so they are kept once.
+        # memcpy's rows are the same for all transports.
         rows += [row for row in found if not rows or row["transport"] != "memcpy"]
     planning = measure_planning()
     _tell({"copies": rows, **planning}, rows, output_json, json_)

@@ -20,17 +20,15 @@ from baton.cli.bench.load_options import DatasetOptions, ReportOptions, TargetOp
 from baton.cli.tables import JsonFlag, show_table
 from baton.errors import ConfigError, EngineUnavailableError
 
-# Lists with an entry per request, only for --save-detailed.
+# Per request, only for --save-detailed.
 _DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 _LISTS = (*_DETAILS, "latencies", "queue_times")
-# The first columns of a sweep's table.
+# First in a sweep's table.
 _COLUMNS = ("request_rate", "completed", "failed", "request_throughput", "request_goodput", "output_throughput")
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedFigures:
-    """The figures to report."""
-
     metrics: tuple[str, ...]
     percentiles: tuple[float, ...]
     goodput: dict[str, float]
@@ -84,7 +82,7 @@ def _measure(
     asked: ReportedFigures,
     first: bool,
 ) -> dict[str, Any]:
-    """The result of one rate. Raises `EngineUnavailableError` if no request of the first rate is answered."""
+    """One rate. Raises `EngineUnavailableError` if no request of the first rate is answered."""
     from baton.bench.load_figures import load_figures, spec_decode_figures
 
     run, tokenizer = asyncio.run(_run(target, dataset, traffic if first else replace(traffic, num_warmups=0)))
@@ -173,7 +171,7 @@ async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficO
 
 
 def _local(root: str | None) -> str:
-    """The server's checkpoint, if it is a local directory. Hub names are not fetched: only users choose downloads."""
+    """A local directory. Hub names are not fetched: only users choose downloads."""
     if root is None or not os.path.isdir(root):
         raise ConfigError("tokenizer", f"must be given: the server's checkpoint is no directory here, but {root!r}")
     return root

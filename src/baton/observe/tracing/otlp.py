@@ -32,7 +32,7 @@ class OtlpSink:
     """
 
     def __init__(self, endpoint: str | None, exporter: Any = None) -> None:
-        """`endpoint` None: from OpenTelemetry's own variables. `exporter`: another exporter, for tests."""
+        """`endpoint` None: from OpenTelemetry's own variables. `exporter`: for tests."""
         try:
             trace_api = importlib.import_module("opentelemetry.trace")
             sdk = importlib.import_module("opentelemetry.sdk.trace")

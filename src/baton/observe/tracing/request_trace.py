@@ -20,7 +20,7 @@ _NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class RemoteParent:
-    """The client's `traceparent`: its trace id, span id, and whether it samples."""
+    """Of the client's `traceparent`: trace id, span id, and whether it samples."""
 
     trace_id: int
     span_id: int
@@ -35,7 +35,7 @@ class RemoteParent:
 
 @dataclass(slots=True)
 class LegTrace:
-    """A leg that runs. `first`: when its first token came (monotonic seconds)."""
+    """`first`: when its first token came (monotonic seconds)."""
 
     span: Span
     role: LegRole
@@ -48,7 +48,7 @@ class LegTrace:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Makes the spans of one sampled request. Times given are monotonic seconds."""
+    """The spans of one sampled request. Times given are monotonic seconds."""
 
     sinks: Sequence[SpanSink]
     timeline: RequestTimeline
@@ -68,7 +68,7 @@ class RequestTrace:
         return cls(sinks, timeline, root)
 
     def begin_leg(self, role: LegRole, engine: str, url: str, alone: bool, mode: str) -> LegTrace:
-        """A leg's request is about to be sent, with the `traceparent` of the returned span."""
+        """Before a leg's request is sent, with the `traceparent` of the returned span."""
         now = self._now()
         self.attempts += role == "decode"
         span = self._child(f"baton.{'local' if alone else role}_leg", now, self.root, "router")
@@ -82,7 +82,6 @@ class RequestTrace:
         return leg
 
     def on_chunk(self, leg: LegTrace, chunk: TokenChunk) -> None:
-        """A chunk of a leg has come."""
         now = self._now()
         if chunk.token_ids and leg.first is None:
             leg.first, leg.timings = now, chunk.timings
@@ -99,7 +98,7 @@ class RequestTrace:
             leg.span.error = chunk.error or "error"
 
     def end_leg(self, leg: LegTrace, error: str = "") -> None:
-        """A leg has ended: `error` if it failed."""
+        """`error` if it failed."""
         now = self._now()
         leg.span.error = leg.span.error or error
         if leg.first is not None and (leg.role == "decode" or leg.alone):
@@ -120,7 +119,7 @@ class RequestTrace:
         }
 
     def end(self, attributes: dict[str, Value]) -> None:
-        """The request has ended. Legs may still be read to their end."""
+        """Legs may still be read to their end."""
         self._end_recovery(self._now())
         timeline, root = self.timeline, self.root
         root.attributes |= {
@@ -153,8 +152,7 @@ class RequestTrace:
 
     def _handoff(self, leg: LegTrace, now: float) -> None:
         """The handoff on D, from REGISTER to COMMIT. Of an engine that does not tell (vLLM): from the prefill engine's
-        token to the decode engine's.
-        """
+        token to the decode engine's."""
         prefill, told = self._legs.get("prefill"), leg.timings
         prefilled = None if prefill is None else prefill.first
         known = told is not None and told.registered is not None and told.committed is not None
@@ -199,5 +197,5 @@ def _engine(leg: LegTrace) -> str:
 
 
 def is_sampled(trace_id: int, ratio: float) -> bool:
-    """Whether a trace without a parent is sampled, by its id, as OpenTelemetry's `traceidratio`."""
+    """A trace without a parent, by its id, as OpenTelemetry's `traceidratio`."""
     return (trace_id & (2**64 - 1)) < ratio * 2**64

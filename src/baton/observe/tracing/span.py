@@ -21,9 +21,8 @@ class SpanEvent:
 
 @dataclass(slots=True)
 class Span:
-    """A part of a trace. `start`, `end`: nanoseconds since 1970. `process`: where it ran, for a timeline. `error`: why
-    it failed; empty if it did not. `links`: span ids in the same trace.
-    """
+    """`start`, `end`: nanoseconds since 1970. `process`: where it ran, for a timeline. `error`: why it failed; empty
+    if it did not. `links`: span ids in the same trace."""
 
     name: str
     trace_id: int
@@ -46,7 +45,7 @@ class Span:
 
 
 class SpanSink(Protocol):
-    """Takes spans when they have ended. It never raises and never waits."""
+    """Never raises and never waits."""
 
     def export(self, span: Span) -> None: ...
     def close(self) -> None: ...

@@ -16,25 +16,25 @@ from baton.observe.tracing.span import SpanSink
 
 @dataclass(frozen=True, slots=True)
 class Tracer:
-    """Traces a share of the requests: those whose client samples, and of others `ratio`."""
+    """Traces requests whose client samples, and of others the share `ratio`."""
 
     sinks: Sequence[SpanSink]
     ratio: float = 1.0
 
     def begin(self, timeline: RequestTimeline, traceparent: str | None) -> RequestTrace | None:
-        """A trace for a request that arrives; None if it is not sampled."""
+        """None if the request is not sampled."""
         parent = None if traceparent is None else RemoteParent.of(traceparent)
         sampled = is_sampled(secrets.randbits(64), self.ratio) if parent is None else parent.sampled
         return RequestTrace.begin(self.sinks, timeline, parent) if sampled else None
 
     def close(self) -> None:
-        """Export what is left. May wait for a collector."""
+        """May wait for a collector."""
         for sink in self.sinks:
             sink.close()
 
 
 def make_tracer(endpoint: str | None, file: str | None, ratio: float) -> Tracer | None:
-    """A tracer to an OTLP endpoint, or the one of OpenTelemetry's variables, and to a file for Perfetto.
+    """To an OTLP endpoint, or the one of OpenTelemetry's variables, and to a file for Perfetto.
 
     None if neither is set. Raises `ConfigError`.
     """
