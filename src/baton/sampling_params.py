@@ -174,7 +174,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     limit: int | None = None
 
     def given(self) -> dict[str, Any]:
-        """By parameter name, without `max_tokens` and `limit`."""
+        """The defaults that are set, by parameter name, without `max_tokens` and `limit`."""
         return {
             name: value
             for name, value in msgspec.structs.asdict(self).items()
@@ -182,7 +182,6 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
         }
 
     def describe(self) -> str:
-        """As readable text."""
         found = msgspec.structs.asdict(self).items()
         return ", ".join(f"{name} {value:g}" for name, value in found if value is not None)
 

@@ -82,7 +82,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def num_known(self) -> int:
-        """Output tokens that the request begins with."""
         return 0 if self.num_prompt_tokens is None else len(self.prompt_token_ids) - self.num_prompt_tokens
 
 

@@ -24,7 +24,6 @@ class Streamed:
 
     @property
     def ttft_s(self) -> float:
-        """Nan without tokens."""
         return self.times_s[0] if self.times_s else float("nan")
 
     @property

@@ -78,7 +78,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
 
 
 def _decoding(llm: LLM, batch: int) -> tuple[EngineCore, ModelRunner]:
-    """With the prompts of `batch` requests computed."""
+    """An engine with the prompts of `batch` requests computed."""
     engine = llm._engine
     core = engine.core
     assert isinstance(core.executor, LocalExecutor)

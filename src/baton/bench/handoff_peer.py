@@ -53,7 +53,6 @@ class PrefillPeer:
             raise EngineUnavailableError("the process of the prefill engine has ended") from None
 
     def hear(self) -> Any:
-        """The next line's JSON."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -73,7 +72,6 @@ class PrefillPeer:
 
 
 def serve() -> None:
-    """The body of the process."""
     kv, tensor_parallel_size, num_pages, uri, key = json.loads(sys.stdin.readline())
     modelled, ticket_key = msgspec.convert(kv, ModelledKV), bytes.fromhex(key)
     engine = ModelledEngine("P", modelled, tensor_parallel_size, num_pages, uri, ticket_key)

@@ -47,7 +47,6 @@ class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def groups(self) -> dict[str, GroupSpec]:
-        """Over all ranks."""
         owners: tuple[Owner, ...] = ("target", "draft")
         return {owner: self.group(owner, self.num_kv_heads) for owner in owners}
 
@@ -69,7 +68,7 @@ class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return Instance(rank=rank, groups=found, sampling=0)
 
     def wanted(self, num_tokens: int) -> dict[str, Interval]:
-        """Without a prefix hit."""
+        """What D asks for without a prefix hit."""
         return {name: group.rules.wanted(num_tokens, 0) for name, group in self.groups.items()}
 
     def final(self, num_tokens: int, computed: int, *, seeded: bool = False) -> dict[str, int]:

@@ -40,7 +40,6 @@ class RandomPrompts:
             raise ConfigError("random_range_ratio", f"must be at least 0 and below 1, got {self.range_ratio}")
 
     def make(self, count: int, vocabulary: Sequence[int], random: np.random.Generator) -> list[LoadRequest]:
-        """With tokens from `vocabulary`."""
         prefix = _tokens(vocabulary, self.prefix_len, random)
         return [
             LoadRequest(

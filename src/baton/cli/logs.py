@@ -69,7 +69,7 @@ def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
 
 
 def logs() -> bool:
-    """After `log_to_stderr`, stderr only gets log lines."""
+    """Whether `log_to_stderr` was called."""
     return any(isinstance(handler, _Stderr) for handler in logging.getLogger().handlers)
 
 
@@ -85,7 +85,6 @@ def wants_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool
 
 
 def tell(text: str) -> None:
-    """As the command's own message."""
     for line in text.splitlines():
         logger.info("%s", line)
 

@@ -74,13 +74,12 @@ class EngineOptions(ServingSettings):
         return config.check().located()
 
     def located(self, config: EngineConfig) -> EngineOptions:
-        """For child processes, with the directories in `config` for hub names."""
+        """Options for child processes, with the directories in `config` for hub names."""
         found = {"served_model_name": config.served_model_name, "speculative_config": config.speculative_config}
         return dataclasses.replace(self, revision=None, **found)  # type: ignore[arg-type]
 
 
 def to_flags(settings: StepSettings) -> list[str]:
-    """For a child process."""
     flags: list[str] = []
     for name, one in declared(type(settings)).items():
         value = getattr(settings, name)
@@ -202,7 +201,7 @@ class ProcessOptions:
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    """Of all commands that start a router."""
+    """The router's flags."""
 
     kv_mode: Annotated[
         Mode | None, typer.Option(help="Who issues the copies: prefill (push, default) or decode (pull).")
@@ -241,7 +240,7 @@ class RouterOptions:
     ] = 1.0
 
     def to_config(self, host: str, **settings: Any) -> RouterConfig:
-        """With other `settings` of `RouterConfig`. Creates a missing admin token file."""
+        """`settings`: other fields of `RouterConfig`. Creates a missing admin token file."""
         from baton.router import RouterConfig
         from baton.router.admin import admin_token
         from baton.router.policies import read_config

@@ -111,7 +111,6 @@ def _serve_ranks(
     engine_id: str | None,
     reporter: Reporter,
 ) -> None:
-    """Serve one process per data-parallel rank."""
     from baton.cli.data_ranks import DataRanks, free_ports
 
     log_to_stderr(listen.log_level, listen.log_format)
@@ -214,7 +213,7 @@ def up_command(
 
 
 def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -> str:
-    """What runs, with an example request to `url`. `engines`: a line on each."""
+    """`engines`: a line on each."""
     spec, name = config.speculative_config, config.served_model_name or Path(config.model).name
     lines = {"model": f"{name} ({config.model})", "drafter": "none", **engines}
     if spec is not None:
@@ -231,7 +230,7 @@ def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -
 
 
 async def _supervise(supervisor: Supervisor, stop: asyncio.Event, app: web.Application) -> AsyncIterator[None]:
-    """Set `stop` when the supervisor gives up."""
+    """Sets `stop` when the supervisor gives up."""
 
     async def watch() -> None:
         while supervisor.failure is None:

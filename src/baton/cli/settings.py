@@ -132,7 +132,7 @@ def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) 
 
 
 def _text(name: str, value: object, source: str) -> str:
-    """As a command-line argument; a table as JSON."""
+    """A setting as a command-line argument; a table as JSON."""
     if isinstance(value, dict):
         try:
             return json.dumps(value)
@@ -144,7 +144,7 @@ def _text(name: str, value: object, source: str) -> str:
 
 
 def _keys_twice(node: yaml.Node | None, above: list[yaml.Node]) -> Iterator[str]:
-    """Skips a node that contains itself, which the decoder refuses."""
+    """Duplicate keys of mappings. A node that contains itself is skipped; the decoder refuses it."""
     if node is None or any(node is each for each in above):
         return
     if isinstance(node, yaml.MappingNode):

@@ -18,18 +18,16 @@ _CALM_S = 300.0
 
 
 class Processes(Protocol):
-    """A supervisor's child processes, which have names."""
-
     def ended(self) -> dict[str, str]:
-        """With the last log line of each."""
+        """Ended children, with the last log line of each."""
         ...
 
     def ended_cleanly(self, name: str) -> bool:
-        """In order, because of a signal."""
+        """Whether the child ended in order because of a signal."""
         ...
 
     def restart(self, name: str, wait: bool = True) -> None:
-        """At the same address. Without `wait` the child may not serve yet."""
+        """Start the child again at the same address. Without `wait` it may not serve yet."""
         ...
 
 
@@ -62,7 +60,6 @@ class Supervisor:
         self.failure: str | None = None
 
     def look(self) -> None:
-        """Restart the children that are due."""
         if self.failure is not None:
             return
         now = self._clock()

@@ -16,7 +16,6 @@ OutputJson = Annotated[str | None, typer.Option(help="Write a JSON file too.")]
 
 
 def show_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the rows under the first row's names."""
     cells = [[*rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     for line in cells:

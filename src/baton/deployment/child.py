@@ -98,7 +98,6 @@ class Reporter:
             self._write({"ready": url, "kv": kv, "urls": list(urls) or [url]})
 
     def signalled(self) -> None:
-        """The process ends because of a signal."""
         if self._fd is not None:
             with contextlib.suppress(OSError):  # the parent is gone
                 self._write({"signalled": True})

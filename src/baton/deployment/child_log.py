@@ -34,7 +34,7 @@ class LogLine:
 
 
 def read_line(line: str) -> LogLine:
-    """In the text or JSON format of `cli.logs`."""
+    """Parse the text or JSON format of `cli.logs`."""
     if line.startswith("{"):
         with contextlib.suppress(ValueError, KeyError, AttributeError):
             found = json.loads(line)
@@ -59,7 +59,6 @@ class ChildLog:
 
     @contextlib.contextmanager
     def writing(self) -> Any:
-        """The descriptor for the child to write to."""
         with self.path.open("ab") as file:
             if self._forward is None:
                 yield file.fileno()

@@ -150,7 +150,6 @@ class Deployment:
 
     @property
     def prefill_urls(self) -> list[str]:
-        """One per data-parallel rank."""
         return list(self._urls["prefill"])
 
     @property
@@ -167,7 +166,6 @@ class Deployment:
         return self.prefill_urls + self.decode_urls + self.both_urls
 
     def engines(self) -> dict[str, str]:
-        """URLs and KV capacity, by name."""
         return {
             child.name: f"{', '.join(child.urls)}, {child.kv}"
             for child in self._children
@@ -179,7 +177,7 @@ class Deployment:
         return {c.name: self._cause(c) for c in self._children if c.process.poll() is not None}
 
     def ended_cleanly(self, name: str) -> bool:
-        """With status 0 because of a signal. A child that exits by itself has failed."""
+        """Whether the child ended with status 0 because of a signal. One that exits by itself has failed."""
         child = self._child(name)
         if child.process.poll() != 0:
             return False
@@ -187,7 +185,7 @@ class Deployment:
         return child.signalled
 
     def kill(self, name: str) -> None:
-        """With SIGKILL, even if the child is stopped; waits for its end."""
+        """End a child with SIGKILL, even if it is stopped, and wait."""
         child = self._child(name)
         child.process.kill()
         child.process.wait()
@@ -306,7 +304,6 @@ class Deployment:
 
 
 def rank_ids(engine_id: str, data_ranks: int) -> list[str]:
-    """With one rank, the engine's own."""
     return [engine_id] if data_ranks == 1 else [f"{engine_id}_dp{rank}" for rank in range(data_ranks)]
 
 

@@ -181,7 +181,7 @@ async def _ask_sglang(client: OpenAIClient, model: Model) -> Server:
 
 
 async def _dialled(server: Server, timeout_s: float) -> Server:
-    """With those control addresses on which nothing listens."""
+    """The server with those control addresses on which nothing listens."""
 
     async def dial(host: str, port: int, address: str) -> str | None:
         try:

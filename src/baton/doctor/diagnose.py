@@ -63,7 +63,6 @@ async def check_up(
 
 
 def findings_of(checkup: Checkup) -> list[Finding]:
-    """Each once."""
     found = [
         *check_servers(checkup.servers),
         *check_pairs(checkup.servers),

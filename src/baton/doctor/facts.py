@@ -85,7 +85,6 @@ class Server:
         return () if self.identity is None else self.identity.control_addresses
 
     def facts(self) -> dict[str, object]:
-        """The facts of its fingerprint."""
         return {} if self.identity is None else facts_of(self.identity.fingerprint)
 
     def is_here(self) -> bool:
@@ -134,8 +133,6 @@ class RouterEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterFacts:
-    """What a router tells."""
-
     url: str
     problem: Problem | None = None
     version: str | None = None

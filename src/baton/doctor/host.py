@@ -20,7 +20,6 @@ _LEAST_FILES = 1024
 
 
 def read_host() -> Host:
-    """With the soft limits of this process."""
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     size, free = None, 0
     if _SHM.is_dir():
@@ -37,7 +36,7 @@ def read_host() -> Host:
 
 
 def check_host(checkup: Checkup) -> Iterator[Finding]:
-    """As far as servers of the check-up run here. Pure."""
+    """Findings for servers that run here. Pure."""
     host = checkup.host
     here = [server for server in checkup.servers if server.problem is None and server.is_here()]
     if host is None or not (here or (checkup.router is not None and checkup.router.is_here)):

@@ -36,7 +36,6 @@ def checkup_json(checkup: Checkup, findings: Sequence[Finding]) -> dict[str, Any
 
 
 def notes_of(checkup: Checkup) -> Iterator[str]:
-    """What could not be checked."""
     yield from checkup.notes
     for server in checkup.servers:
         for not_told in server.not_told if server.problem is None else ():
@@ -101,7 +100,6 @@ def _count(findings: Sequence[Finding]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON of the dataclasses and structs of a check-up."""
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if hasattr(value, "__struct_fields__"):

@@ -19,7 +19,6 @@ _LOGS = "read the router's and both engines' logs of this minute"
 
 
 def check_router(checkup: Checkup) -> Iterator[Finding]:
-    """With its trial if there was one."""
     router = checkup.router
     if router is None:
         return
@@ -114,7 +113,6 @@ def _placed(router: RouterFacts, engine: RouterEntry, server: Server) -> Iterato
 
 
 def check_trial(url: str, trial: Trial) -> Iterator[Finding]:
-    """Whether the request was handed off, and without a failure."""
     if trial.problem is not None:
         setting = f"the answer to {trial.num_prompt_tokens} prompt tokens"
         yield Finding("handoff_failed", url, setting, repr(trial.problem), "not tokens", _cure(trial, trial.problem))

@@ -20,7 +20,6 @@ _CURES = {
 
 
 def check_servers(servers: Sequence[Server]) -> Iterator[Finding]:
-    """All findings about servers that need no comparison of facts."""
     for server in servers:
         yield from _alone(server)
     usable = [server for server in servers if server.problem is None]

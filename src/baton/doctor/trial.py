@@ -53,8 +53,6 @@ class _Status(msgspec.Struct, frozen=True):
 
 
 class _Counts:
-    """Of a router and its engines, at one time."""
-
     def __init__(self, status: _Status, samples: Sequence[Sample]) -> None:
         self.status, self.samples = status, samples
 

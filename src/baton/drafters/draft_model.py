@@ -61,7 +61,6 @@ class DraftModel:
         return hidden_TE[self._tensor(query_start[1:][drafting].astype(np.int64) - 1)]
 
     def draft(self, batch: DraftBatch, extended: Tensor | None) -> list[list[int]]:
-        """Autoregressive drafting with the small model."""
         drafts: list[list[int]] = [[] for _ in batch.num_drafts]
         counts = self._counts(batch)
         going = np.flatnonzero(counts)

@@ -98,7 +98,7 @@ class Eagle3(HeadDrafter):
             )
 
     def _add_norms(self, raw: RawConfig, target_hidden: int, eps: float, build: Build) -> None:
-        """Of EAGLE-3.1."""
+        """The norms of EAGLE-3.1."""
         self._norm_output = flag(raw, "norm_output")
         self.input_norm, self.fc_norm = None, None
         if flag(raw, "norm_before_fc"):

@@ -154,7 +154,6 @@ def canonical(name: str) -> str:
 
 
 def head_tensors(path: str) -> set[str]:
-    """Canonical names."""
     return {canonical(name) for name in stored_tensors(path)}
 
 

@@ -50,6 +50,5 @@ class MtpHead(HeadDrafter):
     def forward(
         self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: LayerCache, first: bool
     ) -> tuple[Tensor, Tensor]:
-        """Runs the last module."""
         x = self.layers[-1](self._embed(next_ids_T), features_TF, self.rotary.at(positions_T), attend)
         return x, x

@@ -18,8 +18,6 @@ from baton.models.loading.dtypes import resolve_dtype
 
 
 class DrafterLoader(Protocol):
-    """The interface of a registered class."""
-
     def load(self, path: str, target: CausalLM, build: Build, **options: int) -> Drafter: ...
 
 

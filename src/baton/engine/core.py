@@ -104,7 +104,6 @@ class EngineCore:
                 self.on_handoff(item)
 
     def load(self) -> EngineLoad:
-        """A snapshot. Thread-safe."""
         pools = list(self.cache.pools.values())
         return EngineLoad(
             num_running=len(self.scheduler.running),
@@ -119,7 +118,6 @@ class EngineCore:
         )
 
     def forget_metrics(self) -> None:
-        """Reset all counters."""
         self.metrics = self.steps.metrics = EngineMetrics()
         if self.legs is not None:
             self.legs.metrics = self.metrics
@@ -277,7 +275,6 @@ class EngineCore:
                 self.cache.slide(request.kv, known, request.num_computed, request.num_drafted, first)
 
     def _enter(self, request: Request) -> None:
-        """Enter final pages into the prefix cache."""
         self.cache.advance(request.kv, request.token_ids, request.num_computed, request.num_drafted)
 
     def _num_final(self, request: Request) -> int:

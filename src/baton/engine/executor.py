@@ -99,7 +99,6 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def compute_follower(self, plan: StepPlan) -> None:
-        """What the other ranks compute of a plan."""
         output = self._output = self.runner.forward(plan.rows)
         if self.runner.model.build.ranks.stage.index == 0:
             for _ in self._scored(plan, output):

@@ -280,7 +280,6 @@ class HandoffLegs:
         return []
 
     def _quarantine(self, leg: Leg) -> None:
-        """P may still write the pages."""
         leg.quarantined = self.scheduler.quarantine(leg.request, leg.wanted)
 
     def _leave_quarantine(self, leg: Leg) -> None:

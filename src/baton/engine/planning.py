@@ -50,7 +50,6 @@ class DraftRows:
 
 
 def is_sampled(rows: ScheduledRows) -> bool:
-    """Whether a token is chosen after these rows."""
     request = rows.request
     if not request.is_prefilling:
         return True
@@ -170,7 +169,7 @@ def _chain(draft_rows: Sequence[DraftRows], num_modules: int) -> ModuleChain:
 
 
 def _rows(ids: list[int], spans: Sequence[tuple[int, int]], requests: Sequence[Request], groups: Sequence[str]) -> Rows:
-    """Rows for `spans`: (first position, count) per request."""
+    """`spans`: (first position, count) per request."""
     query_start = [0]
     positions: list[int] = []
     for start, count in spans:

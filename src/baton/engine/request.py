@@ -132,7 +132,6 @@ class Request:
         return None if self.started_at is None else self.started_at - self.queued_at
 
     def mark(self, name: str, now: float) -> None:
-        """Note that it has got this far, if anybody asked."""
         if self.marks is not None:
             self.marks.setdefault(name, now)
 
@@ -190,7 +189,6 @@ class Request:
         return range(start + 1, min(stop + 1, len(self.prompt_logprobs)))
 
     def forget_computed(self) -> None:
-        """Reset all that depends on the request's pages."""
         self.num_computed = self.num_drafted = self.first_drafted = 0
         self.draft_prefix_len = None
         self.num_known_drafted, self.mtp_hidden = 0, None

@@ -103,8 +103,6 @@ class _LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class _DraftPages:
-    """The drafter's `Pages` for one plan."""
-
     runner: ModelRunner
     layers: LayerMap
     tables: Mapping[str, Int32Array]
@@ -168,7 +166,6 @@ class ModelRunner:
         del self.model, self.drafter
 
     def forward(self, rows: Rows, written: Written | None = None) -> TargetOutput:
-        """Target forward. Writes the rows' KV."""
         batches = {
             name: AttnBatch(rows.query_start, rows.positions, rows.tables[name]) for name in self.spec.target_groups
         }

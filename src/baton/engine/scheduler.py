@@ -147,7 +147,6 @@ class Scheduler:
         return True
 
     def missing(self, request: Request) -> int:
-        """Tokens that a waiting request would have to compute."""
         found = self.cache.find(request.kv, request.token_ids, request.prefill_len)
         return request.prefill_len - min(hit.num_tokens for hit in found.values())
 
@@ -173,7 +172,7 @@ class Scheduler:
         self.running.append(request)
 
     def remove(self, request: Request) -> None:
-        """From all queues. Its pages are not released."""
+        """Its pages are not released."""
         if request in self.running:
             self.running.remove(request)
         for queue in (self.waiting, self.receive_queue):

@@ -16,5 +16,4 @@ def host_region(address: int, nbytes: int) -> Region:
 
 
 def cuda_region(address: int, nbytes: int, device: int) -> Region:
-    """As `host_region`, on CUDA device number `device`."""
     return DeviceMemory(address, nbytes, device, lambda: torch.cuda.set_device(device))

@@ -66,7 +66,7 @@ class KVCache:
         self._num_scratch = {group.name: group.rules.num_scratch(num_lookahead_slots) for group in groups}
 
     def fits(self, num_tokens: int) -> bool:
-        """Into the empty pools."""
+        """Whether a request fits into the empty pools."""
         return all(
             self._num_pages(name, num_tokens) + self._num_scratch[name] < pool.num_pages
             for name, pool in self.pools.items()

@@ -68,7 +68,6 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in one layer."""
         return self.num_heads * self.head_dim * self.itemsize
 
 

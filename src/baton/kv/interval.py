@@ -61,7 +61,6 @@ class Interval(msgspec.Struct, frozen=True, array_like=True, order=True):
         return other.empty or (self.start <= other.start and other.stop <= self.stop)
 
     def after(self, position: int) -> Interval:
-        """The part at or after `position`."""
         start = min(max(self.start, position), self.stop)
         return Interval(start, self.stop)
 
@@ -132,7 +131,7 @@ class Rules:
         return known_entries(self.reach, n + seeded, computed)
 
     def num_pages(self, num_tokens: int, page_size: int) -> int:
-        """Of a request of `num_tokens` tokens. For a state group, slots."""
+        """Pages of a request of `num_tokens` tokens. For a state group, slots."""
         return min(num_tokens, 1) if self.kind == "state" else -(-num_tokens // page_size)
 
     def num_scratch(self, num_drafts: int) -> int:

@@ -63,7 +63,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Free, or cached and evictable."""
+        """Pages that are free, or cached and evictable."""
         return self._free.num_pages + len(self._evictable)
 
     @property
@@ -79,7 +79,7 @@ class PagePool:
         return len(self._evictable)
 
     def count_evictable(self, pages: Iterable[int]) -> int:
-        """Cached and unreferenced, so that `allocate` could evict them."""
+        """Pages that are cached and unreferenced, so that `allocate` could evict them."""
         return sum(page in self._evictable for page in pages)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
@@ -96,7 +96,6 @@ class PagePool:
         return pages
 
     def _evict(self, count: int) -> None:
-        """Least recently used first."""
         evicted = [self._evictable.popitem(last=False)[0] for _ in range(count)]
         for page in evicted:
             self._forget(page)

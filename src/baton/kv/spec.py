@@ -35,7 +35,6 @@ class PlaneSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in one layer."""
         return self.num_heads * self.head_dim * self.itemsize
 
 
@@ -43,7 +42,7 @@ Planes = tuple[PlaneSpec, ...]
 
 
 def kv_planes(num_kv_heads: int, head_dim: int, dtype: str) -> Planes:
-    """Of ordinary attention. `num_kv_heads` counts this rank's heads."""
+    """Planes of ordinary attention. `num_kv_heads` counts this rank's heads."""
     return PlaneSpec("k", dtype, num_kv_heads, head_dim), PlaneSpec("v", dtype, num_kv_heads, head_dim)
 
 
@@ -119,5 +118,5 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def page_bytes(self) -> int:
-        """Of one dense page over all its layers."""
+        """Bytes of one dense page over all its layers."""
         return self.num_layers * self.plane_offsets[-1]

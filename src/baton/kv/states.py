@@ -56,7 +56,7 @@ class StatePool(PagePool):
         return PrefixHit()
 
     def _digest(self, tokens: Sequence[int], count: int, chain: Chain) -> bytes:
-        """Of the first `count` intervals of `tokens`."""
+        """The digest of the first `count` intervals of `tokens`."""
         for index in range(len(chain), count):
             identity = page_identity(tokens, index, self.interval, 0)
             assert identity is not None, "a state has seen unknown tokens"

@@ -50,7 +50,6 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.enable_kv_cache_events and self.publisher != "null"
 
     def of_rank(self, rank: int) -> KVEventsConfig:
-        """Of data-parallel rank `rank`."""
         return msgspec.structs.replace(
             self, endpoint=_moved(self.endpoint, rank), replay_endpoint=_moved(self.replay_endpoint, rank)
         )

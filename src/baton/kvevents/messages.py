@@ -57,8 +57,6 @@ class BlockStored(_Event):
 
 
 class BlockRemoved(_Event):
-    """Blocks that the prefix cache no longer holds."""
-
     block_hashes: list[BlockHash]
     medium: str | None
     group_idx: int | None = None

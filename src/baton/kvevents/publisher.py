@@ -66,7 +66,7 @@ class EventPublisher:
         self._thread.start()
 
     def watch(self, cache: KVCache, groups: Sequence[GroupSpec]) -> None:
-        """What enters and leaves the prefix caches of `cache`."""
+        """Record what enters and leaves the prefix caches of `cache`."""
         for index, group in enumerate(groups):
             pool = cache.pools[group.name]
             size = pool.interval if isinstance(pool, StatePool) else pool.page_size
@@ -78,7 +78,6 @@ class EventPublisher:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Publish what is left."""
         self._stopping = True
         self._signal()
         self._thread.join()

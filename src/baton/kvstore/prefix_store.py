@@ -232,5 +232,5 @@ class PrefixStore:
 
 
 def _of_states(key: str) -> str:
-    """After the span with `key`."""
+    """The key of the states after the span with `key`."""
     return content_key(f"{key} states", ())

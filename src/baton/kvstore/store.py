@@ -133,11 +133,10 @@ class FileStore:
         return self._touch(self._path(key))
 
     def remove(self, key: str) -> None:
-        """The entry may be missing."""
         self._path(key).unlink(missing_ok=True)
 
     def keys(self) -> list[str]:
-        """Least recently used first."""
+        """All keys, least recently used first."""
         return [path.name for _, _, path in self._entries()]
 
     def _path(self, key: str) -> Path:

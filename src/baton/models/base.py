@@ -32,8 +32,6 @@ class Embedding(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The decoder stack, from token ids to the final norm."""
-
     def __init__(self, config: ModelConfig, layers: Mapping[int, nn.Module], build: Build) -> None:
         super().__init__()
         self._config, self._build, self._stage = config, build, build.ranks.stage

@@ -132,7 +132,7 @@ def get_bool(raw: RawConfig, name: str, default: bool = False) -> bool:
 
 
 def get_rope(raw: RawConfig, max_position: int) -> RopeSpec:
-    """From the old (`rope_theta`, `rope_scaling`) or the new (`rope_parameters`) fields."""
+    """Read the old fields (`rope_theta`, `rope_scaling`) or the new one (`rope_parameters`)."""
     return read_rope(rope_section(raw), raw, max_position)
 
 
@@ -213,7 +213,7 @@ def get_rotary_dim(raw: RawConfig, head_dim: int, default_factor: float) -> int:
 
 
 def layer_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
-    """From Qwen's fields: `use_sliding_window`, and `layer_types` or `max_window_layers`."""
+    """Read Qwen's fields: `use_sliding_window`, and `layer_types` or `max_window_layers`."""
     window = get_int(raw, "sliding_window", 4096) if get_bool(raw, "use_sliding_window") else None
     if raw.get("layer_types") is None:
         first = get_int(raw, "max_window_layers", 28, minimum=0)

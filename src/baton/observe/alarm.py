@@ -128,7 +128,7 @@ class AcceptanceAlarms:
         self._watched: dict[Group, _Watched] = {}
 
     def observe(self, request: RequestAcceptance) -> None:
-        """Compare a request that ran on one route from beginning to end."""
+        """The request ran on one route from beginning to end."""
         parts: dict[Part, _Figures | None] = {
             "first_verification": _Figures.of(*request.first),
             "later_verifications": _Figures.of(*request.later),

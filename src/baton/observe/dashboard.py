@@ -19,7 +19,6 @@ class Page:
 
 @functools.cache
 def dashboard_page() -> Page:
-    """Put together from the files in `observe/page`."""
     directory = resources.files("baton.observe") / "page"
     html, style, script = ((directory / f"dashboard.{kind}").read_text() for kind in ("html", "css", "js"))
     policy = (

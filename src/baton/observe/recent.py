@@ -96,7 +96,6 @@ class RecentRequests:
         return [one for one in self._newest() if wanted in (one.id, one.id.rpartition("-")[0], one.http_id)]
 
     def stages(self) -> dict[str, int]:
-        """How many running requests are in each stage."""
         counts = Counter(request.stage for request in self._running.values())
         return {stage: counts[stage] for stage in ("waiting", "prefill", "handoff", "decode")}
 

@@ -65,13 +65,12 @@ class RequestTimeline:
 
     @property
     def tpot_s(self) -> float | None:
-        """Per token after the first."""
+        """Mean seconds per token after the first."""
         if self.first is None or self.last is None or self.num_output_tokens < 2:
             return None
         return (self.last - self.first) / (self.num_output_tokens - 1)
 
     def on_route(self, now: float, route: str, engines: Sequence[str]) -> None:
-        """An attempt begins."""
         self.resumed |= self.num_output_tokens > 1
         self.route, self.engines = route, tuple(engines)
         self._note(now, "route", f"{route.replace('_', ' ')}: {' to '.join(engines)}")
@@ -90,7 +89,6 @@ class RequestTimeline:
             self.last = now
 
     def on_recovery(self, now: float, rung: str, cause: str) -> None:
-        """An attempt failed, and another follows."""
         self._note(now, f"recovery: {rung}", cause)
 
     def on_end(self, now: float, finish: str, error: str = "") -> None:
@@ -102,7 +100,6 @@ class RequestTimeline:
         self.events.append(TimelineEvent(now, "end", text[:_MAX_TEXT]))
 
     def summary(self) -> dict[str, object]:
-        """One row of a list of requests."""
         return {
             "id": self.id,
             "request_id": self.http_id,

@@ -129,7 +129,7 @@ class OpenAIClient:
         self.url = url
 
     async def model(self) -> Model:
-        """The first of the server's list."""
+        """The first model in the server's list."""
         models = decode(await self.fetch("GET", f"{self.url}/v1/models"), Models).data
         if not models:
             raise ProtocolError("the server lists no model")
@@ -152,12 +152,11 @@ class OpenAIClient:
                 yield event
 
     async def tokenize(self, model: str, prompt: str, add_special_tokens: bool = True) -> list[int]:
-        """vLLM's `POST /tokenize`."""
         body = {"model": model, "prompt": prompt, "add_special_tokens": add_special_tokens}
         return decode(await self.fetch("POST", f"{self.url}/tokenize", body), _Tokens).tokens
 
     async def samples(self, url: str | None = None) -> list[Sample]:
-        """A `/metrics` page, by default the server's own."""
+        """Samples of a `/metrics` page, by default the server's own."""
         return read_samples((await self.fetch("GET", url or f"{self.url}/metrics")).decode(errors="replace"))
 
     async def fetch(self, method: str, url: str, body: dict[str, Any] | None = None) -> bytes:

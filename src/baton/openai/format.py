@@ -38,7 +38,7 @@ def usage_so_far(plan: Plan, index: int, num_output: int) -> Usage:
 
 
 def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
-    """Not streamed."""
+    """The body of a response that is not streamed."""
     choices = []
     for index, output in enumerate(outputs):
         choice = _choice(plan, index, output)
@@ -67,7 +67,6 @@ def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
 
 
 def streamed(plan: Plan, index: int, delta: Delta, output: SampleOutput, first: bool) -> Json:
-    """One event of choice `index`."""
     choice = _choice(plan, index, delta)
     if plan.chat:
         choice["delta"] = ({"role": "assistant"} if first else {}) | _delta(plan, delta, output)
@@ -107,7 +106,7 @@ def _finish_reason(plan: Plan, output: SampleOutput, reason: FinishReason | None
 
 
 def _message(plan: Plan, output: SampleOutput) -> Json:
-    """Parsed if the request asks for it."""
+    """The message, parsed if the request asks for it."""
     if plan.reader is None:
         return {"content": output.text}
     message: Json = {"content": output.content or (None if output.calls else "")}

@@ -92,7 +92,6 @@ class SampleOutput:
 
     @property
     def content(self) -> str:
-        """Outside of reasoning and calls."""
         return "".join(self._content)
 
     @property

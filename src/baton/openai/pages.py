@@ -56,7 +56,6 @@ def endpoints(app: web.Application) -> Iterator[Endpoint]:
 
 
 def openapi(app: web.Application) -> dict[str, Any]:
-    """An app's routes and request bodies as OpenAPI 3.1."""
     bodies = list(_BODIES.values())
     schemas, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE)
     schema_of = dict(zip(bodies, schemas, strict=True))
@@ -79,7 +78,6 @@ def openapi(app: web.Application) -> dict[str, Any]:
 
 
 def docs_page(app: web.Application) -> web.Response:
-    """The routes of an app and their request fields."""
     parts = ["<h1>Baton's API</h1><p>As <a href=openapi.json>openapi.json</a>.</p>"]
     for one in endpoints(app):
         parts.append(f"<h2><code>{one.method} {escape(one.path)}</code></h2><p>{escape(one.summary)}</p>")

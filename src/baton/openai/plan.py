@@ -202,7 +202,7 @@ def _truncated(
 
 
 def _limited(max_tokens: int, model: ServedModel) -> int:
-    """Cut to the operator's limit for all requests."""
+    """`max_tokens`, cut to the operator's limit for all requests."""
     return max_tokens if model.defaults.limit is None else min(max_tokens, model.defaults.limit)
 
 

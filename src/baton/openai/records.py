@@ -40,7 +40,6 @@ class SequenceRecord:
         metrics.running += 1
 
     def on_route(self, route: str, engines: Sequence[str] = ()) -> None:
-        """The backend's reason for the route, and its engines."""
         self.route, self.engines = route, engines
 
     def tokens(self, num_tokens: int, accepted: Iterable[int] = ()) -> None:

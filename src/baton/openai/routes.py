@@ -121,7 +121,7 @@ def _add_refusals(app: web.Application) -> None:
 
 
 def add_health(app: web.Application, health: Handler) -> None:
-    """With SageMaker's name for it."""
+    """Add `/health`, and SageMaker's name for it."""
     app.router.add_get("/health", health)
     app.router.add_get("/ping", health)
     app.router.add_post("/ping", health)

@@ -56,7 +56,6 @@ class OpenAIService:
         return self._backend.model()
 
     def models(self) -> dict[str, object]:
-        """The body of `GET /v1/models`."""
         return {"object": "list", "data": [self.model_card(None)]}
 
     def model_card(self, name: str | None) -> dict[str, object]:
@@ -110,7 +109,7 @@ class OpenAIService:
         ]
 
     async def answer(self, plan: Plan) -> bytes | AsyncGenerator[bytes, None]:
-        """A body, or server-sent events to stream."""
+        """Return a body, or server-sent events to stream."""
         outputs = self.begin(plan)
         if plan.stream:
             events = self._events(plan, outputs)

@@ -30,15 +30,11 @@ class FunctionTool(msgspec.Struct, kw_only=True):
 
 
 class Tool(msgspec.Struct, kw_only=True):
-    """One of `tools`."""
-
     function: FunctionTool
     type: Literal["function"] = "function"
 
 
 class FunctionName(msgspec.Struct, kw_only=True):
-    """`tool_choice.function`."""
-
     name: str
 
 
@@ -60,8 +56,6 @@ class CalledFunction(msgspec.Struct, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call in an earlier response."""
-
     function: CalledFunction
     id: str | None = None
     type: Literal["function"] = "function"

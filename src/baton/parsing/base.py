@@ -35,8 +35,6 @@ ParsedEvent = Content | Reasoning | CallDelta
 
 
 class Parser(Protocol):
-    """Parses one answer."""
-
     def push(self, text: str) -> list[ParsedEvent]:
         """Returns the events that are certain."""
         ...

@@ -76,7 +76,6 @@ class HarmonyParser:
         return events
 
     def _begin(self, events: list[ParsedEvent]) -> None:
-        """Begin a message after its header."""
         header, self._header = self._header, ""
         self._where, self._empty = "body", True
         function = _FUNCTION.search(header)

@@ -13,7 +13,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(MarkedParser):
-    """Calls and content in any order."""
+    """Parses calls and content in any order."""
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(_OPEN)

@@ -24,7 +24,7 @@ def _begins(marker: str, text: str) -> bool:
 
 
 class MistralParser(MarkedParser):
-    """Content and calls in any order."""
+    """Parses content and calls in any order."""
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(_OPEN)
@@ -86,7 +86,7 @@ class MistralParser(MarkedParser):
         return text
 
     def _list(self, text: str, events: list[ParsedEvent]) -> str:
-        """After a call in a list."""
+        """Parse the rest of a list after one of its calls."""
         rest = text.lstrip()
         if rest.startswith(","):
             self._calls.begin(",")

@@ -137,7 +137,6 @@ class ObservedBackend:
         }
 
     def describe(self) -> dict[str, object]:
-        """For `/status`."""
         return {
             "alarms": [alarm.describe() for alarm in self.alarms.alarms()],
             "num_comparisons": self.alarms.num_comparisons(),
@@ -145,7 +144,6 @@ class ObservedBackend:
         }
 
     def rows(self) -> Iterator[Row]:
-        """For `/metrics`."""
         for stage, count in self.recent.stages().items():
             yield gauge("router_requests_by_stage", "Running requests by stage.", count, stage=stage)
         for group, totals in self.totals:

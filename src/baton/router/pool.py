@@ -61,7 +61,7 @@ class EnginePool:
 
     @property
     def engines(self) -> list[PooledEngine]:
-        """In the order of joining."""
+        """All engines, in the order of joining."""
         return list(self._engines.values())
 
     async def rebind(self) -> None:

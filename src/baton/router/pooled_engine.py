@@ -125,13 +125,11 @@ class PooledEngine:
                 self.when_idle()
 
     def _prefilled(self, leg: _Leg) -> None:
-        """The leg's prompt is computed. It counts once."""
         if not leg.has_prefilled:
             leg.has_prefilled = True
             self.queued_tokens -= leg.charge.prefill_tokens
 
     def evict(self, error: EngineLostError) -> None:
-        """Give the engine up: fail its legs."""
         self.evicted = True
         for leg in list(self._legs):
             leg.on_lost(error)

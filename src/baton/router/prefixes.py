@@ -74,7 +74,6 @@ class PromptBlocks:
         return self._keys[asked]
 
     def chain(self) -> list[bytes]:
-        """The hashes of the prompt's whole blocks."""
         if self._chain is None:
             self._chain = chain_of(self.tokens, self.salt)
         return self._chain

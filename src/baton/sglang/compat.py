@@ -137,7 +137,7 @@ def region_maker(server: Any, args: Any) -> Callable[[int, int], Region]:
 
 
 def metadata_rows(args: Any) -> MetadataRows:
-    """In host memory."""
+    """The metadata rows, in host memory."""
     return MetadataRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens), tuple(args.aux_data_lens))
 
 
@@ -178,7 +178,6 @@ def eos_token_ids(model: Any) -> list[int]:
 
 
 def num_speculative_tokens(server: Any) -> int:
-    """0 without speculation."""
     return 0 if server.speculative_algorithm is None else int(server.speculative_num_draft_tokens or 1) - 1
 
 

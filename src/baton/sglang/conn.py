@@ -76,7 +76,6 @@ class BatonKVSender(CommonKVSender):
         self._row = aux_index
 
     def scheduled(self) -> None:
-        """The request is in the next batch."""
         self.kv_mgr.backend.legs.scheduled(self._leg)
 
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None) -> None:
@@ -182,7 +181,7 @@ class BatonKVReceiver(CommonKVReceiver):
 
 
 class BatonKVBootstrapServer(BaseKVBootstrapServer):
-    """Nothing that a client sends chooses an address."""
+    """An empty class: nothing that a client sends chooses an address."""
 
     def __init__(self, host: str, port: int) -> None:
         pass

@@ -105,7 +105,7 @@ class RankLegs:
         self._events.put(event)
 
     def poll(self, leg: RankLeg) -> LegPhase:
-        """After all events so far."""
+        """The phase after all events so far."""
         while True:
             try:
                 self._on_event(self._events.get_nowait())

@@ -29,7 +29,7 @@ class MetadataRows:
     num_bytes: Sequence[int]
 
     def read(self, row: int) -> Seeds:
-        """Of a request whose row P has filled."""
+        """Read the row of a request, which P has filled."""
         parts = [ctypes.string_at(address, size) for address, size in self._places(row)]
         token = int.from_bytes(parts[0][:_TOKEN_BYTES], "little")
         return Seeds(first_token=token, drafter_states=msgspec.msgpack.encode(parts))

@@ -26,7 +26,7 @@ _MAX_STEP_S = 0.25
 
 
 def problem(tokens: LLTokenizer, source: str) -> str:
-    """With a grammar or its first steps; empty if nothing is."""
+    """What is wrong with a grammar or its first steps; empty if nothing is."""
     matcher = LLMatcher(tokens, source, log_level=0, limits=limits())
     if matcher.is_error():
         return matcher.get_error()

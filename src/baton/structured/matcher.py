@@ -35,7 +35,7 @@ class Allowed:
 
 
 class Compiled:
-    """At its beginning, and the vocabulary size that it was compiled for."""
+    """A grammar at its beginning, and the vocabulary size that it was compiled for."""
 
     __slots__ = ("__weakref__", "matcher", "vocab_size")
 

@@ -59,7 +59,6 @@ def _checked(schema: str) -> str:
 
 
 def _check_patterns(schema: Any) -> None:
-    """`check_repetition` for all regular expressions in a schema."""
     if isinstance(schema, dict):
         pattern, properties = schema.get("pattern"), schema.get("patternProperties")
         for regex in (pattern, *(properties if isinstance(properties, dict) else ())):

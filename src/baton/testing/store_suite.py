@@ -44,7 +44,6 @@ def check_store(factory: NewStore) -> list[str]:
 
 
 def _groups(seed: int = 0) -> dict[str, ByteArray]:
-    """A target group and its drafter's."""
     return {"target": pattern(4096, seed), "draft": pattern(512, seed + 1), "empty": pattern(0, 0)}
 
 

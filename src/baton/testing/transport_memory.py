@@ -48,7 +48,6 @@ class OnDevice:
         return bool(self.copy().any())
 
     def copy(self) -> ByteArray:
-        """On the host."""
         found: ByteArray = self._bytes.cpu().numpy()
         return found
 

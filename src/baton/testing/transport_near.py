@@ -56,7 +56,6 @@ class NearSide:
         return True
 
     def run(self, peer: Peer, direction: Direction, copies: CopyList) -> Operation:
-        """Submit, and wait for the end."""
         operation = self.transport.submit(peer, direction, copies, "check")
         need(operation.wait(WAIT_S) != "pending", "an operation ends")
         return operation
@@ -76,7 +75,6 @@ def copies_of(
 
 
 def applied(before: ByteArray, source: ByteArray, copies: CopyList) -> ByteArray:
-    """`before` after the copies from `source`."""
     after: ByteArray = before.copy()
     for s, d, n in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
         after[d : d + n] = source[s : s + n]

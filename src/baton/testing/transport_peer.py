@@ -56,8 +56,6 @@ class FarSide(ABC):
 
 
 class NearbyPeer(FarSide):
-    """A far side in this process."""
-
     def __init__(self, transport: Transport, sizes: Sequence[int], device: str | None = None) -> None:
         self._transport = transport
         self._regions = [allocate(transport, f"region {i}", size, device) for i, size in enumerate(sizes)]
@@ -75,8 +73,6 @@ class NearbyPeer(FarSide):
 
 
 class SpawnedPeer(FarSide):
-    """A far side in its own process."""
-
     def __init__(self, uri: str, sizes: Sequence[int], device: str | None = None) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import serve; serve({uri!r}, {device!r})"],

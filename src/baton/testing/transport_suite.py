@@ -22,7 +22,6 @@ from baton.transports.base import Transport
 
 
 def check_names() -> list[str]:
-    """The checks of the suite, in order."""
     return [check.__name__.removeprefix("_").removeprefix("check_") for check in _CHECKS]
 
 

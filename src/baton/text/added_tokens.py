@@ -74,7 +74,7 @@ class DeclaredTokens:
         backend.encode_special_tokens = bool(self.settings.get("split_special_tokens"))
 
     def _token(self, value: object, special: bool = True) -> AddedToken:
-        """From text, or from an object with flags. `special`: regardless of its flags."""
+        """Read a token from text, or from an object with flags. `special`: make it special regardless of its flags."""
         if isinstance(value, str):
             return AddedToken(value, special=True)
         content = value.get("content") if isinstance(value, Mapping) else None

@@ -18,8 +18,6 @@ _CONTEXT_TOKENS = 6  # the window starts before any character that the prompt le
 
 
 class IncrementalDetokenizer:
-    """The text of one growing sequence."""
-
     def __init__(
         self,
         tokenizer: Tokenizer,

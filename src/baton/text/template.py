@@ -57,7 +57,7 @@ def chosen_template(given: str) -> str:
 
 
 def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """By name. As in transformers, files replace those in `settings` (tokenizer_config.json)."""
+    """Templates by name. As in transformers, files replace those in `settings` (tokenizer_config.json)."""
     found: dict[str, str] = {}
     value = settings.get("chat_template")
     if isinstance(value, str):
@@ -169,7 +169,7 @@ def _to_json(
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """With the reasoning under all names that templates use."""
+    """The message with its reasoning under all names that templates use."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return dict(message)

@@ -127,7 +127,6 @@ class Tokenizer:
         return escaped(self.spelling.token_bytes(token_id))
 
     def special_tokens_of(self, texts: Iterable[str]) -> frozenset[int]:
-        """The ids of the special tokens among `texts`."""
         numbers = {self._backend.token_to_id(text) for text in texts}
         return frozenset(number for number in numbers if number in self.special_ids)
 
@@ -136,12 +135,11 @@ class Tokenizer:
         return str(self._backend.id_to_token(token_id) or "")
 
     def json(self) -> str:
-        """In the format of tokenizer.json."""
+        """The tokenizer in the format of tokenizer.json."""
         return str(self._backend.to_str())
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """All variables that the chat templates use."""
         return frozenset().union(*(template.variables for template in self._templates.values()))
 
     def apply_chat_template(

@@ -120,7 +120,7 @@ class FaultyTransport:
         return f"faulty+{self._inner.scheme}"
 
     def alter_seeds(self, seeds: SeedsT) -> SeedsT:
-        """With `stale-seed`, the seeds of the previous call."""
+        """The seeds to hand over: with `stale-seed`, those of the previous call."""
         last: SeedsT | None = self._last_seeds
         self._last_seeds = seeds
         return last if last is not None and self._spec.fault == "stale-seed" else seeds
@@ -257,7 +257,7 @@ def _part(copies: CopyList, rows: slice | np.ndarray) -> CopyList:
 
 
 def _change(copies: CopyList, spec: FaultSpec) -> CopyList:
-    """For faults that only change the list."""
+    """The copy list to submit, for faults that only change the list."""
     if spec.fault in ("drop", "drop-draft"):
         return _part(copies, slice(0, 0))
     page = spec.page_bytes

@@ -18,7 +18,6 @@ class Acceptance:
 
     @classmethod
     def of_rounds(cls, rounds: Sequence[int], num_positions: int) -> Acceptance:
-        """From the number of accepted drafts per verification."""
         return cls(len(rounds), tuple(sum(count > position for count in rounds) for position in range(num_positions)))
 
     def __add__(self, other: Acceptance) -> Acceptance:
@@ -51,7 +50,6 @@ class AcceptanceCheck:
 
     @property
     def equal(self) -> bool:
-        """The same number of drafts at each position."""
         return (
             self.compared
             and self.reference is not None

@@ -119,7 +119,7 @@ def _first_difference(want: Observed, have: Observed, tolerance: float | None) -
 
 
 def _prompt_difference(want: Observed, have: Observed) -> str | None:
-    """Between the prompts that two chat templates made of one chat."""
+    """The first difference between the prompts that two chat templates made of one chat."""
     first, second = want.prompt_token_ids, have.prompt_token_ids
     if first is None or second is None or first == second:
         return None
@@ -130,7 +130,6 @@ def _prompt_difference(want: Observed, have: Observed) -> str | None:
 
 
 def _parting(want: Observed, have: Observed) -> int | None:
-    """The index of the first token that differs."""
     pairs = enumerate(zip(want.token_ids, have.token_ids, strict=False))
     return next((position for position, (a, b) in pairs if a != b), None)
 

@@ -78,7 +78,7 @@ def progress(**options: Any) -> tqdm[NoReturn]:
 
 
 def num_drafts(settings: Mapping[str, Any]) -> int:
-    """Per verification."""
+    """Drafts per verification."""
     spec = SpeculativeConfig.parse(settings.get("speculative_config"))
     return spec.num_speculative_tokens if spec is not None else 0
 

@@ -164,7 +164,7 @@ def _check_exclusive(**given: str | None) -> None:
 
 
 def _written(where: str, chat: Chat, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """By the checkpoint's template; none without a tokenizer."""
+    """A chat's token ids by the checkpoint's template; none without a tokenizer."""
     if tokenizer is None:
         return ()
     try:

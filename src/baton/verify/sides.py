@@ -95,7 +95,7 @@ class ServerSide:
         return Answers(observed, counters)
 
     async def _counters(self, client: OpenAIClient, before: Acceptance | str | None = None) -> Acceptance | str:
-        """Now, or their increase since `before`."""
+        """The counters now, or their increase since `before`."""
         urls = self.metrics or (f"{self.url}/metrics",)
         if isinstance(before, str):
             return before
@@ -132,7 +132,6 @@ class EngineSide:
     settings: Mapping[str, Any]
 
     def answers(self, cases: Sequence[Case]) -> Answers:
-        """Load the engine, send all cases, close it."""
         from baton.engine.llm import LLM
 
         with LLM(**self.settings) as llm:

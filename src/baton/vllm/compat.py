@@ -167,7 +167,7 @@ def tensor_rank(config: Any) -> WorkerHeads:
 
 
 def eos_token_ids(config: Any) -> list[int]:
-    """Of the generation config, else of the model's."""
+    """The ids of the generation config, else of the model's."""
     found = config.model_config.try_get_generation_config().get("eos_token_id")
     if found is None:
         found = getattr(config.model_config.hf_text_config, "eos_token_id", None)
@@ -175,7 +175,6 @@ def eos_token_ids(config: Any) -> list[int]:
 
 
 def num_speculative_tokens(config: Any) -> int:
-    """0 without speculation."""
     return 0 if config.speculative_config is None else int(config.speculative_config.num_speculative_tokens)
 
 
@@ -236,7 +235,7 @@ def zeroes_before_preemptions(config: Any) -> bool:
 
 
 def slot_mappings() -> Any:
-    """Of the running forward pass, by layer."""
+    """The slot mappings of the running forward pass, by layer."""
     from vllm.forward_context import get_forward_context
 
     return get_forward_context().slot_mapping

@@ -95,7 +95,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------ worker: start and end
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register the KV cache with the transport and start the agent."""
         self._opened = open_cache(self._vllm_config, self._config, self._kv_cache_config, kv_caches, self._version)
         if self._vllm_config.speculative_config is not None and not compat.steps_alone(self._vllm_config):
             self._draft_slots = RememberedSlots(self._opened.draft_layers)
@@ -105,7 +104,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._opened is None else BatonHandshake(self._opened.rank, self._opened.identity)
 
     def shutdown(self) -> None:
-        """Stop the agent, which tells the peers, and release the memory."""
         if self._opened is not None:
             self._opened.close()
 
@@ -179,7 +177,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------ scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """To keep some blocks longer than their request."""
+        """The pool keeps some blocks longer than their request."""
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, BatonHandshake]) -> None:
@@ -187,7 +185,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._take_identities(metadata.values())
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], BatonHandshake]) -> None:
-        """By pipeline stage and tensor rank."""
+        """As `set_xfer_handshake_metadata`, by pipeline stage and tensor rank."""
         self._take_identities(metadata.values())
 
     def _take_identities(self, handshakes: Iterable[BatonHandshake]) -> None:

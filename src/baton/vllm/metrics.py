@@ -23,7 +23,6 @@ class BatonStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """As vLLM logs them."""
         return {f"baton {name}": count for name, count in sorted(self.data.items())}
 
     def is_empty(self) -> bool:

@@ -43,7 +43,6 @@ class OpenCache:
     draft_layers: tuple[str, ...] = ()
 
     def close(self) -> None:
-        """Stop the agent, which tells the peers, and release the memory."""
         self.agent.close()
         self.transport.close()
 

@@ -125,7 +125,6 @@ def slots(
 
 
 def layer_stride(tensors: Sequence[Tensor]) -> int:
-    """Bytes from one layer's tensor to the next one's."""
     first = tensors[0]
     if len(tensors) == 1:
         return first.stride(0) * first.element_size() * first.shape[0]

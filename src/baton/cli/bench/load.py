@@ -125,7 +125,6 @@ def _hand_to(tool: LoadTool, *options: Any) -> NoReturn:
 
 
 async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficOptions) -> tuple[Any, str]:
-    """The run, and the tokenizer's checkpoint."""
     import numpy as np
 
     from baton.bench.load import Load, run_load
@@ -216,7 +215,6 @@ def _filename(result: dict[str, Any], traffic: TrafficOptions) -> str:
 
 
 def _columns(result: dict[str, Any]) -> list[str]:
-    """The metrics that fit a table row."""
     return [name for name in result if name.endswith("_ms") and not name.startswith(("mean_", "std_"))]
 
 

@@ -18,8 +18,6 @@ from baton.models.cache import Recurrence, ScanRows
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """The rows and slots of one forward for one state group."""
-
     query_start: np.ndarray
     slots: StateSlots
 

@@ -67,7 +67,6 @@ def like(pattern: str, words: str) -> Rule:
 
 
 def declared(kind: type) -> dict[str, DeclaredSetting]:
-    """The settings of a dataclass by name, in order."""
     hints = get_type_hints(kind, include_extras=True)
     found: dict[str, DeclaredSetting] = {}
     for field in dataclasses.fields(kind):

@@ -105,7 +105,6 @@ class Demand:
         return min(wanted, self.max_num_seqs, num_tokens)
 
     def request_bytes(self, num_tokens: int) -> int:
-        """Bytes of one request in all groups."""
         return self._paged_bytes(num_tokens) + self._slot_bytes()
 
     def num_bytes(self, num_tokens: int) -> int:

@@ -51,7 +51,7 @@ class RankExecutor:
         return self._answers(order, own)[0]
 
     def _answers(self, order: Order, own: Callable[[], R]) -> tuple[R, list[Done]]:
-        """With the answers of the other ranks."""
+        """As `_together`, with the answers of the other ranks."""
         self._followers.order(order)
         try:
             result = own()

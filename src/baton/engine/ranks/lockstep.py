@@ -41,9 +41,7 @@ class Peers(Protocol):
         """Whether the next turn may wait until a call is posted."""
         ...
 
-    def close(self) -> None:
-        """Close what ranks wake each other with."""
-        ...
+    def close(self) -> None: ...
 
 
 class SingleRank:

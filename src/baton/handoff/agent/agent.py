@@ -119,7 +119,7 @@ class HandoffAgent(Agent):
 
     @staticmethod
     def close_all(agents: Sequence[HandoffAgent]) -> None:
-        """Close the agents of all ranks together."""
+        """Close the agents of all ranks, which wait for their copies at the same time."""
         open_ones = [agent for agent in agents if not agent._closing]
         for agent in open_ones:
             agent._closing = True

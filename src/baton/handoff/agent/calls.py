@@ -14,8 +14,6 @@ from baton.kv.interval import Interval
 
 @dataclass(frozen=True, slots=True)
 class PrefillLeg:
-    """Take P's leg of a verified ticket."""
-
     ticket: SignedTicket
 
 

@@ -124,7 +124,6 @@ class MachineRunner:
                 self.feed(attempt, ev.Fault("engine_stalled", "the peer's engine thread hangs"))
 
     def tick(self, now: float) -> None:
-        """Repeat due messages."""
         for attempt in self.live():
             if now >= attempt.next_tick:
                 attempt.gap = min(max(2 * attempt.gap, self._timers.retry_min), self._timers.retry)
@@ -138,7 +137,7 @@ class MachineRunner:
         attempt.next_tick = self.clock.monotonic() + attempt.gap
 
     def on_peer_hello(self, attempt: Attempt, hello: Hello) -> None:
-        """For an attempt that is about to begin."""
+        """Check the peer's instance before an attempt begins."""
         key = attempt.machine.key
         several = max(hello.instance.num_ranks, self.instance.num_ranks) > 1
         if several and self._on_peer is not None:

@@ -202,7 +202,6 @@ def _steps(axes: Sequence[_Axis], inside: Int64Array) -> Iterator[Int64Array]:
 
 
 def _product(factors: _Factors) -> Int64Array:
-    """All runs, in the order of the factors."""
     entries = factors.entries
     outer, middle, inner = (_offsets(tuple(axes)) for axes in (factors.outer, factors.middle, factors.inner))
     within = (middle[:, :, None] + inner[:, None, :])[:, None, :, None, :]

@@ -62,7 +62,6 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def here(self) -> dict[str, RankGeometry]:
-        """The geometries of `rank`, by group."""
         return {group: found for group, ranks in self.groups.items() for found in ranks if found.rank == self.rank}
 
     def only(self, groups: Container[str]) -> Instance:

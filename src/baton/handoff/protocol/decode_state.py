@@ -23,12 +23,11 @@ class DecodeState(AttemptMachine[Phase]):
 
     @property
     def closed(self) -> bool:
-        """True when only late messages are left to answer."""
+        """Only late messages are left to answer."""
         return self.phase in (Phase.UNTOLD, Phase.FAILED, Phase.DONE)
 
     @property
     def reached(self) -> bool:
-        """There has been a session with P."""
         return self.phase not in UNREACHED
 
     @property

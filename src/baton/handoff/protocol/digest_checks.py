@@ -25,7 +25,6 @@ class DigestChecks:
         return bool(self._checks)
 
     def check(self, digests: Digests) -> list[Action]:
-        """Check pieces that are neither proven nor being checked."""
         todo = self._without(self.unproven(digests), self._under_way())
         if not todo:
             return []

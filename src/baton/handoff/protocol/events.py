@@ -229,8 +229,6 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Pass an event to the engine."""
-
     event: HandoffEvent
 
 

@@ -162,7 +162,7 @@ class FinalRanges:
         return self._unreported.pop(event.group, [])
 
     def digest_ended(self) -> None:
-        """Whether or not the digests are used."""
+        """Call it even if the digests are not used."""
         self._computing -= 1
 
     def progress(self, copy: ev.StartCopy) -> list[ev.Action]:

@@ -19,8 +19,6 @@ from baton.handoff.protocol.messages import AttemptKey, Pair
 
 @dataclass(frozen=True, slots=True)
 class EndPair:
-    """Abort one pair, because another of the same request has failed."""
-
     pair: Pair
     reason: str
     message: str

@@ -12,8 +12,6 @@ class Phase(Enum):
 
 
 class PrefillPhase(Phase):
-    """Of P's machine."""
-
     OPEN = "open"  # prefilling, or waiting for REGISTER, or copying
     ENDING = "ending"  # the first token ended the request; own copies are outstanding
     ENDED = "ended"  # the first token ended the request, and the pages are free; D does not know yet
@@ -28,7 +26,7 @@ class PrefillPhase(Phase):
 
 
 class EnginePhase(Phase):
-    """What P's engine has to do with an attempt."""
+    """What P's engine has done with an attempt."""
 
     ABSENT = "absent"  # it has not opened its leg: D's claim began the attempt
     OPENED = "opened"  # it has opened its leg
@@ -47,8 +45,6 @@ class PeerPhase(Phase):
 
 
 class DecodePhase(Phase):
-    """Of D's machine."""
-
     WAITING = "waiting"  # no session with P yet and no destination pages; nothing sent
     PLACED = "placed"  # no session with P yet, but destination pages; nothing sent
     ANNOUNCED = "announced"  # ANNOUNCE sent, no destination pages

@@ -37,7 +37,6 @@ class PrefillState(AttemptMachine[Phase]):
 
     @property
     def opened(self) -> bool:
-        """The engine has opened its leg."""
         return self.engine not in (EnginePhase.ABSENT, EnginePhase.UNTOLD)
 
     @property

@@ -38,9 +38,7 @@ class ControlChannel(Protocol):
     def address(self) -> str: ...
 
     @property
-    def malformed(self) -> int:
-        """Number of frames that could not be decoded."""
-        ...
+    def malformed(self) -> int: ...
 
     def dial(self, address: str) -> Connection:
         """Open a session. Raises `ProtocolError` for an address that cannot be dialled."""

@@ -304,7 +304,7 @@ class Sessions:
                 self._channel.send(session.connection, Renew(timers.lease, session.nonce, stalled=self.is_stalled()))
 
     def renewed(self, session: Session, message: Renew) -> None:
-        """Echo it, or measure the round trip from its echo."""
+        """Echo a RENEW, or measure the round trip from its echo."""
         session.lease = message.lease
         if not message.echo:
             stalled = self.is_stalled()

@@ -148,7 +148,7 @@ class Channel:
         self._poller.register(sock, zmq.POLLIN)
 
     def _is_open(self, connection: Connection) -> bool:
-        """Tries again to open a missing socket."""
+        """Whether the socket is open; tries to open a missing one."""
         if connection.socket is None:
             with contextlib.suppress(ProtocolError):  # the peer's key has been removed since
                 self._open(connection, *self._whom(connection.address)[1:])

@@ -23,7 +23,6 @@ _IMPORT = re.compile(r"^from (baton[\w.]*) import", re.MULTILINE)
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
-    """`numba.njit` with the disk cache."""
     dispatcher = _numba.njit(cache=True, **options)(function)
     _stamp(dispatcher._cache, function.__module__)
     return dispatcher
@@ -40,7 +39,6 @@ def jit_contract(function: F) -> F:
 
 
 def callback(function: Callable[..., Any], signature: Any, **options: Any) -> Any:
-    """`numba.cfunc` with the disk cache."""
     made: Any = CFunc(function, (signature.args, signature.return_type), {}, {"nopython": True, **options})
     made.enable_caching()
     _stamp(made._cache, function.__module__)

@@ -131,5 +131,4 @@ def arguments(*values: int) -> Any:
 
 @functools.cache
 def float_bits(value: float) -> int:
-    """Kernels read it with `float_of`."""
     return int(np.float32(value).view(np.int32))

@@ -149,7 +149,6 @@ class LogitRouter(Linear):
         self._top_k = spec.top_k
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As `moe.Router.choose`."""
         logits = self(x.float())
         ids = logits.topk(self._top_k, dim=-1).indices.sort(dim=-1).values
         return ids, logits.gather(1, ids).softmax(dim=-1)

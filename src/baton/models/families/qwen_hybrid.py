@@ -117,7 +117,7 @@ def hybrid_fields(raw: RawConfig) -> dict[str, Any]:
 
 
 def qwen_experts(raw: RawConfig, layers: tuple[bool, ...]) -> MoESpec:
-    """With a shared expert that has a gate of its own."""
+    """The spec of the experts, with a shared one that has a gate of its own."""
     return MoESpec(
         layers=layers,
         num_experts=get_int(raw, "num_experts"),

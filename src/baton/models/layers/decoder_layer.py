@@ -38,7 +38,6 @@ class MLP(nn.Module):
         return self.down_proj(self.gated(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
     def partials(self, x: Tensor) -> list[Tensor]:
-        """This rank's partial sums: see `RowLinear.partials`."""
         return self.down_proj.partials(self.gated(self.gate_up_proj(x)))
 
     def gated(self, gate_up: Tensor) -> Tensor:

@@ -47,7 +47,6 @@ def _heights(
 
 
 def invariant_headwise(x_THK: Tensor, weight_HKN: Tensor) -> Tensor:
-    """As `headwise`, but batch-invariant."""
     total, threads = len(x_THK), torch.get_num_threads()
     shape, strides = tuple(weight_HKN.shape), tuple(weight_HKN.stride())
     chosen = blocks(total, _heights(shape, strides, x_THK.dtype, x_THK.device, threads))

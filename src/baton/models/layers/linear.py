@@ -55,7 +55,6 @@ class Build:
     ranks: TensorRank = SINGLE_RANK
 
     def empty(self, *shape: int) -> nn.Parameter:
-        """An uninitialised parameter without gradient."""
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
 
@@ -172,7 +171,6 @@ def blocks(total: int, heights: tuple[int, ...]) -> list[int]:
 
 
 def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As `product`, but batch-invariant."""
     total = x.shape[0]
     key = (weight.dtype, x.device, torch.get_num_threads(), weight.is_mkldnn)
     chosen = blocks(total, block_heights(weight.shape[0], weight.shape[1], *key))
@@ -235,7 +233,7 @@ class Linear(nn.Module):
             self._packed, self.weight = blocked, None
 
     def forward(self, x: Tensor, adds_bias: bool = True) -> Tensor:
-        """Without the bias if partial sums are to be added first."""
+        """`adds_bias` false: partial sums are to be added first."""
         bias = self.bias if adds_bias else None
         if self._address is not None and self._takes(x):
             return small_gemm.multiply(x, self._address, self.out_features, bias)
@@ -246,7 +244,6 @@ class Linear(nn.Module):
         return self._product(x, weight, bias)
 
     def _takes(self, x: Tensor) -> bool:
-        """Whether `small_gemm` multiplies these rows."""
         if x.shape[0] > small_gemm.MAX_ROWS or x.dtype is not torch.bfloat16 or not x.is_contiguous():
             return False
         return not self._batch_invariant or small_gemm_matches(self.out_features, x.shape[1], torch.get_num_threads())

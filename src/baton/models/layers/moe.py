@@ -155,7 +155,6 @@ class MoE(nn.Module):
 
 
 def feed_forward(config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
-    """Experts, or one MLP."""
     if config.moe is not None and config.moe.layers[layer_id]:
         return MoE(config.moe, config.hidden_size, build)
     return MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, build)

@@ -23,7 +23,6 @@ class RowLinear(Linear):
         self._slices: list[Linear] = []
 
     def pack(self) -> None:
-        """Slice by slice if there are several."""
         if self._num_slices == 1:
             super().pack()
         elif self.weight is not None:

@@ -67,7 +67,7 @@ class Place:
 
     @property
     def shape(self) -> list[int]:
-        """Of the checkpoint's tensor."""
+        """The shape of the checkpoint's tensor."""
         shape = list(self.tensor.shape)
         if self.cut is not None:
             shape[self.cut[0]] = self.cut[1].total

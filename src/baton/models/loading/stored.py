@@ -79,8 +79,6 @@ def stored_tensors(path: str | Path) -> dict[str, Path]:
 
 
 class StoredTensors:
-    """The tensors of a checkpoint under the names of the causal LM."""
-
     def __init__(self, path: str | Path) -> None:
         """Reads the files' headers. Raises `CheckpointError`."""
         self._path = Path(path)

@@ -28,7 +28,6 @@ class RemoteParent:
 
     @classmethod
     def of(cls, traceparent: str) -> RemoteParent:
-        """From a well-formed header."""
         _, trace_id, span_id, flags = traceparent.split("-")[:4]
         return cls(int(trace_id, 16), int(span_id, 16), bool(int(flags, 16) & 1))
 
@@ -98,7 +97,6 @@ class RequestTrace:
             leg.span.error = chunk.error or "error"
 
     def end_leg(self, leg: LegTrace, error: str = "") -> None:
-        """`error` if it failed."""
         now = self._now()
         leg.span.error = leg.span.error or error
         if leg.first is not None and (leg.role == "decode" or leg.alone):
@@ -108,7 +106,6 @@ class RequestTrace:
         self._export(leg.span, now)
 
     def on_recovery(self, rung: str, cause: str) -> None:
-        """An attempt has failed, and another follows."""
         now = self._now()
         self._end_recovery(now)
         self._recovery = self._child("baton.recovery", now, self.root, "router")
@@ -197,5 +194,5 @@ def _engine(leg: LegTrace) -> str:
 
 
 def is_sampled(trace_id: int, ratio: float) -> bool:
-    """A trace without a parent, by its id, as OpenTelemetry's `traceidratio`."""
+    """Sample a trace without a parent by its id, as OpenTelemetry's `traceidratio`."""
     return (trace_id & (2**64 - 1)) < ratio * 2**64

@@ -43,7 +43,6 @@ class Drain:
         self.begun = self.ended = False
 
     def begin(self) -> None:
-        """Refuse new requests."""
         self.begun = True
 
     def end(self) -> None:
@@ -153,12 +152,10 @@ def _add_metrics(
 
 
 def json_response(value: object, status: int = 200) -> web.Response:
-    """Plain data or msgspec structs as JSON."""
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
 def error_response(error: ApiError, body: bytes | None = None) -> web.Response:
-    """An error, by default in OpenAI's shape."""
     headers = {"Retry-After": str(error.retry_after_s or _RETRY_AFTER_S)} if error.status == 429 else None
     return web.Response(
         body=body or error.body(), status=error.status, content_type="application/json", headers=headers

@@ -61,7 +61,6 @@ def session_in(headers: _Headers) -> str | None:
 
 
 def note_user(fields: Mapping[str, msgspec.Raw]) -> None:
-    """Note the end user in the current caller."""
     caller = CALLER.get()
     if caller is None:
         return

@@ -116,7 +116,6 @@ class ClientConnection(web.RequestHandler):
         super().resume_writing()
 
     def cut_off(self) -> None:
-        """Abort the connection, and with it its request."""
         if self._sending is not None:
             logger.warning("a client is cut off that has not read %d bytes of its answer", self.num_unread())
             self._sending.abort()
@@ -184,7 +183,6 @@ class ClientConnection(web.RequestHandler):
             super().log_exception(*args, **options)
 
     def is_idle(self) -> bool:
-        """Whether it waits for a request, or for the rest of a request's head."""
         return self._waiter is not None and not self._waiter.done()
 
     def is_closing(self) -> bool:

@@ -163,7 +163,6 @@ async def serve_until(
 
 
 async def _first(*many: Coroutine[Any, Any, object]) -> None:
-    """Wait for the first, and cancel the others."""
     tasks = [asyncio.ensure_future(one) for one in many]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -27,7 +27,6 @@ class Trace:
 
     @property
     def id(self) -> str:
-        """32 hex digits."""
         return self.traceparent.split("-")[1]
 
     def headers(self) -> Mapping[str, str]:

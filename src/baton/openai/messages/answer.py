@@ -31,7 +31,7 @@ class MessagePlan:
 
     @property
     def id(self) -> str:
-        """With the chat's number in log lines."""
+        """The chat's id, so its number in log lines, with Anthropic's prefix."""
         return f"msg_{self.plan.id.partition('-')[2]}"
 
 
@@ -61,14 +61,11 @@ def count_tokens(body: bytes, model: ServedModel) -> Json:
 
 
 async def respond(service: OpenAIService, asked: MessagePlan) -> bytes | AsyncGenerator[bytes, None]:
-    """A body, or server-sent events to stream."""
     outputs = service.begin(asked.plan)
     return await respond_as_chat(service, asked.plan, outputs, MessageAnswer(asked, outputs[0]))
 
 
 class MessageAnswer:
-    """A `ChatAnswer`: a message."""
-
     def __init__(self, asked: MessagePlan, output: SampleOutput) -> None:
         self._asked, self._output = asked, output
         self._blocks = Blocks(output, asked.id)

@@ -24,7 +24,7 @@ class Blocks:
         self._arguments = ""
 
     def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
-        """From what the parser found or else from the delta's text."""
+        """Events of what the parser found, or else of the delta's text."""
         found: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
         for event in found:
             if isinstance(event, Content | Reasoning):

@@ -24,5 +24,4 @@ def error_body(error: ApiError) -> bytes:
 
 
 def error_event(error: ApiError) -> bytes:
-    """Ends a stream with an error."""
     return b"event: error\ndata: " + error_body(error) + b"\n\n"

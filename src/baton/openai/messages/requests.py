@@ -34,8 +34,6 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
 
 
 class AnthropicToolChoice(msgspec.Struct, kw_only=True):
-    """`tool_choice`."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -49,15 +47,11 @@ class Thinking(msgspec.Struct, kw_only=True):
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):
-    """`output_config.format`."""
-
     type: Literal["json_schema"]
     schema: dict[str, Any] | bool | None = None
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """`output_config`."""
-
     effort: str | None = None
     format: OutputFormat | None = None
 

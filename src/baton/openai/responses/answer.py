@@ -24,14 +24,12 @@ from baton.openai.tools import NO_PARSING, Parsing
 
 @dataclass(frozen=True, slots=True)
 class ResponsePlan:
-    """A request, and the plan of the chat that serves it."""
-
     request: ResponsesRequest
     plan: Plan
 
     @property
     def id(self) -> str:
-        """With the chat's number in log lines."""
+        """The chat's id, so its number in log lines, with OpenAI's prefix."""
         return f"resp_{self.plan.id.partition('-')[2]}"
 
 
@@ -46,7 +44,6 @@ def make_response_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PA
 
 
 async def respond(service: OpenAIService, asked: ResponsePlan) -> bytes | AsyncGenerator[bytes, None]:
-    """A body, or server-sent events to stream."""
     outputs = service.begin(asked.plan)
     return await respond_as_chat(service, asked.plan, outputs, ResponseAnswer(asked, outputs[0]))
 

@@ -40,8 +40,6 @@ class ChosenTool(msgspec.Struct, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
-    """`text.format`."""
-
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -50,15 +48,11 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
-    """`text`."""
-
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
-    """`reasoning`."""
-
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
@@ -159,7 +153,6 @@ def named_here(error: RequestError) -> RequestError:
 
 
 def field_here(name: str) -> str:
-    """The response's name of a chat's field."""
     return _NAMES.get(name, name)
 
 

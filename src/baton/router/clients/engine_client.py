@@ -137,8 +137,6 @@ class EngineClient(ABC):
 
 
 class BatonClient(EngineClient):
-    """The client of a Baton engine, over `/inference/v1`."""
-
     async def info(self) -> EngineInfo:
         return await self._ask("/inference/v1/info", EngineInfo)
 

@@ -75,20 +75,17 @@ class _Event(msgspec.Struct):
 
 
 class SglangClient(EngineClient):
-    """The client of one SGLang server."""
-
     def __init__(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> None:
         super().__init__(session, url, timers)
         self._role = role
 
     @staticmethod
     def of(engine: PooledEngine) -> SglangClient:
-        """The client of an engine of the SGLang connector."""
         assert isinstance(engine.client, SglangClient)
         return engine.client
 
     async def info(self) -> EngineInfo:
-        """Each time from the server, which may have restarted."""
+        """Asks the server each time: it may have restarted."""
         asked = time.monotonic()
         found = decode(
             await self._get("/server_info", _MAX_BODY_BYTES), _ServerInfo, f"{self.url} is not an SGLang server"

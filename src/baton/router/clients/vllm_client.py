@@ -70,7 +70,6 @@ class VllmClient(EngineClient):
 
     @staticmethod
     def of(engine: PooledEngine) -> VllmClient:
-        """The client of an engine of a vLLM connector."""
         assert isinstance(engine.client, VllmClient)
         return engine.client
 
@@ -124,7 +123,7 @@ class VllmClient(EngineClient):
         return self._info
 
     async def load(self) -> EngineLoad:
-        """As far as vLLM's metrics tell it."""
+        """The load, as far as vLLM's metrics tell it."""
         found = await self.metrics()
         return EngineLoad(
             num_running=int(sum(found.get("vllm:num_requests_running", ()))),
@@ -180,7 +179,7 @@ class VllmClient(EngineClient):
             return None
 
     async def _render(self, body: dict[str, Any]) -> bytes:
-        """Whatever its status."""
+        """The answer of `/v1/completions/render`, whatever its status."""
         with failures(f"engine {self.url}", EngineUnavailableError):
             async with self._session.post(
                 self._base + "/v1/completions/render",

@@ -21,8 +21,6 @@ _BLOCK_TOKENS = 16
 
 
 class VllmConnector(Connector):
-    """A kind of handoff between vLLM servers."""
-
     def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> VllmClient:
         async def identify(client: VllmClient, model: Model) -> EngineInfo:
             if model.root is None or model.max_model_len is None:

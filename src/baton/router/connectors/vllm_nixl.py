@@ -32,7 +32,7 @@ _ANY_TOKEN = 2**31 - 1
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """Of a server's connector, from a prefill response."""
+    """Where a server's connector listens, from a prefill response."""
 
     remote_engine_id: str
     remote_host: str
@@ -44,8 +44,6 @@ class _Address(msgspec.Struct, frozen=True):
 
 
 class _NixlConnector(VllmConnector):
-    """Base class of both modes."""
-
     has_modes = False
     mode: ClassVar[Literal["pull", "push"]]
 

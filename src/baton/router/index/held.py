@@ -12,7 +12,7 @@ _PROMISED_S = 5.0
 
 
 class HeldPrefixes:
-    """Of one engine whose events are read."""
+    """The held prefixes of one engine whose events are read."""
 
     def __init__(self, index: BlockIndex, clock: Callable[[], float]) -> None:
         self.index = index

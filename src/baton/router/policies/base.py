@@ -109,8 +109,6 @@ class Policy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """`both`: for engines of role both."""
-
     prefill: Policy
     decode: Policy
     both: Policy

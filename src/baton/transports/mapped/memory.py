@@ -25,7 +25,7 @@ from baton.transports.mapped.mover import Mover
 
 @dataclass(slots=True, eq=False)
 class MemoryPeer:
-    """Its regions are mapped into this process. `disconnect` empties `regions`."""
+    """A peer whose regions are mapped into this process. `disconnect` empties `regions`."""
 
     name: str
     regions: list[ByteArray]
