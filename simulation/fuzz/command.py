@@ -6,6 +6,8 @@ import argparse
 import statistics
 from collections.abc import Sequence
 
+from simulation.fuzz.strangers import Wave
+
 
 def parse(module: str, doc: str | None, num: str, processes: int, keys: str) -> argparse.Namespace:
     """Parse the flags of `python -m MODULE`. `num`: the flag for how much is sent; `keys`: the help of `--keys`."""
@@ -15,6 +17,13 @@ def parse(module: str, doc: str | None, num: str, processes: int, keys: str) -> 
     parser.add_argument("--processes", type=int, default=processes, help="attacking processes")
     parser.add_argument("--keys", action="store_true", help=keys)
     return parser.parse_args()
+
+
+def print_sent(sent: Wave, seconds: float) -> None:
+    """What the attackers sent, and the connections of each kind."""
+    rate = sent.frames / seconds
+    print(f"sent       {sent.frames} frames in {sent.connections} connections, {seconds:.0f} s ({rate:.0f}/s)")
+    print("kinds      " + ", ".join(f"{count} {kind}" for kind, count in sorted(sent.kinds.items())))
 
 
 def print_times(what: str, before: Sequence[float], during: Sequence[float]) -> None:

@@ -34,9 +34,9 @@ from baton.bench.client import stream_completion
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import KeyRing, make_keys
 from baton.openai.http.limits import HttpLimits
-from simulation.fuzz.command import parse, print_faults, print_times
+from simulation.fuzz.command import parse, print_faults, print_sent, print_times
 from simulation.fuzz.messages import Usage, growth
-from simulation.fuzz.strangers import Target, waves
+from simulation.fuzz.strangers import Target, Wave, waves
 from simulation.served import served
 
 _MODEL = str(Path(__file__).parents[2] / "models" / "baton-demo-llama")
@@ -45,6 +45,7 @@ _HAND_OFF_ALL = ("--max-local-prefill-length", "0")
 _START_S = 120.0
 _NUM_BEFORE = 200  # answers before the attack
 _NUM_PROMPTS = 16
+_PAUSE_S = 0.01  # between two requests
 # After the timeout for a connection's first bytes, no connection of an attacker is left.
 _SETTLE_S = max(HttpLimits().head_s, 10.0) + 5.0
 
@@ -53,8 +54,7 @@ _SETTLE_S = max(HttpLimits().head_s, 10.0) + 5.0
 class Report:
     """`faults` is empty if all checks passed. `before` and `during` are seconds per answer."""
 
-    frames: int = 0
-    connections: int = 0
+    sent: Wave = field(default_factory=Wave)
     seconds: float = 0.0
     before: list[float] = field(default_factory=list)
     during: list[float] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Client:
                 asked += 1
                 if asked == _NUM_BEFORE:
                     self._under_attack.set()
-                await asyncio.sleep(0.002)
+                await asyncio.sleep(_PAUSE_S)
 
 
 def run(frames: int, seed: int = 0, processes: int = 1, with_keys: bool = False, settle_s: float = _SETTLE_S) -> Report:
@@ -143,7 +143,7 @@ def run(frames: int, seed: int = 0, processes: int = 1, with_keys: bool = False,
         targets = _targets(deployment, keys)
         began = time.monotonic()
         for wave in waves(targets, frames, processes, seed):
-            report.frames, report.connections = report.frames + wave.frames, report.connections + wave.connections
+            report.sent.add(wave)
             report.faults += wave.faults
             time.sleep(settle_s)
             ended = {name: process.poll() for name, (process, _) in deployment.items()}
@@ -176,7 +176,7 @@ def main() -> int:
     """Returns 0 if all checks passed."""
     options = parse("simulation.fuzz.deployment", __doc__, "--frames", 1, "engines have a key directory")
     report = run(options.frames, options.seed, options.processes, options.keys)
-    print(f"sent       {report.frames} frames in {report.connections} connections, {report.seconds:.0f} s")
+    print_sent(report.sent, report.seconds)
     print_times("answers", report.before, report.during)
     for usage in report.usage:
         print("usage      " + "; ".join(f"{name} {one}" for name, one in usage.items()))

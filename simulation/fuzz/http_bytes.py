@@ -9,9 +9,9 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterator
 
-from simulation.fuzz.zmtp import Step, damaged, greeting
+from simulation.fuzz.pool import Kinds, Pool, Step, Steps
+from simulation.fuzz.wire import damaged, greeting
 
 _PATHS = (
     b"/",
@@ -60,24 +60,28 @@ _TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(190)
 _HTTP_2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)
 
 
+# Weights of the kinds of connections. "awaited" ones wait for an answer.
+_KINDS = {"other protocol": 0.1, "damaged requests": 0.3, "requests": 0.3, "awaited requests": 0.3}
+
+
 class HttpMaker:
     """An endless source of connections, reproducible for the same `rng`."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
+        self._requests = Pool(rng, self._request)
+        self.kinds = Kinds(rng, _KINDS)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Steps:
         """One connection's steps. Each request, or part of one, counts as a frame."""
-        rng = self.rng
-        roll = rng.random()
-        if roll < 0.1:
+        rng, kind = self.rng, self.kinds.choose()
+        if kind == "other protocol":
             yield Step(rng.choice((_TLS_HELLO, _HTTP_2, greeting(), rng.randbytes(rng.choice((1, 64, 4000))))), 1)
             return
-        count = rng.choice((1, 1, 4, 30))
-        requests = [self._request() for _ in range(count)]
-        if roll < 0.4:
+        requests = self._requests.draw(rng.choice((1, 1, 4, 30)))
+        if kind == "damaged requests":
             requests = [damaged(rng, one) for one in requests]
-        yield Step(b"".join(requests), count, wait=roll > 0.7)
+        yield Step(b"".join(requests), len(requests), wait=kind == "awaited requests")
 
     def _request(self) -> bytes:
         rng = self.rng

@@ -27,7 +27,7 @@ from zmq.utils import z85
 from baton.handoff.agent.attempts import TOMBSTONE_S
 from baton.handoff.session.curve import HANDSHAKE_MS
 from baton.handoff.session.keys import KeyRing, make_keys
-from simulation.fuzz.command import parse, print_faults, print_times
+from simulation.fuzz.command import parse, print_faults, print_sent, print_times
 from simulation.fuzz.messages import Usage, growth
 from simulation.fuzz.pair import SHORT_LIFE_S, Traffic, attacked
 from simulation.fuzz.strangers import Target, Wave, waves
@@ -55,8 +55,7 @@ class Victims:
 class Report:
     """The results of one run. `faults` is empty if all checks passed."""
 
-    frames: int
-    connections: int
+    sent: Wave
     seconds: float
     victims: Victims | None
     usage: list[Usage]
@@ -138,7 +137,7 @@ def _run(
     victims: SpawnProcess, pipe: Connection, frames: int, seed: int, processes: int, keys: str | None, settle_s: float
 ) -> Report:
     found: Victims | None = None
-    sent: list[Wave] = []
+    sent = Wave()
     usage: list[Usage] = []
     faults: list[str] = []
     began = time.monotonic()
@@ -146,8 +145,7 @@ def _run(
         targets = [_target(address, keys) for address in pipe.recv()]
         began = time.monotonic()
         for wave in waves(targets, frames, processes, seed):
-            sent.append(wave)
-            faults += wave.faults
+            sent.add(wave)
             pipe.send(settle_s)
             usage.append(pipe.recv())
         pipe.send(None)
@@ -156,12 +154,12 @@ def _run(
         victims.join(_END_S)
         faults.append(f"P and D ended with {victims.exitcode}")
     seconds = time.monotonic() - began
+    faults += sent.faults
     if len(usage) == 2 and settle_s:
         faults += growth(*usage)
     if found is not None and found.read:
         faults.append(f"{found.read} frames of nobody were read")
-    num_frames, num_connections = sum(wave.frames for wave in sent), sum(wave.connections for wave in sent)
-    return Report(num_frames, num_connections, seconds, found, usage, faults)
+    return Report(sent, seconds, found, usage, faults)
 
 
 def _target(address: str, keys: str | None) -> Target:
@@ -176,10 +174,7 @@ def main() -> int:
     keys = "a key directory, of which the attackers know what is public"
     arguments = parse("simulation.fuzz.sockets", __doc__, "--frames", 2, keys)
     report = run(arguments.frames, arguments.seed, arguments.processes, arguments.keys)
-    rate = report.frames / report.seconds
-    print(
-        f"sent       {report.frames} frames in {report.connections} connections, {report.seconds:.0f} s ({rate:.0f}/s)"
-    )
+    print_sent(report.sent, report.seconds)
     if report.victims is not None:
         print(f"refused    {report.victims.refused} connections")
         print_times("handoffs", report.victims.before, report.victims.during)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import random
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,8 @@ from baton.handoff.session.curve import as_server
 from baton.handoff.session.keys import TicketKeys
 from baton.kv.interval import Interval
 from simulation.fuzz import sockets
+from simulation.fuzz.http_bytes import HttpMaker
+from simulation.fuzz.zmtp import ZmtpMaker
 from tests.attacks.attacker import KEYS, TICKET_KEY, Scene
 
 Until = Callable[[Callable[[], object]], None]
@@ -26,9 +29,24 @@ def test_a_slice_of_the_socket_fuzzer(with_keys: bool) -> None:
     """The complete fuzzer: `python -m simulation.fuzz.sockets --frames 10000000`."""
     report = sockets.run(20_000, seed=1, processes=1, with_keys=with_keys, settle_s=0.0)
     assert report.faults == []
-    assert report.frames >= 20_000
+    assert report.sent.frames >= 20_000
+    kinds = report.sent.kinds
+    assert min(kinds.values()) > 10
+    # Strangers come to the last message of a handshake, where their key is refused.
+    assert ("initiate" in kinds) == with_keys
     assert report.victims is not None
     assert report.victims.refused > 200
+
+
+@pytest.mark.parametrize("make", [HttpMaker, ZmtpMaker])
+def test_an_attack_is_reproducible(make: Callable[[random.Random], HttpMaker | ZmtpMaker]) -> None:
+    """By its seed, although later connections are made of the bytes of earlier ones."""
+    first, second, other = (make(random.Random(seed)) for seed in (1, 1, 2))
+    sent = [[step for _ in range(200) for step in maker.steps()] for maker in (first, second, other)]
+    assert sent[0] == sent[1] != sent[2]
+    assert min(first.kinds.made.values()) > 1
+    datas = [step.data for step in sent[0] if step.frames > 4]
+    assert len(set(datas)) == len(datas) > 20
 
 
 def test_without_the_ticket_key_no_frame_arrives(scene: Scene, until: Until) -> None:
