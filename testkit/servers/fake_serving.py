@@ -271,6 +271,16 @@ async def status_of(session: aiohttp.ClientSession, url: str) -> Any:
         return await response.json()
 
 
+async def await_engines(session: aiohttp.ClientSession, url: str) -> None:
+    """Wait until the router has heard from each engine. Before that it takes an engine that has answered, although
+    another one is the next."""
+    unheard = ("not reached yet", "does not answer")
+    while any(
+        (why := engine["problem"]) and why.endswith(unheard) for engine in (await status_of(session, url))["engines"]
+    ):
+        await asyncio.sleep(0.002)
+
+
 async def join(session: aiohttp.ClientSession, router: str, engine: str, role: str) -> None:
     body = {"url": engine, "role": role}
     async with session.post(f"{router}/instances/add", json=body, headers=ADMIN) as response:

@@ -17,7 +17,7 @@ from baton.router.timers import RouterTimers
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
 from testkit.servers import fake_serving
-from testkit.servers.fake_serving import ADMIN_TOKEN, KEY, FakeEngine, served, status_of
+from testkit.servers.fake_serving import ADMIN_TOKEN, KEY, FakeEngine, await_engines, served, status_of
 
 # Engines and router share one loop, which other tests may block for a while.
 QUICK = RouterTimers(check=0.05, answer=0.5, lease=1.5, patience=1.0)
@@ -48,6 +48,7 @@ class Setup:
                 RouterConfig(prefill=(p,), decode=(d,), ticket_key=KEY, admin_token=ADMIN_TOKEN, **config)
             )
             async with served(app) as url, aiohttp.ClientSession() as session:
+                await await_engines(session, url)
                 yield url, session
 
 
@@ -88,7 +89,8 @@ class Cluster:
         return app
 
     @contextlib.asynccontextmanager
-    async def run(self, **config: Any) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
+    async def run(self, settled: bool = True, **config: Any) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
+        """`settled`: the router has heard each engine before the test begins, so that it takes them in their order."""
         async with contextlib.AsyncExitStack() as stack:
             urls = [await stack.enter_async_context(served(self.app(e))) for e in self.prefills + self.decodes]
             settings = RouterConfig(
@@ -98,8 +100,11 @@ class Cluster:
                 **{"timers": QUICK, "policy": "round_robin", **config},
             )
             url = await stack.enter_async_context(served(await build_app(settings)))
+            session = await stack.enter_async_context(aiohttp.ClientSession())
             try:
-                yield url, await stack.enter_async_context(aiohttp.ClientSession())
+                if settled:
+                    await await_engines(session, url)
+                yield url, session
             finally:
                 for event in self._running.values():
                     event.set()

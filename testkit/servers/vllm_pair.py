@@ -13,7 +13,7 @@ import aiohttp
 from baton.router import RouterConfig, build_app
 from baton.router.timers import RouterTimers
 from testkit.servers import fake_serving
-from testkit.servers.fake_serving import ADMIN_TOKEN, KEY, served
+from testkit.servers.fake_serving import ADMIN_TOKEN, KEY, await_engines, served
 from testkit.servers.fake_vllm import FakeVllm, Kind, Shared, token_at
 
 # Servers and router share one loop, which other tests may block for a while.
@@ -45,7 +45,9 @@ class Pair:
                 **{"ticket_key": KEY, "admin_token": ADMIN_TOKEN, "timers": QUICK, **config},
             )
             url = await stack.enter_async_context(served(await build_app(settings)))
-            yield url, await stack.enter_async_context(aiohttp.ClientSession())
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            await await_engines(session, url)
+            yield url, session
 
     def legs(self) -> list[list[str]]:
         """Roles of the requests that each server got, without identity requests."""

@@ -150,7 +150,7 @@ async def test_an_engine_that_would_end_outputs_elsewhere_is_refused_by_name(
 
 async def test_before_the_first_request_a_pool_takes_what_comes(directory: Path) -> None:
     cluster = Cluster(directory, num_prefill=0, num_decode=1)
-    async with cluster.run() as (url, session):
+    async with cluster.run(settled=False) as (url, session):
         other_weights(cluster.decodes[0])
         status, answer = await complete(session, url)
         for _ in range(500):
