@@ -6,8 +6,10 @@ import argparse
 import ast
 import io
 import re
+import sys
 import tokenize
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 WORD = re.compile(r"\b[A-Za-z][A-Za-z'-]+\b")
@@ -37,15 +39,24 @@ def words_by_package(folder: Path) -> Counter[str]:
     return found
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 if the folders have more words than `--most`, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path, default=[Path(__file__).parents[1] / "src/baton"])
-    for folder in parser.parse_args().folders:
-        found = words_by_package(folder)
+    parser.add_argument("--most", type=int, help="print nothing, and fail above this many words")
+    options = parser.parse_args(arguments)
+    counts = {folder: words_by_package(folder) for folder in options.folders}
+    if options.most is not None:
+        total = sum(found.total() for found in counts.values())
+        if total > options.most:
+            print(f"{total:,} words of docstrings and comments, at most {options.most:,}: delete what the code says")
+        return int(total > options.most)
+    for folder, found in counts.items():
         for name, count in found.most_common():
             print(f"{count:7,}  {folder.name}/{name}")
         print(f"{found.total():7,}  {folder.name}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

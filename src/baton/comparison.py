@@ -14,7 +14,7 @@ _METHOD = "drafter.method"
 
 
 def unequal_facts(here: Mapping[str, object], peer: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """With both values; a missing fact counts as "absent"."""
+    """Differing facts with both values; a missing one counts as "absent"."""
     pairs = {name: (here.get(name, "absent"), peer.get(name, "absent")) for name in sorted({*here, *peer})}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 

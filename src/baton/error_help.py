@@ -149,7 +149,7 @@ HELP: dict[str, ErrorHelp] = {
 
 
 def code_of(error: errors.BatonError) -> str:
-    """Of a failed handoff its reason, otherwise the code of its class."""
+    """The reason of a failed handoff, otherwise the code of the error's class."""
     if isinstance(error, errors.HandoffError):
         return error.reason
     return next(CODE_BY_ERROR[kind] for kind in type(error).__mro__ if kind in CODE_BY_ERROR)

@@ -70,7 +70,7 @@ def header(tensors: dict[str, Any], data: bytes = b"", length: int | None = None
         header({"../../x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, bytes(16)),
     ],
 )
-def test_safetensors_that_lie(model: Path, content: bytes) -> None:
+def test_safetensors_with_false_headers_are_refused(model: Path, content: bytes) -> None:
     (model / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors|missing tensor"):
         load_model(model)
@@ -156,7 +156,7 @@ def test_chat_templates_get_no_python(model: Path, template: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "null", "[]", '"x"', '{"nonsense": 1}', "{", '{"kv_transport": 1}'])
-def test_flags_in_json(text: str) -> None:
+def test_hostile_json_in_flags_is_refused_by_name(text: str) -> None:
     if text != "null":
         with pytest.raises(ConfigError, match="kv_transfer_config"):
             KVTransferConfig.parse(text)

@@ -177,7 +177,7 @@ def test_used_tickets_take_bounded_memory() -> None:
     assert len(redeemer._used) <= 121
 
 
-def test_hello_comes_first(scene: Scene, until: Until) -> None:
+def test_a_message_before_hello_opens_no_attempt(scene: Scene, until: Until) -> None:
     attacker = scene.attacker()
     attacker.say(register(scene.ticket()))
     assert attacker.hears_nothing(Nack)

@@ -160,7 +160,7 @@ def test_goodput_that_says_nothing_is_refused(text: str) -> None:
         parse_goodput(text)
 
 
-def test_lists_are_parsed() -> None:
+def test_lists_in_flags_are_parsed_or_refused_by_name() -> None:
     assert parse_goodput("ttft:200 tpot:20,e2el:1.5") == {"ttft": 200.0, "tpot": 20.0, "e2el": 1.5}
     assert parse_goodput(None) == {}
     assert parse_metrics("ttft,e2el") == ("ttft", "e2el")

@@ -38,7 +38,9 @@ def told(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
         baton.cli.main()
 
 
-def test_serve(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_renders_chats_with_the_given_template(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own.jinja").write_text(TEXT)
     found: list[Tokenizer] = []
 
@@ -54,7 +56,7 @@ def test_serve(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert prompts == ["<bos><user>a\n<assistant>", "<bos>[a]>", "<bos>[a]>", "[{'type': 'text', 'text': 'a'}]"]
 
 
-def test_up_and_router(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_and_router_pass_the_template_on(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[RouterConfig] = []
 
     async def serve_router(config: RouterConfig, *more: Any, **others: Any) -> None:
@@ -102,7 +104,7 @@ async def test_a_router_makes_prompts_with_it(directory: Path) -> None:
     )
 
 
-def test_what_is_given(tmp_path: Path) -> None:
+def test_a_chat_template_is_a_file_or_jinja_text(tmp_path: Path) -> None:
     path = tmp_path / "{odd}.jinja"
     path.write_text("{{ messages }}")
     assert chosen_template(str(path)) == "{{ messages }}", "a file goes before a text"

@@ -24,13 +24,13 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("command", "name"), [("up", "baton.toml"), ("router", "router.yaml")])
-def test_files_of_flags(command: str, name: str) -> None:
+def test_example_files_of_flags_are_accepted(command: str, name: str) -> None:
     found = parsed([command, "--config", str(DEPLOY / name)])
     assert read_file(str(DEPLOY / name)).keys() <= found.keys()
     assert found["log_format"] == "json"
 
 
-def test_containers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_containers_serve_as_configured_and_may_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["baton"]
     pod, door = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
     container = pod["spec"]["template"]["spec"]["containers"][0]

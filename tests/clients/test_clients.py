@@ -27,7 +27,7 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("conversation", ALL, ids=lambda each: each.__name__)
-def test_conversation(url: str, conversation: Callable[[Conversations], object]) -> None:
+def test_a_stock_client_holds_a_conversation(url: str, conversation: Callable[[Conversations], object]) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:
         conversation(Conversations(client))
 

@@ -258,7 +258,7 @@ def test_broken_heads_are_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_other_refusals(tmp_path: Path, target_path: Path, target: CausalLM) -> None:
+def test_a_missing_drafter_checkpoint_is_refused(tmp_path: Path, target_path: Path, target: CausalLM) -> None:
     path = head(tmp_path, target_path, "eagle")
     with pytest.raises(ConfigError, match=r"speculative_config.method: 'medusa' is unknown"):
         load_drafter("medusa", path, target)

@@ -42,7 +42,9 @@ def left(refs: dict[str, weakref.ref[Any]]) -> list[str]:
     return [name for name, ref in refs.items() if ref() is not None]
 
 
-def test_llm(no_garbage_collector: None, checkpoint: Callable[..., Path]) -> None:
+def test_a_closed_llm_frees_its_memory_and_keeps_its_metrics(
+    no_garbage_collector: None, checkpoint: Callable[..., Path]
+) -> None:
     llm = LLM(str(checkpoint("qwen3")), kv_cache_memory=1 << 20, skip_tokenizer_init=True)
     refs = held(engine_of(llm))
     llm.generate([1, 2, 3], PARAMS)

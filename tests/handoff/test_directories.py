@@ -36,7 +36,7 @@ def spoil(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
 
 
 @pytest.mark.parametrize("what", [".", "public", "secret"])
-def test_a_key_directory(tmp_path: Path, spoil: tuple[Spoil, str], what: str) -> None:
+def test_an_unsafe_key_directory_is_refused(tmp_path: Path, spoil: tuple[Spoil, str], what: str) -> None:
     make_keys(tmp_path / "keys", ["P"])
     KeyRing(tmp_path / "keys", "P")
     change, why = spoil
@@ -50,7 +50,7 @@ def test_a_key_directory(tmp_path: Path, spoil: tuple[Spoil, str], what: str) ->
             make_keys(tmp_path / "keys", ["Q"])
 
 
-def test_a_store(tmp_path: Path, spoil: tuple[Spoil, str]) -> None:
+def test_an_unsafe_store_directory_is_refused(tmp_path: Path, spoil: tuple[Spoil, str]) -> None:
     FileStore(tmp_path / "kv")
     change, why = spoil
     change(tmp_path / "kv")

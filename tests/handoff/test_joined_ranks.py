@@ -299,7 +299,9 @@ schedules = given(
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @schedules
-def test_random_schedules(seed: int, shapes: tuple[Shape, Shape], mode: Mode, faults: float, aborts: bool) -> None:
+def test_ranks_agree_under_random_schedules(
+    seed: int, shapes: tuple[Shape, Shape], mode: Mode, faults: float, aborts: bool
+) -> None:
     world = World(seed, shapes, mode, faults, aborts)
     world.run()
     world.check_end()

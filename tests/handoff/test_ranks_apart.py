@@ -190,7 +190,7 @@ def test_a_rank_that_dies_fails_on_every_rank_that_it_serves(engines: Any) -> No
     assert all(isinstance(events[-1], ev.DecodeReleased) for events in d.together.events)
 
 
-def test_pairs_that_lead() -> None:
+def test_each_rank_apart_has_a_pair_with_rank_0_of_the_other_side() -> None:
     """Each rank that is apart has a pair with rank 0 of the other side, and each of D's with the sampling rank."""
     shape = ShapeApart(tp=2, groups=("latent",))
     together = Shape(tp=2, groups=("latent",))

@@ -60,7 +60,7 @@ def test_bad_intervals_are_refused_from_the_wire_too(start: int, stop: int) -> N
         ("sliding_window", 8, 20, 0, {"module": None}, (13, 20)),
     ],
 )
-def test_wanted(
+def test_wanted_entries_of_each_kind_of_group(
     kind: Any, window: int | None, n: int, hit: int, options: dict[str, Any], want: tuple[int, int]
 ) -> None:
     assert Rules(kind, window=window, **options).wanted(n, hit) == Interval(*want)
@@ -90,7 +90,9 @@ def test_wanted(
         ("full", 20, 20, {"module": None}, 20),
     ],
 )
-def test_final(kind: Any, n: int, computed: int, options: dict[str, Any], final: int) -> None:
+def test_final_entries_of_each_kind_of_group(
+    kind: Any, n: int, computed: int, options: dict[str, Any], final: int
+) -> None:
     seeded = options.pop("seeded", False)
     window = 4 if kind == "sliding_window" else None
     assert Rules(kind, window=window, **options).final(n, computed, seeded=seeded) == final

@@ -106,7 +106,7 @@ def test_all_groups_must_hold_it() -> None:
     assert index.num_tokens(PromptBlocks(tokens)) == 4
 
 
-def test_windows_and_states() -> None:
+def test_a_prefix_ends_where_a_window_or_state_can_continue() -> None:
     tokens = list(range(33))
     index = BlockIndex()
     index.apply(stored(list(range(1, 9)), tokens[:32], kv_cache_spec_kind="full_attention"))

@@ -119,7 +119,7 @@ async def test_bodies_of_clients_that_left_are_not_kept() -> None:
     assert await asyncio.wait_for(later, 20) == "plan"
 
 
-async def test_bounds(directory: Path, session: aiohttp.ClientSession) -> None:
+async def test_requests_beyond_the_bounds_reach_no_engine(directory: Path, session: aiohttp.ClientSession) -> None:
     engine = FakeEngine(directory)
     async with served(build_app(engine, Tokenizer.load(directory))) as url:
         for path, body, param in (

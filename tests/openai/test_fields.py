@@ -128,7 +128,7 @@ def test_a_field_that_is_not_served_is_refused_by_name(ask: Any) -> None:
         assert str(malformed.value.param).startswith(name), "it is looked at"
 
 
-def test_parts_of_fields(tokenizer: Tokenizer) -> None:
+def test_fields_that_are_supported_in_part_are_refused_by_name(tokenizer: Tokenizer) -> None:
     model = ServedModel("fake", tokenizer, 256, 258, 0)
     with pytest.raises(RequestError, match="echo is for completions"):
         chat(echo=True)

@@ -85,7 +85,7 @@ async def test_usage_so_far_is_of_a_choice_and_only_beside_the_whole_one(directo
 
 
 @doors
-async def test_seeds_of_vllm(directory: Path, door: Door) -> None:
+async def test_seeds_mean_what_they_do_in_vllm(directory: Path, door: Door) -> None:
     """-1 is a new seed each time; others may be negative."""
     async with door(directory) as (url, engine), client_of(url) as client:
         for seed in (-1, -1, None, -7, 7):

@@ -15,7 +15,9 @@ from testkit.servers.fleets import Cluster
 
 
 @pytest.mark.parametrize("method", ["POST", "GET"])
-async def test_of_an_engine(directory: Path, session: aiohttp.ClientSession, method: str) -> None:
+async def test_an_engine_refuses_endpoints_that_do_not_generate(
+    directory: Path, session: aiohttp.ClientSession, method: str
+) -> None:
     async with served(build_app(FakeEngine(directory), Tokenizer.load(directory))) as url:
         for path, made in _NOT_GENERATED.items():
             async with session.request(method, f"{url}{path}", json={"input": "a"}) as response:
@@ -27,7 +29,7 @@ async def test_of_an_engine(directory: Path, session: aiohttp.ClientSession, met
             assert not (await response.json())["paths"].keys() & _NOT_GENERATED.keys()
 
 
-async def test_of_a_router(directory: Path) -> None:
+async def test_a_router_refuses_endpoints_that_do_not_generate(directory: Path) -> None:
     cluster, body = Cluster(directory, num_prefill=1, num_decode=1), {"input": "a"}
     async with cluster.run() as (url, session), session.post(f"{url}/v1/embeddings", json=body) as response:
         assert response.status == 400

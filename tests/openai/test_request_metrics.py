@@ -39,7 +39,7 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @pytest.mark.parametrize("more", [{}, STREAM], ids=["whole", "streamed"])
-async def test_all_there_is(directory: Path, more: dict[str, Any]) -> None:
+async def test_metrics_of_a_speculative_request(directory: Path, more: dict[str, Any]) -> None:
     metrics = await ask(directory, ALL, **more)
     assert set(metrics) == {*TIMES, "speculative_decoding"}
     # The first token comes alone; then each round accepts two drafts and adds one token.

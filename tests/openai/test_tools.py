@@ -111,7 +111,7 @@ async def test_calls_whole_and_streamed(tools_directory: Path) -> None:
     assert engine.requests[0].sampling_params.structured_outputs is None
 
 
-async def test_an_agents_loop(tools_directory: Path) -> None:
+async def test_calls_and_their_results_become_the_next_prompt(tools_directory: Path) -> None:
     """An answer's calls and their results are the history of the next request."""
 
     async def act(client: openai.AsyncOpenAI) -> None:
@@ -155,7 +155,7 @@ async def test_choices_that_force_a_call(tools_directory: Path) -> None:
     assert grammar == TOOLS[0]["function"]["parameters"]
 
 
-async def test_none_and_words(tools_directory: Path) -> None:
+async def test_calls_stay_text_without_tools_to_choose(tools_directory: Path) -> None:
     async def act(client: openai.AsyncOpenAI) -> None:
         for more in ({"tool_choice": "none"}, {"tools": openai.omit}):
             message = (await chat(client, **more)).choices[0].message

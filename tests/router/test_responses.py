@@ -27,7 +27,7 @@ async def both(url: str, model: str, **more: Any) -> list[str]:
     return [whole.output_text, "".join(e.delta for e in events if e.type == "response.output_text.delta")]
 
 
-async def test_before_batons_engines(directory: Path) -> None:
+async def test_the_responses_api_over_batons_engines(directory: Path) -> None:
     handed: dict[bytes, Any] = {}
     engines = [FakeEngine(directory, role=role, handed=handed) for role in ("prefill", "decode")]
     async with contextlib.AsyncExitStack() as stack:

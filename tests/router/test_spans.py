@@ -234,7 +234,7 @@ async def test_a_dead_collector_fails_no_request(directory: Path, collector: Col
             assert (await complete(session, url))[0] == 200
 
 
-def test_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_are_sampled_by_id_and_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(name)
     assert make_tracer(None, None, 1.0) is None

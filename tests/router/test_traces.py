@@ -29,7 +29,9 @@ async def ask(session: aiohttp.ClientSession, url: str, headers: dict[str, str],
 
 
 @pytest.mark.parametrize(("name", "seed"), WAYS)
-async def test_before_vllm_servers(directory: Path, name: str, seed: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_trace_goes_on_to_vllm_servers(
+    directory: Path, name: str, seed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "baton.openai.records")
     pair = Pair(directory, name, seed)
     async with pair.run() as (url, session):
@@ -46,7 +48,7 @@ async def test_before_vllm_servers(directory: Path, name: str, seed: bool, caplo
     assert [line["trace_id"] for line in lines] == [ID, None, None]
 
 
-async def test_before_batons_engines(directory: Path) -> None:
+async def test_the_trace_goes_on_to_batons_engines(directory: Path) -> None:
     handed: dict[bytes, Any] = {}
     seen: list[tuple[str, str | None]] = []
 

@@ -116,7 +116,7 @@ async def test_requests_without_a_seed_get_the_engines(directory: Path) -> None:
             assert engine.requests[-1].sampling_params.seed == used
 
 
-async def test_metrics(directory: Path) -> None:
+async def test_an_engine_counts_requests_by_endpoint_and_status(directory: Path) -> None:
     app = build_app(FakeEngine(directory), Tokenizer.load(directory))
     async with served(app) as url, aiohttp.ClientSession() as session:
         await session.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 7})

@@ -52,7 +52,7 @@ FOUND_AT = {
 }
 
 
-def test_there_are_enough() -> None:
+def test_there_are_at_least_fifteen_mutations() -> None:
     assert len(MUTATIONS) >= 15
 
 

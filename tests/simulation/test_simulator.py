@@ -18,7 +18,7 @@ from simulation.world import World
 
 
 @pytest.mark.slow
-def test_many_seeds() -> None:
+def test_many_seeds_reach_every_rung_of_recovery() -> None:
     total = run_seeds(range(250))
     assert not total.failures
     assert total.seeds == 250

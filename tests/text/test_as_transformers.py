@@ -64,7 +64,7 @@ DECLARED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", DECLARED.values(), ids=DECLARED)
-def test_declared_tokens(tmp_path: Path, fields: Mapping[str, Any]) -> None:
+def test_tokens_declared_in_the_config_are_special(tmp_path: Path, fields: Mapping[str, Any]) -> None:
     directory = settings_of(tmp_path, **fields)
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     ours = Tokenizer.load(directory)
@@ -89,7 +89,7 @@ def test_declared_tokens(tmp_path: Path, fields: Mapping[str, Any]) -> None:
         },
     ],
 )
-def test_older_files(tmp_path: Path, files: Mapping[str, Any]) -> None:
+def test_older_tokenizer_files_give_the_same_end_tokens(tmp_path: Path, files: Mapping[str, Any]) -> None:
     directory = settings_of(tmp_path, additional_special_tokens=["</tool_call>"])
     for name, value in files.items():
         (directory / name).write_text(json.dumps(value))
@@ -187,7 +187,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
-def test_templates(tmp_path: Path, template: str, tools: list[dict[str, Any]] | None) -> None:
+def test_chats_render_as_in_transformers(tmp_path: Path, template: str, tools: list[dict[str, Any]] | None) -> None:
     special = {"pad_token": "<pad>", "extra_special_tokens": {"image_token": "<img>"}}
     directory = settings_of(tmp_path, chat_template=template, **special)
     theirs = transformers.AutoTokenizer.from_pretrained(directory)

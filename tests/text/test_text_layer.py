@@ -192,7 +192,7 @@ def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
         Tokenizer.load(directory)
 
 
-def test_loading(tmp_path: Path, byte_level: Tokenizer) -> None:
+def test_missing_and_broken_tokenizer_files_are_named(tmp_path: Path, byte_level: Tokenizer) -> None:
     assert byte_level.eos_token_ids == (EOS,)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: no such file"):
         Tokenizer.load(tmp_path)

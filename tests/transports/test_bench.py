@@ -8,7 +8,7 @@ from baton.bench.transport import available, measure_copies, measure_planning
 from baton.errors import ConfigError
 
 
-def test_small_rounds() -> None:
+def test_a_small_benchmark_reports_all_figures() -> None:
     copies = measure_copies("shm", [1 << 16, 1 << 18], [4 << 10, 128 << 10], rounds=3)
     cases = [(f.transport, f.nbytes, f.run_bytes) for f in copies]
     assert cases == [

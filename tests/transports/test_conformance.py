@@ -17,12 +17,12 @@ def own_segments() -> list[str]:
 
 
 @pytest.mark.parametrize("uri", ["local://", "shm://", "faulty+shm://?fault=delay&delay_s=0.001"])
-def test_one_process(uri: str) -> None:
+def test_local_transports_conform(uri: str) -> None:
     assert len(check_transport(lambda: create_transport(uri))) == len(check_names())
     assert own_segments() == []
 
 
-def test_across_processes() -> None:
+def test_transports_conform_across_processes() -> None:
     assert len(check_transport(lambda: create_transport("shm://"), spawn_uri="shm://")) == len(check_names())
     assert own_segments() == []
 

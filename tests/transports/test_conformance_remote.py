@@ -21,7 +21,7 @@ from testkit.handoffs.remote_uris import SCHEMES, uri_of
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("check", check_names())
-def test_across_processes(scheme: str, check: str, tmp_path: Path) -> None:
+def test_remote_transports_conform_across_processes(scheme: str, check: str, tmp_path: Path) -> None:
     uri = uri_of(scheme, tmp_path)
     assert check_transport(lambda: create_transport(uri), spawn_uri=uri, only=[check]) == [check]
 
@@ -53,7 +53,7 @@ def test_a_transport_that_waits_for_its_peer_is_found(tmp_path: Path, monkeypatc
         check_transport(lambda: create_transport(uri), spawn_uri=uri, only=["waits_for_no_peer"])
 
 
-def test_store() -> None:
+def test_the_file_store_conforms() -> None:
     assert len(check_store(FileStore)) == 7
 
 
@@ -89,7 +89,7 @@ def test_content_keys_name_context_and_tokens() -> None:
     assert content_key("model", [1, 2]) == content_key("model", (1, 2))
 
 
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_check_is_named_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["local", "faulty+local://?fault=drop"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["check", "local", "faulty+local"]

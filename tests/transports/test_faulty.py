@@ -89,7 +89,7 @@ def test_corrupt_inverts_the_end_of_a_run(count: int) -> None:
         assert np.array_equal(theirs[0][PAGE : 2 * PAGE], want)
 
 
-def test_fail_says_so() -> None:
+def test_the_fault_fail_reports_an_error() -> None:
     with pair("fault=fail") as (near, peer, _, theirs):
         operation = run(near, peer, pages([1, 2], [1, 2]))
         assert (operation.poll(), operation.error) == ("failed", "injected failure")

@@ -40,7 +40,7 @@ def test_what_leaves_a_users_processes_needs_keys(uri: str) -> None:
         ("faulty+local://?fault=drop-draft", "faulty+local"),
     ],
 )
-def test_known_schemes(uri: str, scheme: str) -> None:
+def test_known_schemes_make_transports(uri: str, scheme: str) -> None:
     transport = create_transport(uri)
     assert transport.scheme == scheme
     transport.close()

@@ -13,7 +13,7 @@ from baton.kvevents.messages import BlockStored, EventBatch, decode_batch, encod
 from baton.kvevents.recorder import EventRecorder, RecordedGroup
 
 
-def test_vllm_reads_ours() -> None:
+def test_vllm_decodes_batons_events() -> None:
     recorder = EventRecorder(100)
     target, draft = RecordedGroup(0, "full_attention", None, 2), RecordedGroup(1, "sliding_window", 8, 2)
     recorder.stored(target, b"a", None, b"tenant", [1, 2])
@@ -32,7 +32,7 @@ def test_vllm_reads_ours() -> None:
     assert (removed.block_hashes, removed.group_idx) == ([b"b"], 0)
 
 
-def test_we_read_vllms() -> None:
+def test_baton_decodes_vllms_events() -> None:
     stored = vllm_events.BlockStored(
         block_hashes=[7, b"x"],
         parent_block_hash=None,

@@ -35,7 +35,7 @@ def test_a_bad_setting_is_named(setting: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("extra", [{}, {"kv_transport": "mooncake://"}])
-def test_it_needs_keys(extra: dict[str, str]) -> None:
+def test_settings_without_a_key_directory_are_refused(extra: dict[str, str]) -> None:
     """Any process that may use NIXL can read and write the whole KV cache."""
     with pytest.raises(ConfigError, match="missing required field `keys`"):
         read_config(extra)

@@ -126,7 +126,7 @@ class _Pair:
             raise
 
     def hand_over(self, num_tokens: int, pages: Sequence[list[int]], chunk: int, rate: float) -> _Round:
-        """From pages[0] of P to pages[1] of D. `rate` 0: at once, else streamed."""
+        """Hand one prompt over, from pages[0] of P to pages[1] of D. `rate` 0: at once, else streamed."""
         ticket, before = self._ticket(), self._engine.copied()
         self._peer.prefill(ticket.text, num_tokens, pages[0], chunk, rate)
         ended: list[Any] | None = None if rate else self._peer.hear()

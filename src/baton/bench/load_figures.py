@@ -38,7 +38,7 @@ class RequestOutcome:
 
     @property
     def handoff(self) -> float | None:
-        """From the first event with tokens to the second: in a P/D deployment the handoff is between them."""
+        """The time from the first event with tokens to the second: in a P/D deployment the handoff is between them."""
         return self.itl[0] if self.itl else None
 
     @property

@@ -113,8 +113,8 @@ class ModelledEngine:
             raise HandoffError("failed", f"engine {self.name}: {event}")
 
     def copied(self) -> tuple[int, float, float, int]:
-        """Of the copies that this engine issued and that have ended: bytes, seconds from posting to end, runs, number
-        of copies."""
+        """Totals of the ended copies that this engine issued: bytes, seconds from posting to end, runs, number of
+        copies."""
         figures = [agent.stats().copies for agent in self.agents]
         return (
             sum(sum(one.bytes.values()) for one in figures),

@@ -69,7 +69,7 @@ class PrefixRepetition:
             _at_least(f"prefix_repetition_{name}", getattr(self, name), 1)
 
     def make(self, count: int, vocabulary: Sequence[int], random: np.random.Generator) -> list[LoadRequest]:
-        """In random order. Each prefix has count // num_prefixes requests, or one more."""
+        """Make requests in random order. Each prefix has count // num_prefixes of them, or one more."""
         prefixes = [_tokens(vocabulary, self.prefix_len, random) for _ in range(self.num_prefixes)]
         chosen = random.permutation([index % self.num_prefixes for index in range(count)])
         return [
@@ -79,7 +79,7 @@ class PrefixRepetition:
 
 
 def arrivals(count: int, rate: float, burstiness: float, random: np.random.Generator) -> list[float]:
-    """In seconds from the load's start, at `rate` per second.
+    """Arrival times in seconds from the load's start, at `rate` per second.
 
     Gaps have a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier, infinity is even.
     As in vLLM they are scaled so that the last request arrives at exactly count / rate. With an infinite rate all

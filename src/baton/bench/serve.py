@@ -64,7 +64,7 @@ def alternate(
 
 
 def deployment_flags(speculative_config: dict[str, Any] | None) -> list[str]:
-    """Of both: no prefix caching, and the speculative config if there is one."""
+    """Flags of both deployments: no prefix caching, and the speculative config if there is one."""
     flags = ["--no-enable-prefix-caching"]
     if speculative_config is not None:
         flags += ["--speculative-config", json.dumps(speculative_config)]

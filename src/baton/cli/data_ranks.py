@@ -144,7 +144,7 @@ class DataRanks:
                 process.send_signal(number)
 
     def close(self) -> None:
-        """Without a signal ranks are killed: none can end in order without the others."""
+        """Kill ranks that got no signal: none can end in order without the others."""
         for process in self._processes:
             if not self._signalled and process.poll() is None:
                 process.kill()

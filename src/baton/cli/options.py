@@ -55,7 +55,7 @@ class EngineOptions(ServingSettings):
         engine_id: str = "engine",
         process: ProcessOptions | None = None,
     ) -> EngineConfig:
-        """With models of the hub fetched. Raises `ConfigError` for the first bad field."""
+        """The checked configuration, with models of the hub fetched. Raises `ConfigError` for the first bad field."""
         own = process or ProcessOptions()
         settings: dict[str, Any] = {name: getattr(self, name) for name in declared(ServingSettings)}
         if self.kv_transport is not None:

@@ -40,7 +40,7 @@ class RoleOptions:
     decode_data_parallel_size: DataRankCount = None
 
     def flags(self) -> dict[str, list[str]]:
-        """By role. Raises `ConfigError` for an option that is out of range."""
+        """Flags by role. Raises `ConfigError` for an option that is out of range."""
         found: dict[str, list[str]] = {}
         for role in ("prefill", "decode"):
             size, ranks = getattr(self, f"{role}_block_size"), getattr(self, f"{role}_tensor_parallel_size")

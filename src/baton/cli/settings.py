@@ -60,7 +60,7 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """From `BATON_FLAG_NAME`, by flag name with underscores."""
+    """Settings from variables `BATON_FLAG_NAME`, by flag name with underscores."""
     start = len(FLAG_VARIABLES)
     return {name[start:].lower(): value for name, value in environment.items() if name.startswith(FLAG_VARIABLES)}
 

@@ -32,7 +32,7 @@ def read_reports(pipe: int, pending: bytes) -> tuple[list[dict[str, Any]] | None
 
 
 def read_rest(pipe: int, pending: bytes) -> list[dict[str, Any]]:
-    """Of a child that has ended. Does not wait for a process that still holds the pipe."""
+    """Read all reports of a child that has ended. Does not wait for a process that still holds the pipe."""
     found: list[dict[str, Any]] = []
     os.set_blocking(pipe, False)
     with contextlib.suppress(BlockingIOError):
@@ -61,7 +61,7 @@ class Reporter:
             die_with_parent()
 
     def progress(self, text: str) -> None:
-        """The step that begins now. With an empty text, the step shows its own progress."""
+        """Report the step that begins now. With an empty text, the step shows its own progress."""
         if not self._repeats:
             threading.Thread(target=self._again, daemon=True, name="baton-progress").start()
         self._repeats, self._step, self._began = True, text, time.monotonic()

@@ -38,8 +38,8 @@ FLAG_VARIABLES = "BATON_FLAG_"
 
 
 def _environment(engines: int) -> dict[str, str]:
-    """Without `baton`'s flag variables. The user's variables take precedence. Each engine gets twice its even share of
-    the cores, unbound: P and D are busy at different times, or wait for memory."""
+    """The children's environment, without `baton`'s flag variables. The user's variables take precedence. Each engine
+    gets twice its even share of the cores, unbound: P and D are busy at different times, or wait for memory."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(FLAG_VARIABLES)}
     if engines == 1 or not hasattr(os, "sched_getaffinity"):
         return own
@@ -162,7 +162,7 @@ class Deployment:
 
     @property
     def engine_urls(self) -> list[str]:
-        """In the order prefill, decode, both."""
+        """Base URLs in the order prefill, decode, both."""
         return self.prefill_urls + self.decode_urls + self.both_urls
 
     def engines(self) -> dict[str, str]:
@@ -191,7 +191,7 @@ class Deployment:
         child.process.wait()
 
     def restart(self, name: str, wait: bool = True) -> None:
-        """On the same port, after killing the child if it runs.
+        """Start a child again on the same port, after killing it if it runs.
 
         With `wait`, it serves when this returns. Raises `EngineUnavailableError` if it does not start.
         """
@@ -308,7 +308,7 @@ def rank_ids(engine_id: str, data_ranks: int) -> list[str]:
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float = END_TIMEOUT_S) -> None:
-    """With SIGTERM, in this order; after `limit_s` seconds with SIGKILL."""
+    """End child processes with SIGTERM, in this order; after `limit_s` seconds with SIGKILL."""
     for process in processes:
         if process.poll() is None:
             process.terminate()

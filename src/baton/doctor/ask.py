@@ -80,7 +80,7 @@ async def ask(url: str, timeout_s: float, api_key: str | None = None) -> Server 
 
 
 async def read_clock(server: Server, timeout_s: float, api_key: str | None = None) -> Reading | None:
-    """None for an engine that does not tell its clock."""
+    """Returns None for an engine that does not tell its clock."""
     if not server.clocks:
         return None
     with contextlib.suppress(BatonError):

@@ -28,7 +28,7 @@ _NOT_TOLD = (
 
 
 async def read_cache(client: OpenAIClient) -> Mapping[str, str]:
-    """Empty without `vllm:cache_config_info`."""
+    """The labels of `vllm:cache_config_info`, if any."""
     try:
         return _cache_of(await client.samples())
     except BatonError:
@@ -97,7 +97,7 @@ def _cache_of(samples: Sequence[Sample]) -> Mapping[str, str]:
 
 
 async def identify(client: OpenAIClient, model: Model) -> tuple[VllmIdentity | None, Reading | None]:
-    """By a completion of one token as routers send it; other connectors ignore its parameters."""
+    """Ask for the identity by a completion of one token, as routers do; other connectors ignore its parameters."""
     params = {BATON_PARAM: msgspec.to_builtins(LegParams(role="identify"))}
     body = {"model": model.id, "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
     asked = time.monotonic()

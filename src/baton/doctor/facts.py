@@ -98,7 +98,8 @@ def is_loopback(host: str) -> bool:
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """Of a control address, `tcp://HOST:PORT` or `curve://ENGINE@HOST:PORT`; None for one that is dialled otherwise."""
+    """Split a control address, `tcp://HOST:PORT` or `curve://ENGINE@HOST:PORT`; None for one that is dialled
+    otherwise."""
     parts = urlsplit(address)
     try:
         return (parts.hostname, parts.port) if parts.hostname and parts.port else None
@@ -113,7 +114,7 @@ def is_local_address(address: str) -> bool:
 
 
 def same_host(one: Server, other: Server) -> bool:
-    """By the servers' clocks if both tell them, else by their URLs."""
+    """Compare the servers' clocks if both tell them, else their URLs."""
     if one.clocks and other.clocks:
         a, b = one.clocks[0], other.clocks[0]
         return abs(a.offset - b.offset) < _SAME_CLOCK_S + a.error_s + b.error_s

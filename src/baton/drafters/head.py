@@ -91,7 +91,7 @@ class HeadDrafter(nn.Module, ABC):
         """
 
     def extend(self, batch: DraftBatch) -> tuple[Tensor, Tensor]:
-        """Of the batch's rows: states and the next step's features, [T, E] each."""
+        """States and the next step's features, [T, E] each, of the batch's rows."""
         assert batch.features_TF is not None
         requests = np.arange(len(batch.num_drafts))
         attend = batch.pages.bind(requests, batch.positions, batch.query_start)
@@ -101,7 +101,7 @@ class HeadDrafter(nn.Module, ABC):
         return out_TE, feedback_TE
 
     def draft(self, batch: DraftBatch, extended: tuple[Tensor, Tensor]) -> list[list[int]]:
-        """Each draft from the previous state and token."""
+        """Draft each token from the previous state and token."""
         drafts: list[list[int]] = [[] for _ in batch.num_drafts]
         going = np.flatnonzero(batch.num_drafts)
         last = batch.query_start[1:][going].astype(np.int64) - 1
@@ -148,7 +148,7 @@ def fill_drafter(drafter: HeadDrafter, path: str, skip: frozenset[str]) -> None:
 
 
 def canonical(name: str) -> str:
-    """Without a `model.` prefix, and with `midlayer` as layer 0."""
+    """The name without a `model.` prefix, and with `midlayer` as layer 0."""
     name = name.removeprefix("model.")
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 

@@ -124,7 +124,7 @@ def nested(raw: RawConfig) -> RawConfig:
 
 
 def flag(raw: RawConfig, name: str, default: bool = False) -> bool:
-    """From `eagle_config` or from the top level."""
+    """A flag of the method, from `eagle_config` or from the top level."""
     inner = nested(raw)
     return get_bool(inner if inner.get(name) is not None else raw, name, default)
 

@@ -81,7 +81,7 @@ class AsyncEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """With the current time of this engine's clock."""
+        """The engine's info, with the current time of its clock."""
         return msgspec.structs.replace(self._engine.info, clock=time.monotonic())
 
     def start(self) -> None:
@@ -174,7 +174,7 @@ class AsyncEngine:
                     core.post(lambda: core.abort(request.request_id))
 
     async def _compile(self, asked: StructuredOutputsParams | None) -> None:
-        """On another thread, since it may take seconds."""
+        """Compile a grammar on another thread, since it may take seconds."""
         grammars = self._engine.grammars
         if asked is None or grammars is None:
             return

@@ -158,7 +158,7 @@ class StepRunner:
         return True
 
     def _one_row(self) -> ModuleChain | None:
-        """For the first row of a request, only the first module has an entry."""
+        """The chain for a request's first row, for which only the first module has an entry."""
         num_modules = self.executor.spec.num_modules
         if num_modules == 1:
             return None

@@ -72,7 +72,7 @@ def join(own: WorkerPart, all_gather: AllGather) -> JoinedWorkers:
 
 
 def joined_addresses(found: Sequence[tuple[int, str]], num_workers: int) -> list[str]:
-    """By rank. Raises `ConfigError` unless there is exactly one address of each worker."""
+    """Sort addresses by rank. Raises `ConfigError` unless there is exactly one of each worker."""
     if sorted(rank for rank, _ in found) != list(range(num_workers)):
         ranks = sorted(rank for rank, _ in found)
         raise ConfigError("world_size", f"{num_workers} workers, but those with ranks {ranks} have agents")

@@ -33,7 +33,7 @@ class Extents:
             self._merge(start, stop)
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """At most `num_pages`: first the run right after the used page `after`, then as few runs as possible."""
+        """Take at most `num_pages`: first the run right after the used page `after`, then as few runs as possible."""
         picked: list[int] = []
         if after is not None and after + 1 in self._stops:
             picked += self._cut(after + 1, count)

@@ -29,7 +29,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | None) -> KVEventsConfig:
-        """From JSON, or from a table of a file. Raises `ConfigError`."""
+        """Parse JSON, or a table of a file. Raises `ConfigError`."""
         try:
             config = (
                 msgspec.json.decode(value, type=cls) if isinstance(value, str) else msgspec.convert(value or {}, cls)

@@ -20,7 +20,7 @@ _NUM_LISTED = 20
 
 @dataclass(slots=True)
 class _Bucket:
-    """In seconds, of requests that ended in one interval."""
+    """Latencies, in seconds, of requests that ended in one interval."""
 
     number: int
     num_requests: int = 0
@@ -92,7 +92,7 @@ class RecentRequests:
             (self._handed_off if request.route == HANDED_OFF else self._local).observe(request.ended, request)
 
     def find(self, wanted: str) -> list[RequestTimeline]:
-        """With this id, that of one choice or of all, or with this `X-Request-Id`; newest first."""
+        """Requests with this id, that of one choice or of all, or with this `X-Request-Id`; newest first."""
         return [one for one in self._newest() if wanted in (one.id, one.id.rpartition("-")[0], one.http_id)]
 
     def stages(self) -> dict[str, int]:

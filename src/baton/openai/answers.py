@@ -143,7 +143,7 @@ def decode(body: bytes, kind: type[T], problem: str = "the answer is malformed")
 
 
 def read_error(body: bytes) -> ErrorFields:
-    """Empty if a body does not have OpenAI's shape."""
+    """The error in a body; empty if it does not have OpenAI's shape."""
     try:
         return msgspec.json.decode(body, type=_Error).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

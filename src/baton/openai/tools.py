@@ -206,7 +206,7 @@ def _calls(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
-    """Without unset fields, in OpenAI's order, which templates show. The schema is unchanged: null may be a default in
-    it."""
+    """A tool without unset fields, in OpenAI's order, which templates show. The schema is unchanged: null may be a
+    default in it."""
     told = msgspec.structs.asdict(tool.function)
     return {"type": tool.type, "function": {name: value for name, value in told.items() if value is not None}}

@@ -26,7 +26,7 @@ _MAX_DEPTH, _MAX_PARTS = 32, 1024
 
 
 def parameter_schema(schema: Any, key: str) -> Any:
-    """Of a function with `schema`; None if there is none."""
+    """A parameter's schema in that of its function; None if there is none."""
     parts = list(_Walk(schema).parts(schema))
     for part in parts:
         properties = part.get("properties")
@@ -82,7 +82,7 @@ class _Walk:
                 pending += _list(part, field)[: self._left]
 
     def types(self, schema: Any, depth: int = 0) -> set[str] | None:
-        """None if the schema does not say."""
+        """The types that a schema allows; None if it does not say."""
         self._left -= 1
         if not isinstance(schema, dict) or depth > _MAX_DEPTH or self._left < 0:
             return None

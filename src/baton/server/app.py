@@ -71,7 +71,7 @@ def build_app(
     parsing: Parsing = NO_PARSING,
     per_request: PerRequestMetrics = NO_METRICS,
 ) -> web.Application:
-    """Of a started engine, which the caller closes. Raises the errors of `new_app`."""
+    """The app of a started engine, which the caller closes. Raises the errors of `new_app`."""
     metrics = FrontMetrics()
     model = engine.info.model
     metrics.registry.register(RowCollector(lambda: with_vllm_names(engine.metrics().collect_rows(), model)))

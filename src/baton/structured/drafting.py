@@ -58,7 +58,7 @@ class Constrained:
         self._matchers = list(matchers)
 
     def bits(self, request: int) -> Bits | None:
-        """For a request's next draft, as `Matcher.bits`; None: all."""
+        """The allowed tokens for a request's next draft, as `Matcher.bits`; None: all."""
         matcher = self._matchers[request]
         if matcher is None:
             return None

@@ -16,7 +16,7 @@ Bits = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Of a request's first rows: `bits` uint8 [rows, bytes], one bit per token id, lowest first."""
+    """The allowed tokens of a request's first rows: `bits` uint8 [rows, bytes], one bit per token id, lowest first."""
 
     bits: Bits
 
@@ -84,8 +84,8 @@ class Matcher:
         return bits
 
     def allowed(self, output_ids: Sequence[int], drafts: Sequence[int]) -> Allowed:
-        """For the next position and after each draft, up to the first draft that is not allowed. Raises `RequestError`
-        as `move` and `bits` do."""
+        """The allowed tokens for the next position and after each draft, up to the first draft that is not allowed.
+        Raises `RequestError` as `move` and `bits` do."""
         self.move(output_ids)
         rows = [self.bits()]
         for draft in drafts:

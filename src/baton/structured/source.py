@@ -20,7 +20,7 @@ _ONE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
 def source_of(asked: StructuredOutputsParams) -> str:
-    """For `llguidance`. Raises `RequestError` for malformed text.
+    """The source for `llguidance`. Raises `RequestError` for malformed text.
 
     Schemas with unimplemented keywords are refused when they are compiled, with or without `strict`.
     """
@@ -97,8 +97,8 @@ def check_repetition(regex: str) -> None:
 
 
 def limits() -> LLParserLimits:
-    """For compiling a grammar and for one step; beyond them a matcher is in error. A step, on the engine thread, must
-    stay within tens of milliseconds."""
+    """Limits for compiling a grammar and for one step; beyond them a matcher is in error. A step, on the engine
+    thread, must stay within tens of milliseconds."""
     return LLParserLimits(
         max_items_in_row=2000,
         initial_lexer_fuel=500_000,

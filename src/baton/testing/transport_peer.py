@@ -48,7 +48,7 @@ class FarSide(ABC):
         return False
 
     def stop(self) -> bool:
-        """Until `go_on`; False if it shares this process."""
+        """Halt it until `go_on`; False if it shares this process."""
         return False
 
     def go_on(self) -> None:  # noqa: B027

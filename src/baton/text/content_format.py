@@ -42,7 +42,7 @@ def with_content(message: Mapping[str, Any], form: ContentFormat) -> dict[str, A
 
 
 def content_text(message: Mapping[str, Any]) -> str:
-    """Of a message that `with_content` returned."""
+    """The text of a message that `with_content` returned."""
     content = message["content"]
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 

@@ -60,8 +60,8 @@ class Tokenizer:
         chat_template: str | None = None,
         chat_template_content_format: ContentFormatOption = "auto",
     ) -> Tokenizer:
-        """From a checkpoint directory. `skip_vocabulary`: load the end tokens only; all text is empty. `chat_template`
-        replaces the directory's templates.
+        """Load from a checkpoint directory. `skip_vocabulary`: load the end tokens only; all text is empty.
+        `chat_template` replaces the directory's templates.
 
         Raises `CheckpointError` with the name of a missing or broken file.
         """

@@ -42,7 +42,7 @@ class Job:
 
 
 def make_job(operation: Operation, direction: Direction, rows: Runs) -> Job:
-    """Of `rows` (int64 `[runs, 3]`), in batches of at most `BATCH_RUNS` runs and `BATCH_BYTES` bytes."""
+    """Cut `rows` (int64 `[runs, 3]`) into batches of at most `BATCH_RUNS` runs and `BATCH_BYTES` bytes."""
     rows = split_runs(rows, BATCH_BYTES)
     return Job(operation, direction, rows, batch_bounds(rows[:, 2], BATCH_RUNS, BATCH_BYTES))
 

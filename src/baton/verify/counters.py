@@ -24,7 +24,7 @@ _POLLS = 40
 
 
 def metrics_urls(text: str, field: str) -> tuple[str, ...]:
-    """From comma-separated URLs of engines or metrics. Raises `ConfigError` for `field`."""
+    """Metrics URLs from comma-separated URLs of engines or metrics. Raises `ConfigError` for `field`."""
     urls = [base_url(part.strip(), field) for part in text.split(",")]
     return tuple(url if url.endswith("/metrics") else f"{url}/metrics" for url in urls)
 

@@ -63,8 +63,8 @@ async def read_prompts(path: str, encode: Encode, add_special_tokens: bool) -> l
 
 
 def read_chats(path: str) -> list[Chat]:
-    """From the lines of a file: `{"messages": [...]}`, with optional `tools` and `chat_template_kwargs`, or a list of
-    messages. Other fields and empty lines are ignored. Raises `ConfigError` with the line."""
+    """Chats from the lines of a file: `{"messages": [...]}`, with optional `tools` and `chat_template_kwargs`, or a
+    list of messages. Other fields and empty lines are ignored. Raises `ConfigError` with the line."""
     chats = []
     for where, line in _lines("chat", path):
         found = _parse("chat", line, where, Chat | list[dict[str, Any]])

@@ -51,7 +51,7 @@ class ServerSide:
     def parse(
         cls, side: str, url: str | None, metrics: str | None, api_key: str | None, timeout_s: float, concurrency: int
     ) -> ServerSide | None:
-        """From the options `--SIDE` and `--SIDE-metrics`. Raises `ConfigError`."""
+        """Read the options `--SIDE` and `--SIDE-metrics`. Raises `ConfigError`."""
         if url is None:
             if metrics is not None:
                 raise ConfigError(f"{side}_metrics", f"is for a server that --{side} names")
@@ -67,7 +67,7 @@ class ServerSide:
         return asyncio.run(self._answers(cases, kv_mode, salted))
 
     def read_prompts(self, path: str, add_special_tokens: bool) -> list[list[int]]:
-        """Of a file, tokenised by the server. Raises `ConfigError`."""
+        """Prompts of a file, tokenised by the server. Raises `ConfigError`."""
         return asyncio.run(self._read_prompts(path, add_special_tokens))
 
     def bos(self) -> int | None:

@@ -62,7 +62,7 @@ def _kind(spec: Any) -> tuple[Kind, int | None, int]:
 
 
 def kernel_layout(config: Any, layer: str) -> KernelLayout:
-    """By token, unless the layer has an `isa`."""
+    """How a kernel stores pages: by token, unless the layer has an `isa`."""
     isa = getattr(config.compilation_config.static_forward_context[layer], "isa", None)
     return "tokens" if isa is None else "k_by_dimension" if isa in _K_BY_DIMENSION else "unknown"
 

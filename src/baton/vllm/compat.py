@@ -242,7 +242,7 @@ def slot_mappings() -> Any:
 
 
 def wait_for_device(config: Any) -> None:
-    """On a CPU queued work is finished already."""
+    """Wait for queued work. On a CPU it is finished already."""
     if config.device_config.device_type == "cuda":
         import torch
 

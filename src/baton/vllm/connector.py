@@ -100,7 +100,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._draft_slots = RememberedSlots(self._opened.draft_layers)
 
     def get_handshake_metadata(self) -> BatonHandshake | None:
-        """None before the KV cache is registered."""
+        """Returns None before the KV cache is registered."""
         return None if self._opened is None else BatonHandshake(self._opened.rank, self._opened.identity)
 
     def shutdown(self) -> None:

@@ -78,7 +78,7 @@ def test_equals_the_reference(
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_bfloat16(name: str) -> None:
+def test_bfloat16_is_close_to_float64_and_writes_its_slots(name: str) -> None:
     q, k, v = (tensor.bfloat16() for tensor in random_qkv(90, 4, 2, 32, seed=2))
     pool = Pool(2, 32, 16, [90], torch.bfloat16)
     out = get_backend(name, "cpu").write_and_attend(

@@ -85,7 +85,7 @@ def pages(cut: Cut, page_size: int, batch_positions: tuple[int, int] = (0, 0)) -
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("name", ["paged_cpu", "sdpa"])
-def test_attention(name: str, group: int) -> None:
+def test_later_rows_do_not_change_attention(name: str, group: int) -> None:
     for seed, value, part in cases():
         _attention(name, group, np.random.default_rng((seed, group)), value, part)
 
@@ -142,7 +142,7 @@ class Heads:
 
 @pytest.mark.parametrize("expands", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_latents(dtype: torch.dtype, expands: bool) -> None:
+def test_later_rows_do_not_change_latent_attention(dtype: torch.dtype, expands: bool) -> None:
     """Absorbed float64 uses PyTorch's operations, as on other devices."""
     for seed, value, part in cases():
         _latents(dtype, expands, np.random.default_rng(seed), value, part)
@@ -170,7 +170,7 @@ def _latents(dtype: torch.dtype, expands: bool, random: np.random.Generator, val
 
 @pytest.mark.parametrize("form", ["compiled", "by row", "by chunk"])
 @pytest.mark.parametrize("name", mamba2.SPECS)
-def test_states(form: str, name: str) -> None:
+def test_later_rows_do_not_change_states(form: str, name: str) -> None:
     spec = mamba2.SPECS[name]
     one = mamba2.layer(spec)
     one._on_cpu, one._by_row = form == "compiled", form == "by row"
@@ -208,7 +208,7 @@ def test_chunks_that_are_not_finite_are_computed_by_row() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_products(dtype: torch.dtype, is_packed: bool) -> None:
+def test_later_rows_do_not_change_products(dtype: torch.dtype, is_packed: bool) -> None:
     random = np.random.default_rng(3)
     for inputs, outputs in [(64, 128), (100, 72), (176, 64)]:
         one = Linear(inputs, outputs, Build(dtype, torch.device("cpu"), batch_invariant=True), bias=True)
@@ -226,7 +226,7 @@ def test_products(dtype: torch.dtype, is_packed: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_experts(dtype: torch.dtype, scores: str) -> None:
+def test_later_rows_do_not_change_experts(dtype: torch.dtype, scores: str) -> None:
     """To whichever expert a non-finite row goes, it changes no other row there."""
     random = np.random.default_rng(5)
     spec = MoESpec(
@@ -244,7 +244,7 @@ def test_experts(dtype: torch.dtype, scores: str) -> None:
 
 @pytest.mark.parametrize("inner", [32, 100, 176])
 @pytest.mark.parametrize("multiply", [headwise, invariant_headwise])
-def test_products_of_heads(inner: int, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_later_rows_do_not_change_products_of_heads(inner: int, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
     random = np.random.default_rng(7)
     weight = normal(random, 3, inner, 64, dtype=torch.bfloat16)
     for seed, value, part in cases():

@@ -59,7 +59,7 @@ def test_a_sink_that_weighs_nothing_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_bfloat16(name: str) -> None:
+def test_sinks_in_bfloat16_are_close_to_float64(name: str) -> None:
     q, k, v = (part.bfloat16() for part in random_qkv(90, 4, 2, 32, seed=2))
     sinks, pool = torch.tensor([0.5, -1.0, 2.0, 0.0]), Pool(2, 32, 16, [90], torch.bfloat16)
     batch = pool.batch({0: (0, 90)})

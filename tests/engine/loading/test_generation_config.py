@@ -111,7 +111,7 @@ def test_files_and_settings_that_cannot_be_read(tmp_path: Path) -> None:
         EngineConfig(model=str(tmp_path), override_generation_config={"do_sample": True}).check()
 
 
-def test_python_api(tmp_path: Path) -> None:
+def test_the_python_api_uses_the_checkpoints_sampling_defaults(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "plain", "llama")
     write(Path(shutil.copytree(path, tmp_path / "m")), **{**FIELDS, "eos_token_id": 257})
     settings: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory": 1 << 24, "seed": 3}

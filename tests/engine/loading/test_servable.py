@@ -96,7 +96,7 @@ def test_refused_by_name(directory: Path, change: Callable[[Path], None], words:
         assert word in message, message
 
 
-def test_drafters_too(directory: Path, tmp_path: Path) -> None:
+def test_a_drafter_that_cannot_be_served_is_refused(directory: Path, tmp_path: Path) -> None:
     head = tmp_path / "head"
     head.mkdir()
     (head / "adapter_config.json").write_text("{}")
@@ -120,7 +120,7 @@ def test_a_quantized_file_that_is_not_used_does_not_matter(directory: Path) -> N
     EngineConfig(model=str(directory)).check().located()
 
 
-def test_a_gguf_file() -> None:
+def test_a_gguf_file_is_refused_with_the_format() -> None:
     with pytest.raises(ConfigError, match=r"model: /models/x\.gguf is in llama\.cpp's format"):
         EngineConfig(model="/models/x.gguf").check().located()
 

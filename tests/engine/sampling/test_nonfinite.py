@@ -254,7 +254,9 @@ def test_scores_of_a_prompt(whole: Stepped) -> None:
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 @pytest.mark.parametrize("spoiled", ["prefill", "decode", "both"])
-def test_a_handoff(spoiled: str, mode: Any, tmp_path: Path) -> None:
+def test_a_decode_engine_recomputes_if_only_the_prefill_engine_is_faulty(
+    spoiled: str, mode: Any, tmp_path: Path
+) -> None:
     """If only the prefill engine is faulty, the decode engine recomputes everything, without the received pages."""
     prompt = [*PREFIX[:20], BAD, *PREFIX[20:]]
     with stepped() as one:

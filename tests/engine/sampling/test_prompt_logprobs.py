@@ -77,7 +77,7 @@ def test_equal_scores_are_told_in_the_order_of_ids() -> None:
     assert other.logprob == pytest.approx(-np.log(5))
 
 
-def test_bounds() -> None:
+def test_prompt_logprobs_out_of_range_are_refused_by_name() -> None:
     SamplingParams(max_tokens=0, prompt_logprobs=0).check(100)
     for params, name in (
         (SamplingParams(max_tokens=0), "max_tokens"),

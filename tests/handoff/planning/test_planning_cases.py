@@ -31,7 +31,7 @@ def nothing_cached() -> Iterator[None]:
             yield
 
 
-def test_random_geometries() -> None:
+def test_plans_of_random_geometries_move_each_wanted_byte_once() -> None:
     tally = play(range(60))
     assert tally.cases == 60
     assert tally.plans > 300

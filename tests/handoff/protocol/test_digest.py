@@ -153,7 +153,7 @@ def test_pages_that_do_not_exist_are_refused() -> None:
         MemoryDigester({"target": RankGeometry(rank=0, geometry=tile)}, [np.zeros(10000, np.uint8)])
 
 
-def test_what_is_due() -> None:
+def test_sampled_integrity_digests_one_block_in_so_many() -> None:
     assert due("off", KEY, Interval(0, 1000)) == ()
     assert due("full", KEY, Interval(3, 1000)) == (Interval(3, 1000),)
     assert due("full", KEY, Interval(3, 3)) == ()
@@ -168,7 +168,7 @@ def test_what_is_due() -> None:
     assert set(counts) == {80 // SAMPLED_SHARE}
 
 
-def test_gaps_are_seen() -> None:
+def test_groups_without_due_digests_are_found() -> None:
     one = Pool(16)
     wanted = {"target": Interval(3, TOKENS)}
     whole = one.digests(3, 100) + one.digests(100, TOKENS)

@@ -299,7 +299,9 @@ class World:
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32), st.sampled_from(["push", "pull"]), st.sampled_from([0.0, 0.2]), st.booleans())
-def test_random_schedules(seed: int, mode: Literal["push", "pull"], faults: float, aborts: bool) -> None:
+def test_two_machines_agree_under_random_schedules(
+    seed: int, mode: Literal["push", "pull"], faults: float, aborts: bool
+) -> None:
     world = World(seed, mode, faults, aborts)
     world.run()
     world.check_end()

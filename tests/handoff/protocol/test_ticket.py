@@ -134,7 +134,7 @@ def test_a_ticket_serves_the_request_that_it_was_signed_for(same: bool) -> None:
             redeemer.redeem(text, "decode", b"x" * len(digest), 4900.0)
 
 
-def test_key_file(tmp_path: Path) -> None:
+def test_a_ticket_key_file_is_made_once_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "key"
     key = load_or_create_key(path)
     assert len(key) == 32

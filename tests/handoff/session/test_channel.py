@@ -165,7 +165,7 @@ def test_with_keys_the_address_can_be_dialled() -> None:
         check_bind("ipc:///tmp/x", has_keys=True)
 
 
-def test_key_files(directory: Path) -> None:
+def test_key_directories_are_made_and_checked(directory: Path) -> None:
     assert make_keys(directory, ["P"]) == []
     assert (directory / "secret" / "P.key").stat().st_mode & 0o777 == 0o600
     assert (directory / "secret").stat().st_mode & 0o077 == 0

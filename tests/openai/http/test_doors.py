@@ -37,7 +37,7 @@ failing_handshakes = pytest.mark.filterwarnings("ignore:unclosed transport:Resou
 
 
 @failing_handshakes
-async def test_https(directory: Path, session: aiohttp.ClientSession) -> None:
+async def test_a_server_with_a_certificate_answers_over_https(directory: Path, session: aiohttp.ClientSession) -> None:
     async with served(app_of(directory, ssl_certfile=CERT, ssl_keyfile=KEY)) as url:
         assert url.startswith("https://127.0.0.1:")
         body = {"prompt": "Say:", "max_tokens": 5, "stream": True}

@@ -106,7 +106,7 @@ async def test_a_data_parallel_rank_is_an_engine_of_its_own(
 
 
 @pytest.mark.parametrize("bad", ["#dp_rank=-1", "#dp_rank=01", "#dp_rank=", "#rank=1", "#dp_rank=1&x"])
-def test_urls_of_ranks(bad: str) -> None:
+def test_a_url_may_name_a_data_parallel_rank(bad: str) -> None:
     assert checked_url("http://a:1/#dp_rank=12") == "http://a:1#dp_rank=12"
     assert split_rank("http://a:1#dp_rank=12") == ("http://a:1", 12)
     assert split_rank(checked_url("http://a:1/")) == ("http://a:1", None)
@@ -265,7 +265,9 @@ async def test_load_comes_from_its_metrics(session: aiohttp.ClientSession, url: 
     assert (load.num_running, load.kv_usage) == (3, 0.5)
 
 
-async def test_a_leg(server: FakeVllm, session: aiohttp.ClientSession, url: str) -> None:
+async def test_a_leg_is_one_completion_without_stop_strings(
+    server: FakeVllm, session: aiohttp.ClientSession, url: str
+) -> None:
     request = ask(max_tokens=2, seed=5, sample_index=2, stop_token_ids=(9,), logprobs=1, stop=("x",))
     found = await chunks(client(session, url), request, kv_transfer_params={"x": 1})
     assert [c.token_ids for c in found] == [[token_at(4)], [token_at(5)]]

@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_random_models(model_type: str, tmp_path: Path) -> None:
+def test_random_models_answer_as_one_vllm_server(model_type: str, tmp_path: Path) -> None:
     """Grouped heads, windows, rotary scaling, tied embeddings, norms of queries and keys."""
     sizes = {"head_dim": 32, "hidden_size": 128, "max_position_embeddings": 4096}
     model = make_checkpoint(tmp_path / "model", model_type, **sizes, **MODELS[model_type])
@@ -79,7 +79,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Vllm
         yield {server.name: server for server in found}
 
 
-def test_demo_model(servers: dict[str, VllmServer], tmp_path: Path) -> None:
+def test_the_demo_model_answers_as_one_vllm_server(servers: dict[str, VllmServer], tmp_path: Path) -> None:
     report = verify(tmp_path, MODEL, servers["plain"], demo_prompts(LENGTHS, seed=7))
     assert report["identical"] + len(report["near_ties"]) == len(LENGTHS)
 

@@ -96,7 +96,7 @@ class EngineConfig(ServingSettings):
         check_bind(transfer.control_bind, self.keys is not None)
 
     def sampling_defaults(self) -> SamplingDefaults:
-        """For requests that do not set them. Raises `ConfigError` naming the field."""
+        """Sampling parameters of requests that do not set them. Raises `ConfigError` naming the field."""
         return sampling_defaults(self.model, self.generation_config, self.override_generation_config)
 
     def located(self) -> EngineConfig:

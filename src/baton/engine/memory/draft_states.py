@@ -27,7 +27,7 @@ class DraftStates:
         self._seen = self._start.copy()  # [R]: number of tokens that the kept state has seen
 
     def bind(self, requests: IntArray, positions: IntArray, query_start: Int32Array) -> dict[str, StateSlots]:
-        """By group, the slots of a forward, whose rows are given as to `Pages.bind`."""
+        """The slots of a forward by group; rows as in `Pages.bind`."""
         if not self._groups:
             return {}
         first, last = positions[query_start[:-1]], positions[query_start[1:] - 1]

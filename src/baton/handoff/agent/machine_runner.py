@@ -131,7 +131,7 @@ class MachineRunner:
                 self.feed(attempt, ev.Tick())
 
     def _rewind(self, attempt: Attempt) -> None:
-        """After a new message: repeat it if its answer takes longer than a round trip should."""
+        """A message was sent: repeat it if its answer takes longer than a round trip should."""
         session = self.session(attempt)
         attempt.gap = self._timers.first_retry(session.round_trip if session else None)
         attempt.next_tick = self.clock.monotonic() + attempt.gap

@@ -124,7 +124,7 @@ class Routing:
             self.join(attempt, session, session.hello)
 
     def _dial_again(self, lost: Session) -> None:
-        """After a lost session: dial again if anything may be left to send or receive."""
+        """Dial again after a lost session if anything may be left to send or receive."""
         address = lost.connection.address
         waiting = self._decodes_at(address)
         if lost.peer is not None and lost.peer.dead() and lost.hello is not None:

@@ -301,7 +301,7 @@ class DecodeProgress:
 
 @dataclass(frozen=True, slots=True)
 class DecodeReleased:
-    """After a failure or abort: D's pages may be freed."""
+    """D's pages may be freed, after a failure or abort."""
 
     key: AttemptKey
 

@@ -104,7 +104,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         return AttemptKey(self.transfer_id, self.attempt, self.prefill_incarnation, self.decode_incarnation)
 
     def expiry(self, role: LegRole) -> float:
-        """By the monotonic clock of the engine with that role."""
+        """The expiry by the monotonic clock of the engine with that role."""
         return self.prefill_expiry if role == "prefill" else self.decode_expiry
 
 

@@ -54,7 +54,7 @@ def _stamp(cache: Any, module: str) -> None:
 
 @functools.cache
 def digest(module: str) -> str:
-    """Over the files of `module` and of all Baton modules that it imports, directly or not."""
+    """A hash of the files of `module` and of all Baton modules that it imports, directly or not."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(_files(module)))).hexdigest()
 
 

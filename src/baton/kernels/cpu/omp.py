@@ -86,7 +86,7 @@ class Kernel:
         self._entries[0](arguments)
 
     def call(self, arguments: Any, threads: int) -> None:
-        """In `threads` threads, the calling one included; waits for all."""
+        """Run in `threads` threads, the calling one included, and wait for all."""
         _, alone, address = self._entries
         if threads == 1:
             alone(arguments)

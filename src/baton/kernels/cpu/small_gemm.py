@@ -140,8 +140,8 @@ _MULTIPLY = Kernel(_multiply)
 
 
 def address(weight: Tensor, packed: Tensor) -> int | None:
-    """Of the data of `packed` [N, K], oneDNN's copy of bfloat16 `weight`. None if the kernel cannot read it: on
-    another CPU, for other sizes, or if this oneDNN uses another layout."""
+    """The address of the data of `packed` [N, K], oneDNN's copy of bfloat16 `weight`. None if the kernel cannot read
+    it: on another CPU, for other sizes, or if this oneDNN uses another layout."""
     outputs, columns = weight.shape
     if weight.dtype is not torch.bfloat16 or outputs % _BLOCK or columns % 2 or not HAS_BF16_PAIRS:
         return None

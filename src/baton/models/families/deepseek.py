@@ -83,7 +83,7 @@ def sigmoid_experts(raw: RawConfig, num_layers: int) -> MoESpec:
 
 
 def expert_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
-    """From `first_k_dense_replace` on, every `moe_layer_freq`th layer has experts, counted from layer 0."""
+    """Which layers have experts: every `moe_layer_freq`th from `first_k_dense_replace` on, counted from layer 0."""
     first = get_int(raw, "first_k_dense_replace", 0, minimum=0)
     step = get_int(raw, "moe_layer_freq", 1)
     return tuple(layer >= first and layer % step == 0 for layer in range(num_layers))

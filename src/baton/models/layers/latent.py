@@ -101,7 +101,7 @@ class LatentAttention(nn.Module):
     def _chosen(
         self, x: Tensor, low_rank: Tensor | None, cos_sin: tuple[Tensor, Tensor], cache: LayerCache
     ) -> Chosen | None:
-        """From the input [T, E] and the queries' low-rank projection [T, Q]."""
+        """Choose keys from the input [T, E] and the queries' low-rank projection [T, Q]."""
         return None
 
 

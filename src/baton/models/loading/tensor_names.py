@@ -14,7 +14,7 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def layer_index(name: str) -> int | None:
-    """None outside the layers."""
+    """A tensor's layer; None outside the layers."""
     found = LAYER.match(name)
     return int(found[1]) if found else None
 

@@ -20,7 +20,7 @@ _NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class RemoteParent:
-    """Of the client's `traceparent`: trace id, span id, and whether it samples."""
+    """The client's `traceparent`: trace id, span id, and whether it samples."""
 
     trace_id: int
     span_id: int
@@ -67,7 +67,7 @@ class RequestTrace:
         return cls(sinks, timeline, root)
 
     def begin_leg(self, role: LegRole, engine: str, url: str, alone: bool, mode: str) -> LegTrace:
-        """Before a leg's request is sent, with the `traceparent` of the returned span."""
+        """Call it before a leg's request is sent, with the `traceparent` of the returned span."""
         now = self._now()
         self.attempts += role == "decode"
         span = self._child(f"baton.{'local' if alone else role}_leg", now, self.root, "router")

@@ -178,7 +178,7 @@ class ClientConnection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **options: Any) -> None:
-        """Not a body that cannot be decoded, which aiohttp still reads after its refusal."""
+        """Skip a body that cannot be decoded, which aiohttp still reads after its refusal."""
         if not isinstance(options.get("exc_info"), web.RequestPayloadError):
             super().log_exception(*args, **options)
 

@@ -117,7 +117,7 @@ class FrontMetrics:
 
 
 def exposed(families: Iterable[Metric]) -> bytes:
-    """In Prometheus' text format, without `_created` samples."""
+    """Prometheus' text format, without `_created` samples."""
 
     class Families(CollectorRegistry):
         def collect(self) -> Iterator[Metric]:

@@ -96,7 +96,7 @@ def _text(content: str | list[ContentPart] | None, field: str) -> str:
 
 
 def _parts(content: str | list[ContentPart] | None, field: str) -> str | list[ContentPart]:
-    """Of others: the chat template's format decides how parts are shown, as in chats."""
+    """What others say: the chat template's format decides how parts are shown, as in chats."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:

@@ -131,7 +131,7 @@ class CudaDriver:
         return True
 
     def read(self, host: int, address: int, nbytes: int) -> None:
-        """From the device to host memory at address `host`, synchronously."""
+        """Copy synchronously from the device to host memory at address `host`."""
         self._call(self._api.cuMemcpyDtoH(host, address, nbytes))
 
     def synchronize(self) -> None:

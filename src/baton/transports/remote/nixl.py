@@ -135,7 +135,7 @@ class NixlLibrary(Library):
 
 
 def load_api() -> Any:
-    """From any of NIXL's packages. Raises `ConfigError` if there is none, or a library that it needs is missing."""
+    """Import any of NIXL's packages. Raises `ConfigError` if there is none, or a library that it needs is missing."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     # NIXL's wheel has its own ibverbs library, which loads the system's RDMA drivers and so the system's libnl beside
     # the wheel's. Unless the system's is loaded first, the process crashes at exit.

@@ -202,7 +202,7 @@ class RemoteTransport:
 
 
 def _device(regions: Sequence[Region]) -> int | None:
-    """None for the host. Raises `TransportError` for a mixture."""
+    """The device of all regions; None for the host. Raises `TransportError` for a mixture."""
     devices = {region.device if isinstance(region, DeviceMemory) else None for region in regions}
     if len(devices) > 1:
         raise TransportError("regions are all memory of the host, or all of one device")

@@ -196,7 +196,7 @@ def test_a_seeded_drafter_goes_on_as_one_that_saw_it_all(pair: tuple[VllmServer,
     asyncio.run(run())
 
 
-def test_ends_and_limits(pair: tuple[VllmServer, VllmServer], folder: Path) -> None:
+def test_answers_end_at_limits_and_stop_tokens(pair: tuple[VllmServer, VllmServer], folder: Path) -> None:
     async def run() -> None:
         p, d = pair
         (prompt,) = demo_prompts([150], seed=5)
