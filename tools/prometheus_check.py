@@ -1,5 +1,5 @@
 """Let a Prometheus server scrape a running deployment, and run the queries of vLLM's example dashboards, of Baton's own
-dashboards and of its alert rules (examples/observability), whose thresholds are left out.
+dashboards, of its alert rules (examples/observability), whose thresholds are left out, and of its scaling objects.
 
     python -m tools.prometheus_check [MODEL] [--prometheus PATH]
 
@@ -33,6 +33,8 @@ import yaml
 from baton.bench.client import stream_completion
 from baton.deployment import Deployment
 from tools.grafana import FOLDER
+
+DEPLOY = FOLDER.parent / "deploy"
 
 WINDOW = "20s"
 _LOAD_S = 12.0
@@ -111,6 +113,17 @@ def alert_queries() -> dict[str, str]:
     """What the alert rules compare, by rule: their expressions without thresholds."""
     rules = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
     return {f"alert: {rule['alert']}": re.sub(r" (?:==|>) [\d.]+", "", rule["expr"]) for rule in rules}
+
+
+def scaling_queries() -> dict[str, str]:
+    """What KEDA asks, by manifest and object."""
+    found = {}
+    for file in sorted(DEPLOY.glob("kubernetes-*.yaml")):
+        for one in yaml.safe_load_all(file.read_text()):
+            if one["kind"] == "ScaledObject":
+                query = one["spec"]["triggers"][0]["metadata"]["query"]
+                found[f"{file.stem}: {one['metadata']['name']}"] = query
+    return found
 
 
 def metric_names() -> set[str]:
@@ -203,7 +216,7 @@ def main(
     ):
         asyncio.run(_load(deployment.url, _LOAD_S))
         time.sleep(1.5)
-        asked = {**queries("model"), **panel_queries(), **alert_queries()}
+        asked = {**queries("model"), **panel_queries(), **alert_queries(), **scaling_queries()}
         rules = [str((prometheus or installed()).with_name("promtool")), "check", "rules", str(FOLDER / "alerts.yaml")]
         subprocess.run(rules, check=True)
         for panel, query in asked.items():

@@ -8,11 +8,12 @@ import pytest
 import yaml
 
 from baton.engine.metrics import EngineMetrics
+from baton.openai.http.metrics import with_vllm_names
 from testkit.servers.fake_serving import load_of
 from testkit.servers.fleets import Cluster, complete
 from tests.router.test_acceptance import named
 from tools.grafana import DASHBOARDS, FOLDER, metric_names, text_of
-from tools.prometheus_check import alert_queries, panel_queries
+from tools.prometheus_check import alert_queries, panel_queries, scaling_queries
 
 
 @pytest.mark.parametrize("name", sorted(DASHBOARDS))
@@ -24,7 +25,7 @@ async def test_every_metric_of_the_queries_exists(directory: Path) -> None:
     engine = EngineMetrics()
     engine.load = load_of(0)
     engine.verified(3, 1)
-    rows = {(name, kind) for name, kind, *_ in engine.collect_rows()}
+    rows = {(name, kind) for name, kind, *_ in with_vllm_names(engine.collect_rows(), "model")}
     shown = {f"{name}_total" if kind == "counter" else name for name, kind in rows}
     shown |= {f"{name}_{part}" for name, kind in rows if kind == "histogram" for part in ("bucket", "sum", "count")}
     cluster = named(Cluster(directory, num_prefill=1, num_decode=2))
@@ -35,7 +36,9 @@ async def test_every_metric_of_the_queries_exists(directory: Path) -> None:
         async with session.get(f"{url}/metrics") as response:
             text = await response.text()
     shown |= {line.partition("{")[0].partition(" ")[0] for line in text.splitlines() if not line.startswith("#")}
-    queries = {**panel_queries(), **alert_queries()}
+    scaling = scaling_queries()
+    assert len(scaling) == 4
+    queries = {**panel_queries(), **alert_queries(), **scaling}
     missing = {name: asked - shown for name, query in queries.items() if (asked := metric_names(query)) - shown}
     assert missing == {}
     assert len(queries) > 40

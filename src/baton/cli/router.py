@@ -37,6 +37,10 @@ class FrontOptions(RouterOptions):
     prefill: _Urls = None
     decode: _Urls = None
     both: _Urls = None
+    discover: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ROLE=HOST:PORT", help="Each address of this DNS name is an engine. Repeat."),
+    ] = None
     kv_event_source: Annotated[
         list[str] | None,
         typer.Option(metavar="URL=ENDPOINT", help="Where a vLLM or SGLang server publishes its KV events. Repeat."),
@@ -96,12 +100,13 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
         key = load_or_create_key(key_file) if key_file else None
         answers = {"parsing": listen.parsing(), "per_request": listen.per_request(), **listen.template()}
         door = {"access": listen.access(), "limits": listen.limits()}
-        config = options.to_config(listen.host, ticket_key=key, **door, **answers, **urls, **options.event_sources())
+        found = {"discover": tuple(options.discover or ()), **options.event_sources()}
+        config = options.to_config(listen.host, ticket_key=key, **door, **answers, **urls, **found)
         listener = listen.bind()
 
         def on_ready(url: str) -> None:
             reporter.ready(url)
-            if process.ready_fd is None and any(urls.values()):
+            if process.ready_fd is None and (any(urls.values()) or options.discover):
                 tell(f"router is served at {url}/v1")
             elif process.ready_fd is None:
                 tell(f"router waits for engines: POST {url}/instances/add")

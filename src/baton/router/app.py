@@ -31,6 +31,7 @@ from baton.router.clients.engine_client import new_session
 from baton.router.connectors import create_connector
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.dashboard import add_dashboard
+from baton.router.discovery import Discovery, read_services
 from baton.router.index.readers import EventReaders, read_sources
 from baton.router.observed import ObservedBackend
 from baton.router.policies import DEFAULT_POLICY, PolicyConfig, create_policies
@@ -51,7 +52,7 @@ DEFAULT_NEAR_TIE = 0.1
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A router's settings.
 
-    - `prefill`, `decode`, `both`: base URLs of engines by role.
+    - `prefill`, `decode`, `both`: base URLs of engines by role. `discover`: names behind which engines come and go.
     - `kv_connector`, `seed_first_token` (send the first token to the decode server) and `near_tie` (tolerance for two
       different first tokens, in nats): only for `engine` vllm.
     - `prefill_policy`, `decode_policy` None: as `policy`.
@@ -71,6 +72,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     both: tuple[str, ...] = ()
+    discover: tuple[str, ...] = ()
     ticket_key: bytes | None = None
     kv_mode: Mode | None = None
     allow_mode_override: bool = False
@@ -128,12 +130,14 @@ async def build_app(config: RouterConfig) -> web.Application:
     vllm = config.engine == "vllm"
     settings = ConnectorConfig(config.ticket_key, config.seed_first_token, config.ticket_life)
     connector = create_connector(config.kv_connector if vllm else config.engine, settings)
-    if connector.needs_ticket_key and config.ticket_key is None and (config.prefill or config.decode):
+    services = read_services(config.discover)
+    pairs = config.prefill or config.decode or any(service.role != "both" for service in services)
+    if connector.needs_ticket_key and config.ticket_key is None and pairs:
         raise ConfigError("ticket_key_file", "is required with prefill and decode engines")
     for name in ("kv_mode", "allow_mode_override"):
         if getattr(config, name) and not connector.has_modes:
             raise ConfigError(name, f"{config.kv_connector} has one mode")
-    if not (config.prefill or config.decode or config.both) and config.admin_token is None:
+    if not (pairs or config.both or services) and config.admin_token is None:
         why = "without engines, and without an admin token by which one could join, a router serves nobody"
         raise ConfigError("admin_token_file", f"is needed, or --prefill and --decode, or --both: {why}")
     tracer = make_tracer(config.otlp_traces_endpoint, config.trace, config.trace_sampling_ratio)
@@ -187,6 +191,9 @@ async def build_app(config: RouterConfig) -> web.Application:
     metrics.registry.register(RowCollector(lambda: [*_rows(backend, service.queue), *observed.rows()]))
     _add_router_routes(app, observed, Admin(config.admin_token, config.host_names))
     app.cleanup_ctx.append(lambda _: _lifetime(session, backend, tracer))
+    if services:
+        discovery = Discovery(pool, services)
+        app.cleanup_ctx.append(lambda _: discovery.run())
     app.cleanup_ctx.append(lambda _: reporting(metrics, lambda: _report(backend, service.queue)))
     return app
 

@@ -1,0 +1,106 @@
+"""Engines found by name: each address of a DNS name is an engine, as of a headless Service of Kubernetes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from baton.errors import BatonError, ConfigError
+from baton.router.pool import EnginePool
+from baton.wire import Role
+
+logger = logging.getLogger(__name__)
+
+LOOK_UP_S = 2.0
+Resolve = Callable[[str, int], Awaitable[set[str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Engines of one role behind one name."""
+
+    role: Role
+    host: str
+    port: int
+
+
+def read_services(given: Sequence[str]) -> list[Service]:
+    """From `ROLE=HOST:PORT` each. Raises `ConfigError`."""
+    found = []
+    for text in given:
+        role, _, address = text.partition("=")
+        host, _, port = address.rpartition(":")
+        if role not in get_args(Role) or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError("discover", f"{text!r} is not ROLE=HOST:PORT, such as prefill=baton-prefill:8100")
+        found.append(Service(role, host, int(port)))  # type: ignore[arg-type]
+    return found
+
+
+async def resolve(host: str, port: int) -> set[str]:
+    """The numeric addresses of a name, IPv6 ones in brackets. Raises `OSError`."""
+    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return {f"[{info[4][0]}]" if info[0] == socket.AF_INET6 else str(info[4][0]) for info in infos}
+
+
+class Discovery:
+    """Adds engines whose address appears behind a name to the pool, and drains those whose address disappears. Engines
+    that were added otherwise are left alone. While a name has no addresses, or a name server does not answer, nothing
+    is drained: an engine that is gone is noticed by the pool.
+    """
+
+    def __init__(self, pool: EnginePool, services: Sequence[Service], look_up: Resolve = resolve) -> None:
+        self._pool = pool
+        self._services = services
+        self._look_up = look_up
+        self._found: dict[Service, set[str]] = {service: set() for service in services}  # URLs that joined
+        self._problems: dict[str, str] = {}  # by name or URL; each is logged once
+
+    async def look(self) -> None:
+        """Look each name up once."""
+        for service in self._services:
+            name = f"{service.host}:{service.port}"
+            try:
+                addresses = await self._look_up(service.host, service.port)
+            except OSError as error:
+                self._problem(name, f"has no addresses: {error}")
+                continue
+            self._problems.pop(name, None)
+            await self._change(service, {f"http://{address}:{service.port}" for address in addresses})
+
+    async def run(self) -> AsyncIterator[None]:
+        """Look names up while an app runs (a cleanup context)."""
+
+        async def forever() -> None:
+            while True:
+                await self.look()
+                await asyncio.sleep(LOOK_UP_S)
+
+        task = asyncio.create_task(forever())
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _change(self, service: Service, urls: set[str]) -> None:
+        listed = {engine.url: engine for engine in self._pool.engines}
+        found = self._found[service]
+        for url in sorted(found - urls):
+            if url in listed and not listed[url].leaving:  # a second call would move its requests elsewhere
+                self._pool.drain(url)
+            found.discard(url)
+        for url in sorted(urls - listed.keys()):
+            try:
+                await self._pool.add(url, service.role)
+            except BatonError as error:
+                self._problem(url, f"cannot join: {error}")
+                continue
+            self._problems.pop(url, None)
+            found.add(url)
+
+    def _problem(self, what: str, text: str) -> None:
+        if self._problems.get(what) != text:
+            self._problems[what] = text
+            logger.warning("%s %s", what, text)

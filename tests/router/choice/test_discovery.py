@@ -1,0 +1,72 @@
+"""Engines behind a name join and leave a router with their addresses."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from baton.errors import ConfigError
+from baton.router import RouterConfig, build_app
+from baton.router.discovery import Discovery, Service, read_services, resolve
+from baton.router.pool import EnginePool
+from testkit.servers.fake_serving import KEY, served, status_of
+from testkit.servers.fleets import QUICK, Setup, complete, engines
+
+
+class Names:
+    """A name server: the addresses of each name, or none."""
+
+    def __init__(self) -> None:
+        self.addresses: dict[str, set[str]] = {}
+
+    async def __call__(self, host: str, port: int) -> set[str]:
+        if not self.addresses.get(host):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return self.addresses[host]
+
+
+async def test_engines_come_and_go_with_their_addresses(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names, setup, looks = Names(), Setup(directory), list[Discovery]()
+    made = Discovery.__init__
+
+    def init(self: Discovery, pool: EnginePool, services: Sequence[Service]) -> None:
+        looks.append(self)
+        made(self, pool, services, names)
+
+    monkeypatch.setattr(Discovery, "__init__", init)
+    async with engines(directory, setup.prefill, setup.decode) as (p, d), aiohttp.ClientSession() as session:
+        ports = [url.rpartition(":")[2] for url in (p, d)]
+        named = (f"prefill=p:{ports[0]}", f"decode=d:{ports[1]}", "decode=nobody:1")
+        async with served(await build_app(RouterConfig(discover=named, ticket_key=KEY, timers=QUICK))) as url:
+
+            async def listed(**addresses: str) -> list[str]:
+                names.addresses = {name: {address} for name, address in addresses.items() if address}
+                await looks[0].look()
+                return [engine["url"] for engine in (await status_of(session, url))["engines"]]
+
+            assert await listed() == []
+            assert await listed(p="127.0.0.1", d="127.0.0.1") == [p, d]
+            assert (await complete(session, url))[0] == 200
+            assert await listed(p="127.0.0.1") == [p, d], "a name server that is silent drains none"
+            assert await listed(p="127.0.0.1", d="127.0.0.9") == [p, f"http://127.0.0.9:{ports[1]}"]
+            assert await listed(p="127.0.0.1", d="127.0.0.1") == [p, d]
+    lines = [record.message for record in caplog.records if "nobody:1" in record.message]
+    assert len(lines) == 1, "a name without addresses is told once"
+
+
+def test_services_are_checked() -> None:
+    assert read_services(["decode=d.ns:81", "both=e:82"]) == [Service("decode", "d.ns", 81), Service("both", "e", 82)]
+    for bad in ("d:81", "decode=d", "draft=d:81", "decode=d:0", "decode=:1", "decode=d:x"):
+        with pytest.raises(ConfigError, match="discover"):
+            read_services([bad])
+
+
+async def test_addresses_of_a_name() -> None:
+    assert await resolve("127.0.0.3", 80) == {"127.0.0.3"}
+    assert await resolve("::1", 80) == {"[::1]"}
