@@ -11,6 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tools.names import page as page_of_names
+from tools.names import public_names
+
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "docs/**/*.md", "docs/**/*.svg", "benchmarks/results/*", "models/*/README.md")
 
@@ -21,6 +24,7 @@ def copy_pages(target: Path) -> None:
         copy = target / page.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(page, copy)
+    (target / "docs/reference/names.md").write_text(page_of_names(list(public_names())))
 
 
 def main() -> int:
