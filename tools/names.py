@@ -18,7 +18,7 @@ SENTENCE = re.compile(r".+?\.(?=\s|$)", re.DOTALL)
 
 @dataclass(frozen=True)
 class PublicName:
-    """`text`: of its own docstring, or else of its module's, in brackets."""
+    """`text`: from its own docstring, or else, in brackets, from its module's."""
 
     name: str
     module: str
@@ -39,7 +39,9 @@ def public_names(source: Path = SOURCE) -> Iterator[PublicName]:
         for node in tree.body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
                 own = first_sentence(ast.get_docstring(node))
-                yield PublicName(node.name, str(path.relative_to(source)), own or f"({about})")
+                # A sentence on errors alone does not say what a function is for.
+                text = own if own and not own.startswith("Raise") else f"{own} ({about})".strip()
+                yield PublicName(node.name, str(path.relative_to(source)), text)
 
 
 def page(names: Sequence[PublicName]) -> str:

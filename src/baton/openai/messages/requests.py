@@ -119,7 +119,7 @@ def read_count(body: bytes) -> CountTokensRequest:
 
 
 def to_chat(request: CountTokensRequest, model: ServedModel) -> ChatRequest:
-    """Raises `RequestError` with the field's name."""
+    """Convert a request to a chat. Raises `RequestError` with the field's name."""
     tools = [_tool(index, tool) for index, tool in enumerate(request.tools or ())]
     messages, goes_on = messages_of(request.system, request.messages, model.tokenizer)
     choice, config = request.tool_choice, request.output_config

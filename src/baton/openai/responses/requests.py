@@ -129,7 +129,7 @@ def read(body: bytes) -> ResponsesRequest:
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:
-    """Raises `RequestError` with the field's name."""
+    """Convert a request to a chat. Raises `RequestError` with the field's name."""
     same = {name: getattr(request, name) for name in _AS_ASKED}
     return ChatRequest(
         messages=messages_of(request.instructions, request.input),
