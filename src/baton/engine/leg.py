@@ -13,25 +13,18 @@ from baton.wire import KVStream, Recovery
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """One open attempt.
-
-    `attached`: the request still waits for this handoff. `admitted`: P has pages for the whole prompt.
-
-    On D, `ready`: the request may be queued once P has admitted it. `sent_groups`: groups that P sends (None: all).
-    `wanted`: per group, the entries that P may write. `proven`: per group, the end of the entries that digests have
-    proven final. `quarantined`: pages that the request has given up. `registered`: when it got pages, in monotonic
-    seconds.
-    """
+    """One open attempt."""
 
     request: Request
-    attached: bool = True
-    admitted: bool = False
-    ready: bool = False
-    sent_groups: frozenset[str] | None = None
-    wanted: dict[str, Interval] = field(default_factory=dict)
+    attached: bool = True  # the request still waits for this handoff
+    admitted: bool = False  # P has pages for the whole prompt
+    ready: bool = False  # D: the request may be queued once P has admitted it
+    sent_groups: frozenset[str] | None = None  # D: groups that P sends; None: all
+    wanted: dict[str, Interval] = field(default_factory=dict)  # D: per group, the entries that P may write
+    # D: per group, the end of the entries that digests have proven final.
     proven: dict[str, int] = field(default_factory=dict)
-    quarantined: BlockTables | None = None
-    registered: float = 0.0
+    quarantined: BlockTables | None = None  # D: pages that the request has given up
+    registered: float = 0.0  # D: when it got pages, in monotonic seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +57,11 @@ Effect = RequestFailed | RequestArrived | PagesReleased
 
 @dataclass(frozen=True, slots=True)
 class LegSettings:
-    """`max_drafts`: limit of the drafts with the first token. `drafter_state_bytes`: length of `Seeds.drafter_states`,
-    0 if this engine's drafter needs none. `kv_stream` off: nothing is declared before the prefill ends."""
+    """What the legs of one engine have in common."""
 
     vocab_size: int
-    max_drafts: int
+    max_drafts: int  # limit of the drafts with the first token
     recovery: Recovery
     handoff_timeout_s: float
-    drafter_state_bytes: int = 0
-    kv_stream: KVStream = "chunk"
+    drafter_state_bytes: int = 0  # of `Seeds.drafter_states`; 0 if this engine's drafter needs none
+    kv_stream: KVStream = "chunk"  # off: nothing is declared before the prefill ends

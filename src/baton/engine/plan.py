@@ -169,51 +169,41 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The target's plan. `rows`: each request's known tokens, then its drafts; their KV is written.
+    """The target's plan."""
 
-    `sample_rows` [N], ascending: rows whose next token is chosen, greedily except for the rows of `sampling`.
-    `logit_rows`: indices into `sample_rows` whose logits are returned. `feature_rows`: rows whose drafter features are
-    returned.
-    """
-
-    rows: Rows
-    sample_rows: IntArray
+    rows: Rows  # each request's known tokens, then its drafts; their KV is written
+    sample_rows: IntArray  # [N], ascending: rows whose next token is chosen, greedily except for the rows of `sampling`
     sampling: Sampling | None = None
-    logit_rows: IntArray = field(default_factory=_none)
-    feature_rows: IntArray = field(default_factory=_none)
+    logit_rows: IntArray = field(default_factory=_none)  # indices into `sample_rows` whose logits are returned
+    feature_rows: IntArray = field(default_factory=_none)  # rows whose drafter features are returned
     scored: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`choices` int64 [N]: -1 after a draft that was not chosen, `NOT_FINITE` if the row's logits are not finite.
-    `logits` float32 [len(logit_rows), V]. `features` float32 [len(feature_rows), F], no rows if no drafter takes any.
-    `scores`: for the rows of `scored`, in order; None for a row whose logits are not all finite."""
+    """The target's results for a `StepPlan`."""
 
+    # Int64 [N]: -1 after a draft that was not chosen, `NOT_FINITE` if the row's logits are not finite.
     choices: IntArray
-    logits: npt.NDArray[np.float32]
-    features: npt.NDArray[np.float32]
+    logits: npt.NDArray[np.float32]  # float32 [len(logit_rows), V]
+    features: npt.NDArray[np.float32]  # float32 [len(feature_rows), F], no rows if no drafter takes any
+    # For the rows of `scored`, in order; None for a row whose logits are not all finite.
     scores: Sequence[TokenLogprobs | None] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """The drafter's plan, for the step that was executed last.
+    """The drafter's plan, for the step that was executed last."""
 
-    `rows.token_ids` holds the token after each row. `feature_rows` [T]: the step's row with each row's features.
-    `num_drafts` [R]: tokens to draft after a request's last row. `noise`: [R] each. `contexts`: a request's known
-    tokens, if `PlanSpec.needs_contexts`. `constraints`: grammars; empty if no request has one. `first_entry` [R]: the
-    position of the first entry in a request's pages; empty if 0 for all. `chain`: for a drafter with several modules.
-    """
-
-    rows: Rows
-    feature_rows: IntArray
-    num_drafts: IntArray
-    noise: Noise
-    contexts: Sequence[IntArray] = ()
-    constraints: Sequence[Known | None] = ()
+    rows: Rows  # their `token_ids` are the tokens after each row
+    feature_rows: IntArray  # [T]: the step's row with each row's features
+    num_drafts: IntArray  # [R]: tokens to draft after a request's last row
+    noise: Noise  # [R] each
+    contexts: Sequence[IntArray] = ()  # a request's known tokens, if `PlanSpec.needs_contexts`
+    constraints: Sequence[Known | None] = ()  # grammars; empty if no request has one
+    # [R]: the position of the first entry in a request's pages; empty if 0 for all.
     first_entry: IntArray = field(default_factory=_none)
-    chain: ModuleChain | None = None
+    chain: ModuleChain | None = None  # for a drafter with several modules
     states: Mapping[str, DraftSlots] = field(default_factory=dict)
 
 

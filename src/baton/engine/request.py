@@ -46,25 +46,12 @@ FOLLOWS: dict[RequestStatus, frozenset[RequestStatus]] = {
 
 
 class Request:
-    """One sample of one prompt.
+    """One sample of one prompt. Times are monotonic seconds.
 
     `token_ids` holds prompt and output. Target KV is valid for [0, num_computed), drafter KV for [0, num_drafted).
     While decoding, `num_computed == len(token_ids) - 1`: the last token has no KV yet. A request that resumes with
     known output (preemption, failover) prefills all tokens but the last, without sampling, and drafts from the last
     one on, so its drafts are those of an uninterrupted run. A handoff moves the same tokens, [0, prefill_len).
-
-    - `draft_prefix_len`: if a handoff brought no drafter KV, the local prefix hit of the drafter's groups.
-    - `first_drafted`: the position of the first entry in the drafter's pages. Not 0 if a drafter that needs target
-      features got no KV for the prompt.
-    - `num_known_drafted`, `mtp_hidden` float32 [K - 1, E]: for a drafter with several modules, the tokens known at its
-      last run, and the rows for its next one (`baton.drafters.chain`).
-    - `marks`: when what happened, by the names of `LegTimings` (monotonic seconds); None if nobody asked, or after the
-      first chunk.
-    - `num_bytes`, `num_runs`: of the committed handoff.
-    - `arrival`: the order of arrival at this engine. `queued_at`: its time (monotonic seconds). `waited_s`: earlier,
-      in other attempts.
-    - `started`: it has had pages, or recomputes after a failed handoff. `started_at`: when its prompt was first
-      computed here; None for a decode leg.
     """
 
     def __init__(
@@ -85,20 +72,26 @@ class Request:
         self.ticket = ticket
         self.max_prefill_tokens = wire.max_prefill_tokens
         self._status = RequestStatus.WAITING
-        self.arrival = 0
-        self.started = False
-        self.queued_at = 0.0
-        self.num_bytes = self.num_runs = 0
+        self.arrival = 0  # the order of arrival at this engine
+        self.started = False  # it has had pages, or recomputes after a failed handoff
+        self.queued_at = 0.0  # when it arrived
+        self.num_bytes = self.num_runs = 0  # of the committed handoff
+        # When what happened, by the names of `LegTimings`; None if nobody asked, or after the first chunk.
         self.marks: dict[str, float] | None = {} if wire.timings else None
-        self.waited_s = wire.waited_s
-        self.started_at: float | None = None
+        self.waited_s = wire.waited_s  # earlier, in other attempts
+        self.started_at: float | None = None  # when its prompt was first computed here; None for a decode leg
         self.committed_at: float | None = None  # of the handoff; None after the first step
         self.runs_since: float | None = None  # first step, or commit of the handoff
         self.finish_reason: FinishReason | None = None
         self.num_computed = 0
         self.num_drafted = 0
+        # The position of the first entry in the drafter's pages. Not 0 if a drafter that needs target features got no
+        # KV for the prompt.
         self.first_drafted = 0
+        # The local prefix hit of the drafter's groups, if a handoff brought no drafter KV.
         self.draft_prefix_len: int | None = None
+        # For a drafter with several modules: the tokens known at its last run, and the rows float32 [K - 1, E] for its
+        # next one (`baton.drafters.chain`).
         self.num_known_drafted = 0
         self.mtp_hidden: npt.NDArray[np.float32] | None = None
         self.num_cached = 0

@@ -39,7 +39,7 @@ class PrefixHit:
 
 
 class PagePool:
-    """Pages 1..num_pages-1 of one group. `reach`: as `Rules.reach`."""
+    """Pages 1..num_pages-1 of one group, of `page_size` tokens each. `reach`: as `Rules.reach`."""
 
     def __init__(self, num_pages: int, page_size: int, reach: int = 0, enable_caching: bool = True) -> None:
         if num_pages < 2:
@@ -50,11 +50,11 @@ class PagePool:
         self.enable_caching = enable_caching
         self._free = Extents(1, num_pages)
         self._num_ahead = num_pages // EVICT_AHEAD
-        self._refs: dict[int, int] = {}
+        self._refs: dict[int, int] = {}  # by page; those without references are left out
         self._quarantined: set[int] = set()
-        self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._by_hash: dict[bytes, int] = {}
-        self._cached: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._by_hash: dict[bytes, int] = {}  # the page of a digest
+        self._cached: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}  # by page: parent's digest, own, identity
         # Per parent, sorted by identity: the page with the longest common prefix is next to the insertion point.
         self._children: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
         self.on_stored: OnStored | None = None

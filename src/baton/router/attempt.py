@@ -17,17 +17,15 @@ from baton.wire import LegRole, TokenChunk
 
 @dataclass(slots=True)
 class RequestProgress:
-    """A request over its attempts. `tried`: engines that failed. `fruitless`: attempts in a row without a new token.
-    `hand_off`: the next attempt must be a handoff. `decided`: an engine has taken the request. `route`: the next
-    attempt's, if known already."""
+    """A request over its attempts."""
 
     joined: Joined
-    hand_off: bool
-    tried: list[PooledEngine] = field(default_factory=list)
+    hand_off: bool  # the next attempt must be a handoff
+    tried: list[PooledEngine] = field(default_factory=list)  # engines that failed
     attempt: int = 0
-    fruitless: int = 0
-    decided: bool = False
-    route: Route | None = None
+    fruitless: int = 0  # attempts in a row without a new token
+    decided: bool = False  # an engine has taken the request
+    route: Route | None = None  # the next attempt's, if known already
 
 
 @dataclass(slots=True)

@@ -36,35 +36,26 @@ class _Leg:
 
 @dataclass(slots=True, eq=False)
 class PooledEngine:
-    """One engine. `num_inflight`: this router's legs on it. `problem`: why it cannot be used.
-
-    - `queued_tokens`: prompt tokens that its legs have yet to compute. `kv_tokens`: the KV of its legs. Both cover
-      only this router's requests, as expected when they were chosen.
-    - `overloaded`: it gets no new requests by its last report (`PolicyConfig`).
-    - `answered`: when it last answered, in monotonic seconds. `num_silent`: unanswered questions since.
-    - `gone`: since then nothing, or the wrong server, listened at its address. If that is silent now, an engine is
-      starting there.
-    - `evicted`: its lease has expired, and its legs were failed.
-    - `draining`: it gets no new requests, by its own word or the operator's (`leaving`).
-    - `known`: the prefixes that it probably holds.
-    """
+    """One engine. Counts of tokens cover only this router's requests, as expected when they were chosen."""
 
     client: EngineClient
     role: Role
     info: EngineInfo | None = None
-    problem: str | None = "not reached yet"
-    num_inflight: int = 0
-    queued_tokens: int = 0
-    kv_tokens: int = 0
-    overloaded: bool = False
+    problem: str | None = "not reached yet"  # why it cannot be used
+    num_inflight: int = 0  # this router's legs on it
+    queued_tokens: int = 0  # prompt tokens that its legs have yet to compute
+    kv_tokens: int = 0  # the KV of its legs
+    overloaded: bool = False  # it gets no new requests by its last report (`PolicyConfig`)
     order: int = 0
-    answered: float = 0.0
-    num_silent: int = 0
+    answered: float = 0.0  # when it last answered, in monotonic seconds
+    num_silent: int = 0  # unanswered questions since
+    # Since then nothing, or the wrong server, listened at its address. If that is silent now, an engine is starting
+    # there.
     gone: bool = False
-    evicted: bool = False
-    draining: bool = False
+    evicted: bool = False  # its lease has expired, and its legs were failed
+    draining: bool = False  # it gets no new requests, by its own word or the operator's (`leaving`)
     leaving: bool = False
-    known: Prefixes = field(default_factory=KnownPrefixes)
+    known: Prefixes = field(default_factory=KnownPrefixes)  # the prefixes that it probably holds
     when_busy: Callable[[], None] = lambda: None
     when_idle: Callable[[], None] = lambda: None
     _legs: list[_Leg] = field(default_factory=list)

@@ -23,20 +23,17 @@ TOMBSTONE_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """`expiry`: of the ticket, in monotonic seconds. `begun`: when the handoff's own time limit starts.
+    """One attempt, on either side. Times are monotonic seconds."""
 
-    `peers`: the transport peers of all sessions in which pages may have been exchanged; all must be fenced. Copies use
-    `open`, that of the session in which the other side last asked for them: it may have closed the others. `far`: the
-    other side's instance. `next_tick`: when to repeat the last message; `gap`: the interval after that.
-    """
-
-    expiry: float
-    begun: float | None = None
+    expiry: float  # of the ticket
+    begun: float | None = None  # when the handoff's own time limit starts
+    # The transport peers of all sessions in which pages may have been exchanged; all must be fenced.
     peers: list[Peer] = field(default_factory=list)
+    # The one of the session in which the other side last asked for copies: it may have closed the others.
     open: Peer | None = None
-    far: Instance | None = None
-    next_tick: float = 0.0
-    gap: float = 0.0
+    far: Instance | None = None  # the other side's instance
+    next_tick: float = 0.0  # when to repeat the last message
+    gap: float = 0.0  # the interval after that
 
     def on_hello(self, session: Session) -> None:
         if session.hello is not None and session.peer is not None and session.peer not in self.peers:

@@ -12,23 +12,19 @@ from baton.handoff.protocol.messages import CHALLENGE_BYTES, Message
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One session. `identity` is set if the peer dialled us, `address` if we dialled.
-
-    `socket`: None if no file descriptor was left for one. `engine`: the engine id that the peer's key belongs to, None
-    without keys. `proven`: the peer knows the ticket key, so it is not closed to make room for a stranger.
-    `challenge`: what that proof is over. `key`: seals the frames after that.
-    """
+    """One session."""
 
     session: int
-    socket: Any
-    identity: bytes | None = None
-    address: str = ""
+    socket: Any  # None if no file descriptor was left for one
+    identity: bytes | None = None  # set if the peer dialled us
+    address: str = ""  # set if we dialled
     sent: int = 0
     received: int = 0
-    engine: str | None = None
-    proven: bool = False
+    engine: str | None = None  # the engine id that the peer's key belongs to; None without keys
+    proven: bool = False  # The peer knows the ticket key, so it is not closed to make room for a stranger.
+    # What the peer's proof is over.
     challenge: bytes = field(default_factory=lambda: secrets.token_bytes(CHALLENGE_BYTES))
-    key: bytes = b""
+    key: bytes = b""  # seals the frames after the proof
 
 
 class ControlChannel(Protocol):

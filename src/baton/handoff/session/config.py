@@ -18,27 +18,22 @@ DEFAULT_HANDOFF_TIMEOUT_S = 300.0
 class Timers:
     """Durations in seconds. None of them frees memory: they repeat messages, and end waits with an error.
 
-    An unanswered message is repeated after `round_trips` measured round trips, within `[retry_min, retry]` (after
-    `retry` if nothing is measured), then after twice as long each time, up to `retry`.
-
-    RENEW is sent every `renew`. A peer that is silent for its `lease` is evicted. Each engine announces its own, at
-    least three times `renew`; the other measures it by its own clock from each message on.
-
-    `handoff` limits a handoff from REGISTER on, without earlier waits in queues. An agent whose thread has not
-    completed a loop for `hang` is lost.
-
     Raises `ConfigError` for durations that contradict each other.
     """
 
+    # An unanswered message is repeated after `round_trips` measured round trips, within [`retry_min`, `retry`] (after
+    # `retry` if nothing is measured), then after twice as long each time, up to `retry`.
     retry: float = 1.0
     retry_min: float = 0.05
     round_trips: float = 8.0
     check: float = 0.1  # between checks of deadlines, leases and lives of peers
-    renew: float = 1.0
+    renew: float = 1.0  # between two RENEWs
+    # A peer that is silent for its lease is evicted. Each engine announces its own; the other measures it by its own
+    # clock from each message on.
     lease: float = 5.0
-    handoff: float = DEFAULT_HANDOFF_TIMEOUT_S
+    handoff: float = DEFAULT_HANDOFF_TIMEOUT_S  # limit of a handoff from REGISTER on, without earlier waits in queues
     close: float = 5.0  # closing waits at most this long for copies to end
-    hang: float = 30.0
+    hang: float = 30.0  # an agent whose thread has not completed a loop for so long is lost
 
     def __post_init__(self) -> None:
         if (

@@ -38,30 +38,24 @@ _MAX_DOUBLINGS = 16
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """The session with one rank of a peer engine.
-
-    `hello`: the peer's, once proven. `connecting` is set while the transport connects, `peer` after that. `refusal`:
-    `(reason, message)` if no KV may be exchanged. `challenge`: the peer's, for which we last sent a proof. The peer
-    counts as alive for `lease` seconds after `last_heard` (monotonic seconds). `until`: keep redialling until then,
-    because the previous session's process may still need the outcome of its attempts. `redials`: how many sessions in
-    a row with this address ended without a proof. `round_trip`: measured, in seconds. `pairs`: those of the two
-    engines, with the groups whose bytes each moves. `groups`: this engine's groups whose KV moves, None for all.
-    """
+    """The session with one rank of a peer engine. Times are monotonic seconds."""
 
     connection: Connection
-    hello: Hello | None = None
-    connecting: Future[Peer] | None = None
+    hello: Hello | None = None  # the peer's, once proven
+    connecting: Future[Peer] | None = None  # set while the transport connects; `peer` after that
     peer: Peer | None = None
+    # Those of the two engines, with the groups whose bytes each moves.
     pairs: Mapping[Pair, frozenset[str]] = field(default_factory=dict)
-    groups: frozenset[str] | None = None
-    refusal: tuple[str, str] | None = None
-    challenge: bytes = b""
+    groups: frozenset[str] | None = None  # this engine's groups whose KV moves; None: all
+    refusal: tuple[str, str] | None = None  # (reason, message) if no KV may be exchanged
+    challenge: bytes = b""  # the peer's, for which we last sent a proof
     next_hello: float = 0.0
-    redials: int = 0
+    redials: int = 0  # how many sessions in a row with this address ended without a proof
+    # Keep redialling until then: the previous session's process may still need the outcome of its attempts.
     until: float = 0.0
     last_heard: float = 0.0
-    lease: float = 0.0
-    round_trip: float | None = None
+    lease: float = 0.0  # the peer counts as alive for so long after `last_heard`
+    round_trip: float | None = None  # measured, in seconds
     nonce: int = 0
     renew_sent: float = 0.0
 
