@@ -5,9 +5,9 @@ is 32 hex digits: the digest of its content, or a name of the content, such as `
 keys mean equal content, so an entry is never written twice.
 
 An entry appears atomically, by a rename, but is not synchronised to the disk: a power failure may truncate it. `get`
-always checks the digest, and removes a damaged entry. Above `max_bytes` the least recently used entries are removed,
-but none used in the last `KEEP_S` seconds, which a reader may be about to read: a store full of such entries refuses
-more. Whoever can write to the directory can forge an entry under a named key, though not under a digest.
+checks the digest, and removes a damaged entry. Above `max_bytes` the least recently used entries are removed, but none
+used in the last `KEEP_S` seconds, which a reader may be about to read. Whoever can write to the directory can forge an
+entry under a named key, though not under a digest.
 """
 
 from __future__ import annotations

@@ -31,14 +31,10 @@ _SEEDS = Rule("between 0 and 2**64 - 1", lambda value: 0 <= value <= MAX_WORD)
 class StepSettings:
     """Settings of all commands that start engines.
 
-    `kv_cache_memory`: bytes over all groups. None: `gpu_memory_utilization` of the free memory, on a host too, in
-    equal parts for `engines_per_host` engines (`engine/memory/pool_size.py`). `tensor_parallel_size` ranks share the
-    target's heads and inner widths, `pipeline_parallel_size` stages of such ranks its layers; each rank is a process.
-    `reduction_slices`: with `batch_invariant`, engines with equal values compute the same bits with any number of
-    ranks. None: `tensor_parallel_size`. `data_parallel_size` engines share the target's experts, if any, with requests
-    and pages of their own. `integrity`: how many digests guard a handoff's bytes. `auto`: see `default_integrity`.
-    `kv_stream`: send the bytes after the prefill (`off`), after each `chunk`, or also after layers of a chunk
-    (`layer`).
+    `kv_cache_memory` None: `gpu_memory_utilization` of the free memory, on a host too, in equal parts for
+    `engines_per_host` engines (`engine/memory/pool_size.py`). `tensor_parallel_size` ranks share the target's heads
+    and inner widths. With `batch_invariant`, engines of equal `reduction_slices` (None: `tensor_parallel_size`)
+    compute the same bits with any number of ranks. `integrity` auto: see `default_integrity`.
     """
 
     speculative_config: Annotated[
@@ -95,15 +91,9 @@ class StepSettings:
 class ServingSettings(StepSettings):
     """Settings of engines that serve.
 
-    `revision`: of a model on the hub. `max_model_len`: None takes the checkpoint's, or what fits into the memory.
-    `mamba_block_size`: prefix hits of a model with states end at multiples of this number of tokens.
-    `generation_config`: source of sampling defaults: the checkpoint ("auto"), another directory, or none ("vllm").
-    `override_generation_config` has priority (`engine/loading/generation_config.py`). `seed`: for requests without
-    one. None draws one for each. `token_api`: an engine of role both also takes token ids from a router, as the other
-    roles do. `stall_timeout_s`: seconds in one step after which an engine is taken to hang. `queue_timeout_s`: seconds
-    after which a request that has not started ends with an error; 0: no limit. `max_queued_requests`: how many may
-    wait for their first token; more get HTTP 429. `recovery`: the last rung that a failed handoff may take.
-    `engines_per_host`: None is 1.
+    `max_model_len` None: the checkpoint's, or what fits into the memory. Prefix hits of a model with states end at
+    multiples of `mamba_block_size` tokens. `override_generation_config` has priority
+    (`engine/loading/generation_config.py`).
     """
 
     revision: Annotated[str | None, Setting("Branch, tag or commit of the model on the hub.")] = None

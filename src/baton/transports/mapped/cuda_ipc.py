@@ -1,15 +1,14 @@
 """`cuda_ipc://`: engines on GPUs of one host. Each maps the other's memory, and a kernel copies between the two.
 
 Regions are inside allocations of `cudaMalloc` on one device (PyTorch's default allocator; its expandable segments
-cannot be opened to other processes). A handle opens the whole allocation to the peer, so peers are processes of one
-user. Peers on two GPUs need peer access.
+cannot be opened to other processes). A handle opens the whole allocation, so peers are processes of one user. Peers on
+two GPUs need peer access.
 
 The caller of `submit` must have waited for the stream that wrote the source. After `done` every stream of every
 process on the host reads the new bytes.
 
-Fence: the peer's orderly close, or its death, seen through a pidfd. The operating system closes a dying process's
-files, including the GPU driver's, before it reports the death, and the driver then takes the process's channels off
-the device.
+Fence: the peer's orderly close, or its death (pidfd), which the operating system reports after it has closed the GPU
+driver's files; the driver then takes the process's channels off the device.
 """
 
 from __future__ import annotations

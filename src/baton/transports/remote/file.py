@@ -1,12 +1,12 @@
-"""`file://`: engines that share a directory, and neither memory nor a fast network.
+"""`file://`: engines that share a directory, and neither memory nor a fast network. See docs/transports.md.
 
 Options: `path` (the directory, default ~/.cache/baton/kv), `max_bytes` (of all its entries, default 8 GiB), `host`
 (numeric address on which peers reach the lifeline; default 127.0.0.1).
 
 Write: this side puts the batch into a `FileStore` under its digest, and sends that key and the addresses over the
-lifeline; the peer gets and checks the entry, copies it into its regions, and answers; only then is the write done.
-Read: the peer stores the bytes and answers with the key; this side gets the entry. So each process writes only to its
-own memory, and equal batches are stored once.
+lifeline; the peer checks the entry, copies it into its regions, and answers; only then is the write done. Read: the
+peer stores the bytes and answers with the key. So each process writes only to its own memory, and equal batches are
+stored once.
 
 No thread waits for a peer: workers access files, and between these steps a batch is an entry in a table. A read that
 waits for its answer ends when its peer is given up, since only the answer would make this process copy.

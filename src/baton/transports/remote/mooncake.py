@@ -1,13 +1,12 @@
-"""`mooncake://`: engines of a cluster, over Mooncake's Transfer Engine.
+"""`mooncake://`: engines of a cluster, over Mooncake's Transfer Engine. See docs/transports.md.
 
 Options: `host` (numeric address on which peers reach this machine; default 127.0.0.1), `protocol` (`tcp`, the default,
 or `rdma`, which no test runs for lack of a network card), `device` (RDMA devices, comma-separated; default all).
-Mooncake's own ports listen on all addresses, whatever `host` is, and accept copies into registered memory from anyone:
-keep them behind a firewall.
+Mooncake's own ports listen on all addresses and accept copies from anyone: keep them behind a firewall.
 
 Mooncake's call for a batch blocks, and returns -1 for a refusal, a broken connection and a time-out alike, while other
-parts of the batch may still be moving. So a failed batch cuts the peer off, and its operation keeps its pages until
-the peer is gone.
+parts may still be moving. So a failed batch cuts the peer off, and its operation keeps its pages until the peer is
+gone.
 
 Fence: as of `nixl`. To receive what a dead process left in sockets, this side copies one byte to itself until
 Mooncake's single loop for all sockets must have read everything.

@@ -1,11 +1,11 @@
-"""`nixl://`: engines of a cluster, over NIXL and UCX (RDMA, NVLink, TCP; between processes of one host, CMA).
+"""`nixl://`: engines of a cluster, over NIXL and UCX (RDMA, NVLink, TCP; between processes of one host, CMA). See
+docs/transports.md.
 
-Options: `host` (numeric address on which peers reach the lifeline; default 127.0.0.1. UCX chooses its own devices, see
-`UCX_NET_DEVICES`), `backend` (default UCX). NIXL's progress thread is off: it burns a core, and hides how much it has
-received.
+Options: `host` (numeric address on which peers reach the lifeline; default 127.0.0.1), `backend` (default UCX). NIXL's
+progress thread is off: it burns a core, and hides how much it has received.
 
-Memory of a CUDA device ("VRAM") needs a UCX built with CUDA. All regions are then on that device, and NIXL starts anew
-on a thread that has the device's context.
+Memory of a CUDA device ("VRAM") needs a UCX built with CUDA; NIXL then starts anew on a thread that has the device's
+context.
 
 Over some UCX transports the receiver moves the bytes of a write, so it must make progress while a peer has announced
 copies. NIXL cannot stop a batch, and reports nothing about a batch once its peer is removed, so a connection is cut
@@ -13,8 +13,7 @@ only when its batch has ended. A failed write ends after the peer has received w
 reached.
 
 Fence: the peer's orderly close, or the death of its process on this host (pidfd) after enough rounds of progress to
-receive everything left in sockets and queues. A process that dies on another host is neither alive nor fenced: its
-bytes may still be on the wire.
+receive everything left in sockets and queues.
 """
 
 from __future__ import annotations
