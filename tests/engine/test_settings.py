@@ -21,6 +21,7 @@ from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.loading.generation_config import GENERATION_FIELDS
 from baton.handoff.protocol.ticket import request_digest
+from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.models.loading.loader import _CONFIG_NOISE
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer
@@ -57,6 +58,7 @@ ENGINE: dict[str, Row] = {
     "max_num_batched_tokens": _INVARIANT,
     "max_num_seqs": _INVARIANT,
     "dtype": facts("model.dtype"),
+    "quantization": facts("model.quantization"),
     "device": PROBE,
     "kv_cache_memory": _MEMORY,
     "gpu_memory_utilization": _MEMORY,
@@ -211,6 +213,12 @@ def known(base: EngineConfig) -> dict[str, str]:
     return told(base)
 
 
+@pytest.mark.skipif(not HAS_BF16_PAIRS, reason="this CPU has no AVX-512 BF16")
+def test_quantised_weights_are_told(base: EngineConfig) -> None:
+    wide = replace(base, dtype="bfloat16")
+    assert changed(told(wide), told(replace(wide, quantization="int8"))) == {"model.quantization", "numerics.probe"}
+
+
 def test_a_setting_is_told_by_the_facts_of_its_row(
     base: EngineConfig, known: dict[str, str], tmp_path: Path, checkpoint: Path
 ) -> None:
@@ -228,8 +236,8 @@ def test_a_setting_is_told_by_the_facts_of_its_row(
         "override_generation_config": {"temperature": 0.5},
         "speculative_config": SpeculativeConfig.parse(draft_model),
     }
-    # Settings that need another machine or several processes, or that have one working value here.
-    left_out = {"device", "tensor_parallel_size", "attention_backend"}
+    # Settings that need another machine, dtype or several processes, or that have one working value here.
+    left_out = {"device", "quantization", "tensor_parallel_size", "attention_backend"}
     assert set(changes) == {name for name, row in ENGINE.items() if not isinstance(row, str)} - left_out
     for name, value in changes.items():
         found = changed(known, told(replace(base, **{name: value})))

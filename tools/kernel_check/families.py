@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.latent_cpu import absorbed
 from baton.engine.attention.registry import get_backend
-from baton.kernels.cpu import causal_conv, elementwise, gated_delta, mamba2, small_gemm
+from baton.kernels.cpu import causal_conv, elementwise, gated_delta, int8_gemm, mamba2, small_gemm
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.index_scores import score
 from baton.kernels.cpu.scalar import as_array
@@ -289,6 +289,25 @@ def products(random: Random) -> None:
     _compare(made[fine], expected[fine], torch.bfloat16, magnitude[fine], columns)
 
 
+def int8(random: Random) -> None:
+    """Rows of bfloat16 times int8 weights, beside rows that are not finite."""
+    count, outputs, columns = int(random.integers(1, 40)), int(random.integers(1, 200)), int(random.integers(1, 700))
+    x, weight = (_normal(random, n, columns, dtype=torch.bfloat16) for n in (count, outputs))
+    bias = _normal(random, outputs, dtype=torch.bfloat16) if random.random() < 0.5 else None
+    if count > 1 and random.random() < 0.3:
+        x[-1] = math.nan
+    with guard:
+        made = int8_gemm.Int8Weight(weight).multiply(x, bias)
+    scale = weight.double().abs().amax(dim=1, keepdim=True) / 127
+    rounded = (weight.float() / scale.float()).round().double() * scale
+    expected = x.double() @ rounded.T
+    if bias is not None:
+        expected += bias.double()
+    magnitude = x.double().abs() @ rounded.abs().T
+    fine = ~expected.isnan().any(dim=1)
+    _compare(made[fine], expected[fine], torch.bfloat16, magnitude[fine], columns)
+
+
 def states(random: Random) -> None:
     """Convolution, scan and gated norms of Mamba-2."""
     groups, size, width = int(random.integers(1, 3)), int(random.integers(1, 20)), int(random.integers(1, 20))
@@ -457,5 +476,5 @@ FAMILIES: dict[str, Callable[[Random], None]] = {
     "states": states,
     "deltas": deltas,
     "copies": copies,
-    **({"products": products} if HAS_BF16_PAIRS else {}),
+    **({"products": products, "int8": int8} if HAS_BF16_PAIRS else {}),
 }

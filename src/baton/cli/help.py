@@ -13,8 +13,8 @@ _PANELS: tuple[tuple[str, str], ...] = (
     ("Deployment", "prefill decode both engine_port_base max_restarts role engine_id config"),
     (
         "Model",
-        "revision served_model_name dtype device max_model_len seed attention_backend batch_invariant reduction_slices "
-        "generation_config override_generation_config",
+        "revision served_model_name dtype quantization device max_model_len seed attention_backend batch_invariant "
+        "reduction_slices generation_config override_generation_config",
     ),
     ("Speculation and handoff", "speculative_config kv_transfer_config kv_transport integrity kv_stream recovery"),
     (

@@ -24,6 +24,7 @@ _CURES: tuple[tuple[str, str], ...] = (
     ("kv_cache_layout", "set the same VLLM_KV_CACHE_LAYOUT for both"),
     ("disaggregation_transfer_backend", "start both with the same --disaggregation-transfer-backend"),
     ("model.dtype", "start both with the same --dtype"),
+    ("model.quantization", "start both with the same --quantization"),
     ("dtype", "start both with the same --dtype"),
     ("model.tokenizer", "give both the same tokenizer files"),
     ("model", "start both from the same checkpoint and revision"),

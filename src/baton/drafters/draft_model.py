@@ -36,7 +36,7 @@ class DraftModel:
     @classmethod
     def load(cls, path: str, target: CausalLM, build: Build) -> DraftModel:
         """Raises `CheckpointError` if the vocabulary differs from the target's."""
-        model = load_model(path, build.dtype, build.device, build.batch_invariant)
+        model = load_model(path, build.dtype, build.device, build.batch_invariant, quantization=build.quantization)
         if model.vocab_size != target.vocab_size:
             raise CheckpointError(f"drafter: vocab_size is {model.vocab_size}, the target's is {target.vocab_size}")
         return cls(model, build.device)

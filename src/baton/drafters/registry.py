@@ -29,6 +29,7 @@ def load_drafter(
     device: torch.device | str = "cpu",
     batch_invariant: bool = False,
     options: Mapping[str, int] | None = None,
+    quantization: str | None = None,
 ) -> Drafter:
     """Build a drafter for `target` and load its weights. It uses the target's embeddings or LM head if it has none.
 
@@ -40,4 +41,5 @@ def load_drafter(
         raise ConfigError("speculative_config.method", f"{method!r} is unknown, expected one of {', '.join(DRAFTERS)}")
     chosen = target.build.dtype if dtype == "auto" else resolve_dtype(dtype, {})
     loader: DrafterLoader = pkgutil.resolve_name(DRAFTERS[method])
-    return loader.load(str(path), target, Build(chosen, torch.device(device), batch_invariant), **(options or {}))
+    build = Build(chosen, torch.device(device), batch_invariant, quantization=quantization)
+    return loader.load(str(path), target, build, **(options or {}))

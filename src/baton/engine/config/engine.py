@@ -53,6 +53,7 @@ class EngineConfig(ServingSettings):
         spec = self.speculative_config
         if spec is not None and spec.num_speculative_tokens == 0 and self.role != "prefill":
             raise ConfigError("speculative_config.num_speculative_tokens", "may be 0 with role prefill alone")
+        self._need(self.quantization is None or self.device == "cpu", "quantization", "left out unless device is cpu")
         rows = 1 + self.num_drafts
         enough = self.max_num_batched_tokens >= rows
         self._need(enough, "max_num_batched_tokens", f"at least {rows} (one verification)")

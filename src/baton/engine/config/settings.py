@@ -21,6 +21,7 @@ IntegritySetting = Literal["auto", "off", "sampled", "full"]
 INTEGRITY = get_args(IntegritySetting)
 assert ("auto", *get_args(Integrity)) == INTEGRITY
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
+QUANTIZATIONS = ("int8",)
 RANKS = (1, 2, 4, 8)
 MAX_DATA_RANKS = 64
 # Annotations are evaluated outside of this module, so that their lambdas cannot name its constants.
@@ -54,6 +55,9 @@ class StepSettings:
     dtype: Annotated[str, Setting("auto, float32, bfloat16, or float16: computed in float32.", rule=one_of(DTYPES))] = (
         "auto"
     )
+    quantization: Annotated[
+        str | None, Setting("int8: linear layers' weights in 8 bits, on CPUs.", short="-q", rule=one_of(QUANTIZATIONS))
+    ] = None
     device: Annotated[str, Setting("cpu, cuda or cuda:N.", rule=like(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N"))] = (
         "cpu"
     )

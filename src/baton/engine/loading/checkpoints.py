@@ -36,7 +36,9 @@ def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], rank
     shows = ranks.rank == ranks.stage.index == 0
     hf_config = read_config(config.model)
     with showing(f"loading target {config.model}", progress, shows):
-        model = load_model(config.model, config.dtype, config.device, config.batch_invariant, ranks)
+        model = load_model(
+            config.model, config.dtype, config.device, config.batch_invariant, ranks, config.quantization
+        )
     tokenizer = Tokenizer.load(config.model, config.skip_tokenizer_init)
     spec = config.speculative_config
     drafter: Drafter | None = None
@@ -44,7 +46,14 @@ def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], rank
         path = spec.model or config.model
         with showing(f"loading drafter {path} ({spec.method})", progress, shows):
             drafter = load_drafter(
-                spec.method, path, model, config.dtype, config.device, config.batch_invariant, spec.options
+                spec.method,
+                path,
+                model,
+                config.dtype,
+                config.device,
+                config.batch_invariant,
+                spec.options,
+                config.quantization,
             )
     grammars = None
     if tokenizer.eos_token_ids and not config.skip_tokenizer_init:

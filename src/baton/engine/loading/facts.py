@@ -49,6 +49,7 @@ def engine_facts(
     facts = {
         "model.type": str(hf_config.get("model_type")),
         "model.dtype": str(parameter.dtype).removeprefix("torch."),
+        "model.quantization": config.quantization or "none",
         "model.weights": fingerprint(config.model),
         "model.rope": repr(
             (hf_config.get("rope_theta"), hf_config.get("rope_scaling"), hf_config.get("rope_parameters"))

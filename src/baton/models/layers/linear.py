@@ -1,7 +1,8 @@
 """Linear layers with packed weights and batch-invariant rows.
 
-On a CPU, oneDNN's blocked copy replaces a filled layer's weight if PyTorch and the CPU support it: for a few rows of
-bfloat16, reading it takes half the time. A few rows of bfloat16 can also bypass oneDNN: see `small_gemm`.
+With `Build.quantization` "int8", a filled layer's weight is replaced by int8 numbers: see `int8_gemm`. Otherwise, on a
+CPU, oneDNN's blocked copy replaces it if PyTorch and the CPU support it: for a few rows of bfloat16, reading it takes
+half the time. A few rows of bfloat16 can also bypass oneDNN: see `small_gemm`.
 
 A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches (oneDNN,
 1,536 columns in float32: a lone row differs from the same row among others). With `batch_invariant` rows go through
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.kernels.cpu import small_gemm
+from baton.kernels.cpu.int8_gemm import Int8Weight
 from baton.models.layers.parallel import SINGLE_RANK, Share, TensorRank
 
 # oneDNN and PyTorch each cache what they compile for 1,024 shapes by default: most of a gigabyte with prompts of many
@@ -47,12 +49,14 @@ WeightCut = tuple[int, Share]
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How to build a model: dtype, device, whether rows must be batch-invariant, and the rank it is for."""
+    """How to build a model: dtype, device, whether rows must be batch-invariant, the rank it is for, and how weights of
+    linear layers in bfloat16 are kept ("int8", or None: as they are)."""
 
     dtype: torch.dtype
     device: torch.device
     batch_invariant: bool = False
     ranks: TensorRank = SINGLE_RANK
+    quantization: str | None = None
 
     def empty(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
@@ -222,19 +226,25 @@ class Linear(nn.Module):
         self._packed: Tensor | None = None
         # Of the packed weight, for `small_gemm`.
         self._address: int | None = None
+        self._is_quantized = build.quantization is not None and build.dtype is torch.bfloat16
+        self._int8: Int8Weight | None = None
         self._batch_invariant = build.batch_invariant
         self._product = invariant_product if build.batch_invariant else product
         self._reads_next_row = reads_next_row(in_features, build.dtype, build.device)
 
     def pack(self) -> None:
-        """Replace a filled layer's weight by its packed copy, if there is one."""
-        if self.weight is not None and (blocked := packed(self.weight)) is not None:
+        """Replace a filled layer's weight by its packed copy, if there is one, or by int8 numbers."""
+        if self.weight is not None and self._is_quantized:
+            self._int8, self.weight = Int8Weight(self.weight), None
+        elif self.weight is not None and (blocked := packed(self.weight)) is not None:
             self._address = small_gemm.address(self.weight, blocked)
             self._packed, self.weight = blocked, None
 
     def forward(self, x: Tensor, adds_bias: bool = True) -> Tensor:
         """`adds_bias` false: partial sums are to be added first."""
         bias = self.bias if adds_bias else None
+        if self._int8 is not None:
+            return self._int8.multiply(x, bias)
         if self._address is not None and self._takes(x):
             return small_gemm.multiply(x, self._address, self.out_features, bias)
         weight = self.weight if self._packed is None else self._packed

@@ -6,7 +6,8 @@ import logging
 
 import torch
 
-from baton.errors import CheckpointError
+from baton.errors import CheckpointError, ConfigError
+from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.models.config import RawConfig
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,18 @@ def get_dtype(raw: RawConfig) -> torch.dtype:
     if not isinstance(name, str) or name not in _DTYPES:
         raise CheckpointError(f"config.json: dtype is {name!r}, expected one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def check_quantization(quantization: str, dtype: torch.dtype) -> None:
+    """Raise `ConfigError` if weights of a model in `dtype` cannot be quantised on this machine."""
+    if dtype is not torch.bfloat16:
+        raise ConfigError("dtype", f"must be bfloat16 with quantization {quantization}, is {dtype_name(dtype)}")
+    if not HAS_BF16_PAIRS:
+        raise ConfigError("quantization", f"{quantization} needs a CPU with AVX-512 BF16, which this one lacks")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def resolve_dtype(dtype: torch.dtype | str, raw: RawConfig) -> torch.dtype:

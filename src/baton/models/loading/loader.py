@@ -26,7 +26,7 @@ from baton.models.layers.expert_parallel import RemoteExpert
 from baton.models.layers.linear import Build, Linear, WeightCut
 from baton.models.layers.parallel import SINGLE_RANK, Share, Stage, TensorRank
 from baton.models.loading.config_json import read_config, text_config
-from baton.models.loading.dtypes import resolve_dtype
+from baton.models.loading.dtypes import check_quantization, dtype_name, resolve_dtype
 from baton.models.loading.quantized import QuantizedWeights, scheme_of
 from baton.models.loading.stored import StoredTensors, open_file, weight_files
 from baton.models.loading.tensor_names import layer_index
@@ -224,20 +224,23 @@ def load_model(
     device: torch.device | str = "cpu",
     batch_invariant: bool = False,
     ranks: TensorRank = SINGLE_RANK,
+    quantization: str | None = None,
 ) -> CausalLM:
     """Load the model of a checkpoint directory, or this rank's part of it.
 
-    `dtype`: a torch dtype, its name, or "auto" for the checkpoint's own. Raises `CheckpointError`, and `ConfigError`
-    if the model cannot be cut for so many ranks.
+    `dtype`: a torch dtype, its name, or "auto" for the checkpoint's own. `quantization`: see `Build`. Raises
+    `CheckpointError`, and `ConfigError` if the model cannot be cut for so many ranks or quantised here.
     """
     raw = text_config(read_config(path))
     cls = model_class(raw.get("model_type"))
     stored, chosen = StoredTensors(path), resolve_dtype(dtype, raw)
+    if quantization is not None:
+        check_quantization(quantization, chosen)
     if (quantized := quantized_weights(raw, stored)) is not None:
         raw = {**raw, "quantization_config": None}
     config = stored.resolve_tying(cls.parse_config(raw), chosen)
     try:
-        model = cls(config, Build(chosen, torch.device(device), batch_invariant, ranks))
+        model = cls(config, Build(chosen, torch.device(device), batch_invariant, ranks, quantization))
     except (RuntimeError, MemoryError) as error:
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: the model that config.json describes cannot be allocated: {why}") from None
@@ -249,8 +252,9 @@ def load_model(
 
     if quantized is not None:
         size = sum(place.tensor.nbytes for place in weight_table(model).values())
-        dtype_name = str(chosen).removeprefix("torch.")
-        logger.info("%s: weights in %s become %s, %.1f GiB", path, quantized.scheme, dtype_name, size / (1 << 30))
+        logger.info(
+            "%s: weights in %s become %s, %.1f GiB", path, quantized.scheme, dtype_name(chosen), size / (1 << 30)
+        )
     fill(model, path, rename, model.unpack, quantized)
     if ranks.rank == ranks.stage.index == 0:
         stored.log_unused(unused)

@@ -1,0 +1,76 @@
+"""Products with int8 weights: the rounded weight's, with the same bits in every batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton.errors import ConfigError
+from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
+from baton.kernels.cpu.int8_gemm import Int8Weight
+from baton.models.layers.linear import Build, Linear
+from baton.models.loading import dtypes
+from baton.models.loading.loader import load_model
+
+pytestmark = pytest.mark.skipif(not HAS_BF16_PAIRS, reason="this CPU has no AVX-512 BF16")
+DEMO = "models/baton-demo-llama"
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """What int8 numbers with a scale for each output keep of `weight`, in float64."""
+    scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
+    return (weight.float() / scale).round().double() * scale
+
+
+# Blocks of 64 outputs and pairs of columns, whole and not; each number of rows that the kernel takes at once.
+@pytest.mark.parametrize(("outputs", "columns"), [(64, 64), (192, 576), (100, 33), (1, 1), (65, 10)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_rows_of_any_batch_are_the_rounded_weights_products(outputs: int, columns: int, has_bias: bool) -> None:
+    weight, x, bias = normal(outputs, columns), normal(25, columns), normal(outputs) if has_bias else None
+    one = Int8Weight(weight)
+    whole = one.multiply(x, bias)
+    expected = x.double() @ rounded(weight).T + (0 if bias is None else bias.double())
+    torch.testing.assert_close(whole.double(), expected, rtol=2**-7, atol=2**-9)
+    for height in (1, 2, 3, 4, 6, 11, 12, 13):
+        assert torch.equal(torch.cat([one.multiply(part, bias) for part in x.split(height)]), whole), height
+
+
+def test_largest_weights_are_exact_and_zero_outputs_stay_zero() -> None:
+    weight = torch.zeros(3, 4).bfloat16()
+    weight[0, 1], weight[1, 2] = 3.0, -0.5
+    made = Int8Weight(weight).multiply(torch.eye(4).bfloat16(), None)
+    assert torch.equal(made, weight.T)
+
+
+def test_a_row_that_is_not_finite_changes_no_other() -> None:
+    one, x = Int8Weight(normal(70, 30)), normal(14, 30)
+    clean = one.multiply(x, None)
+    x[5] = torch.nan
+    made = one.multiply(x, None)
+    assert made[5].isnan().all()
+    others = [row for row in range(14) if row != 5]
+    assert torch.equal(made[others], clean[others])
+
+
+def test_a_layer_keeps_no_other_copy_of_its_weight() -> None:
+    layer = Linear(64, 128, Build(torch.bfloat16, torch.device("cpu"), quantization="int8"))
+    assert layer.weight is not None
+    layer.weight.copy_(normal(128, 64))
+    weight, x = layer.weight.detach().clone(), normal(5, 64)
+    layer.pack()
+    assert layer.weight is None
+    assert layer._int8 is not None
+    assert layer._int8.nbytes == 128 * 64 + 4 * 128
+    assert torch.equal(layer(x), Int8Weight(weight).multiply(x, None))
+
+
+def test_what_cannot_be_quantised_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="dtype: must be bfloat16 with quantization int8, is float32"):
+        load_model(DEMO, "float32", quantization="int8")
+    monkeypatch.setattr(dtypes, "HAS_BF16_PAIRS", False)
+    with pytest.raises(ConfigError, match="quantization: int8 needs a CPU with AVX-512 BF16"):
+        load_model(DEMO, "bfloat16", quantization="int8")
