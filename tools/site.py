@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.names import page as page_of_names
-from tools.names import public_names
+from tools.prose.names import page as page_of_names
+from tools.prose.names import public_names
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "docs/**/*.md", "docs/**/*.svg", "benchmarks/results/*", "models/*/README.md")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.names import PublicName, page, public_names
+from tools.prose.names import PublicName, page, public_names
 
 SOURCE = '''"""What a module is for. More."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import prose_words
+from tools.prose import words
 
 SOURCE = '''"""Three plain words, `not_this_name`."""
 
@@ -20,7 +20,7 @@ TEXT = "never counted"
 
 
 def test_words_are_those_of_docstrings_and_comments_outside_of_code_spans() -> None:
-    assert prose_words.words_of(SOURCE) == 9
+    assert words.words_of(SOURCE) == 9
 
 
 @pytest.mark.parametrize(("most", "status"), [("9", 0), ("8", 1)])
@@ -28,5 +28,5 @@ def test_more_words_than_allowed_fail(
     most: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "module.py").write_text(SOURCE)
-    assert prose_words.main(["--most", most, str(tmp_path)]) == status
+    assert words.main(["--most", most, str(tmp_path)]) == status
     assert ("9 words" in capsys.readouterr().out) == (status == 1)

@@ -76,8 +76,7 @@ class HeadDrafter(nn.Module, ABC):
         self._head = self.lm_head.forward
 
     def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
-        """Features [T, feature_size] from the target's final-norm states [T, E] and auxiliary states. By default, the
-        former."""
+        """As `Drafter.combine`. By default, the target's final-norm states."""
         return hidden_TE
 
     @abstractmethod

@@ -77,8 +77,7 @@ class Decisions:
 
 
 class Routes:
-    """Chooses routes. A prompt of which the decode engine lacks at most `max_local_prefill_length` tokens is computed
-    there; 0: none is, while there is a prefill engine."""
+    """Chooses routes. For `max_local_prefill_length` see `RouterConfig`."""
 
     def __init__(self, pool: EnginePool, policies: Policies, max_local_prefill_length: int = 0) -> None:
         self._pool, self._policies = pool, policies

@@ -60,7 +60,7 @@ class RemoteTransport:
     def __init__(self, library: Library, host: str) -> None:
         """`host`: the numeric address of this machine on which peers reach the lifeline.
 
-        Raises `ConfigError` if the library or a part of it is missing.
+        Raises `ConfigError` for another address, and as `Library.start`.
         """
         try:
             address = ipaddress.ip_address(host)

@@ -1,6 +1,6 @@
 """Public names of `src/baton`, each with its module and the first sentence of its docstring.
 
-`python -m tools.names WORD ...` prints those that contain a word; `make docs` makes a page of all.
+`python -m tools.prose.names WORD ...` prints those that contain a word; `make docs` makes a page of all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src/baton"
+SOURCE = Path(__file__).parents[2] / "src/baton"
 SENTENCE = re.compile(r".+?\.(?=\s|$)", re.DOTALL)
 
 

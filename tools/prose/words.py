@@ -1,4 +1,4 @@
-"""Words of docstrings and comments, per package: `python -m tools.prose_words [FOLDER ...]`."""
+"""Words of docstrings and comments, per package: `python -m tools.prose.words [FOLDER ...]`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def words_by_package(folder: Path) -> Counter[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if the folders have more words than `--most`, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", nargs="*", type=Path, default=[Path(__file__).parents[1] / "src/baton"])
+    parser.add_argument("folders", nargs="*", type=Path, default=[Path(__file__).parents[2] / "src/baton"])
     parser.add_argument("--most", type=int, help="print nothing, and fail above this many words")
     options = parser.parse_args(arguments)
     counts = {folder: words_by_package(folder) for folder in options.folders}

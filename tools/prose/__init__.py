@@ -1,0 +1,1 @@
+"""Tools that read the docstrings and comments of `src/baton`."""
