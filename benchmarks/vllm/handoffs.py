@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import aiohttp
 import typer
@@ -32,6 +32,7 @@ import typer
 from baton.errors import BatonError
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import make_keys, ticket_key_file
+from baton.vllm.config import FirstStep
 from benchmarks.vllm.legs import Answer, Baton, Legs, NixlPull, NixlPush, Single
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
 
@@ -93,21 +94,26 @@ def _transfer(connector: str, role: str, name: str, best: bool = False, **extra:
 
 
 @contextlib.contextmanager
-def baton_pair(python: str, model: str, folder: Path) -> Iterator[list[Deployment]]:
+def baton_pair(
+    python: str, model: str, folder: Path, flags: Sequence[str] = (), first_step: FirstStep = "recompute"
+) -> Iterator[list[Deployment]]:
     """One pair, used with push and with pull."""
-    keys = folder / "keys"
+    keys = folder / f"keys-{first_step}"
     make_keys(keys, [name for name, _ in ROLES])
     key = load_or_create_key(ticket_key_file(keys))
-    configs = [
-        ServerConfig(f"baton-{name}", FLAGS, _transfer("BatonConnector", role, name, keys=str(keys)))
-        for name, role in ROLES
-    ]
+    configs = []
+    for name, role in ROLES:
+        transfer = _transfer("BatonConnector", role, name, keys=str(keys), first_step=first_step)
+        configs.append(ServerConfig(f"baton-{first_step}-{name}", (*FLAGS, *flags), transfer))
+    note = "" if first_step == "recompute" else f", {first_step}"
     with serve(python, model, folder, configs) as (p, d):
-        yield [Deployment(f"BatonConnector {m}", Baton(p.url, d.url, key, m), (p, d)) for m in ("push", "pull")]
+        yield [Deployment(f"BatonConnector {m}{note}", Baton(p.url, d.url, key, m), (p, d)) for m in ("push", "pull")]
 
 
 @contextlib.contextmanager
-def nixl_pair(python: str, model: str, folder: Path, connector: str, best: bool) -> Iterator[Deployment]:
+def nixl_pair(
+    python: str, model: str, folder: Path, connector: str, best: bool, more: Sequence[str] = ()
+) -> Iterator[Deployment]:
     """A pair over one of vLLM's own connectors."""
     label = f"{connector} {'at its best' if best else 'as shipped'}"
     environments: list[dict[str, str]] = []
@@ -116,7 +122,7 @@ def nixl_pair(python: str, model: str, folder: Path, connector: str, best: bool)
         environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         environments.append(environment if best else environment | {"VLLM_CPU_OMP_THREADS_BIND": "auto"})
     tag = label.replace(" ", "-")
-    flags = FLAGS if best else SHIPPED_FLAGS
+    flags = (*(FLAGS if best else SHIPPED_FLAGS), *more)
     configs = [
         ServerConfig(f"{tag}-{name}", flags, _transfer(connector, role, f"{tag}-{name}", best), environment)
         for (name, role), environment in zip(ROLES, environments, strict=True)
@@ -204,12 +210,16 @@ async def _cores(deployment: Deployment) -> float:
 
 
 def table(rows: dict[str, Row], one: str) -> list[str]:
-    """Medians, and median ratios to `one` with their quartiles, as Markdown."""
-    lines = ["| deployment | TTFT ms | over one | 2nd token ms | TPOT ms | over one | notes |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    """Medians, and median ratios to `one` with their quartiles, as Markdown. "2nd gap": from the first to the second
+    token, over the same answer's TPOT."""
+    lines = ["| deployment | TTFT ms | over one | 2nd token ms | over one | 2nd gap | 10th ms | TPOT ms | over one | |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
     base = rows[one]
     for name, row in rows.items():
+        gaps = [second - first for first, second in zip(row.ttft, row.second, strict=True)]
+        tenth = [first + sum(each[:9]) for first, each in zip(row.ttft, row.gaps, strict=True)]
         cells = [name, _median(row.ttft), _ratio(row.ttft, base.ttft), _median(row.second)]
+        cells += [_ratio(row.second, base.second), _ratio(gaps, row.tpot), _median(tenth)]
         cells += [_median(row.tpot), _ratio(row.tpot, base.tpot)]
         notes = {"other answers": row.num_other, "failed": row.num_failed}
         cells.append(", ".join(f"{count} {note}" for note, count in notes.items() if count))
@@ -238,13 +248,15 @@ def vllm_command(
     num_rounds_shipped: Annotated[int, typer.Option(help="The same for vLLM's connectors as shipped; 0: none.")] = 3,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 640,
     max_tokens_shipped: Annotated[int, typer.Option(help="The same as shipped.")] = 16,
-    peers: Annotated[bool, typer.Option(help="Measure vLLM's own connectors too.")] = True,
+    peers: Annotated[str, typer.Option(help="vLLM's own connectors to measure too.")] = ",".join(PEERS),
+    first_steps: Annotated[str, typer.Option(help="Values of first_step; verify needs speculation.")] = "recompute",
+    flags: Annotated[str, typer.Option(help="Further arguments of every server.")] = "",
     log_dir: Annotated[Path | None, typer.Option(help="Keep the servers' logs here.")] = None,
     json_output: Annotated[Path | None, typer.Option("--json", help="Write every time that was taken here.")] = None,
 ) -> None:
     """Time to first token, inter-token latency and CPU of vLLM servers, alone and with KV connectors."""
     sizes = [int(length) for length in lengths.split(",")]
-    connectors = PEERS if peers else ()
+    connectors, more = [name for name in peers.split(",") if name], flags.split()
     results: dict[str, Any] = {}
 
     def compare(others: Sequence[Deployment], rounds_each: int, tokens: int, pause: bool) -> None:
@@ -261,15 +273,19 @@ def vllm_command(
     with contextlib.ExitStack() as stack:
         folder = log_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
         folder.mkdir(parents=True, exist_ok=True)
-        (server,) = stack.enter_context(serve(vllm_python, model, folder, [ServerConfig("one", FLAGS)]))
+        (server,) = stack.enter_context(serve(vllm_python, model, folder, [ServerConfig("one", (*FLAGS, *more))]))
         one = Deployment("one vLLM", Single(server.url), (server,))
         if num_rounds:
             with contextlib.ExitStack() as pairs:
-                others = pairs.enter_context(baton_pair(vllm_python, model, folder))
-                others += [pairs.enter_context(nixl_pair(vllm_python, model, folder, c, best=True)) for c in connectors]
+                others: list[Deployment] = []
+                for first in get_args(FirstStep):
+                    if first in first_steps.split(","):
+                        others += pairs.enter_context(baton_pair(vllm_python, model, folder, more, first))
+                for connector in connectors:
+                    others.append(pairs.enter_context(nixl_pair(vllm_python, model, folder, connector, True, more)))
                 compare(others, num_rounds, max_tokens, pause=False)
         for connector in connectors if num_rounds_shipped else ():
-            with nixl_pair(vllm_python, model, folder, connector, best=False) as shipped:
+            with nixl_pair(vllm_python, model, folder, connector, False, more) as shipped:
                 compare([shipped], num_rounds_shipped, max_tokens_shipped, pause=True)
     if json_output is not None:
         json_output.write_text(json.dumps(results))

@@ -35,6 +35,7 @@ class Request:
     prompt_embeds: Any = None
     lora_request: Any = None
     mm_features: Sequence[Any] = ()
+    sampling_params: Any = None
 
 
 class Pool:
@@ -52,8 +53,8 @@ def ticket(handed_over: Sequence[int] = PROMPT, expiry: float = 60.0) -> SignedT
     return signed(make_ticket(prefill_expiry=expiry, decode_expiry=expiry, request_digest=digest, **engines), KEY)
 
 
-def side(engine: str) -> SchedulerSide:
-    identity = VllmIdentity(
+def identity(engine: str) -> VllmIdentity:
+    return VllmIdentity(
         engine,
         engine.lower(),
         ["tcp://127.0.0.1:1"],
@@ -64,7 +65,10 @@ def side(engine: str) -> SchedulerSide:
         truncate_prefill=False,
         roles=["prefill", "decode"],
     )
-    return SchedulerSide(identity, KEY, [CacheTable(0, "full", None, 32, ())], Pool(), clock=lambda: 0.0)
+
+
+def side(engine: str) -> SchedulerSide:
+    return SchedulerSide(identity(engine), KEY, [CacheTable(0, "full", None, 32, ())], Pool(), clock=lambda: 0.0)
 
 
 def leg(t: Ticket, role: str, prompt: Sequence[int], **params: Any) -> Request:

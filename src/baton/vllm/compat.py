@@ -23,6 +23,7 @@ SUPPORTED = ((0, 30), (0, 31), (0, 32), (0, 33))
 WITH_RANKS = ("0.32", "0.33")
 _RANKED = " and ".join(WITH_RANKS)
 BY_LAYER = ("0.32",)  # whose hooks are tested
+FIRST_DRAFTS = ("0.32",)  # whose scheduler pads the first step of a received request, tested
 DRAFT_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
 # GPUs store these as one contiguous row per (token, head), without separate scales.
 _ROWS = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
@@ -90,6 +91,18 @@ def stream_of(config: Any, asked: KVStream | None) -> KVStream:
     if asked == "layer" and not by_layer:
         raise ConfigError("kv_stream", f"'layer' is for CPUs and vLLM {', '.join(BY_LAYER)}: off or chunk on {device}")
     return asked or ("layer" if by_layer else "chunk")
+
+
+def check_first_step(config: Any) -> None:
+    """Raise `ConfigError` if the first token cannot be placed as a draft: that needs speculation, a scheduler whose
+    output is tested, and workers that take drafts from it, which asynchronous scheduling's do not."""
+    field, version = "first_step", check_version()
+    if version not in FIRST_DRAFTS:
+        raise ConfigError(field, f"'verify' is for vLLM {', '.join(FIRST_DRAFTS)}, this is {version}")
+    if config.speculative_config is None:
+        raise ConfigError(field, "'verify' needs speculation: without it vLLM verifies nothing")
+    if config.scheduler_config.async_scheduling or config.use_v2_model_runner:
+        raise ConfigError(field, "'verify' is for vLLM's V1 model runner without asynchronous scheduling")
 
 
 def _check_rotary(config: Any) -> None:

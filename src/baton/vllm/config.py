@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -13,6 +13,7 @@ from baton.vllm.geometry import Granularity
 from baton.wire import KVStream
 
 FIELD = "kv_connector_extra_config"
+FirstStep = Literal["recompute", "verify"]
 
 
 class PluginConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,13 +21,15 @@ class PluginConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fie
 
     `granularity`: the unit of copies, pages or tokens (`baton.vllm.geometry`); must be equal on both engines. With
     `integrity` it must be "token" if K is stored by dimension. `kv_stream`: the unit of streaming: a prompt ("off"), a
-    chunk of it, or layers of a chunk (None: layers if possible, else chunks).
+    chunk of it, or layers of a chunk (None: layers if possible, else chunks). `first_step`: whether D's first step
+    verifies the first token that P sampled for a greedy request (`baton.vllm.first_step`); equal on both engines.
     """
 
     field: ClassVar[str] = FIELD
 
     granularity: Granularity = "page"
     kv_stream: KVStream | None = None
+    first_step: FirstStep = "recompute"
 
 
 def read_config(extra: Mapping[str, Any]) -> PluginConfig:

@@ -50,13 +50,15 @@ class BatonHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class BatonWorkerMetadata(KVConnectorWorkerMetadata):
-    """A step's messages from workers to scheduler: (worker rank, request id) of decode legs that P has admitted."""
+    """A step's messages from workers to scheduler: (worker rank, request id) of decode legs that P has admitted, and
+    the first tokens that came with commits."""
 
     admitted: set[tuple[int, str]]
+    first_tokens: dict[str, int]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> BatonWorkerMetadata:
         assert isinstance(other, BatonWorkerMetadata)
-        return BatonWorkerMetadata(self.admitted | other.admitted)
+        return BatonWorkerMetadata(self.admitted | other.admitted, self.first_tokens | other.first_tokens)
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
@@ -72,6 +74,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._transfer = vllm_config.kv_transfer_config
         self._config = read_config(self._transfer.kv_connector_extra_config)
         compat.stream_of(vllm_config, self._config.kv_stream)
+        self._verify_first = self._config.first_step == "verify"
+        if self._verify_first:
+            compat.check_first_step(vllm_config)
         self._version = version
         self._scheduler: SchedulerSide | None = None
         self._opened: OpenCache | None = None
@@ -168,11 +173,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return BatonStats(data={name: count for name, count in new.items() if count})
 
     def build_connector_worker_meta(self) -> BatonWorkerMetadata | None:
-        """Admitted decode legs, for the scheduler; None without."""
-        admitted = self.worker.take_admitted()
-        if not admitted or self._opened is None:
+        """Admitted decode legs and first tokens, for the scheduler; None without."""
+        admitted, first_tokens = self.worker.take_admitted(), self.worker.take_first_tokens()
+        if not (admitted or first_tokens) or self._opened is None:
             return None
-        return BatonWorkerMetadata({(self._opened.rank, request_id) for request_id in admitted})
+        return BatonWorkerMetadata({(self._opened.rank, request_id) for request_id in admitted}, first_tokens)
 
     # ------------------------------------------------------------ scheduler
 
@@ -194,7 +199,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         joined = joined_addresses(addresses, self._vllm_config.parallel_config.world_size)
         identity = msgspec.structs.replace(found[0].identity, control_addresses=joined)
         tables = caches.cache_tables(self._kv_cache_config)
-        self._scheduler = SchedulerSide(identity, self._config.ticket_key(), tables, self._pool)
+        self._scheduler = SchedulerSide(
+            identity, self._config.ticket_key(), tables, self._pool, verify_first=self._verify_first
+        )
 
     def on_new_request(self, request: Any) -> None:
         """Redeem the ticket of a new request, if it is a leg."""
@@ -219,6 +226,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         for new in scheduler_output.scheduled_new_reqs:
             end = new.num_computed_tokens + scheduled[new.req_id]
             side.on_scheduled(new.req_id, end, new.block_ids, replace=True)
+        side.first_tokens.place(scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_spec_decode_tokens)
         cached = scheduler_output.scheduled_cached_reqs
         columns = (cached.req_ids, cached.num_computed_tokens, cached.new_block_ids)
         for request_id, start, blocks in zip(*columns, strict=True):
@@ -230,6 +238,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(news := connector_output.kv_connector_worker_meta, BatonWorkerMetadata):
             self.scheduler.on_admitted(news.admitted)
+            self.scheduler.on_first_tokens(news.first_tokens)
         for request_id in connector_output.finished_recving or ():
             self.scheduler.on_received(request_id)
         for request_id in connector_output.finished_sending or ():

@@ -63,6 +63,7 @@ def open_cache(
     states = caches.state_parts(config, (layer for g in groups if g.kind == "state" for layer in g.layers))
     layout = describe(layers, groups, kernels, settings.granularity, heads, stages, states)
     facts = compat.facts(config, version)
+    facts["output.first_step"] = settings.first_step
     for group in layout.groups:
         facts[f"group.{group.name}.layout"] = caches.layout_name(config, group.layers[0])
         facts[f"group.{group.name}.window"] = str(group.window)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from baton.errors import ProtocolError
 from baton.handoff.protocol.ticket import Redeemer, SignedTicket, request_digest, verify
 from baton.log_limit import LogLimit
 from baton.sampling_params import SamplingParams
+from baton.vllm.first_step import FirstTokens
 from baton.vllm.groups import CacheTable
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
 from baton.wire import BATON_PARAM, LegParams, VllmIdentity
@@ -36,6 +37,7 @@ class VllmRequest(Protocol):
     prompt_token_ids: Sequence[int] | None
     prompt_embeds: Any
     max_tokens: int
+    sampling_params: Any
     output_token_ids: Sequence[int]
     kv_transfer_params: dict[str, Any] | None
     lora_request: Any
@@ -78,7 +80,8 @@ def handoff_digest(tokens: Sequence[int]) -> bytes:
 
 class SchedulerSide:
     """The legs in vLLM's scheduler, by request id. `refused` counts refused legs by reason, such as a bad ticket; such
-    a request is served without a handoff."""
+    a request is served without a handoff. `verify_first`: D's first step verifies a greedy request's first token.
+    """
 
     def __init__(
         self,
@@ -87,9 +90,12 @@ class SchedulerSide:
         cache_tables: Sequence[CacheTable],
         pool: BlockPool,
         clock: Callable[[], float] = time.monotonic,
+        verify_first: bool = False,
     ) -> None:
         self.identity = identity
         self.refused: Counter[str] = Counter()
+        self.first_tokens = FirstTokens()
+        self._verify_first = verify_first
         self._ticket_key = ticket_key
         self._redeemer = Redeemer(ticket_key, identity.engine_id, identity.incarnation)
         self._cache_tables = cache_tables
@@ -139,13 +145,16 @@ class SchedulerSide:
             return
         next_token = None if whole else tokens[num_tokens]
         if params.role == "prefill":
-            seeded = params.seed_first_token
+            seeded = params.seed_first_token or self._verifies(request)
             self._prefills[request.request_id] = _Prefill(ticket, num_tokens, seeded)
             self._step.opened.append(OpenPrefill(request.request_id, ticket, num_tokens, next_token, seeded))
         else:
             assert next_token is not None
             self._decodes[request.request_id] = _Decode(ticket, num_tokens)
             self._step.announced.append(AnnounceDecode(request.request_id, ticket, next_token))
+
+    def _verifies(self, request: VllmRequest) -> bool:
+        return self._verify_first and request.sampling_params.temperature == 0
 
     def _turn_away(self, params: LegParams) -> None:
         """Tell D at once that a prefill leg is served without a handoff. Does nothing if the ticket is not valid for
@@ -214,6 +223,12 @@ class SchedulerSide:
         """A receive has ended or failed."""
         self._decodes.pop(request_id, None)
 
+    def on_first_tokens(self, tokens: Mapping[str, int]) -> None:
+        """The workers report the first tokens of requests that P has committed. Before `on_received`."""
+        for request_id, token in tokens.items():
+            if request_id in self._decodes:
+                self.first_tokens.add(request_id, token)
+
     # ------------------------------------------------------------ the prefill leg
 
     def on_scheduled(self, request_id: str, num_computed: int, new: Tables | None, replace: bool) -> None:
@@ -269,6 +284,7 @@ class SchedulerSide:
 
     def on_finished(self, request: VllmRequest) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether vLLM must keep the blocks for now, and params for the client."""
+        self.first_tokens.discard(request.request_id)
         if request.request_id in self._asked:
             self._asked.discard(request.request_id)
             identity = msgspec.structs.replace(self.identity, clock=self._clock())

@@ -13,7 +13,7 @@ Tables = tuple[list[int], ...]  # block tables, by vLLM's cache group
 @dataclass(frozen=True, slots=True)
 class OpenPrefill:
     """A prefill leg of `num_tokens` tokens arrived. `next_token`: the prompt's token after them, which D computes;
-    None if this engine's prompt ends before it. `seeded`: this engine samples that token."""
+    None if this engine's prompt ends before it. `seeded`: COMMIT contains the token that this engine samples."""
 
     request_id: str
     ticket: SignedTicket

@@ -97,6 +97,7 @@ class WorkerSide:
         self._decodes: dict[AttemptKey, _Decode] = {}
         self._results = Results()
         self._admitted: set[str] = set()
+        self._first_tokens: dict[str, int] = {}
         self._agent: Agent | None = None
 
     def bind(self, agent: Agent) -> None:
@@ -194,9 +195,11 @@ class WorkerSide:
             for group in self._layout.groups
         }
 
-    def _commit(self, key: AttemptKey, token: int | None) -> None:
-        # For the protocol, the prompt ends before the token that D computes: all of it has been declared final.
-        self.agent.finish_prefill(key, Seeds(first_token=token or 0), False, {})
+    def _commit(self, key: AttemptKey, token: int | None, sampled: int | None = None) -> None:
+        # For the protocol, the prompt ends before the token that D computes: all of it has been declared final. The
+        # token that this engine sampled is a draft.
+        drafts = [] if sampled is None else [sampled]
+        self.agent.finish_prefill(key, Seeds(first_token=token or 0, draft_token_ids=drafts), False, {})
 
     def results(self, idle: bool = False) -> Results:
         """Handoffs that ended since the last call. In the second of two consecutive `idle` steps, waits up to
@@ -214,6 +217,11 @@ class WorkerSide:
     def take_admitted(self) -> set[str]:
         """Requests whose decode legs, since the last call, were admitted or failed before they had blocks."""
         out, self._admitted = self._admitted, set()
+        return out
+
+    def take_first_tokens(self) -> dict[str, int]:
+        """The first tokens that came with commits since the last call, by request."""
+        out, self._first_tokens = self._first_tokens, {}
         return out
 
     def _take_events(self) -> None:
@@ -234,7 +242,10 @@ class WorkerSide:
         if closed.failed and not leg.lost:
             self.agent.abort(closed.key, "aborted")
         elif (leg.seeded or self._commit_at_end) and not (leg.lost or leg.released):
-            self._commit(closed.key, closed.sampled if leg.seeded else leg.next_token)
+            if leg.seeded and leg.next_token is None:
+                self._commit(closed.key, closed.sampled)
+            else:
+                self._commit(closed.key, leg.next_token, closed.sampled)
         self._settle(closed.key, leg)
 
     def _receive(self, receive: OpenDecode) -> None:
@@ -294,6 +305,8 @@ class WorkerSide:
             if not self._truncated and event.seeds.first_token != decode.next_token:
                 good = False
                 self.counts["failed_bad_seeds"] += 1
+            elif decode.parked and event.seeds.draft_token_ids:
+                self._first_tokens[decode.request_id] = event.seeds.draft_token_ids[0]
         self.counts["committed" if good else "released"] += 1
         if not decode.opened:
             self._admitted.add(decode.request_id)

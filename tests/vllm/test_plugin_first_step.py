@@ -1,0 +1,116 @@
+"""`first_step` "verify": P's first token comes with COMMIT, and is a draft of D's first step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.messages import Seeds
+from baton.handoff.protocol.ticket import SignedTicket
+from baton.vllm.first_step import FirstTokens
+from baton.vllm.geometry import describe
+from baton.vllm.groups import CacheTable, split_tables
+from baton.vllm.scheduler import SchedulerSide
+from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
+from baton.vllm.worker import WorkerSide
+from tests.vllm.test_plugin_seeded import FIRST, KEY, PROMPT, Agent, Pool, Request, identity, leg, ticket
+
+LAST = PROMPT[-1]
+
+
+@pytest.fixture
+def t() -> SignedTicket:
+    return ticket(PROMPT[:-1])
+
+
+@pytest.fixture
+def worker() -> tuple[WorkerSide, Agent]:
+    buffer = torch.zeros(2, 20, 2, 32, 16)
+    caches = {f"model.layers.{i}.attn": buffer[i] for i in range(2)}
+    groups = split_tables([CacheTable(0, "full", None, 32, tuple(caches))], num_target_layers=2)
+    side, agent = WorkerSide(describe(caches, groups, dict.fromkeys(caches, "k_by_dimension"))), Agent()
+    side.bind(agent)  # type: ignore[arg-type]
+    return side, agent
+
+
+def verifying(engine: str) -> SchedulerSide:
+    tables = [CacheTable(0, "full", None, 32, ())]
+    return SchedulerSide(identity(engine), KEY, tables, Pool(), clock=lambda: 0.0, verify_first=True)
+
+
+def prefill(side: SchedulerSide, t: SignedTicket, temperature: float) -> Request:
+    request = leg(t, "prefill", PROMPT)
+    request.sampling_params = SimpleNamespace(temperature=temperature)
+    side.on_new_request(request)
+    return request
+
+
+def test_a_greedy_leg_is_committed_with_its_first_token(t: SignedTicket, worker: tuple[WorkerSide, Agent]) -> None:
+    p, (side, agent) = verifying("P"), worker
+    request = prefill(p, t, 0.0)
+    opened = p.take_step()
+    assert opened.opened == [OpenPrefill("prefill-1", t, 9, LAST, seeded=True)]
+    side.begin(opened)
+    side.finalise([ComputedTokens(t.key, 10, ([1],))])
+    assert [call[0] for call in agent.calls] == ["open_prefill", "declare_final"]
+    p.on_scheduled("prefill-1", 10, ([1],), replace=True)
+    p.take_step()
+    request.output_token_ids.append(FIRST)
+    p.on_finished(request)
+    closed = p.take_step().closed
+    assert closed == [ClosePrefill(t.key, held=True, failed=False, sampled=FIRST)]
+    side.begin(StepNews(closed=closed))
+    assert agent.calls[-1][:3] == ("finish_prefill", t.key, Seeds(LAST, draft_token_ids=[FIRST]))
+
+
+def test_a_sampled_leg_is_committed_when_its_prompt_is_computed(t: SignedTicket) -> None:
+    """Its first token is drawn anew by the decode engine, with other noise."""
+    p = verifying("P")
+    prefill(p, t, 0.7)
+    assert p.take_step().opened == [OpenPrefill("prefill-1", t, 9, LAST, seeded=False)]
+
+
+@pytest.mark.parametrize("last", [LAST, LAST + 1])
+def test_a_first_token_counts_only_after_the_prompt_that_both_know(
+    t: SignedTicket, worker: tuple[WorkerSide, Agent], last: int
+) -> None:
+    side, _ = worker
+    opened = OpenDecode("r", t, 9, 0, ([1],), parked=True)
+    side.begin(StepNews(announced=[AnnounceDecode("r", t, LAST)], receives=[opened]))
+    side.post(ev.DecodeCommitted(t.key, Seeds(last, draft_token_ids=[FIRST]), 1, 1))
+    assert side.results().received == {"r"}
+    assert side.take_first_tokens() == ({"r": FIRST} if last == LAST else {})
+    assert side.take_first_tokens() == {}
+
+
+def test_it_takes_the_place_of_the_first_placeholder_once() -> None:
+    tokens, new = FirstTokens(), [SimpleNamespace(req_id="a"), SimpleNamespace(req_id="b")]
+    tokens.add("a", FIRST)
+    drafts = {"a": [-1, -1], "b": [-1, -1], "running": [5, 6]}
+    tokens.place(new, drafts)
+    assert drafts == {"a": [FIRST, -1], "b": [-1, -1], "running": [5, 6]}
+    drafts = {"a": [-1, -1]}
+    tokens.place(new, drafts)
+    assert drafts == {"a": [-1, -1]}
+
+
+def test_a_step_beside_other_prompts_has_no_placeholder() -> None:
+    tokens, drafts = FirstTokens(), dict[str, list[int]]()
+    tokens.add("a", FIRST)
+    tokens.place([SimpleNamespace(req_id="a")], drafts)
+    assert drafts == {}
+
+
+def test_the_first_token_of_a_request_that_ended_is_forgotten(t: SignedTicket) -> None:
+    d = verifying("D")
+    decode = leg(t, "decode", PROMPT)
+    d.on_new_request(decode)
+    d.on_first_tokens({"decode-1": FIRST, "another": FIRST})
+    d.on_received("decode-1")
+    d.on_finished(decode)
+    drafts = {"decode-1": [-1], "another": [-1]}
+    d.first_tokens.place([SimpleNamespace(req_id=name) for name in drafts], drafts)
+    assert drafts == {"decode-1": [-1], "another": [-1]}
