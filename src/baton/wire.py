@@ -211,10 +211,16 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
     """A vLLM server with `BatonConnector`. `roles`: the legs that it takes. `truncate_prefill`: its prefill legs must
-    come without the prompt's last token."""
+    come without the tokens that are not handed over. `prefill_multiple`: a handoff moves a multiple of so many."""
 
     truncate_prefill: bool
     roles: list[str]
+    prefill_multiple: int = 1
+
+    def handed_over(self, num_tokens: int) -> int:
+        """Of a prompt. With a multiple, at least two are left: vLLM would compute one as a verification."""
+        multiple = self.prefill_multiple
+        return num_tokens - 1 if multiple == 1 else max(num_tokens - 2, 0) // multiple * multiple
 
 
 class SglangIdentity(EngineIdentity, frozen=True, kw_only=True):

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from aiohttp import web
 
 from baton.handoff.protocol import ticket as tickets
 from baton.sampling_params import SamplingParams
 from baton.timeouts import timeout
-from baton.wire import LegRole
+from baton.wire import LegRole, VllmIdentity
 from testkit.servers.fake_serving import KEY, served
 
 # vLLM's `SamplingParams`.
@@ -70,6 +71,7 @@ class FakeVllm:
     fail_role: str | None = None
     fail_after: int = 0
     truncate: bool = False
+    multiple: int = 1
     num_drafts: int = 0
     max_model_len: int = 512
     num_short: int = 0
@@ -123,6 +125,7 @@ class FakeVllm:
             "control_addresses": ["tcp://127.0.0.1:1"],
             "fingerprint": json.dumps(facts),
             "truncate_prefill": self.truncate,
+            "prefill_multiple": self.multiple,
             "roles": ["prefill", "decode"],
             "vocab_size": 258,
             "eos_token_ids": [EOS],
@@ -289,7 +292,8 @@ class FakeVllm:
         """Wait for the prefill leg, as a decode server does before its first token."""
         params = body["kv_transfer_params"]
         if "baton" in params:
-            self._check("decode", params["baton"]["ticket"], body["prompt"][:-1])
+            identity, prompt = msgspec.convert(self.identity(), VllmIdentity), body["prompt"]
+            self._check("decode", params["baton"]["ticket"], prompt[: identity.handed_over(len(prompt))])
             name = params["baton"]["ticket"]
         else:
             needed = {"remote_engine_id", "remote_host", "remote_port", "remote_request_id", "tp_size"}

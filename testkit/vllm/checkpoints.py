@@ -58,6 +58,38 @@ def mamba2(folder: Path) -> None:
     _save(GraniteMoeHybridForCausalLM(config), folder)
 
 
+def qwen3_next(folder: Path) -> None:
+    """Gated delta nets and attention in turns, with experts, and an MTP module. In bfloat16, which vLLM's CPU kernel
+    needs.
+    """
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = Qwen3NextConfig(
+        **COMMON,
+        **heads,
+        **experts,
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_value_head_dim=64,
+        shared_expert_intermediate_size=64,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    _save(Qwen3NextForCausalLM(config).to(torch.bfloat16), folder)
+    weights = load_file(folder / "model.safetensors")
+    last, hidden = "model.layers.3.", COMMON["hidden_size"]
+    for name in [name for name in weights if name.startswith(last)]:
+        weights["mtp.layers.0." + name.removeprefix(last)] = weights[name].roll(1, 0)
+    zeros = torch.zeros(hidden, dtype=torch.bfloat16)  # its norms multiply by 1 + weight
+    weights |= {f"mtp.{name}.weight": zeros.clone() for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    weights["mtp.fc.weight"] = (torch.randn(hidden, 2 * hidden) * 0.08).to(torch.bfloat16)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def deepseek_experts(folder: Path) -> None:
     """As `deepseek`, with experts in all layers but the first, and in the MTP module."""
     deepseek(folder, num_dense=1)

@@ -23,7 +23,7 @@ import msgspec
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.vllm.scheduler import handoff_digest
-from baton.wire import EngineIdentity
+from baton.wire import EngineIdentity, VllmIdentity
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer
 from benchmarks.vllm.servers import serve as start_servers
 from testkit.vllm.answers import Answer, same, same_acceptance
@@ -78,7 +78,11 @@ class Pair:
     def ticket(self, prompt: Sequence[int], mode: Mode, life_s: float = LIMIT_S) -> str:
         p, d = (msgspec.convert(server.identity, EngineIdentity) for server in (self.prefill, self.decode))
         expiry = time.monotonic() + life_s  # for every engine on this host
-        return mint(self.prefill.key, Ticket.between(p, d, mode, handoff_digest(prompt[:-1]), (expiry, expiry)))
+        digest = handoff_digest(prompt[: self.handed_over(prompt)])
+        return mint(self.prefill.key, Ticket.between(p, d, mode, digest, (expiry, expiry)))
+
+    def handed_over(self, prompt: Sequence[int]) -> int:
+        return msgspec.convert(self.prefill.identity, VllmIdentity).handed_over(len(prompt))
 
 
 @contextlib.contextmanager
@@ -184,14 +188,18 @@ async def handoff(
     """Send both legs at once (`late` > 0: decode that many seconds later; < 0: prefill). Returns the answer of each.
     With a new `salt` neither server has a prefix of the prompt.
     """
-    ticket = pair.ticket(prompt, mode)
+    ticket, handed = pair.ticket(prompt, mode), pair.handed_over(prompt)
     more = {} if salt is None else {"cache_salt": salt}
 
     async def leg(server: Server, role: str, count: int, wait: float) -> Answer:
         await asyncio.sleep(max(wait, 0.0))
-        # State layers cannot go back by one token: their prefill server computes all but the last.
-        short = role == "prefill" and pair.prefill.identity["truncate_prefill"]
-        body = request(prompt[:-1] if short else prompt, count, {"role": role, "ticket": ticket}, **more)
+        # State layers cannot go back: their prefill server computes only what is handed over, and "samples" the next.
+        own: dict[str, Any] = {}
+        if role == "prefill" and pair.prefill.identity["truncate_prefill"]:
+            prompt_of, own = prompt[:handed], {"allowed_token_ids": [prompt[handed]]}
+        else:
+            prompt_of = prompt
+        body = request(prompt_of, count, {"role": role, "ticket": ticket}, **more, **own)
         return Answer.of(await ask(session, server, body))
 
     first, answer = await asyncio.gather(leg(pair.prefill, "prefill", 1, -late), leg(pair.decode, "decode", num, late))

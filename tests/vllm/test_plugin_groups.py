@@ -62,6 +62,7 @@ def test_a_drafter_that_shares_a_block_table_becomes_a_group_of_its_own() -> Non
 
 def test_layers_of_a_draft_model_are_known_by_their_prefix() -> None:
     assert is_draft("draft_model.model.layers.0.self_attn.attn", 4)
+    assert is_draft("mtp.layers.0.self_attn.attn", 4)
     assert not is_draft("model.layers.3.self_attn.attn", 4)
     assert layer_index("language_model.model.layers.17.self_attn.attn") == 17
     with pytest.raises(ConfigError, match="has no number"):

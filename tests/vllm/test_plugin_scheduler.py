@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import pytest
 
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint
@@ -289,14 +290,19 @@ def test_reasons_are_few_whatever_a_client_writes(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize(
-    "request_kw",
-    [{"lora_request": object()}, {"mm_features": [object()]}, {"prompt": None}, {"prompt_embeds": object()}],
+    ("request_kw", "why"),
+    [
+        ({"lora_request": object()}, "a LoRA adapter"),
+        ({"mm_features": [object()]}, "images or other media"),
+        ({"prompt": None}, "embeddings"),
+        ({"prompt_embeds": object()}, "embeddings"),
+    ],
 )
-def test_what_the_prompt_alone_does_not_decide_is_not_handed_off(request_kw: dict[str, Any]) -> None:
+def test_what_the_prompt_alone_does_not_decide_is_not_handed_off(request_kw: dict[str, Any], why: str) -> None:
     d = side("D")
     d.on_new_request(leg("decode", ticket(), **request_kw))
     assert d.num_matched("decode-1", 0) == 0
-    assert sum(d.refused.values()) == 1
+    assert d.refused == {f"its KV depends on {why}, not on token ids alone": 1}
 
 
 def test_a_role_that_the_engine_has_not() -> None:
@@ -318,6 +324,14 @@ def test_an_engine_with_states_takes_a_shorter_prompt() -> None:
     assert p.take_step().opened == [OpenPrefill("prefill-1", t, 9, None)]
 
 
+@pytest.mark.parametrize(("num", "handed_over"), [(1, 0), (64, 0), (65, 0), (66, 64), (129, 64), (130, 128)])
+def test_states_of_delta_nets_are_handed_over_where_their_kernel_ends_a_chunk(num: int, handed_over: int) -> None:
+    """Two tokens are left at least: vLLM would compute one as a verification of placeholder drafts."""
+    identity = msgspec.structs.replace(side("D").identity, truncate_prefill=True, prefill_multiple=64)
+    assert identity.handed_over(num) == handed_over
+    assert side("D").identity.handed_over(num) == num - 1
+
+
 def test_who_the_engine_is() -> None:
     p = side("P")
     request = Request("r", [5], {"baton": {"role": "identify"}})
@@ -333,6 +347,7 @@ def test_who_the_engine_is() -> None:
         "fingerprint": "{}",
         "truncate_prefill": False,
         "roles": ["prefill", "decode"],
+        "prefill_multiple": 1,
         "vocab_size": 512,
         "eos_token_ids": [2],
         "num_speculative_tokens": 0,

@@ -23,7 +23,11 @@ SUPPORTED = ((0, 30), (0, 31), (0, 32), (0, 33))
 WITH_RANKS = ("0.32", "0.33")
 _RANKED = " and ".join(WITH_RANKS)
 BY_LAYER = ("0.32",)  # whose hooks are tested
-FIRST_DRAFTS = ("0.32",)  # whose scheduler pads the first step of a received request, tested
+FIRST_DRAFTS = ("0.32",)  # whose scheduler's output is tested
+# Models of gated delta nets, and the tokens that their kernel computes at once: only at a multiple of them a prompt in
+# two parts has the bits of a whole one.
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+DELTA_CHUNK = 64
 DRAFT_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
 # GPUs store these as one contiguous row per (token, head), without separate scales.
 _ROWS = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
@@ -71,20 +75,34 @@ def check_config(config: Any) -> None:
         # The KV of later modules depends on tokens after the prompt.
         raise ConfigError("speculative_config", "BatonConnector knows drafters of one MTP module, this has several")
     if speculative is not None:
-        models = config.model_config, speculative.draft_model_config
-        if any(model is not None and model.has_inner_state for model in models):
-            raise ConfigError(
-                "speculative_config", "a model with state layers (Mamba) cannot be handed off with speculation"
-            )
+        _check_states(config)
     if config.device_config.device_type == "cpu":
         _check_rotary(config)
 
 
+def _check_states(config: Any) -> None:
+    field, model, drafter = "speculative_config", config.model_config, config.speculative_config.draft_model_config
+    if not (model.has_inner_state or (drafter is not None and drafter.has_inner_state)):
+        return
+    if _delta_nets(config) is None or config.speculative_config.method != "mtp":
+        raise ConfigError(field, "a model with state layers (Mamba) cannot be handed off with speculation")
+    if (dtype := config.cache_config.mamba_ssm_cache_dtype) != "float32":
+        raise ConfigError(
+            "mamba_ssm_cache_dtype",
+            f"with speculation states must be float32: others are rounded where they are handed off, got {dtype!r}",
+        )
+
+
+def _delta_nets(config: Any) -> str | None:
+    kind = getattr(getattr(config.model_config, "hf_text_config", None), "model_type", None)
+    return kind if kind in DELTA_NETS else None
+
+
 def stream_of(config: Any, asked: KVStream | None) -> KVStream:
-    """The unit in which P streams KV: `asked`; by default "layer" if possible, else "chunk".
+    """`asked`; by default "layer" if possible, else "chunk".
 
     "layer" needs a vLLM whose hooks are tested, and a device that vLLM waits for: only then is a layer written when
-    its hook is called. Raises `ConfigError` if "layer" is asked for and not possible.
+    its hook is called. Raises `ConfigError` without.
     """
     device = config.device_config.device_type
     by_layer = device == "cpu" and check_version() in BY_LAYER
@@ -94,8 +112,7 @@ def stream_of(config: Any, asked: KVStream | None) -> KVStream:
 
 
 def check_first_step(config: Any) -> None:
-    """Raise `ConfigError` if the first token cannot be placed as a draft: that needs speculation, a scheduler whose
-    output is tested, and workers that take drafts from it, which asynchronous scheduling's do not."""
+    """Raise `ConfigError` if the first token cannot be a draft. Asynchronous workers take none from the scheduler."""
     field, version = "first_step", check_version()
     if version not in FIRST_DRAFTS:
         raise ConfigError(field, f"'verify' is for vLLM {', '.join(FIRST_DRAFTS)}, this is {version}")
@@ -125,6 +142,8 @@ def _check_device(config: Any) -> None:
 
     device, dtype = config.device_config.device_type, config.cache_config.cache_dtype
     device = "rocm" if current_platform.is_rocm() else device
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError("calculate_kv_scales", "engines that compute the scales of their FP8 KV have other scales")
     if device not in ("cpu", "cuda"):
         raise ConfigError("device", f"BatonConnector knows CPUs and CUDA devices, got {device}")
     if device == "cuda" and dtype not in _ROWS:
@@ -245,6 +264,10 @@ def zeroes_before_preemptions(config: Any) -> bool:
     """Whether the model runner zeroes and copies blocks before it reports preemptions to the connector, as vLLM's V2
     runner does."""
     return bool(config.use_v2_model_runner)
+
+
+def prefill_multiple(config: Any) -> int:
+    return 1 if _delta_nets(config) is None else DELTA_CHUNK
 
 
 def slot_mappings() -> Any:

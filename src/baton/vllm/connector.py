@@ -51,7 +51,7 @@ class BatonHandshake(KVConnectorHandshakeMetadata):
 @dataclass
 class BatonWorkerMetadata(KVConnectorWorkerMetadata):
     """A step's messages from workers to scheduler: (worker rank, request id) of decode legs that P has admitted, and
-    the first tokens that came with commits."""
+    first tokens by request."""
 
     admitted: set[tuple[int, str]]
     first_tokens: dict[str, int]

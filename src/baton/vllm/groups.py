@@ -16,6 +16,8 @@ from baton.kv.spec import Owner
 
 # Prefix of a draft model's layer names.
 DRAFT_MODEL = "draft_model."
+# Prefix of the MTP modules of Qwen3-Next and Qwen3.5, which vLLM numbers from 0.
+MTP = "mtp."
 _INTEGER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
 
@@ -77,8 +79,9 @@ def layer_index(layer: str) -> int:
 
 
 def is_draft(layer: str, num_target_layers: int) -> bool:
-    """vLLM numbers the layers of EAGLE and MTP heads after the target's, and prefixes the names of a draft model's."""
-    return layer.startswith(DRAFT_MODEL) or layer_index(layer) >= num_target_layers
+    """vLLM numbers the layers of EAGLE and MTP heads after the target's, and prefixes the names of a draft model's and
+    of Qwen's MTP modules."""
+    return layer.startswith((DRAFT_MODEL, MTP)) or layer_index(layer) >= num_target_layers
 
 
 def module_of(layer: str, owner: Owner) -> int | None:

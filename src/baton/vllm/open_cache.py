@@ -89,6 +89,7 @@ def open_cache(
         control_addresses=[agent.address],
         fingerprint=json.dumps(whole.facts, sort_keys=True),
         truncate_prefill=whole.has_states,
+        prefill_multiple=compat.prefill_multiple(config),
         roles=_ROLES[transfer.kv_role],
         vocab_size=config.model_config.get_vocab_size(),
         eos_token_ids=compat.eos_token_ids(config),

@@ -1,8 +1,7 @@
 """The scheduler's side of the connector: tracks which requests are legs of a handoff, and their blocks.
 
-Both legs have the whole prompt of n tokens. The handoff moves the first n - 1: vLLM cannot start with a verification,
-so D computes the last token itself, and samples the first output token. An engine with state layers (Mamba) cannot
-roll back by a token, so the router sends its prefill leg without the last one.
+Both legs have the whole prompt. D computes its last token itself, since vLLM cannot start with a verification. State
+layers (Mamba) cannot roll back, so their prefill legs have only what is handed over.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def handoff_digest(tokens: Sequence[int]) -> bytes:
 
 class SchedulerSide:
     """The legs in vLLM's scheduler, by request id. `refused` counts refused legs by reason, such as a bad ticket; such
-    a request is served without a handoff. `verify_first`: D's first step verifies a greedy request's first token.
+    a request is served without a handoff. `verify_first`: see `PluginConfig.first_step`.
     """
 
     def __init__(
@@ -120,9 +119,9 @@ class SchedulerSide:
         if params.role == "cancel":
             self._cancel(request, params.ticket)
             return
-        tokens = request.prompt_token_ids
-        if tokens is None or not _plain(request):
-            self._refuse(request, "only requests of plain token ids, without LoRA, can be handed off")
+        tokens, beside = request.prompt_token_ids, _beside_tokens(request)
+        if tokens is None or beside is not None:
+            self._refuse(request, f"its KV depends on {beside}, not on token ids alone")
             self._turn_away(params)
             return
         if params.role == "prefill" and request.max_tokens != 1:
@@ -131,7 +130,7 @@ class SchedulerSide:
             self._turn_away(params)
             return
         whole = params.role == "prefill" and (self.identity.truncate_prefill or params.seed_first_token)
-        num_tokens = len(tokens) if whole else len(tokens) - 1
+        num_tokens = len(tokens) if whole else self.identity.handed_over(len(tokens))
         if num_tokens < 1:
             return
         if params.role not in self.identity.roles:
@@ -224,7 +223,7 @@ class SchedulerSide:
         self._decodes.pop(request_id, None)
 
     def on_first_tokens(self, tokens: Mapping[str, int]) -> None:
-        """The workers report the first tokens of requests that P has committed. Before `on_received`."""
+        """Called before `on_received`."""
         for request_id, token in tokens.items():
             if request_id in self._decodes:
                 self.first_tokens.add(request_id, token)
@@ -312,6 +311,10 @@ class SchedulerSide:
         return bool(self._step)
 
 
-def _plain(request: VllmRequest) -> bool:
-    """Whether the token ids alone determine the KV."""
-    return request.prompt_embeds is None and request.lora_request is None and not request.mm_features
+def _beside_tokens(request: VllmRequest) -> str | None:
+    """What the KV depends on besides token ids."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return "embeddings"
+    if request.lora_request is not None:
+        return "a LoRA adapter"
+    return "images or other media" if request.mm_features else None

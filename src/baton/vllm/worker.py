@@ -196,8 +196,7 @@ class WorkerSide:
         }
 
     def _commit(self, key: AttemptKey, token: int | None, sampled: int | None = None) -> None:
-        # For the protocol, the prompt ends before the token that D computes: all of it has been declared final. The
-        # token that this engine sampled is a draft.
+        # For the protocol, the prompt ends before the token that D computes: all is final, and the first token a draft.
         drafts = [] if sampled is None else [sampled]
         self.agent.finish_prefill(key, Seeds(first_token=token or 0, draft_token_ids=drafts), False, {})
 
@@ -220,7 +219,7 @@ class WorkerSide:
         return out
 
     def take_first_tokens(self) -> dict[str, int]:
-        """The first tokens that came with commits since the last call, by request."""
+        """Of commits since the last call, by request."""
         out, self._first_tokens = self._first_tokens, {}
         return out
 

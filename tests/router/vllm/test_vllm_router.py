@@ -259,6 +259,21 @@ async def test_a_prompt_of_one_token_that_would_be_cut(directory: Path) -> None:
         assert (status, answer["choices"][0]["token_ids"]) == (200, said(6, 1))
 
 
+@pytest.mark.parametrize(("multiple", "num"), [(1, 4), (2, 2), (3, 3), (4, 0)])
+async def test_a_prompt_is_cut_at_a_multiple_and_its_leg_samples_the_next_token(
+    directory: Path, multiple: int, num: int
+) -> None:
+    """The drafter's last entry depends on that token."""
+    pair = Pair(directory, truncate=True, multiple=multiple)
+    async with pair.run() as (url, session):
+        status, answer = await complete(session, url, presence_penalty=0.5)
+        assert (status, answer["choices"][0]["token_ids"]) == (200, said(6))
+        assert pair.legs() == ([["prefill"], ["decode"]] if num else [[], ["none"]])
+        for leg in pair.p.legs("prefill"):
+            assert (leg["prompt"], leg["allowed_token_ids"]) == (PROMPT[:num], [PROMPT[num]])
+            assert (leg["max_tokens"], leg["presence_penalty"]) == (1, 0.0)
+
+
 # ---------------------------------------------------------------- settings and clients
 
 

@@ -170,6 +170,19 @@ def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.Monkey
     for method in ("mtp", "ngram"):
         with pytest.raises(ConfigError, match="Mamba"):
             compat.check_config(config(model_config=state, speculative_config=drafter(method)))
+    delta = SimpleNamespace(**vars(state), hf_text_config=SimpleNamespace(model_type="qwen3_next"))
+    exact = SimpleNamespace(cache_dtype="auto", mamba_ssm_cache_dtype="float32")
+    assert compat.prefill_multiple(config(model_config=delta)) == 64
+    assert compat.prefill_multiple(config(model_config=state)) == compat.prefill_multiple(config()) == 1
+    compat.check_config(config(model_config=delta, cache_config=exact, speculative_config=drafter("mtp")))
+    rounded = SimpleNamespace(cache_dtype="auto", mamba_ssm_cache_dtype="auto")
+    with pytest.raises(ConfigError, match="states must be float32"):
+        compat.check_config(config(model_config=delta, cache_config=rounded, speculative_config=drafter("mtp")))
+    with pytest.raises(ConfigError, match="Mamba"):
+        compat.check_config(config(model_config=delta, cache_config=exact, speculative_config=drafter("ngram")))
+    scaled = SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True)
+    with pytest.raises(ConfigError, match="calculate_kv_scales"):
+        compat.check_config(config(cache_config=scaled))
     small = drafter("draft_model")
     small.draft_model_config = state
     with pytest.raises(ConfigError, match="Mamba"):

@@ -72,6 +72,8 @@ def test_the_answer_is_one_vllms(pair: Pair, name: str) -> None:
         assert same(found, expected) is not False, where
         if same(found, expected) and len(found.tokens) > 1:
             assert found.accepted[:1] == [0 if name == "sampled" else 1], where
+            if name == "grammar":
+                return  # a step whose drafts the grammar forbids is no round
             ours, theirs = rounds(found.accepted), rounds([0, *expected.accepted])
             common = ours.keys() & theirs.keys() - {0}
             assert all(ours[start] == theirs[start] for start in common), where

@@ -1,5 +1,5 @@
-"""Models with other caches than full attention: sliding windows, Mamba-2 states, latents (MLA), with drafters of
-another kind of cache. One uses a shared directory, the others NIXL.
+"""Models with other caches than full attention: sliding windows, states (Mamba-2, gated delta nets), latents (MLA),
+with drafters of another kind of cache. One uses a shared directory, the others NIXL.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from testkit.vllm.checkpoints import deepseek, gemma3, gpt_oss, mamba2, windowed
+from testkit.vllm.checkpoints import deepseek, gemma3, gpt_oss, mamba2, qwen3_next, windowed
 from testkit.vllm.checks import check_all_are_handed_over
 from testkit.vllm.servers import (
     EAGLE3,
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(1800)
 # The same kernel on all CPUs: with AMX vLLM would take AMX_MLA, for bfloat16 only.
 MLA = "CPU_MLA"
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "attention_backend": MLA}
+DELTA_NETS = ["--dtype", "bfloat16", "--mamba-ssm-cache-dtype", "float32", "--no-enable-prefix-caching"]
 Arguments = dict[str, Any]
 CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path], Arguments]]] = {
     "sliding window": (gemma3, lambda folder: {"prefill": ["--max-num-batched-tokens", "256"]}),
@@ -38,6 +39,10 @@ CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path], Arguments]]] = {
     ),
     "gpt-oss with eagle3": (gpt_oss, lambda folder: {"spec": EAGLE3 | {"model": str(folder / "model" / "eagle3")}}),
     "mamba-2": (mamba2, lambda folder: {"both": ["--no-enable-prefix-caching"]}),
+    "gated delta nets with mtp": (
+        qwen3_next,
+        lambda folder: {"spec": {"method": "mtp", "num_speculative_tokens": 3}, "both": DELTA_NETS},
+    ),
     "mla with mtp": (deepseek, lambda folder: {"spec": MTP, "both": ["--attention-backend", MLA]}),
 }
 
@@ -56,4 +61,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_greedy_tokens_and_acceptance_are_those_of_one_vllm(pair: Pair, mode: Mode) -> None:
     # A prompt of 2 tokens hands over 1.
     lengths = [2, 3, *range(15, 18), 31, 32, 33, *range(62, 100, 2), 95, 97, 300, 700]
+    if (multiple := pair.prefill.identity["prefill_multiple"]) > 1:
+        lengths = [multiple + length for length in lengths]  # shorter ones are not handed off
     check_all_are_handed_over(pair, demo_prompts(lengths, seed=61), 24, mode)

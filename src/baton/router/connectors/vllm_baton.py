@@ -31,15 +31,18 @@ class VllmBatonConnector(VllmConnector):
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
-        self._truncating: dict[str, bool] = {}  # by URL: whether prefill legs get the prompt without its last token
+        self._identities: dict[str, VllmIdentity] = {}  # by URL
 
     def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
         p = VllmClient.of(prefill)
         tokens, seeded = request.prompt_token_ids, self.config.seed_first_token
         if seeded and request.sampling_params.max_tokens - request.num_known == 1:
             return Legs({"prefill": p.leg(request)})  # the first token is the last
+        handed_over = len(tokens) if seeded else self._handed_over(p, len(tokens))
+        if not handed_over and self._truncates(p):
+            return Legs({"decode": VllmClient.of(decode).leg(request)})
         # A vLLM server can check a ticket only against the tokens that are handed over.
-        digest = request_digest(tokens if seeded else tokens[:-1], SamplingParams())
+        digest = request_digest(tokens[:handed_over], SamplingParams())
         ticket = mint_ticket(self.config, prefill, decode, kv_mode, digest)
 
         async def on_end(outcome: HandoffOutcome) -> None:
@@ -77,11 +80,8 @@ class VllmBatonConnector(VllmConnector):
         p, d = VllmClient.of(prefill), VllmClient.of(decode)
         tokens, offered = request.prompt_token_ids, _params(LegParams(role="prefill", ticket=ticket))
         decoding = d.leg(request, _params(LegParams(role="decode", ticket=ticket)))
-        if self._truncating.get(p.url):
-            if len(tokens) == 1:
-                return {"decode": d.leg(request)}  # there is nothing to hand over
-            num_prompt = min(len(tokens) - request.num_known, len(tokens) - 1)
-            short = msgspec.structs.replace(request, prompt_token_ids=tokens[:-1], num_prompt_tokens=num_prompt)
+        if self._truncates(p):
+            short = _short(request, self._handed_over(p, len(tokens)))
             return {"prefill": muted(p.leg(short, offered, first_only=True)), "decode": decoding}
         first = p.leg(request, offered, first_only=True)
         return {"prefill": muted(first) if draws_anew(request, prefill) else first, "decode": decoding}
@@ -98,8 +98,27 @@ class VllmBatonConnector(VllmConnector):
             named = identity.data_parallel_rank is not None and client.rank is None
             problem = "has data-parallel ranks: name each, as URL#dp_rank=0" if named else "has no such rank"
             raise RequestError(f"{client.url} {problem}", "url")
-        self._truncating[client.url] = identity.truncate_prefill
+        self._identities[client.url] = identity
         return identity
+
+    def _truncates(self, prefill: VllmClient) -> bool:
+        identity = self._identities.get(prefill.url)
+        return identity is not None and identity.truncate_prefill
+
+    def _handed_over(self, prefill: VllmClient, num_tokens: int) -> int:
+        identity = self._identities.get(prefill.url)
+        return num_tokens - 1 if identity is None else identity.handed_over(num_tokens)
+
+
+def _short(request: GenerateRequest, handed_over: int) -> GenerateRequest:
+    """A prefill leg of the tokens that are handed over. Its drafter's last entry depends on the next token, so it may
+    sample no other."""
+    tokens, max_tokens = request.prompt_token_ids, request.sampling_params.max_tokens
+    only = SamplingParams(max_tokens=max_tokens, temperature=0.0, allowed_token_ids=(tokens[handed_over],))
+    num_prompt = min(len(tokens) - request.num_known, handed_over)
+    return msgspec.structs.replace(
+        request, prompt_token_ids=tokens[:handed_over], num_prompt_tokens=num_prompt, sampling_params=only
+    )
 
 
 def _params(leg: LegParams) -> dict[str, object]:
