@@ -31,6 +31,7 @@ CODE_BY_ERROR: dict[type[errors.BatonError], str] = {
     errors.EngineLostError: "engine_unavailable",
     errors.EngineStalledError: "engine_stalled",
     errors.DrainingError: "draining",
+    errors.ShortageError: "engine_unavailable",
     errors.CapacityError: "capacity",
     errors.NonFiniteLogitsError: "nonfinite_logits",
     errors.ProtocolError: "protocol_error",

@@ -12,7 +12,8 @@ BatonError
 ├── EngineUnavailableError
 │   ├── EngineLostError
 │   ├── EngineStalledError
-│   └── DrainingError
+│   ├── DrainingError
+│   └── ShortageError
 ├── CapacityError
 ├── NonFiniteLogitsError
 ├── ProtocolError
@@ -95,6 +96,10 @@ class EngineStalledError(EngineUnavailableError):
 
 class DrainingError(EngineUnavailableError):
     """A server is about to end. Running requests may complete; new ones are refused."""
+
+
+class ShortageError(EngineUnavailableError):
+    """This process has no descriptor, port or memory left to reach an engine, which says nothing about the engine."""
 
 
 class CapacityError(BatonError):

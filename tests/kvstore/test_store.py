@@ -50,7 +50,7 @@ def test_an_entry_that_cannot_be_read_is_not_damaged(
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FileStore(tmp_path)
     # The error of write() on a full disk comes from a real one.
-    monkeypatch.setattr("baton.kvstore.store.open", lambda fd, mode: _full(fd), raising=False)
+    monkeypatch.setattr("baton.kvstore.store.open", lambda fd, mode, closefd: _full(fd), raising=False)
     with pytest.raises(TransportError, match=r"cannot write to the store .*: No space left on device"):
         store.put({"x": pattern(64, 1)})
     assert list(tmp_path.iterdir()) == []
@@ -58,7 +58,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 
 def _full(fd: int) -> Any:
     os.dup2(os.open("/dev/full", os.O_WRONLY), fd)
-    return os.fdopen(fd, "wb")
+    return os.fdopen(fd, "wb", closefd=False)
 
 
 def test_a_directory_that_is_gone_is_an_error_of_the_transport(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ TESTS = {
     "src/baton/handoff/plan": ("tests/handoff/planning",),
     "src/baton/handoff/protocol": ("tests/handoff/protocol",),
     "src/baton/handoff/session": ("tests/handoff/session", "tests/handoff/test_agent.py"),
+    "src/baton/kv": ("tests/kv",),
+    "src/baton/kvstore": ("tests/kvstore",),
     "src/baton/router": ("tests/router",),
 }
 LIBRARIES = ("aiohttp.web", "hypothesis", "msgspec", "numba", "numpy", "prometheus_client", "torch", "xxhash", "zmq")

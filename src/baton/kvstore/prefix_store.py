@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -26,6 +25,7 @@ from baton.kv.prefix import Chain
 from baton.kv.states import StatePool
 from baton.kv.tables import BlockTables
 from baton.kvstore.store import ByteArray, FileStore, content_key
+from baton.kvstore.threads import started_executor
 from baton.log_limit import LogLimit
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,8 @@ class PrefixStore:
         self._span_pages = {name: self._span // pool.page_size for name, pool in self._paged.items()}
         self._reach = max(pool.reach for pool in pools.values())
         self._num_writing = 0
-        self._readers = ThreadPoolExecutor(2, thread_name_prefix="baton-prefix-read")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="baton-prefix-write")
+        self._readers = started_executor(2, "baton-prefix-read")
+        self._writer = started_executor(1, "baton-prefix-write")
         self._post: Post
         self._on_failure: Callable[[str], None]
 

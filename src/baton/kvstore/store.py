@@ -22,7 +22,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -98,7 +98,7 @@ class FileStore:
         try:
             self._make_room(len(data))
             fd = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with open(fd, "wb") as file:
+            with _closing(fd), open(fd, "wb", closefd=False) as file:
                 file.write(data)
             os.rename(part, path)
         except OSError as error:
@@ -161,12 +161,14 @@ class FileStore:
             if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
                 raise ValueError(error.strerror) from error
             raise
-        with open(fd, "rb") as file:
+        # `open` does not close the descriptor if it refuses it, as it does a directory's.
+        with _closing(fd):
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size > self.max_bytes:
                 raise ValueError("not a regular file of a size that the store may have")
             # A file that shrinks under a mapping kills the process.
-            return file.read(status.st_size)
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(status.st_size)
 
     def _entries(self) -> list[tuple[float, int, Path]]:
         """(time of last use, bytes, path) of all entries, oldest first. Removes abandoned temporary files."""
@@ -206,6 +208,14 @@ class FileStore:
         if room < nbytes:
             raise TransportError(f"the store {self.directory} is full of entries of the last {KEEP_S:g} seconds")
         return min(room, nbytes + self._margin)
+
+
+@contextlib.contextmanager
+def _closing(fd: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(fd)
 
 
 def content_key(context: str, token_ids: Sequence[int]) -> str:

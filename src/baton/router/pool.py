@@ -15,6 +15,7 @@ from baton.errors import (
     EngineUnavailableError,
     ProtocolError,
     RequestError,
+    ShortageError,
 )
 from baton.router.clients.address import checked_url
 from baton.router.clients.engine_client import EngineClient
@@ -184,6 +185,10 @@ class EnginePool:
             await self._identify(engine)
             if self._is_overload is not None:
                 engine.overloaded = self._is_overload(await engine.client.load())
+        except ShortageError as error:
+            if not engine.unasked:
+                logger.warning("engine %s cannot be asked: %s", engine.url, error)
+            engine.unasked = True
         except BatonError as error:
             if engine.problem != str(error):
                 logger.warning("engine %s: %s", engine.url, error)
@@ -223,4 +228,4 @@ class EnginePool:
         engine.info, engine.problem = info, None
         engine.draining = engine.leaving
         engine.answered, engine.num_silent = asyncio.get_running_loop().time(), 0
-        engine.gone = engine.evicted = False
+        engine.gone = engine.evicted = engine.unasked = False

@@ -52,6 +52,7 @@ class PooledEngine:
     # Since then nothing, or the wrong server, listened at its address. If that is silent now, an engine is starting
     # there.
     gone: bool = False
+    unasked: bool = False  # since then this process had no descriptor to ask; the engine counts as what it was
     evicted: bool = False  # its lease has expired, and its legs were failed
     draining: bool = False  # it gets no new requests, by its own word or the operator's (`leaving`)
     leaving: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import ClassVar, TypeVar
@@ -19,6 +20,7 @@ from baton.errors import (
     OverloadedError,
     ProtocolError,
     RequestError,
+    ShortageError,
 )
 from baton.openai.answers import decode, read_error
 from baton.openai.client import PLAIN, describe, failures, read_body, read_refusal
@@ -34,6 +36,8 @@ _SCORE_BYTES = 80
 _MAX_ASK_BYTES = 2**20
 _MAX_METRICS_BYTES = 2**24
 _PIECE_BYTES = 2**16
+# Connecting fails with these while this process has no descriptor, port or memory left.
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
 
 T = TypeVar("T")
 
@@ -71,7 +75,7 @@ class EngineClient(ABC):
         """The engine's identity and limits.
 
         Raises `EngineLostError` if it does not answer or reports a stall, `EngineUnavailableError` if it cannot be
-        reached, `ProtocolError` if it is not an engine of this kind.
+        reached, `ShortageError` if it could not be asked, `ProtocolError` if it is not an engine of this kind.
         """
 
     @abstractmethod
@@ -133,7 +137,9 @@ class EngineClient(ABC):
         except asyncio.TimeoutError:
             raise EngineLostError(f"engine {self.url} does not answer") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise EngineUnavailableError(f"engine {self.url}: {describe(error)}") from None
+            short = isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in _SHORTAGES
+            kind = ShortageError if short else EngineUnavailableError
+            raise kind(f"engine {self.url}: {describe(error)}") from None
 
 
 class BatonClient(EngineClient):

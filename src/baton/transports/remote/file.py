@@ -18,7 +18,7 @@ its requests.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -28,6 +28,7 @@ import numpy as np
 from baton.errors import BatonError, ProtocolError, TransportError
 from baton.kv.geometry import CopyList
 from baton.kvstore.store import FileStore, StoreOptions
+from baton.kvstore.threads import started_executor
 from baton.transports.base import ByteArray, Direction
 from baton.transports.batches import BATCH_BYTES, Runs
 from baton.transports.copying import copy_runs
@@ -80,7 +81,7 @@ class FileLibrary(Library):
 
     def __init__(self, options: FileOptions) -> None:
         self._store = FileStore(options.path, options.max_bytes)
-        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="baton-file")
+        self._workers = started_executor(_WORKERS, "baton-file")
         self._serving: set[Future[None]] = set()
         self._asked: WeakValueDictionary[int, Batch] = WeakValueDictionary()  # by number; the driver keeps them alive
         self._next = 0

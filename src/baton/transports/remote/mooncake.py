@@ -18,12 +18,13 @@ import importlib
 import ipaddress
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import msgspec
 
 from baton.errors import ConfigError, ProtocolError, TransportError
+from baton.kvstore.threads import started_executor
 from baton.transports.base import ByteArray, Direction
 from baton.transports.batches import Runs
 from baton.transports.registry import read_options
@@ -53,7 +54,7 @@ class MooncakeLibrary(Library):
         self._bounce: ByteArray
         # Kept after `stop` too: Mooncake may still process a batch in this memory.
         self._registered: list[ByteArray] = []
-        self._workers = ThreadPoolExecutor(_MAX_PEERS, thread_name_prefix="baton-mooncake-copy")
+        self._workers = started_executor(_MAX_PEERS, "baton-mooncake-copy")
 
     def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
         self._wake, self._bounce = lifeline.wake, bounce
