@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.kernels.cpu import causal_conv as causal_conv_cpu
 from baton.kernels.cpu.scalar import as_array, supports
+from baton.kernels.device import DeviceRows, has_kernels, triton_convolve
 from baton.models.cache import ScanRows
 from baton.models.layers.linear import Build
 from baton.models.layers.parallel import Share
@@ -35,7 +37,8 @@ class CausalConv(nn.Module):
         [T, C]. Also returns the states after the rows `kept`, the last K - 1 inputs [len(kept), C, K - 1]."""
         weight, bias = self._parameters32()
         if not self._on_cpu:
-            return _on_device(rows_TX[:, first : first + len(bias)], state, weight, bias, rows)
+            inputs = rows_TX[:, first : first + len(bias)]
+            return _convolved(inputs, state, weight, bias, rows), _last_inputs(inputs, state, rows)
         mixed = torch.empty(len(rows_TX), len(bias))
         kept = state.new_empty(len(rows.kept), *state.shape[1:])
         values, inputs, starts = as_array(rows_TX), as_array(state), rows.query_start
@@ -50,24 +53,32 @@ class CausalConv(nn.Module):
         return self._wide
 
 
-def _on_device(inputs_TC: Tensor, state: Tensor, weight: Tensor, bias: Tensor, rows: ScanRows) -> tuple[Tensor, Tensor]:
-    outs, states = [], []
+def _convolved(inputs_TC: Tensor, state: Tensor, weight: Tensor, bias: Tensor, rows: ScanRows) -> Tensor:
+    """Tap by tap, since a library's convolution may round in another order for another number of rows."""
+    if has_kernels(inputs_TC.device.type):
+        where = DeviceRows.of(rows.query_start, rows.kept, inputs_TC.device)
+        return triton_convolve(inputs_TC, state, weight, bias, where)
+    outs = []
     for r, (start, stop) in enumerate(itertools.pairwise(rows.query_start.tolist())):
-        here = rows.kept[(rows.kept >= start) & (rows.kept < stop)] - start
-        outs.append(convolve(inputs_TC[start:stop], state[r], weight, bias))
-        states.append(last_inputs(inputs_TC[start:stop], state[r], torch.from_numpy(here).to(inputs_TC.device)))
-    return torch.cat(outs), torch.cat(states)
+        joined = torch.cat((state[r].T, inputs_TC[start:stop])).float()
+        total = bias.expand(stop - start, -1)
+        for tap, factors in enumerate(weight):
+            total = total + joined[tap : tap + stop - start] * factors
+        outs.append(F.silu(total))
+    return torch.cat(outs)
 
 
-def convolve(inputs_TC: Tensor, state_CK: Tensor, weight_KC: Tensor, bias_C: Tensor) -> Tensor:
-    """Causal depthwise convolution of one request's rows after its state's K - 1 inputs, then SiLU: float32 [T, C]."""
-    joined = torch.cat((state_CK, inputs_TC.T), dim=1).float()
-    return F.silu(F.conv1d(joined, weight_KC.T[:, None], bias_C, groups=len(joined))).T
+def _last_inputs(inputs_TC: Tensor, state: Tensor, rows: ScanRows) -> Tensor:
+    """The K - 1 inputs up to each of the rows `kept`, those of earlier steps from `state`: [len(kept), C, K - 1]."""
+    columns, starts = state.shape[2], rows.query_start.astype(np.int64)
+    owner = np.searchsorted(starts, rows.kept, side="right") - 1
+    at = rows.kept[:, None] - np.arange(columns - 1, -1, -1)
+    begins = starts[owner][:, None]
+    is_new = at >= begins
 
+    def on_device(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(inputs_TC.device)
 
-def last_inputs(inputs_TC: Tensor, state_CK: Tensor, kept: Tensor) -> Tensor:
-    """The K - 1 inputs up to each of the rows `kept`: [len(kept), C, K - 1]."""
-    columns = state_CK.shape[1]
-    joined = torch.cat((state_CK, inputs_TC.T), dim=1)
-    within = kept[:, None] + torch.arange(1, columns + 1, device=kept.device)
-    return joined[:, within].transpose(0, 1)
+    new = inputs_TC[on_device(np.where(is_new, at, 0))]
+    old = state[on_device(owner[:, None]), :, on_device(np.where(is_new, 0, at - begins + columns))]
+    return torch.where(on_device(is_new)[:, :, None], new, old).transpose(1, 2)

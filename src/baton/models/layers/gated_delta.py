@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from baton.errors import CheckpointError
 from baton.kernels.cpu import gated_delta as gated_delta_cpu
 from baton.kernels.cpu.scalar import as_array, supports
+from baton.kernels.device import DeviceRows, has_kernels, square_sums, triton_gated_delta
 from baton.models.cache import LayerCache, ScanRows, StateLayerSpec, StatePlane, States
 from baton.models.layers.causal_conv import CausalConv
 from baton.models.layers.linear import Build, MergedLinear, WeightCut
@@ -117,6 +118,10 @@ class GatedDeltaNet(nn.Module):
         heads, each = spec.value_heads, spec.value_heads // spec.key_heads
         b, a = torch.split(projected[:, -2 * heads :].float(), heads, dim=1)
         beta, decay = b.sigmoid(), (rate * F.softplus(a + dt_bias)).exp()
+        if has_kernels(mixed.device.type):
+            where = DeviceRows.of(rows.query_start, rows.kept, mixed.device)
+            sizes = spec.key_heads, spec.key_dim, spec.value_dim
+            return triton_gated_delta(mixed, beta, decay, matrix, sizes, where)
         parts = torch.split(mixed, list(spec.conv_sizes), dim=1)
         q, k, v = (part.view(len(part), -1, size) for part, size in zip(parts, _widths(spec), strict=True))
         q, k = (_unit(part).repeat_interleave(each, dim=1) for part in (q, k))
@@ -141,7 +146,7 @@ class GatedDeltaNet(nn.Module):
             )
             return out
         wide = o.to(weight.dtype).float().view(len(o), -1, size)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
+        wide = wide * torch.rsqrt(square_sums(wide) / size + self._eps)
         gate = F.silu(projected[:, : o.shape[1]].float())
         scaled: Tensor = (weight * wide.to(weight.dtype)).flatten(1) * gate
         return scaled.to(weight.dtype)
@@ -153,4 +158,4 @@ def _widths(spec: GatedDeltaSpec) -> tuple[int, int, int]:
 
 def _unit(x: Tensor) -> Tensor:
     """x divided by its length over the last dimension."""
-    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _L2_EPS)
+    return x * torch.rsqrt(square_sums(x) + _L2_EPS)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from baton.kernels.cpu.elementwise import add_rms_norm, rms_norm, rms_norm_fp32
 from baton.kernels.cpu.scalar import supports
+from baton.kernels.device import has_kernels, triton_rms_norm
 from baton.models.config import ModelConfig
 from baton.models.layers.linear import Build
 
@@ -25,10 +26,13 @@ class RMSNorm(nn.Module):
         self.weight = build.empty(size)
         self._eps, self._eps32 = eps, np.float32(eps)
         self._on_cpu = supports(build.device, build.dtype)
+        self._on_device = has_kernels(build.device.type)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._on_cpu and x.dtype == self.weight.dtype:
             return rms_norm(x, self.weight, self._eps32)
+        if self._on_device and x.dtype == self.weight.dtype:
+            return triton_rms_norm(x, self.weight, self._eps, None)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
         return self.weight * wide.to(x.dtype)
@@ -49,8 +53,11 @@ class Fp32RMSNorm(nn.Module):
         self.weight = replace(build, dtype=torch.float32).empty(size)
         self._eps, self._offset = eps, offset
         self._on_cpu = supports(build.device, build.dtype)
+        self._on_device = has_kernels(build.device.type)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._on_device:
+            return triton_rms_norm(x, self.weight, self._eps, self._offset)
         if self._on_cpu:
             return rms_norm_fp32(x, self.weight, np.float32(self._offset), np.float32(self._eps))
         wide = x.float()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from baton.kernels.cpu import small_gemm
 from baton.kernels.cpu.int8_gemm import Int8Weight
+from baton.kernels.device import aligned
 from baton.models.layers.parallel import SINGLE_RANK, Share, TensorRank
 
 # oneDNN and PyTorch each cache what they compile for 1,024 shapes by default: most of a gigabyte with prompts of many
@@ -87,10 +88,17 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def block_heights(
-    rows: int, columns: int, dtype: torch.dtype, device: torch.device, threads: int, is_packed: bool = False
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    threads: int,
+    is_packed: bool = False,
+    has_bias: bool = False,
 ) -> tuple[int, ...]:
     """Block heights, tallest first, that give every row the same bits for a weight [rows, columns].
 
+    With a bias, cuBLAS may choose other algorithms, by the number of rows too.
     The library's choice of algorithm may depend on `threads`. Falls back to single rows, which are invariant by
     themselves, if rows depend on their place even in blocks of the reference height.
     """
@@ -100,7 +108,8 @@ def block_heights(
         blocked = packed(weight)
         assert blocked is not None
         weight = blocked
-    return matching_heights(lambda block: product(block, weight, None), x, heights)
+    bias = weight[:, 0].contiguous() if has_bias else None
+    return matching_heights(lambda block: product(block, weight, bias), x, heights)
 
 
 def _probe(height: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -177,7 +186,9 @@ def blocks(total: int, heights: tuple[int, ...]) -> list[int]:
 def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     total = x.shape[0]
     key = (weight.dtype, x.device, torch.get_num_threads(), weight.is_mkldnn)
-    chosen = blocks(total, block_heights(weight.shape[0], weight.shape[1], *key))
+    has_bias = bias is not None and x.device.type != "cpu"
+    chosen = blocks(total, block_heights(weight.shape[0], weight.shape[1], *key, has_bias=has_bias))
+    x = aligned(x)
     if sum(chosen) > total:
         x = F.pad(x, (0, 0, 0, sum(chosen) - total))
     if len(chosen) == 1:
@@ -186,7 +197,7 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     start = 0
     for height in chosen:
         stop = min(start + height, total)
-        out[start:stop] = product(x[start : start + height], weight, bias)[: stop - start]
+        out[start:stop] = product(aligned(x[start : start + height]), weight, bias)[: stop - start]
         start = stop
     return out
 

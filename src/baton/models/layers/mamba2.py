@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from baton.errors import ConfigError
 from baton.kernels.cpu import mamba2 as mamba2_cpu
 from baton.kernels.cpu.scalar import as_array, supports
+from baton.kernels.device import DeviceRows, has_kernels, triton_mamba2
 from baton.models.cache import LayerCache, ScanRows, StateLayerSpec, StatePlane, States
 from baton.models.layers import mamba2_torch
 from baton.models.layers.causal_conv import CausalConv
@@ -187,6 +188,10 @@ class Mamba2(nn.Module):
         spec = self._spec
         rate, dt_bias, skip = self._parameters32()
         dt = F.softplus(projected[:, -self._split[2] :].float() + dt_bias)
+        if has_kernels(mixed.device.type):
+            where = DeviceRows.of(rows.query_start, rows.kept, mixed.device)
+            sizes = spec.num_groups, spec.state_size, spec.head_dim
+            return triton_mamba2(mixed, dt, (dt * rate).exp(), skip, ssm, sizes, where)
         outs, ssms = [], []
         for r, (start, stop) in enumerate(itertools.pairwise(rows.query_start.tolist())):
             here = rows.kept[(rows.kept >= start) & (rows.kept < stop)] - start

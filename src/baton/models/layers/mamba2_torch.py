@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.device import square_sums
+
 CHUNK = 64
 
 
@@ -57,5 +59,5 @@ def by_chunk(
 def gated_norm(y_TI: Tensor, gate_TI: Tensor, weight_I: Tensor, num_groups: int, eps: float) -> Tensor:
     """RMSNorm of y silu(gate) over each of `num_groups` equal parts of a row, in the weight's dtype."""
     gated = (y_TI * F.silu(gate_TI.float())).view(len(y_TI), num_groups, -1)
-    normed = gated * torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + eps)
+    normed = gated * torch.rsqrt(square_sums(gated) / gated.shape[-1] + eps)
     return (weight_I.float() * normed.flatten(1)).to(weight_I.dtype)
