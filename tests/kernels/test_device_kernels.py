@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels import device
+from baton.kernels.device import square_sums
 from baton.models.cache import ScanRows
 from baton.models.layers.causal_conv import CausalConv
 from baton.models.layers.gated_delta import GatedDeltaNet, GatedDeltaSpec
@@ -22,6 +22,7 @@ from baton.models.layers.parallel import Share
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+L = TypeVar("L", bound=torch.nn.Module)
 CUDA = torch.device("cuda")
 STARTS = np.array([0, 1, 4, 9, 70], dtype=np.int32)
 KEPT = np.array([0, 2, 3, 8, 30, 69])
@@ -33,29 +34,33 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def filled(make: Callable[[Build], torch.nn.Module], where: torch.device) -> torch.nn.Module:
-    module = make(Build(torch.float32, where, True))
-    for seed, parameter in enumerate(module.parameters()):
+def filled(layer: L) -> L:
+    for seed, parameter in enumerate(layer.parameters()):
         parameter.data.copy_(0.5 * numbers(*parameter.shape, seed=seed))
-    return module
+    return layer
+
+
+def norm_of(kind: str, size: int, dtype: torch.dtype) -> RMSNorm | Fp32RMSNorm:
+    build = Build(dtype, CUDA)
+    norm = RMSNorm(size, 1e-6, build) if kind == "rounded first" else Fp32RMSNorm(size, 1e-6, 1.0, build)
+    norm.weight.data.copy_(1.0 + 0.1 * numbers(size))
+    return norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("norm", [RMSNorm, lambda *given: Fp32RMSNorm(*given[:2], 1.0, given[2])])
+@pytest.mark.parametrize("kind", ["rounded first", "rounded once"])
 @pytest.mark.parametrize("shape", [(5, 60), (1, 60), (5, 3, 20), (1, 3, 20)])
-def test_norms_of_views_equal_those_of_copies(norm: Callable[..., torch.nn.Module], shape: tuple[int, ...], dtype: torch.dtype) -> None:  # fmt: skip
-    """Rows of a view are not side by side, whatever the number of rows."""
+def test_norms_of_views_equal_those_of_copies(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Rows of a view do not lie side by side, whatever their number."""
     size = shape[-1]
-    module = norm(size, 1e-6, Build(dtype, CUDA))
-    module.weight.data.copy_(1.0 + 0.1 * numbers(size))
-    whole = numbers(*shape[:-1], 2 * size + 7, seed=1).to(CUDA, dtype)
-    view = whole[..., 3 : 3 + size]
+    norm = norm_of(kind, size, dtype)
+    view = numbers(*shape[:-1], 2 * size + 7, seed=1).to(CUDA, dtype)[..., 3 : 3 + size]
     wide = view.float() * torch.rsqrt(view.float().pow(2).mean(-1, keepdim=True) + 1e-6)
-    expected = module.weight * wide.to(dtype) if isinstance(module, RMSNorm) else (wide * (1.0 + module.weight)).to(dtype)  # fmt: skip
+    by_weight = norm.weight * wide.to(dtype) if kind == "rounded first" else (wide * (1.0 + norm.weight)).to(dtype)
     close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 1.6e-2, "atol": 1e-2}
-    torch.testing.assert_close(module(view), expected, **close)
-    assert torch.equal(module(view), module(view.clone()))
-    torch.testing.assert_close(device.square_sums(view), view.float().pow(2).sum(-1, keepdim=True))
+    torch.testing.assert_close(norm(view), by_weight, **close)
+    assert torch.equal(norm(view), norm(view.clone()))
+    torch.testing.assert_close(square_sums(view), view.float().pow(2).sum(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("size", [60, 576, 4096])
@@ -67,27 +72,23 @@ def test_a_norm_does_not_depend_on_other_rows(size: int) -> None:
     assert torch.equal(norm(rows), torch.cat([norm(row) for row in rows.split(17)]))
 
 
-def layer_on(kind: str, where: torch.device) -> torch.nn.Module:
-    if kind == "mamba2":
-        return filled(lambda build: Mamba2(MAMBA, 32, 1e-6, 0, build), where)
-    if kind == "delta":
-        return filled(lambda build: GatedDeltaNet(DELTA, 32, 1e-6, 0, build), where)
-    return filled(lambda build: CausalConv({"x": Share(0, 10, 10)}, 4, True, build), where)
-
-
 def run(kind: str, where: torch.device, begin: int, stop: int, state: Tensor, kept: np.ndarray) -> tuple[Tensor, ...]:
     """Rows `begin` to `stop` of four requests on a device, those of a cut request after its `state`."""
     starts = np.clip(STARTS, begin, stop) - begin
     rows = ScanRows(starts.astype(np.int32), kept)
-    layer = layer_on(kind, where)
+    on_device, before, build = where.type == "cuda", state.to(where), Build(torch.float32, where, True)
     if kind == "conv":
-        return layer(numbers(70, 14, seed=9)[begin:stop].to(where), 2, state.to(where), rows)  # type: ignore[no-any-return]
-    wide = sum((MAMBA if kind == "mamba2" else DELTA).conv_sizes)
-    heads, first = (6, 48) if kind == "mamba2" else (8, 40)
+        conv = filled(CausalConv({"x": Share(0, 10, 10)}, 4, True, build))
+        mixed, last = conv(numbers(70, 14, seed=9)[begin:stop].to(where), 2, before, rows)
+        return mixed, last
+    wide, first, heads = (sum(MAMBA.conv_sizes), 48, 6) if kind == "mamba2" else (sum(DELTA.conv_sizes), 40, 8)
     mixed = numbers(70, wide, seed=8)[begin:stop].to(where)
     projected = numbers(70, first + wide + heads, seed=9)[begin:stop].to(where)
-    scan = layer._scan_torch if where.type == "cuda" else layer._scan_cpu
-    return scan(projected, mixed, state.to(where), rows)  # type: ignore[no-any-return, operator]
+    if kind == "mamba2":
+        mamba = filled(Mamba2(MAMBA, 32, 1e-6, 0, build))
+        return (mamba._scan_torch if on_device else mamba._scan_cpu)(projected, mixed, before, rows)
+    delta = filled(GatedDeltaNet(DELTA, 32, 1e-6, 0, build))
+    return (delta._scan_torch if on_device else delta._scan_cpu)(projected, mixed, before, rows)
 
 
 SHAPES = {"conv": (4, 10, 3), "mamba2": (4, 6, 96), "delta": (4, 4, 120)}
@@ -96,8 +97,9 @@ SHAPES = {"conv": (4, 10, 3), "mamba2": (4, 6, 96), "delta": (4, 4, 120)}
 @pytest.mark.parametrize("kind", SHAPES)
 def test_recurrences_equal_those_of_the_cpu(kind: str) -> None:
     state = numbers(*SHAPES[kind], seed=5)
-    for here, there in zip(*(run(kind, where, 0, 70, state.clone(), KEPT) for where in (CUDA, torch.device("cpu"))), strict=True):  # fmt: skip
-        torch.testing.assert_close(here.cpu(), there, rtol=2e-5, atol=2e-5)
+    here, there = (run(kind, where, 0, 70, state.clone(), KEPT) for where in (CUDA, torch.device("cpu")))
+    for made, wanted in zip(here, there, strict=True):
+        torch.testing.assert_close(made.cpu(), wanted, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", SHAPES)

@@ -221,3 +221,11 @@ def _changed(descriptor: bytes, change: Callable[[list[object]], object]) -> byt
     metadata = msgspec.msgpack.encode([change(regions[0]), *regions[1:]])
     digest = xxhash.xxh3_64_intdigest(metadata)
     return msgspec.msgpack.encode(msgspec.structs.replace(parsed, metadata=metadata, digest=digest))
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_no_other_process_can_open_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    memory = DeviceMemory(1 << 20, 4096, 0, lambda: None)
+    with pytest.raises(TransportError, match=f"expandable segments: take expandable_segments:true out of {name}"):
+        cuda_ipc.CudaIpcLibrary().register_device([memory])

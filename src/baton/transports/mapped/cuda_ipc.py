@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -33,6 +34,9 @@ from baton.transports.remote.lifeline import Lifeline
 from baton.transports.remote.transport import RemoteTransport
 
 _LOOPBACK = "127.0.0.1"
+# PyTorch's settings of its allocator, the second from version 2.9 on.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:true"
 _Bytes = Annotated[int, Meta(ge=0, lt=1 << 60)]
 
 
@@ -96,6 +100,7 @@ class CudaIpcLibrary(Library):
         raise TransportError("the cuda_ipc transport opens a device's memory, not that of the host")
 
     def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes]:
+        check_allocator(os.environ)
         driver = self._driver = CudaDriver(memory[0].device, self._lifeline.wake)
         found = [(part.address, part.nbytes, *driver.export(part.address)) for part in memory]
         _here[self._endpoint] = [(part.address, part.nbytes) for part in memory]
@@ -156,6 +161,13 @@ class CudaIpcLibrary(Library):
 
     def take_in(self) -> None:
         """Nothing to receive: a peer's kernel writes directly into this side's memory."""
+
+
+def check_allocator(environment: Mapping[str, str]) -> None:
+    """Raise `TransportError` if PyTorch is told to allocate memory that no other process can open."""
+    for name in _ALLOCATOR:
+        if _EXPANDABLE in environment.get(name, "").lower():
+            raise TransportError(f"cuda_ipc cannot open expandable segments: take {_EXPANDABLE} out of {name}")
 
 
 def create(query: dict[str, str]) -> RemoteTransport:
