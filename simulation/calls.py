@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from baton.handoff.session.sessions import Session
+from baton.handoff.session.session import Session
 
 if TYPE_CHECKING:
     from simulation.process import Process

@@ -10,6 +10,7 @@ import msgspec
 from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.agent.rank_handoffs import RankHandoffs
 from baton.handoff.protocol.messages import Hello
+from baton.handoff.session.accepted import AcceptedConnections
 from baton.handoff.session.sessions import Sessions
 from baton.transports.remote.driver import Driver
 
@@ -26,11 +27,11 @@ def node_of(agent: HandoffAgent) -> RankHandoffs:
 
 def hello_of(sessions: Sessions) -> Hello:
     """The HELLO that an engine sends, without challenge and descriptor."""
-    return sessions._hello
+    return sessions.greeting.hello
 
 
 def change_hello(sessions: Sessions, **changes: Any) -> None:
-    sessions._hello = msgspec.structs.replace(sessions._hello, **changes)
+    sessions.greeting.hello = msgspec.structs.replace(sessions.greeting.hello, **changes)
 
 
 def driver_of(transport: Any) -> Driver:
@@ -70,7 +71,7 @@ def process_of(peer: Any) -> Any:
     return peer._process
 
 
-def accepted_of(channel: Any) -> dict[Any, Any]:
-    """Connections that a channel has accepted, by identity."""
-    found: dict[Any, Any] = channel._accepted
+def accepted_of(channel: Any) -> AcceptedConnections:
+    """Connections that a channel has accepted."""
+    found: AcceptedConnections = channel._accepted
     return found

@@ -19,6 +19,7 @@ from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.messages import AttemptKey, PieceDigest, Seeds
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.transitions import DECODE, PREFILL, PREFILL_ENGINE, PREFILL_PEER, Table
+from baton.handoff.session.session import SESSION
 from baton.kv.interval import Interval
 from baton.wire import Mode
 
@@ -218,7 +219,7 @@ def steps(table: Table[Any]) -> str:
 
 
 def tables() -> str:
-    parts = [steps(each) for each in (PREFILL, PREFILL_ENGINE, PREFILL_PEER, DECODE)]
+    parts = [steps(each) for each in (PREFILL, PREFILL_ENGINE, PREFILL_PEER, DECODE, SESSION)]
     return "\n\n".join([*parts, *(table(side, mode) for side in SIDES for mode in SIDES[side][1])])
 
 

@@ -11,6 +11,8 @@ import msgspec
 
 from baton.handoff.protocol.frames import kind_of
 from baton.handoff.protocol.messages import Cancelled, Commit, Confirm, Finished, Hello, Message
+from baton.handoff.session.accepted import AcceptedConnections
+from baton.handoff.session.addresses import Endpoint
 from baton.handoff.session.base import Connection
 from baton.handoff.session.sockets import Channel
 from simulation.modelled.sockets import Parts, SimContext, SimPoller, SimSocket
@@ -141,7 +143,7 @@ class SimChannel(Channel):
     def __init__(self, process: Rank, network: Network) -> None:
         self.process, self.world = process, process.world
         self.address = process.address
-        self.frames = self.malformed = self.dropped = self.evicted = 0
+        self.frames = self.malformed = self.dropped = 0
         keys: Any = SimpleNamespace(engine_id=None, public=b"", secret=b"")
         self._keys, self._named = keys, False
         context: Any = SimContext(network, self)
@@ -152,11 +154,11 @@ class SimChannel(Channel):
         self._poller = poller
         self._router: SimSocket = network.socket(self)
         poller.register(self._router)
-        self._accepted, self._unproven, self._dialled = {}, {}, {}
+        self._accepted, self._dialled = AcceptedConnections(), {}
         self._unaccepted: dict[SimSocket, list[Parts]] = {}
 
-    def _whom(self, address: str) -> tuple[str | None, str, bytes]:
-        return None, address, b""
+    def _endpoint(self, address: str) -> Endpoint:
+        return Endpoint(None, address, b"")
 
     def send(self, connection: Connection, message: Message) -> None:
         if isinstance(message, Commit | Confirm) and self.world.hit("corrupt_seeds"):

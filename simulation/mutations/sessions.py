@@ -28,9 +28,10 @@ from baton.handoff.protocol.messages import (
 )
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import verify
-from baton.handoff.session import sessions as sessions
+from baton.handoff.session import greeting
 from baton.handoff.session.connecting import TransportEnds
-from baton.handoff.session.sessions import Sessions
+from baton.handoff.session.greeting import Greeting
+from baton.handoff.session.session import SessionPhase
 from simulation.mutations.registry import Handle, Patch, around_method, mutation
 
 
@@ -58,11 +59,11 @@ def _attempts_are_one() -> list[Patch]:
 
 @mutation("REGISTER brings a ticket for this very attempt")
 def _no_ticket_check() -> list[Patch]:
-    def check(self: Sessions, session: Any, message: Announce | Register) -> Any:
+    def check(self: Greeting, session: Any, message: Announce | Register) -> Any:
         ticket = verify(self._config.ticket_key, message.ticket, "prefill", self._clock.monotonic())
         return msgspec.structs.replace(ticket, transfer_id=message.key.transfer_id, attempt=message.key.attempt)
 
-    return [(Sessions, "check_register", check)]
+    return [(Greeting, "check_claim", check)]
 
 
 @mutation("who has announced an attempt registers it with the ticket that was checked", ("forged_register", "reorder"))
@@ -72,19 +73,19 @@ def _no_ticket_check_again() -> list[Patch]:
 
 @mutation("a ticket expires by the engine's monotonic clock, whatever the time of day", ("clock_step", "reorder"))
 def _expiry_by_time_of_day() -> list[Patch]:
-    original = Sessions.check_register
+    original = Greeting.check_claim
 
-    def check(self: Sessions, session: Any, message: Register) -> Any:
+    def check(self: Greeting, session: Any, message: Register) -> Any:
         clock: Any = self._clock
         verify(self._config.ticket_key, message.ticket, "prefill", clock.monotonic() + clock.stepped)
         return original(self, session, message)
 
-    return [(Sessions, "check_register", check)]
+    return [(Greeting, "check_claim", check)]
 
 
 @mutation("who says HELLO shows that it knows the ticket key", ("stranger", "reorder"))
 def _no_proof() -> list[Patch]:
-    return [(sessions, "is_proven", lambda key, side, address, challenge, hello: bool(hello.proof))]
+    return [(greeting, "is_proven", lambda key, side, address, challenge, hello: bool(hello.proof))]
 
 
 @mutation("a proof answers the challenge of this connection", ("stranger", "reorder"))
@@ -95,7 +96,7 @@ def _proof_without_challenge() -> list[Patch]:
     def holds(key: bytes, side: handshake.Side, address: str, challenge: bytes, hello: Hello) -> bool:
         return handshake.is_proven(key, side, address, b"", hello)
 
-    return [(sessions, "prove", said), (sessions, "is_proven", holds)]
+    return [(greeting, "prove", said), (greeting, "is_proven", holds)]
 
 
 @mutation("ACK is of a commit, not of an offer to read")
@@ -124,8 +125,10 @@ def _register_before_connected() -> list[Patch]:
     original = Routing.join
 
     def join(self: Routing, attempt: Any, session: Any, hello: Any) -> None:
-        connecting, session.connecting = session.connecting, None
+        phase = session.phase
+        if session.is_connecting:
+            session.phase = SessionPhase.READY
         original(self, attempt, session, hello)
-        session.connecting = connecting
+        session.phase = phase
 
     return [(Routing, "join", join)]

@@ -12,7 +12,8 @@ from baton.handoff.protocol.frames import decode
 from baton.handoff.protocol.messages import Message
 from baton.handoff.session.base import Connection
 from baton.handoff.session.connecting import TransportEnds
-from baton.handoff.session.sessions import Session, Sessions
+from baton.handoff.session.session import Session
+from baton.handoff.session.sessions import Sessions
 from baton.handoff.session.sockets import Channel
 from baton.transports.base import Peer
 from simulation.mutations.registry import Patch, mutation

@@ -18,8 +18,8 @@ from baton.errors import ProtocolError
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.frames import PROTOCOL_VERSION, decode, encode
 from baton.handoff.protocol.messages import AttemptKey, Hello, Message
+from baton.handoff.session.accepted import MAX_UNPROVEN
 from baton.handoff.session.curve import as_client
-from baton.handoff.session.sockets import MAX_UNPROVEN
 from simulation.fuzz import messages
 from simulation.fuzz.frames import FrameMaker, message_classes
 from tests.attacks.attacker import CHALLENGE, KEYS, Scene

@@ -17,6 +17,7 @@ from baton.errors import ConfigError, ProtocolError
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.frames import decode, encode
 from baton.handoff.protocol.messages import AttemptKey, Bye, Cancel, Hello, Message, Renew
+from baton.handoff.session import accepted
 from baton.handoff.session import sockets as channels
 from baton.handoff.session.base import Connection
 from baton.handoff.session.curve import as_client
@@ -255,13 +256,13 @@ def test_a_new_session_on_one_connection_ends_the_old(p: Channel, stranger: Stra
     got = exchange(p, until=lambda: p.frames == 3)[p]
     sessions = [(c.session, type(m)) for c, m in got]
     assert sessions == [(1, Hello), (1, Bye), (2, Hello), (2, Bye), (3, Hello)]
-    assert len(accepted_of(p)) == len(p._unproven) == 1
+    assert len(accepted_of(p)) == accepted_of(p).num_unproven == 1
 
 
 def test_strangers_make_room_and_proven_peers_stay(
     p: Channel, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channels, "MAX_UNPROVEN", 4)
+    monkeypatch.setattr(accepted, "MAX_UNPROVEN", 4)
     stranger.connect().send(encode(hello("D"), 1, 1))
     ((peer, _),) = exchange(p, until=lambda: p.frames == 1)[p]
     peer.proven = True
@@ -271,7 +272,7 @@ def test_strangers_make_room_and_proven_peers_stay(
     ended = [c for c, m in got if isinstance(m, Bye)]
     assert len(ended) == p.evicted == 6
     assert peer not in ended
-    assert len(p._unproven) == 4
+    assert accepted_of(p).num_unproven == 4
     assert len(accepted_of(p)) == 5
     stranger.sockets[0].send(encode(Bye("x"), 1, 2))
     assert exchange(p, until=lambda: p.frames == 12)[p] == [(peer, Bye("x"))]
@@ -280,8 +281,8 @@ def test_strangers_make_room_and_proven_peers_stay(
 
 
 def test_sessions_are_bounded(p: Channel, stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MAX_SESSIONS", 3)
-    monkeypatch.setattr(channels, "MAX_UNPROVEN", 2)
+    monkeypatch.setattr(accepted, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(accepted, "MAX_UNPROVEN", 2)
     for session in range(1, 4):
         stranger.connect().send(encode(hello("D"), session, 1))
         exchange(p, until=lambda session=session: p.frames == session)[p][-1][0].proven = True

@@ -12,7 +12,7 @@ from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.prefill import PrefillHandoff
-from baton.handoff.session.sessions import Session
+from baton.handoff.session.session import Session
 from baton.transports.base import Peer
 
 # Ended attempts are tombstones, which answer a peer, until their ticket expires and for at least TOMBSTONE_S seconds.
@@ -72,8 +72,8 @@ class PrefillAttempt(_Attempt):
         return self.machine.claimed and (self.machine.closed or session.peer is not None)
 
     def waits_for(self, session: Session) -> bool:
-        """D's claim is checked already, but waits until this session is connected."""
-        return self.machine.claimed and not self.machine.closed and session.connecting is not None
+        """Whether D's claim is checked already, but must wait until this session is connected."""
+        return self.machine.claimed and not self.machine.closed and session.is_connecting
 
     def restart_time_limit(self, now: float) -> None:
         """Each ANNOUNCE and the first REGISTER restart the time limit."""

@@ -21,7 +21,8 @@ from baton.handoff.protocol.event_names import name_of
 from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, Cancel, Cancelled, Hello
 from baton.handoff.session.base import ControlChannel, Worker
 from baton.handoff.session.config import AgentConfig
-from baton.handoff.session.sessions import Session, Sessions
+from baton.handoff.session.session import Session
+from baton.handoff.session.sessions import Sessions
 from baton.log_limit import LogLimit
 from baton.transports.base import Transport
 

@@ -13,7 +13,7 @@ from baton.handoff.protocol.frames import kind_of
 from baton.handoff.protocol.messages import Announce, AttemptKey, Cancel, Nack, Register, check_table
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, SignedTicket, Ticket
-from baton.handoff.session.sessions import Session
+from baton.handoff.session.session import Session
 from baton.log_limit import LogLimit
 from baton.wire import LegRole, Mode
 
@@ -99,7 +99,7 @@ class Registrations:
             ticket = self._check(session, message)
             if any(other.attempt > key.attempt for other in self._runner.prefills.same_transfer(key)):
                 raise ProtocolError("a later attempt of this transfer has begun")
-            waits = self.supersede(key) or session.connecting is not None
+            waits = self.supersede(key) or session.is_connecting
             if waits and not (known is not None and known.machine.closed):
                 self._held[key] = _Held(session, message, ticket)
                 if known is not None:
@@ -117,7 +117,7 @@ class Registrations:
         held, ticket = self._held.get(message.key), None
         if held is not None and held.session is session and session.refusal is None:
             ticket = held.ticket if held.message.ticket == message.ticket else None
-        ticket = ticket or self._sessions.check_register(session, message)
+        ticket = ticket or self._sessions.greeting.check_claim(session, message)
         if isinstance(message, Register):
             _check_tables(session, message, ticket.mode)
         return ticket

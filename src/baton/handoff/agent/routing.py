@@ -28,7 +28,7 @@ from baton.handoff.protocol.messages import (
 )
 from baton.handoff.protocol.ticket import Ticket
 from baton.handoff.session.base import Connection
-from baton.handoff.session.sessions import Session
+from baton.handoff.session.session import Session
 from baton.log_limit import LogLimit
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Routing:
         known = self._runner.decodes.get(key)
         if known is not None:
             if isinstance(message, Ready):
-                if session.connecting is not None:
+                if session.is_connecting:
                     return  # copies need the connection; P repeats READY
                 known.on_request(session)
             self._runner.feed(known, ev.Received(message))
@@ -140,8 +140,8 @@ class Routing:
                 self._runner.lose(attempt, "unreachable_peer", str(error))
 
     def join(self, attempt: DecodeAttempt, session: Session, hello: Hello) -> None:
-        """P's HELLO is known and connecting has ended: register, or fail."""
-        if session.connecting is not None:
+        """P's HELLO is known and connecting has ended: register, or fail as they say."""
+        if session.is_connecting:
             return
         runner = self._runner
         if session.refusal is not None:
@@ -241,7 +241,7 @@ class Routing:
         if not attempt.is_from_peer(session):
             raise ProtocolError("message for an attempt of other engines")
         attempt.session = session
-        if isinstance(message, Repair) and session.connecting is not None:
+        if isinstance(message, Repair) and session.is_connecting:
             return  # copies need the connection; D repeats REPAIR
         (attempt.on_request if isinstance(message, Repair) else attempt.on_hello)(session)
         self._runner.feed(attempt, ev.Received(message))

@@ -9,24 +9,20 @@ ended.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-
-import msgspec
 
 from baton.clock import Clock
 from baton.errors import BatonError, IncompatiblePeerError, ProtocolError
 from baton.handoff.plan.planner import Instance
-from baton.handoff.protocol.fingerprint import check_pair, compare, geometry_fields, target_groups
-from baton.handoff.protocol.gather import LEAD, pairs_with
-from baton.handoff.protocol.handshake import Side, is_proven, prove, session_key
-from baton.handoff.protocol.messages import CHALLENGE_BYTES, Announce, Bye, Hello, Pair, Register, Renew
-from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, SignedTicket, Ticket, verify
+from baton.handoff.protocol.messages import Bye, Hello, Renew
+from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Ticket
 from baton.handoff.session.base import Connection, ControlChannel
 from baton.handoff.session.config import AgentConfig
 from baton.handoff.session.connecting import TransportEnds
+from baton.handoff.session.greeting import Greeting
 from baton.handoff.session.health import Health
+from baton.handoff.session.session import Session, SessionPhase
 from baton.log_limit import LogLimit
 from baton.transports.base import Peer, Transport
 
@@ -34,48 +30,6 @@ log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
 _MAX_DOUBLINGS = 16
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """The session with one rank of a peer engine. Times are monotonic seconds."""
-
-    connection: Connection
-    hello: Hello | None = None  # the peer's, once proven
-    connecting: Future[Peer] | None = None  # set while the transport connects; `peer` after that
-    peer: Peer | None = None
-    # Those of the two engines, with the groups whose bytes each moves.
-    pairs: Mapping[Pair, frozenset[str]] = field(default_factory=dict)
-    groups: frozenset[str] | None = None  # this engine's groups whose KV moves; None: all
-    refusal: tuple[str, str] | None = None  # (reason, message) if no KV may be exchanged
-    challenge: bytes = b""  # the peer's, for which we last sent a proof
-    next_hello: float = 0.0
-    redials: int = 0  # how many sessions in a row with this address ended without a proof
-    # Keep redialling until then: the previous session's process may still need the outcome of its attempts.
-    until: float = 0.0
-    last_heard: float = 0.0
-    lease: float = 0.0  # the peer counts as alive for so long after `last_heard`
-    round_trip: float | None = None  # measured, in seconds
-    nonce: int = 0
-    renew_sent: float = 0.0
-
-    @property
-    def ready(self) -> bool:
-        """Attempts may use it."""
-        return self.talking and self.connecting is None
-
-    @property
-    def talking(self) -> bool:
-        """KV may be exchanged with the peer, connected or not."""
-        return self.hello is not None and self.refusal is None
-
-    def is_same(self, other: Session) -> bool:
-        """Whether both lead to the same process, by the same key."""
-        mine, theirs = self.hello, other.hello
-        if mine is None or theirs is None or self.connection.engine != other.connection.engine:
-            return False
-        ends = [(hello.engine_id, hello.incarnation, hello.instance.rank) for hello in (mine, theirs)]
-        return ends[0] == ends[1]
 
 
 class Sessions:
@@ -96,14 +50,10 @@ class Sessions:
         self.servers: dict[str, Session] = {}  # engines that we dialled, by address, to decode from
         self.is_stalled: Callable[[], bool] = lambda: False  # whether the agent's engine hangs
         self._config = config
-        self._gathered = gathered
         self._ends = TransportEnds(transport, clock, channel.wake)
         self._channel = channel
         self._clock = clock
-        facts = {**config.fingerprint, "handoff.integrity": config.integrity}
-        self._hello = Hello(config.engine_id, config.incarnation, facts, instance, bytes(CHALLENGE_BYTES))
-        self._descriptor = descriptor
-        self._fields = {**facts, **geometry_fields(instance)}
+        self.greeting = Greeting(config, instance, descriptor, clock, gathered)
         self.health = Health()
 
     @property
@@ -151,17 +101,10 @@ class Sessions:
     def _say_hello(self, session: Session) -> None:
         session.next_hello = self._clock.monotonic() + self._config.timers.retry
         known = bool(session.challenge)
-        hello = self._own_hello(session.connection, with_descriptor=known)
+        hello = self.greeting.own(session.connection, with_descriptor=known)
         if known:
-            hello = prove(self._config.ticket_key, "dialled", session.connection.address, session.challenge, hello)
+            hello = self.greeting.proven("dialled", session.connection.address, session.challenge, hello)
         self._channel.send(session.connection, hello)
-
-    def _own_hello(self, connection: Connection, with_descriptor: bool) -> Hello:
-        descriptor = self._descriptor if with_descriptor else None
-        return msgspec.structs.replace(self._hello, challenge=connection.challenge, descriptor=descriptor)
-
-    def _is_proven(self, side: Side, address: str, connection: Connection, hello: Hello) -> bool:
-        return is_proven(self._config.ticket_key, side, address, connection.challenge, hello)
 
     def repeat_hello(self, now: float) -> None:
         for session in self.servers.values():
@@ -174,7 +117,7 @@ class Sessions:
         Raises `ProtocolError` if the sender does not prove that it knows the ticket key.
         """
         address = session.connection.address
-        if not self._is_proven("answered", address, session.connection, hello):
+        if not self.greeting.is_proven("answered", address, session.connection, hello):
             raise ProtocolError(f"who answers at {address} does not prove that it knows the ticket key")
         if hello.descriptor is None:
             # Only a new challenge is answered at once. HELLO is repeated anyway; two sides that answered every one
@@ -183,38 +126,31 @@ class Sessions:
                 session.challenge = hello.challenge
                 self._say_hello(session)
             return False
-        session.connection.key = session_key(self._config.ticket_key, session.connection.challenge, hello.challenge)
+        session.connection.key = self.greeting.session_key(session.connection.challenge, hello.challenge)
         self._greet(session, hello)
         return True
 
     def _greet(self, session: Session, hello: Hello) -> None:
         """Compare fingerprints with a proven peer, and connect the transport."""
-        session.hello = hello
         try:
-            here = self._hello.instance
-            if not compare(self._fields, {**hello.fingerprint, **geometry_fields(hello.instance.check())}):
-                here = here.only(target_groups(here))
-                hello = msgspec.structs.replace(hello, instance=hello.instance.only(target_groups(hello.instance)))
-                session.hello, session.groups = hello, frozenset(here.groups)
-            session.pairs = self._pairs(here, hello.instance, dialled=session.connection.identity is None)
-            self._connect(session, hello)
+            self.greeting.agree(session, hello)
         except IncompatiblePeerError as error:
             session.refusal = ("incompatible_peer", str(error))
+            session.step("refuse")
         except BatonError as error:
             session.refusal = ("unreachable_peer", str(error))
+            session.step("not reached")
+        else:
+            self._connect(session)
         if session.refusal is not None:
             log.warning("no handoff with engine %s: %s", hello.engine_id, session.refusal[1])
 
-    def _pairs(self, here: Instance, peer: Instance, dialled: bool) -> dict[Pair, frozenset[str]]:
-        if self._gathered:
-            return pairs_with(here, peer, sends=not dialled)
-        check_pair(here, peer)
-        return {LEAD: frozenset(here.groups)}
-
-    def _connect(self, session: Session, hello: Hello) -> None:
-        session.connecting = self._ends.begin(hello.descriptor or b"")
+    def _connect(self, session: Session) -> None:
+        assert session.hello is not None
+        session.step("connect")
+        session.connecting = self._ends.begin(session.hello.descriptor or b"")
         if session.connecting.done():
-            self._connected(session, session.connecting, hello)
+            self._connected(session, session.connecting, session.hello)
 
     def _connected(self, session: Session, future: Future[Peer], hello: Hello) -> None:
         session.connecting = None
@@ -222,12 +158,15 @@ class Sessions:
             session.peer = self._ends.result(future, hello.descriptor or b"")
         except BatonError as error:
             session.refusal = ("unreachable_peer", str(error))
+            session.step("not reached")
+        else:
+            session.step("connected")
 
     def reach_again(self, session: Session) -> None:
-        """Connect again to an unreachable peer that now sends a claim, if its pause is over."""
-        if session.hello is not None and session.refusal is not None and session.refusal[0] == "unreachable_peer":
+        """Connect again to a peer that was unreachable and now sends a claim, if its pause is over."""
+        if session.phase is SessionPhase.UNREACHABLE:
             session.refusal = None
-            self._connect(session, session.hello)
+            self._connect(session)
 
     def poll(self) -> list[Session]:
         """The sessions whose connecting has ended since the last call."""
@@ -249,41 +188,21 @@ class Sessions:
         Raises `ProtocolError` for an invalid proof.
         """
         session = self.clients.setdefault(connection, self._session(connection))
-        proven = self._is_proven("dialled", self._channel.address, connection, hello)
+        proven = self.greeting.is_proven("dialled", self._channel.address, connection, hello)
         if proven and session.hello is None:
             connection.proven = True
-            connection.key = session_key(self._config.ticket_key, hello.challenge, connection.challenge)
+            connection.key = self.greeting.session_key(hello.challenge, connection.challenge)
             session.hello = hello
             for old in [old for old in self.clients.values() if old is not session and old.is_same(session)]:
                 # Its attempts continue in the new session. The old transport connection may be broken at the other end:
                 # make a new one.
                 self.hang_up(old)
             self._greet(session, hello)
-        own = self._own_hello(connection, with_descriptor=proven)
-        answer = prove(self._config.ticket_key, "answered", self._channel.address, hello.challenge, own)
-        self._channel.send(connection, answer)
+        own = self.greeting.own(connection, with_descriptor=proven)
+        self._channel.send(connection, self.greeting.proven("answered", self._channel.address, hello.challenge, own))
         if hello.proof and not proven:
             raise ProtocolError(f"HELLO of {hello.engine_id!r} proves no knowledge of the ticket key")
         return session
-
-    def check_register(self, session: Session, message: Announce | Register) -> SignedTicket:
-        """Verify the ticket of a claim by this session's peer. Raises `ProtocolError` with the reason."""
-        config, hello = self._config, session.hello
-        if hello is None or session.refusal is not None:
-            raise ProtocolError(session.refusal[1] if session.refusal else "a session begins with HELLO")
-        ticket = verify(config.ticket_key, message.ticket, "prefill", self._clock.monotonic())
-        if ticket.key.of_pair(message.key.pair) != message.key:
-            raise ProtocolError("the ticket is for another attempt")
-        if message.key.pair not in session.pairs:
-            raise ProtocolError(f"ranks {message.key.pair} have nothing to hand over")
-        named = (ticket.prefill_addresses, self._hello), (ticket.decode_addresses, hello)
-        if any(len(addresses) != side.instance.num_ranks for addresses, side in named):
-            raise ProtocolError("the ticket does not name each rank once")
-        if (ticket.prefill_engine, ticket.prefill_incarnation) != (config.engine_id, config.incarnation):
-            raise ProtocolError("the ticket names another prefill engine")
-        if (ticket.decode_engine, ticket.decode_incarnation) != (hello.engine_id, hello.incarnation):
-            raise ProtocolError("the ticket names another decode engine")
-        return ticket
 
     # ------------------------------------------------------------ life and health
 
@@ -335,6 +254,7 @@ class Sessions:
         if session.connecting is not None:
             self._ends.abandon(session.connecting)
             session.connecting = None
+        session.step("hang up")
         if session.peer is not None:
             self._ends.retire(session.peer)
 

@@ -23,26 +23,25 @@ import zmq
 
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.protocol.frames import MAX_FRAME, decode, encode
-from baton.handoff.protocol.handshake import Side, is_sealed, seal
 from baton.handoff.protocol.messages import Bye, Hello, Message
+from baton.handoff.session.accepted import AcceptedConnections
+from baton.handoff.session.addresses import Endpoint, endpoint_of
 from baton.handoff.session.base import Connection
 from baton.handoff.session.curve import Gate, Socket, as_client, begin_ids_at_random
-from baton.handoff.session.keys import CONTROL_BIND, Keys, check_bind, is_local
+from baton.handoff.session.keys import CONTROL_BIND, Keys, check_bind
+from baton.handoff.session.seals import checked, seal_of
 from baton.log_limit import LogLimit
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
-MAX_SESSIONS = 1024
-# Beyond this, a new session of an unproven peer evicts the oldest.
-MAX_UNPROVEN = 128
 _BURST = 256
 # Frames queued in one connection before its sender is held back.
 _QUEUE = 128
-# Of a context with its threads, a ROUTER with monitor and authentication, and a pair that wakes: 12 measured.
+# A context with its threads, a ROUTER with its monitor and authentication, and a pair that wakes: 12 measured.
 _NUM_DESCRIPTORS = 24
-# How long frames may take to leave when one session ends, and when all do. The second is longer, because a peer that
-# gets no BYE waits for its fence. Only a peer that reads nothing costs the whole time.
+# How long frames may take to leave when one session ends, and when all do; milliseconds. The second is longer, because
+# a peer that gets no BYE has to wait for its fence. Only a peer that reads nothing costs the whole time.
 _LINGER_MS, _LAST_LINGER_MS = 200, 5000
 # Unread frames answered at most when the channel closes.
 _LAST_FRAMES = 4096
@@ -94,13 +93,15 @@ class Channel:
         self._poller = zmq.Poller()
         for readable in (self._router, self._wake_out, *self._gate.sockets):
             self._poller.register(readable, zmq.POLLIN)
-        self._accepted: dict[bytes, Connection] = {}
-        self._unproven: dict[bytes, Connection] = {}
+        self._accepted = AcceptedConnections()
         self._dialled: dict[Socket, Connection] = {}
         self.frames = 0
         self.malformed = 0
         self.dropped = 0
-        self.evicted = 0
+
+    @property
+    def evicted(self) -> int:
+        return self._accepted.evicted
 
     @property
     def refused(self) -> int:
@@ -121,21 +122,21 @@ class Channel:
     # ------------------------------------------------------------ connections
 
     def dial(self, address: str) -> Connection:
-        """Connects in the background. Without a free file descriptor each `send` tries again, and its message is
-        lost."""
-        engine, endpoint, key = self._whom(address)
-        connection = Connection(secrets.randbits(62), None, address=address, engine=engine)
-        self._open(connection, endpoint, key)
+        """Connects in the background. If this process has no file descriptor left, each `send` tries again, and its
+        message is lost until there is one."""
+        endpoint = self._endpoint(address)
+        connection = Connection(secrets.randbits(62), None, address=address, engine=endpoint.engine)
+        self._open(connection, endpoint)
         return connection
 
-    def _open(self, connection: Connection, endpoint: str, key: bytes) -> None:
+    def _open(self, connection: Connection, endpoint: Endpoint) -> None:
         sock = None
         try:
             sock = self._socket(zmq.DEALER)
             sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
             sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
-            as_client(sock, self._keys, key)
-            sock.connect(endpoint)
+            as_client(sock, self._keys, endpoint.public_key)
+            sock.connect(endpoint.address)
         except zmq.ZMQError as error:
             if sock is not None:
                 sock.close()
@@ -151,34 +152,15 @@ class Channel:
         """Whether the socket is open; tries to open a missing one."""
         if connection.socket is None:
             with contextlib.suppress(ProtocolError):  # the peer's key has been removed since
-                self._open(connection, *self._whom(connection.address)[1:])
+                self._open(connection, self._endpoint(connection.address))
         return connection.socket is not None
 
-    def _whom(self, address: str) -> tuple[str | None, str, bytes]:
-        """`(engine, ZeroMQ endpoint, public key)`; engine is None if all share one pair."""
-        named = address.removeprefix("curve://")
-        if not self._named:
-            if named != address:
-                raise ProtocolError(f"the engine at {address!r} asks for keys, and none are configured here")
-            if not is_local(address):
-                raise ProtocolError(f"{address!r} is on another host, which takes keys")
-            return None, address, self._keys.public
-        engine, at, host = named.partition("@")
-        if named == address or not at:
-            raise ProtocolError(f"the engine at {address!r} has no keys")
-        try:
-            key = self._keys.public_of(engine)
-        except ConfigError as error:
-            raise ProtocolError(str(error)) from error
-        if key is None:
-            raise ProtocolError(f"engine {engine!r} is not among the authorised keys")
-        return engine, f"tcp://{host}", key
+    def _endpoint(self, address: str) -> Endpoint:
+        return endpoint_of(address, self._keys)
 
     def drop(self, connection: Connection) -> None:
         if connection.identity is not None:
-            if self._accepted.get(connection.identity) is connection:
-                del self._accepted[connection.identity]
-                self._unproven.pop(connection.identity, None)
+            self._accepted.drop(connection.identity, connection)
         elif connection.socket is not None and self._dialled.pop(connection.socket, None) is not None:
             self._poller.unregister(connection.socket)
             connection.socket.close()
@@ -191,10 +173,7 @@ class Channel:
         if not self._is_open(connection):
             self.dropped += 1
             return
-        mark = []
-        if connection.key:
-            mark = [seal(connection.key, "dialled" if connection.identity is None else "answered", frame)]
-        self._transmit(connection.socket, connection.identity, frame, *mark)
+        self._transmit(connection.socket, connection.identity, frame, *seal_of(connection, frame))
 
     def _transmit(self, sock: Socket, identity: bytes | None, *frame: bytes) -> None:
         try:
@@ -259,27 +238,10 @@ class Channel:
                 return []
             if engine is not None and message.engine_id != engine:
                 raise ProtocolError(f"HELLO of engine {message.engine_id!r} came with the key of {engine!r}")
-            ended = [(old, Bye("replaced")) for old in self._make_room(identity)]
+            ended = [(old, Bye("replaced")) for old in self._accepted.make_room(identity)]
             connection = Connection(session, self._router, identity, engine=engine)
-            self._accepted[identity] = self._unproven[identity] = connection
-        return ended + self._in_order(connection, sequence, _checked(connection, "dialled", message, frame, mark))
-
-    def _make_room(self, identity: bytes) -> list[Connection]:
-        """Forget the sessions that a new one of this peer replaces or evicts."""
-        gone = [connection for connection in [self._accepted.get(identity)] if connection is not None]
-        if not gone and self._is_full():
-            self._unproven = {key: other for key, other in self._unproven.items() if not other.proven}
-            if self._is_full():
-                if not self._unproven:
-                    raise ProtocolError("too many sessions")
-                gone.append(next(iter(self._unproven.values())))
-                self.evicted += 1
-        for connection in gone:
-            self.drop(connection)
-        return gone
-
-    def _is_full(self) -> bool:
-        return len(self._unproven) >= MAX_UNPROVEN or len(self._accepted) >= MAX_SESSIONS
+            self._accepted.add(identity, connection)
+        return ended + self._in_order(connection, sequence, checked(connection, "dialled", message, frame, mark))
 
     def _answered(self, sock: Socket, parts: list[bytes]) -> list[tuple[Connection, Message]]:
         connection = self._dialled.get(sock)
@@ -296,7 +258,7 @@ class Channel:
         if isinstance(message, Hello):
             # The other side may have dropped this session and begun it anew, counting from 1.
             connection.received = 0
-        return self._in_order(connection, sequence, _checked(connection, "answered", message, frame, mark))
+        return self._in_order(connection, sequence, checked(connection, "answered", message, frame, mark))
 
     def _in_order(self, connection: Connection, sequence: int, message: Message) -> list[tuple[Connection, Message]]:
         if sequence <= connection.received:
@@ -331,20 +293,4 @@ class Channel:
             if not isinstance(message, Bye):
                 frame = encode(farewell, session, _LAST_SEQUENCE)
                 known = self._accepted.get(identity)
-                mark = [seal(known.key, "answered", frame)] if known is not None and known.key else []
-                self._transmit(self._router, identity, frame, *mark)
-
-
-def _checked(connection: Connection, side: Side, message: Message, frame: bytes, mark: list[bytes]) -> Message:
-    """The message, if the session's peer has sealed it or anybody may send it. Raises `ProtocolError` otherwise.
-
-    A HELLO proves its sender by itself. An engine that does not know the session answers BYE, and D then begins
-    another.
-    """
-    if not connection.key or (mark and is_sealed(connection.key, side, frame, mark[0])):
-        return message
-    if isinstance(message, Hello):
-        return message
-    if isinstance(message, Bye) and side == "answered":
-        return Bye("unknown_session")
-    raise ProtocolError("a frame of another than who opened the session")
+                self._transmit(self._router, identity, frame, *(seal_of(known, frame) if known is not None else []))

@@ -1,0 +1,37 @@
+"""Control addresses: which engine, endpoint and key each names."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from baton.errors import ConfigError, ProtocolError
+from baton.handoff.session.keys import Keys, is_local
+
+
+class Endpoint(NamedTuple):
+    """`engine` is None if all engines share one pair of keys. `address`: as ZeroMQ takes it."""
+
+    engine: str | None
+    address: str
+    public_key: bytes
+
+
+def endpoint_of(address: str, keys: Keys) -> Endpoint:
+    """Raises `ProtocolError` if this side may not dial the address."""
+    named = address.removeprefix("curve://")
+    if keys.engine_id is None:
+        if named != address:
+            raise ProtocolError(f"the engine at {address!r} asks for keys, and none are configured here")
+        if not is_local(address):
+            raise ProtocolError(f"{address!r} is on another host, which takes keys")
+        return Endpoint(None, address, keys.public)
+    engine, at, host = named.partition("@")
+    if named == address or not at:
+        raise ProtocolError(f"the engine at {address!r} has no keys")
+    try:
+        key = keys.public_of(engine)
+    except ConfigError as error:
+        raise ProtocolError(str(error)) from error
+    if key is None:
+        raise ProtocolError(f"engine {engine!r} is not among the authorised keys")
+    return Endpoint(engine, f"tcp://{host}", key)

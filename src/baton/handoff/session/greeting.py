@@ -1,0 +1,95 @@
+"""What one rank says in HELLO, and what it checks of a peer: its proof, its engine, and the tickets of its claims."""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton.clock import Clock
+from baton.errors import ProtocolError
+from baton.handoff.plan.planner import Instance
+from baton.handoff.protocol.fingerprint import check_pair, compare, geometry_fields, target_groups
+from baton.handoff.protocol.gather import LEAD, pairs_with
+from baton.handoff.protocol.handshake import Side, is_proven, prove, session_key
+from baton.handoff.protocol.messages import CHALLENGE_BYTES, Announce, Hello, Pair, Register
+from baton.handoff.protocol.ticket import SignedTicket, verify
+from baton.handoff.session.base import Connection
+from baton.handoff.session.config import AgentConfig
+from baton.handoff.session.session import Session
+
+
+class Greeting:
+    """For one thread. `gathered`: an `InstanceAgent` joins this rank's pairs; without it, a peer may have only one
+    rank. `hello`: this rank's, without challenge and proof."""
+
+    def __init__(
+        self, config: AgentConfig, instance: Instance, descriptor: bytes, clock: Clock, gathered: bool
+    ) -> None:
+        facts = {**config.fingerprint, "handoff.integrity": config.integrity}
+        self.hello = Hello(config.engine_id, config.incarnation, facts, instance, bytes(CHALLENGE_BYTES))
+        self._config = config
+        self._descriptor = descriptor
+        self._clock = clock
+        self._fields = {**facts, **geometry_fields(instance)}
+        self._gathered = gathered
+
+    # ------------------------------------------------------------ proofs
+
+    def own(self, connection: Connection, with_descriptor: bool) -> Hello:
+        """This rank's HELLO for a connection, without a proof."""
+        descriptor = self._descriptor if with_descriptor else None
+        return msgspec.structs.replace(self.hello, challenge=connection.challenge, descriptor=descriptor)
+
+    def proven(self, side: Side, address: str, challenge: bytes, hello: Hello) -> Hello:
+        """`hello` with its proof. `challenge`: the peer's. `address`: the dialled one."""
+        return prove(self._config.ticket_key, side, address, challenge, hello)
+
+    def is_proven(self, side: Side, address: str, connection: Connection, hello: Hello) -> bool:
+        """Whether the sender of `hello`, on `side` of the connection, knows the ticket key."""
+        return is_proven(self._config.ticket_key, side, address, connection.challenge, hello)
+
+    def session_key(self, dialler: bytes, listener: bytes) -> bytes:
+        """The key that seals the frames of a session with these challenges."""
+        return session_key(self._config.ticket_key, dialler, listener)
+
+    # ------------------------------------------------------------ the peer's engine
+
+    def agree(self, session: Session, hello: Hello) -> None:
+        """Note in the session which groups and pairs of ranks exchange KV with the peer.
+
+        Raises `IncompatiblePeerError` if its engine does not fit, and another `BatonError` if its HELLO contradicts
+        itself.
+        """
+        session.hello = hello
+        here = self.hello.instance
+        if not compare(self._fields, {**hello.fingerprint, **geometry_fields(hello.instance.check())}):
+            here = here.only(target_groups(here))
+            session.hello = msgspec.structs.replace(hello, instance=hello.instance.only(target_groups(hello.instance)))
+            session.groups = frozenset(here.groups)
+        session.pairs = self._pairs(here, session.hello.instance, dialled=session.connection.identity is None)
+
+    def _pairs(self, here: Instance, peer: Instance, dialled: bool) -> dict[Pair, frozenset[str]]:
+        if self._gathered:
+            return pairs_with(here, peer, sends=not dialled)
+        check_pair(here, peer)
+        return {LEAD: frozenset(here.groups)}
+
+    # ------------------------------------------------------------ its claims
+
+    def check_claim(self, session: Session, message: Announce | Register) -> SignedTicket:
+        """Verify the ticket of a claim by this session's peer. Raises `ProtocolError` with the reason."""
+        config, hello = self._config, session.hello
+        if hello is None or session.refusal is not None:
+            raise ProtocolError(session.refusal[1] if session.refusal else "a session begins with HELLO")
+        ticket = verify(config.ticket_key, message.ticket, "prefill", self._clock.monotonic())
+        if ticket.key.of_pair(message.key.pair) != message.key:
+            raise ProtocolError("the ticket is for another attempt")
+        if message.key.pair not in session.pairs:
+            raise ProtocolError(f"ranks {message.key.pair} have nothing to hand over")
+        named = (ticket.prefill_addresses, self.hello), (ticket.decode_addresses, hello)
+        if any(len(addresses) != side.instance.num_ranks for addresses, side in named):
+            raise ProtocolError("the ticket does not name each rank once")
+        if (ticket.prefill_engine, ticket.prefill_incarnation) != (config.engine_id, config.incarnation):
+            raise ProtocolError("the ticket names another prefill engine")
+        if (ticket.decode_engine, ticket.decode_incarnation) != (hello.engine_id, hello.incarnation):
+            raise ProtocolError("the ticket names another decode engine")
+        return ticket

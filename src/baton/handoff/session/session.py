@@ -1,0 +1,101 @@
+"""The session with one rank of a peer engine, and its phases."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from baton.handoff.protocol.messages import Hello, Pair
+from baton.handoff.protocol.phases import Phase
+from baton.handoff.protocol.transitions import Table, Told
+from baton.handoff.session.base import Connection
+from baton.transports.base import Peer
+
+_STORY = 8
+
+
+class SessionPhase(Phase):
+    """How far a session has come."""
+
+    GREETING = "greeting"  # the peer has not yet proven that it knows the ticket key
+    CONNECTING = "connecting"  # its engine fits; the transport connects
+    READY = "ready"  # attempts may use it
+    UNREACHABLE = "unreachable"  # the transport cannot connect; another claim of the peer tries again
+    REFUSED = "refused"  # its engine does not fit: no KV may be exchanged
+    ENDED = "ended"  # forgotten by this side
+
+
+_S = SessionPhase
+SESSION = Table(
+    "Session",
+    {
+        "connect": {_S.GREETING: _S.CONNECTING, _S.UNREACHABLE: _S.CONNECTING},
+        "connected": {_S.CONNECTING: _S.READY},
+        "not reached": {_S.GREETING: _S.UNREACHABLE, _S.CONNECTING: _S.UNREACHABLE},
+        "refuse": {_S.GREETING: _S.REFUSED},
+        "hang up": dict.fromkeys((_S.GREETING, _S.CONNECTING, _S.READY, _S.UNREACHABLE, _S.REFUSED), _S.ENDED),
+    },
+    {},
+)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """The session with one rank of a peer engine.
+
+    `phase` changes as `SESSION` says. `hello`: the peer's, once proven. `connecting` is set while the transport
+    connects, `peer` after that. `refusal`: `(reason, message)` if no KV may be exchanged. `challenge`: the peer's, for
+    which we last sent a proof. The peer counts as alive for `lease` seconds after `last_heard` (monotonic seconds).
+    `until`: keep redialling until then, because the previous session's process may still need the outcome of its
+    attempts. `redials`: how many sessions in a row with this address ended without a proof. `round_trip`: measured, in
+    seconds. `pairs`: those of the two engines, with the groups whose bytes each moves. `groups`: this engine's groups
+    whose KV moves, None for all.
+    """
+
+    connection: Connection
+    phase: SessionPhase = SessionPhase.GREETING
+    hello: Hello | None = None
+    connecting: Future[Peer] | None = None
+    peer: Peer | None = None
+    pairs: Mapping[Pair, frozenset[str]] = field(default_factory=dict)
+    groups: frozenset[str] | None = None
+    refusal: tuple[str, str] | None = None
+    challenge: bytes = b""
+    next_hello: float = 0.0
+    redials: int = 0
+    until: float = 0.0
+    last_heard: float = 0.0
+    lease: float = 0.0
+    round_trip: float | None = None
+    nonce: int = 0
+    renew_sent: float = 0.0
+    _story: deque[Told] = field(default_factory=lambda: deque(maxlen=_STORY))
+
+    def step(self, event: str) -> None:
+        """Raises `UndefinedTransitionError` if `event` cannot happen in this phase."""
+        self.phase = SESSION.after(self.phase, event, self._story)
+        self._story.append((event, self.phase))
+
+    @property
+    def ready(self) -> bool:
+        """True if attempts may use it."""
+        return self.phase is SessionPhase.READY
+
+    @property
+    def is_connecting(self) -> bool:
+        return self.phase is SessionPhase.CONNECTING
+
+    @property
+    def talking(self) -> bool:
+        """True if KV may be exchanged with the peer, connected or not."""
+        return self.phase in (SessionPhase.CONNECTING, SessionPhase.READY)
+
+    def is_same(self, other: Session) -> bool:
+        """Whether both lead to the same process, by the same key."""
+        mine, theirs = self.hello, other.hello
+        if mine is None or theirs is None or self.connection.engine != other.connection.engine:
+            return False
+        ends = [(hello.engine_id, hello.incarnation, hello.instance.rank) for hello in (mine, theirs)]
+        return ends[0] == ends[1]
