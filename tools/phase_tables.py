@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from baton.engine.leg import LEG
 from baton.errors import ProtocolError, UndefinedTransitionError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg
@@ -219,7 +220,7 @@ def steps(table: Table[Any]) -> str:
 
 
 def tables() -> str:
-    parts = [steps(each) for each in (PREFILL, PREFILL_ENGINE, PREFILL_PEER, DECODE, SESSION)]
+    parts = [steps(each) for each in (PREFILL, PREFILL_ENGINE, PREFILL_PEER, DECODE, SESSION, LEG)]
     return "\n\n".join([*parts, *(table(side, mode) for side in SIDES for mode in SIDES[side][1])])
 
 

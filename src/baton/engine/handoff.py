@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from baton.clock import Clock, SystemClock
 from baton.engine.layer_stream import LayerStream
-from baton.engine.leg import Effect, Leg, LegSettings, PagesReleased, RequestArrived, RequestFailed
+from baton.engine.leg import Effect, Leg, LegPhase, LegSettings, PagesReleased, RequestArrived, RequestFailed
 from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler
@@ -79,14 +79,14 @@ class HandoffLegs:
         assert request.ticket is not None
         leg = self.open.get(request.ticket.key)
         if leg is not None:
-            leg.ready = True
+            leg.step("ready")
             self._enqueue(leg)
 
     def _enqueue(self, leg: Leg) -> None:
         """Queue a leg for pages if P has admitted it. Otherwise it could not be committed, and would keep its pages
         from legs that can."""
         request, scheduler = leg.request, self.scheduler
-        if leg.ready and leg.admitted and request in scheduler.announced:
+        if leg.phase is LegPhase.QUEUED and request in scheduler.announced:
             del scheduler.announced[request]
             scheduler.enqueue(request)
 
@@ -94,8 +94,8 @@ class HandoffLegs:
         """Tell the agent of prefill legs that have their pages, so that D allocates its own."""
         for request in requests:
             leg = self.open.get(request.ticket.key) if request.ticket is not None else None
-            if leg is not None and request.role == "prefill" and not leg.admitted:
-                leg.admitted = True
+            if leg is not None and request.role == "prefill" and leg.phase is LegPhase.OPENED:
+                leg.step("admitted")
                 assert request.ticket is not None
                 self.agent.admit_prefill(request.ticket.key)
 
@@ -197,7 +197,8 @@ class HandoffLegs:
                 return []
             return self._failed(leg, f"{event.reason}: {event.message}", event.recoverable)
         if isinstance(event, DecodeAdmitted):
-            leg.admitted, leg.sent_groups = True, event.groups
+            leg.step("admitted")
+            leg.sent_groups = event.groups
             leg.request.mark("admitted", self._clock.monotonic())
             self._enqueue(leg)
             return []
@@ -274,7 +275,7 @@ class HandoffLegs:
             self._quarantine(leg)
         else:
             scheduler.release(request)
-        leg.attached = False
+        leg.step("detach")
         scheduler.recompute(request)
         self._recomputing[request] = self._clock.monotonic() + self.handoff_timeout_s
         return []

@@ -6,25 +6,64 @@ from dataclasses import dataclass, field
 
 from baton.engine.request import Request
 from baton.handoff.protocol.messages import Seeds
+from baton.handoff.protocol.phases import Phase
+from baton.handoff.protocol.transitions import Table
 from baton.kv.interval import Interval
 from baton.kv.tables import BlockTables
 from baton.wire import KVStream, Recovery
 
 
+class LegPhase(Phase):
+    """How far an open attempt has come, as the engine sees it."""
+
+    OPENED = "opened"  # the agent knows it
+    READY = "ready"  # D: its request waits for P's admission alone
+    ADMITTED = "admitted"  # P has pages for the whole prompt
+    QUEUED = "queued"  # D: ready and admitted, so its request may have pages
+    DETACHED = "detached"  # D: the request continues without this handoff, and the agent has not released it yet
+
+
+_L = LegPhase
+LEG = Table(
+    "Leg of an engine",
+    {
+        "ready": {_L.OPENED: _L.READY, _L.ADMITTED: _L.QUEUED, _L.DETACHED: _L.DETACHED},
+        "admitted": {
+            _L.OPENED: _L.ADMITTED,
+            _L.READY: _L.QUEUED,
+            **{phase: phase for phase in (_L.ADMITTED, _L.QUEUED, _L.DETACHED)},
+        },
+        "detach": dict.fromkeys(_L, _L.DETACHED),
+    },
+    {},
+)
+
+
 @dataclass(slots=True, eq=False)
 class Leg:
-    """One open attempt."""
+    """One open attempt. `phase` changes as `LEG` says.
+
+    On D, `sent_groups`: groups that P sends (None: all). `wanted`: per group, the entries that P may write. `proven`:
+    per group, the end of the entries that digests have proven final. `quarantined`: pages that the request has given
+    up. `registered`: when it got pages, in monotonic seconds.
+    """
 
     request: Request
-    attached: bool = True  # the request still waits for this handoff
-    admitted: bool = False  # P has pages for the whole prompt
-    ready: bool = False  # D: the request may be queued once P has admitted it
-    sent_groups: frozenset[str] | None = None  # D: groups that P sends; None: all
-    wanted: dict[str, Interval] = field(default_factory=dict)  # D: per group, the entries that P may write
-    # D: per group, the end of the entries that digests have proven final.
+    phase: LegPhase = LegPhase.OPENED
+    sent_groups: frozenset[str] | None = None
+    wanted: dict[str, Interval] = field(default_factory=dict)
     proven: dict[str, int] = field(default_factory=dict)
     quarantined: BlockTables | None = None  # D: pages that the request has given up
     registered: float = 0.0  # D: when it got pages, in monotonic seconds
+
+    def step(self, event: str) -> None:
+        """Raises `UndefinedTransitionError` if `event` cannot happen in this phase."""
+        self.phase = LEG.after(self.phase, event)
+
+    @property
+    def attached(self) -> bool:
+        """The request still waits for this handoff."""
+        return self.phase is not LegPhase.DETACHED
 
 
 @dataclass(frozen=True, slots=True)
