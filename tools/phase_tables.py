@@ -22,6 +22,7 @@ from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.transitions import DECODE, PREFILL, PREFILL_ENGINE, PREFILL_PEER, Table
 from baton.handoff.session.session import SESSION
 from baton.kv.interval import Interval
+from baton.vllm.worker_legs import BLOCKS, DECODE_LEG, PREFILL_END
 from baton.wire import Mode
 
 DOC = Path(__file__).parents[1] / "docs" / "protocol.md"
@@ -32,6 +33,8 @@ P_PAGES, D_PAGES = {"target": [1, 2]}, {"target": [8, 9]}
 FINAL = {"target": 8}
 DIGESTS = {"target": [PieceDigest(Interval(0, 8), b"x" * 8)]}
 Machine = PrefillHandoff | DecodeHandoff
+# Of an attempt, a session, an engine's leg, and legs in vLLM.
+TABLES = (PREFILL, PREFILL_ENGINE, PREFILL_PEER, DECODE, SESSION, LEG, BLOCKS, PREFILL_END, DECODE_LEG)
 Modes = dict[str, tuple[ev.MachineEvent, ...]]  # the events that bring a new machine into each phase
 
 
@@ -220,7 +223,10 @@ def steps(table: Table[Any]) -> str:
 
 
 def tables() -> str:
-    parts = [steps(each) for each in (PREFILL, PREFILL_ENGINE, PREFILL_PEER, DECODE, SESSION, LEG)]
+    parts = [
+        steps(each)
+        for each in (PREFILL, PREFILL_ENGINE, PREFILL_PEER, DECODE, SESSION, LEG, BLOCKS, PREFILL_END, DECODE_LEG)
+    ]
     return "\n\n".join([*parts, *(table(side, mode) for side in SIDES for mode in SIDES[side][1])])
 
 

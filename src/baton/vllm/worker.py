@@ -23,7 +23,8 @@ from baton.log_limit import LogLimit
 from baton.vllm.geometry import CacheLayout, kernel_pages
 from baton.vllm.layer_stream import StreamedPrompt, VllmLayerStream
 from baton.vllm.steps import ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
-from baton.wire import KVStream, Mode
+from baton.vllm.worker_legs import BlocksPhase, DecodeLeg, DecodePhase, EndPhase, PrefillLeg
+from baton.wire import KVStream
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -33,29 +34,6 @@ ABORT_TIMEOUT_S = 60.0
 # While legs wait for their peers and there is nothing to compute, vLLM steps about once per millisecond. Waiting for an
 # event of the agent instead frees the cores, and delays a new request by at most this time.
 IDLE_WAIT_S = 0.004
-
-
-@dataclass(slots=True, eq=False)
-class _Prefill:
-    request_id: str
-    num_tokens: int
-    next_token: int | None
-    mode: Mode
-    seeded: bool = False
-    final: dict[str, int] = field(default_factory=dict)  # as last declared to the agent
-    committed: bool = False
-    lost: bool = False  # preempted
-    released: bool = False
-    closed: bool = False
-    held: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Decode:
-    request_id: str
-    next_token: int
-    opened: bool = False
-    parked: bool = False
 
 
 @dataclass(slots=True)
@@ -93,8 +71,8 @@ class WorkerSide:
         self._tiles = {name: rank.geometry.tile for name, rank in layout.geometries.items()}
         self._truncated = any(group.kind == "state" for group in layout.groups)
         self._events: queue.SimpleQueue[ev.HandoffEvent] = queue.SimpleQueue()
-        self._prefills: dict[AttemptKey, _Prefill] = {}
-        self._decodes: dict[AttemptKey, _Decode] = {}
+        self._prefills: dict[AttemptKey, PrefillLeg] = {}
+        self._decodes: dict[AttemptKey, DecodeLeg] = {}
         self._results = Results()
         self._admitted: set[str] = set()
         self._first_tokens: dict[str, int] = {}
@@ -122,10 +100,10 @@ class WorkerSide:
         Copies that read the blocks may still run: their data is never committed, and D uses their destination for no
         request. So a stalled peer delays nothing here. Raises `HandoffError` if the agent does not answer.
         """
-        lost = [key for key in keys if key in self._prefills and not self._prefills[key].lost]
+        lost = [key for key in keys if key in self._prefills and not self._prefills[key].is_preempted]
         answers: queue.SimpleQueue[None] = queue.SimpleQueue()
         for key in lost:
-            self._prefills[key].lost = True
+            self._prefills[key].blocks_step("preempted")
             self.agent.abort(key, "preempted", lambda: answers.put(None))
         until = time.monotonic() + self._abort_timeout
         for _ in lost:
@@ -146,7 +124,7 @@ class WorkerSide:
         for closed in step.closed:
             self._close_prefill(closed)
         for announced in step.announced:
-            self._decodes[announced.ticket.key] = _Decode(announced.request_id, announced.next_token)
+            self._decodes[announced.ticket.key] = DecodeLeg(announced.request_id, announced.next_token)
             self.agent.announce_decode(announced.ticket)
         for receive in step.receives:
             self._receive(receive)
@@ -163,7 +141,9 @@ class WorkerSide:
         """The prompts of the coming forward pass whose KV this engine pushes."""
         for entry in computed:
             leg = self._prefills.get(entry.key)
-            if leg is not None and leg.mode == "push" and not (leg.committed or leg.lost or leg.released):
+            if leg is None or leg.blocks is not BlocksPhase.COMPUTING:
+                continue
+            if leg.mode == "push" and not leg.is_released:
                 pages, final = self._pages(entry.tables), self._final(leg, entry)
                 layers = WrittenLayers(self.agent, entry.key, leg.num_tokens, pages, final)
                 yield StreamedPrompt(layers, leg.final)
@@ -178,18 +158,18 @@ class WorkerSide:
             self._layers.end()
         for entry in computed:
             leg = self._prefills.get(entry.key)
-            if leg is None or leg.committed or leg.lost:
+            if leg is None or leg.blocks is not BlocksPhase.COMPUTING:
                 continue
             if self._kv_stream == "off" and entry.num_computed < leg.num_tokens:
                 continue
             leg.final = self._final(leg, entry)
             self.agent.declare_final(entry.key, leg.num_tokens, self._pages(entry.tables), leg.final)
             if entry.num_computed >= leg.num_tokens:
-                leg.committed = True
+                leg.blocks_step("computed")
                 if not leg.seeded and not self._commit_at_end:
                     self._commit(entry.key, leg.next_token)
 
-    def _final(self, leg: _Prefill, entry: ComputedTokens) -> dict[str, int]:
+    def _final(self, leg: PrefillLeg, entry: ComputedTokens) -> dict[str, int]:
         return {
             group.name: group.final(leg.num_tokens, entry.num_computed, self._tiles[group.name])
             for group in self._layout.groups
@@ -230,21 +210,19 @@ class WorkerSide:
 
     def _open_prefill(self, opened: OpenPrefill) -> None:
         key = opened.ticket.key
-        self._prefills[key] = _Prefill(
+        self._prefills[key] = PrefillLeg(
             opened.request_id, opened.num_tokens, opened.next_token, opened.ticket.mode, opened.seeded
         )
         self.agent.open_prefill(opened.ticket)
 
     def _close_prefill(self, closed: ClosePrefill) -> None:
         leg = self._prefills[closed.key]
-        leg.closed, leg.held = True, closed.held
-        if closed.failed and not leg.lost:
+        leg.end_step("finished")
+        leg.held = closed.held
+        if closed.failed and not leg.is_preempted:
             self.agent.abort(closed.key, "aborted")
-        elif (leg.seeded or self._commit_at_end) and not (leg.lost or leg.released):
-            if leg.seeded and leg.next_token is None:
-                self._commit(closed.key, closed.sampled)
-            else:
-                self._commit(closed.key, leg.next_token, closed.sampled)
+        elif (leg.seeded or self._commit_at_end) and not (leg.is_preempted or leg.is_released):
+            self._commit(closed.key, closed.sampled if leg.seeded else leg.next_token)
         self._settle(closed.key, leg)
 
     def _receive(self, receive: OpenDecode) -> None:
@@ -255,7 +233,7 @@ class WorkerSide:
                 self._results.received.add(receive.request_id)
                 self._results.failed.add(receive.request_id)
             return
-        decode.opened, decode.parked = True, receive.parked
+        decode.step("park" if receive.parked else "place")
         wanted = {
             group.name: group.wanted(receive.num_tokens, receive.hit) if receive.parked else Interval(0, 0)
             for group in self._layout.groups
@@ -276,7 +254,7 @@ class WorkerSide:
             if leg is not None:
                 done = event.outcome in ("committed", "finished")
                 self.counts[f"prefill_{event.outcome if done else reason_label(event.outcome)}"] += 1
-                leg.released = True
+                leg.end_step("released")
                 self._settle(event.key, leg)
         elif isinstance(event, ev.DecodeAdmitted):
             if (waiting := self._decodes.get(event.key)) is not None:
@@ -289,14 +267,14 @@ class WorkerSide:
             if decode is not None:
                 self._received(decode, event)
 
-    def _settle(self, key: AttemptKey, leg: _Prefill) -> None:
+    def _settle(self, key: AttemptKey, leg: PrefillLeg) -> None:
         """Report the blocks as free if vLLM has finished the request and the agent has released them."""
-        if leg.closed and leg.released:
+        if leg.end is EndPhase.SETTLED:
             del self._prefills[key]
             if leg.held:
                 self._results.sent.add(leg.request_id)
 
-    def _received(self, decode: _Decode, event: ev.DecodeCommitted | ev.DecodeFinished | ev.DecodeReleased) -> None:
+    def _received(self, decode: DecodeLeg, event: ev.DecodeCommitted | ev.DecodeFinished | ev.DecodeReleased) -> None:
         good = isinstance(event, ev.DecodeCommitted)
         if isinstance(event, ev.DecodeCommitted):
             self.counts["bytes"] += event.num_bytes
@@ -307,9 +285,9 @@ class WorkerSide:
             elif decode.parked and event.seeds.draft_token_ids:
                 self._first_tokens[decode.request_id] = event.seeds.draft_token_ids[0]
         self.counts["committed" if good else "released"] += 1
-        if not decode.opened:
+        if decode.phase is DecodePhase.ANNOUNCED:
             self._admitted.add(decode.request_id)
-        if not decode.parked:
+        if decode.phase is not DecodePhase.PARKED:
             return
         self._results.received.add(decode.request_id)
         if not good:

@@ -1,0 +1,104 @@
+"""The attempts of one worker, and their phases.
+
+Three sides act on a prefill leg independently: vLLM computes or preempts its blocks, vLLM finishes its request, and the
+agent releases its blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.handoff.protocol.phases import Phase
+from baton.handoff.protocol.transitions import Table
+from baton.wire import Mode
+
+
+class BlocksPhase(Phase):
+    """Of a prefill leg's blocks."""
+
+    COMPUTING = "computing"
+    COMPUTED = "computed"  # the whole prompt has been declared final
+    PREEMPTED = "preempted"  # vLLM gives the blocks to other requests
+
+
+class EndPhase(Phase):
+    """Who has ended a prefill leg."""
+
+    OPEN = "open"
+    CLOSED = "closed"  # vLLM has finished the request; the agent may still need its blocks
+    RELEASED = "released"  # the agent needs the blocks no more; vLLM has not finished the request
+    SETTLED = "settled"  # both: the blocks may be freed
+
+
+class DecodePhase(Phase):
+    """Of a decode leg."""
+
+    ANNOUNCED = "announced"  # it has no blocks
+    PARKED = "parked"  # it has blocks, and vLLM waits for their KV
+    PLACED = "placed"  # it has blocks, and vLLM waits for nothing: all tokens were here
+
+
+_B, _E, _D = BlocksPhase, EndPhase, DecodePhase
+BLOCKS = Table(
+    "Blocks of vLLM's prefill leg",
+    {
+        "computed": {_B.COMPUTING: _B.COMPUTED},
+        "preempted": {_B.COMPUTING: _B.PREEMPTED, _B.COMPUTED: _B.PREEMPTED},
+    },
+    {},
+)
+PREFILL_END = Table(
+    "End of vLLM's prefill leg",
+    {
+        "finished": {_E.OPEN: _E.CLOSED, _E.RELEASED: _E.SETTLED},
+        "released": {_E.OPEN: _E.RELEASED, _E.CLOSED: _E.SETTLED},
+    },
+    {},
+)
+DECODE_LEG = Table("vLLM's decode leg", {"park": {_D.ANNOUNCED: _D.PARKED}, "place": {_D.ANNOUNCED: _D.PLACED}}, {})
+
+
+@dataclass(slots=True, eq=False)
+class PrefillLeg:
+    """`blocks` and `end` change as `BLOCKS` and `PREFILL_END` say. `next_token`: the one that D computes, None if it is
+    handed over too. `seeded`: D gets the token that is sampled here. `final`: as last declared to the agent. `held`:
+    vLLM keeps the finished request's blocks until it hears that they may be freed."""
+
+    request_id: str
+    num_tokens: int
+    next_token: int | None
+    mode: Mode
+    seeded: bool = False
+    blocks: BlocksPhase = BlocksPhase.COMPUTING
+    end: EndPhase = EndPhase.OPEN
+    final: dict[str, int] = field(default_factory=dict)
+    held: bool = False
+
+    def blocks_step(self, event: str) -> None:
+        """Raises `UndefinedTransitionError` if `event` cannot happen in this phase."""
+        self.blocks = BLOCKS.after(self.blocks, event)
+
+    def end_step(self, event: str) -> None:
+        """Raises `UndefinedTransitionError` if `event` cannot happen in this phase."""
+        self.end = PREFILL_END.after(self.end, event)
+
+    @property
+    def is_preempted(self) -> bool:
+        return self.blocks is BlocksPhase.PREEMPTED
+
+    @property
+    def is_released(self) -> bool:
+        return self.end in (EndPhase.RELEASED, EndPhase.SETTLED)
+
+
+@dataclass(slots=True, eq=False)
+class DecodeLeg:
+    """`phase` changes as `DECODE_LEG` says. `next_token`: the one after the tokens that P sends."""
+
+    request_id: str
+    next_token: int
+    phase: DecodePhase = DecodePhase.ANNOUNCED
+
+    def step(self, event: str) -> None:
+        """Raises `UndefinedTransitionError` if `event` cannot happen in this phase."""
+        self.phase = DECODE_LEG.after(self.phase, event)
