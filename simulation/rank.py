@@ -12,6 +12,7 @@ from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import HandoffEvent
 from baton.handoff.protocol.messages import Cancelled, Commit, Confirm, Finished
 from baton.handoff.session.config import AgentConfig
+from baton.handoff.session.sessions import Sessions
 from simulation.calls import SimWorker, check_innocence
 from simulation.modelled.memory import CellDigester, RankMemory
 from simulation.modelled.network import SimChannel
@@ -63,14 +64,12 @@ class Rank:
         self.region_sizes = [memory.nbytes for memory in memories]
         self.channel = SimChannel(self, self.cluster.network)
         self.transport = SimTransport(self, self.cluster.fabric)
+        descriptor = self.transport.register([])
         self.node: RankHandoffs = RankHandoffs(
-            self.config,
+            Sessions(self.config, instance, self.transport, descriptor, self.channel, self.clock, gathered=True),
             instance,
             self.transport,
-            self.transport.register([]),
-            self.channel,
             self._on_event,
-            self.clock,
             None if self.config.integrity == "off" else CellDigester(memories),
             SimWorker(self),
             lambda key, peer: process.engine.agent.on_peer(key, peer),

@@ -30,9 +30,6 @@ MANY_PARAMETERS = {
     "cli/serve.py:up_command": _UNSPLIT,
     "cli/verify.py:verify_command": _UNSPLIT,
     "deployment/processes.py:__init__": _UNSPLIT,
-    "handoff/agent/agent.py:__init__": _UNSPLIT,
-    "handoff/agent/machine_runner.py:__init__": _UNSPLIT,
-    "handoff/agent/rank_handoffs.py:__init__": _UNSPLIT,
     "server/run.py:run_engine": _UNSPLIT,
 }
 # Kernels take scalars and addresses: Numba's and Triton's calls have no structs.

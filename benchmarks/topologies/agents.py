@@ -15,7 +15,7 @@ import msgspec
 
 from baton.engine import build
 from baton.engine.memory.kv_memory import KVMemory
-from baton.handoff.agent.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent.agent import AgentConfig, EngineWatch, HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
@@ -99,8 +99,7 @@ def make(
     pool: KVMemory,
     transports: list[Transport],
     emit: Callable[[HandoffEvent], None],
-    stalled: Callable[[], bool],
-    lost: Callable[[str], None],
+    watch: EngineWatch,
     data_rank: int | None = None,
 ) -> tuple[list[HandoffAgent], InstanceAgent]:
     """Replaces the function that makes the one agent of an engine with one rank. Appends a transport per further rank
@@ -119,7 +118,7 @@ def make(
         digester = None if identity.integrity == "off" else MemoryDigester(here.here, pool.regions[0])
         descriptor = transport.register(pool.regions[0])
         heard, met = together.on_event, together.on_peer
-        agents.append(HandoffAgent(identity, here, transport, descriptor, heard, digester, stalled, met, lost))
+        agents.append(HandoffAgent(identity, here, transport, descriptor, heard, digester, met, watch))
     together.bind(agents)
     return agents, together
 

@@ -40,7 +40,7 @@ def _strangers_are_signs_of_life() -> list[Patch]:
 
     def dial(self: Sessions, address: str, lost: Session | None = None) -> Session:
         session = original(self, address, lost)
-        session.last_heard = self._clock.monotonic()
+        session.last_heard = self.clock.monotonic()
         return session
 
     return [(Sessions, "dial", dial)]

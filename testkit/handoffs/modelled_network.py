@@ -22,6 +22,7 @@ from baton.handoff.protocol.messages import Bye, Hello, Message, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket
 from baton.handoff.session.base import Connection
 from baton.handoff.session.config import AgentConfig, Timers
+from baton.handoff.session.sessions import Sessions
 from baton.kv.geometry import CopyList, Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
@@ -134,15 +135,10 @@ class Node:
         self.memory = self.transport.allocate("target", geometry.region_bytes)
         self.descriptor = self.transport.register([self.memory])
         self.events: list[HandoffEvent] = []
-        self.node = RankHandoffs(
-            AgentConfig(name, self.incarnation, ticket_key=b"k", timers=timers),
-            Instance(rank=0, groups={"target": [RankGeometry(rank=0, geometry=geometry)]}),
-            self.transport,
-            self.descriptor,
-            self.channel,
-            self.events.append,
-            world.clock,
-        )
+        config = AgentConfig(name, self.incarnation, ticket_key=b"k", timers=timers)
+        instance = Instance(rank=0, groups={"target": [RankGeometry(rank=0, geometry=geometry)]})
+        sessions = Sessions(config, instance, self.transport, self.descriptor, self.channel, world.clock)
+        self.node = RankHandoffs(sessions, instance, self.transport, self.events.append)
         self.paused = False
         world.nodes[self.address] = self
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.handoff.agent.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent.agent import AgentConfig, EngineWatch, HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
@@ -119,8 +119,8 @@ class Rank:
             self.transport.register(regions),
             on_event,
             MemoryDigester(self.geometries, regions),
-            on_peer=on_peer,
-            on_lost=on_lost,
+            on_peer,
+            EngineWatch(on_lost=on_lost),
         )
         self.agent.start()
 

@@ -39,7 +39,7 @@ from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import DecodingLimits
 from baton.errors import ConfigError, EngineUnavailableError, HandoffError
-from baton.handoff.agent.agent import AgentConfig, HandoffAgent, Timers
+from baton.handoff.agent.agent import AgentConfig, EngineWatch, HandoffAgent, Timers
 from baton.handoff.agent.calls import Agent
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol.messages import MAX_DRAFTS
@@ -258,14 +258,17 @@ def _agents(
     undo: contextlib.ExitStack,
 ) -> tuple[list[HandoffAgent], InstanceAgent]:
     """The agents of all ranks, and the one that combines them. They report to the engine's thread by its mailbox."""
+    watch = EngineWatch(
+        is_stalled=lambda: mailbox.busy_s() > config.stall_timeout_s,
+        on_lost=lambda why: mailbox.post(HandoffError("agent_lost", why)),
+    )
     agents, instance = make_agents(
         identity,
         computing.whole,
         computing.pool,
         transports,
         emit=mailbox.post,
-        stalled=lambda: mailbox.busy_s() > config.stall_timeout_s,
-        lost=lambda why: mailbox.post(HandoffError("agent_lost", why)),
+        watch=watch,
         data_rank=config.data_parallel_rank if config.data_parallel_size > 1 else None,
     )
     for agent in agents:

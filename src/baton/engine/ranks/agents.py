@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from baton.engine.memory.device_memory import make_digester
 from baton.engine.memory.kv_memory import KVMemory
-from baton.handoff.agent.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent.agent import AgentConfig, EngineWatch, HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.events import HandoffEvent
@@ -23,8 +23,7 @@ def make_agents(
     pool: KVMemory,
     transports: Sequence[Transport],
     emit: Callable[[HandoffEvent], None],
-    stalled: Callable[[], bool],
-    lost: Callable[[str], None],
+    watch: EngineWatch,
     data_rank: int | None = None,
 ) -> tuple[list[HandoffAgent], InstanceAgent]:
     """Make one agent per rank, and the `InstanceAgent` over them. Registers each rank's regions with its transport.
@@ -46,6 +45,6 @@ def make_agents(
         config = replace(identity, bind=own_bind(identity.bind, rank))
         descriptor = transport.register(regions)
         heard, met = instance.on_event, instance.on_peer
-        agents.append(HandoffAgent(config, here, transport, descriptor, heard, digester, stalled, met, lost))
+        agents.append(HandoffAgent(config, here, transport, descriptor, heard, digester, met, watch))
     instance.bind(agents)
     return agents, instance

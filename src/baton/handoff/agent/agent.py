@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from baton.clock import SystemClock
 from baton.errors import ConfigError, ProtocolError
@@ -28,6 +28,7 @@ from baton.handoff.protocol.digests import Digester, cells_of
 from baton.handoff.protocol.messages import MAX_HASHES, AttemptKey, Bye
 from baton.handoff.session.config import AgentConfig, Timers
 from baton.handoff.session.keys import TicketKeys
+from baton.handoff.session.sessions import Sessions
 from baton.handoff.session.sockets import Channel
 from baton.transports.base import Transport
 
@@ -35,6 +36,16 @@ __all__ = ["AgentConfig", "HandoffAgent", "Timers"]
 
 log = logging.getLogger(__name__)
 _CLOSING_WAIT_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWatch:
+    """How an agent and its engine watch each other. While `is_stalled()`, peers are told that this engine hangs.
+    `on_lost` is called once, with the cause and on another thread, if the agent's thread has ended or hangs. Nobody can
+    then prove that pages are quiet, so the engine and its process must end."""
+
+    is_stalled: Callable[[], bool] = lambda: False
+    on_lost: Callable[[str], None] = lambda why: None
 
 
 @contextlib.contextmanager
@@ -51,11 +62,7 @@ class HandoffAgent(Agent):
     `descriptor`: of the registered regions (`transport.register`). Each key names a rank here and one of the other
     engine. `on_peer`: given by an `InstanceAgent`, which joins several agents; without it, a peer of several ranks is
     refused. `on_event` is called on the agent's thread and should return soon. `digester` is required unless
-    `config.integrity` is off. While `is_stalled()`, peers are told that this engine hangs. Close the transport after
-    the agent.
-
-    `on_lost` is called once, with the cause and on another thread, if the agent's thread has ended or hangs. Nobody
-    can then prove that pages are quiet, so the engine and its process must end.
+    `config.integrity` is off. Close the transport after the agent.
 
     Each opened prefill gets exactly one `PrefillReleased`; each opened or announced decode exactly one of
     `DecodeCommitted`, `DecodeFinished` and `DecodeReleased`, the last after a `DecodeFailed` unless the engine itself
@@ -73,9 +80,8 @@ class HandoffAgent(Agent):
         descriptor: bytes,
         on_event: Callable[[ev.HandoffEvent], None],
         digester: Digester | None = None,
-        is_stalled: Callable[[], bool] = lambda: False,
         on_peer: OnPeer | None = None,
-        on_lost: Callable[[str], None] = lambda why: None,
+        watch: EngineWatch | None = None,
     ) -> None:
         if config.integrity != "off":
             if digester is None:
@@ -89,24 +95,16 @@ class HandoffAgent(Agent):
         self._channel = Channel(config.bind, config.keys or TicketKeys(config.ticket_key))
         self.address = self._channel.address
         self._worker = WorkerThread("baton-digests")
-        self._node = RankHandoffs(
-            config,
-            instance,
-            transport,
-            descriptor,
-            self._channel,
-            on_event,
-            SystemClock(),
-            digester,
-            self._worker,
-            on_peer,
-        )
-        self._node.sessions.is_stalled = is_stalled
+        gathered = on_peer is not None
+        sessions = Sessions(config, instance, transport, descriptor, self._channel, SystemClock(), gathered)
+        watch = watch or EngineWatch()
+        sessions.is_stalled = watch.is_stalled
+        self._node = RankHandoffs(sessions, instance, transport, on_event, digester, self._worker, on_peer)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="baton-handoff", daemon=True)
         self._turned = time.monotonic()
-        self._watch = ThreadWatch(self._thread, lambda: self._turned, config.timers.hang, on_lost)
+        self._watch = ThreadWatch(self._thread, lambda: self._turned, config.timers.hang, watch.on_lost)
 
     def start(self) -> None:
         self._thread.start()

@@ -72,7 +72,7 @@ class PrefillAttempt(_Attempt):
         return self.machine.claimed and (self.machine.closed or session.peer is not None)
 
     def waits_for(self, session: Session) -> bool:
-        """Whether D's claim is checked already, but must wait until this session is connected."""
+        """D's claim is checked already, but waits until this session is connected."""
         return self.machine.claimed and not self.machine.closed and session.is_connecting
 
     def restart_time_limit(self, now: float) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
-from baton.clock import Clock
 from baton.errors import ProtocolError, UndefinedTransitionError
 from baton.handoff.agent.attempts import AttemptTable, DecodeAttempt, PrefillAttempt
 from baton.handoff.agent.digesting import Digesting
@@ -19,8 +18,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Cell, Digester, share
 from baton.handoff.protocol.event_names import name_of
 from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, Cancel, Cancelled, Hello
-from baton.handoff.session.base import ControlChannel, Worker
-from baton.handoff.session.config import AgentConfig
+from baton.handoff.session.base import Worker
 from baton.handoff.session.session import Session
 from baton.handoff.session.sessions import Sessions
 from baton.log_limit import LogLimit
@@ -38,28 +36,26 @@ class MachineRunner:
 
     def __init__(
         self,
-        config: AgentConfig,
+        sessions: Sessions,
         instance: Instance,
         transport: Transport,
-        channel: ControlChannel,
-        sessions: Sessions,
         on_event: Callable[[ev.HandoffEvent], None],
-        clock: Clock,
         digester: Digester | None,
         worker: Worker | None,
         on_peer: OnPeer | None,
     ) -> None:
-        self.config, self.instance, self.channel, self.sessions, self.clock = config, instance, channel, sessions, clock
+        self.sessions, self.instance = sessions, instance
+        self.config, self.channel, self.clock = sessions.config, sessions.channel, sessions.clock
         self.prefills: AttemptTable[PrefillAttempt] = AttemptTable()
         self.decodes: AttemptTable[DecodeAttempt] = AttemptTable()
-        self.operations: Operations[Attempt] = Operations(transport, channel.wake)
+        self.operations: Operations[Attempt] = Operations(transport, self.channel.wake)
         self.counters = AgentCounters()
         self.undefined: UndefinedTransitionError | None = None  # the last one
-        self._timers = config.timers
+        self._timers = self.config.timers
         self._on_event, self._on_peer = on_event, on_peer
         self._digesting: Digesting[Attempt] | None = None
         if digester is not None and worker is not None:
-            self._digesting = Digesting(digester, instance.here, worker, channel.wake)
+            self._digesting = Digesting(digester, instance.here, worker, self.channel.wake)
         self._queue: deque[tuple[Attempt, ev.MachineEvent]] = deque()
         self._running = False
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from baton.clock import Clock
 from baton.handoff.agent.attempts import DecodeAttempt
 from baton.handoff.agent.calls import Agent, DecodeLeg, DecodePages, GiveUp, LegEvent, PrefillLeg
 from baton.handoff.agent.machine_runner import MachineRunner, OnPeer
@@ -20,8 +19,7 @@ from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.digests import Digester
 from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.ticket import SignedTicket
-from baton.handoff.session.base import ControlChannel, Worker
-from baton.handoff.session.config import AgentConfig
+from baton.handoff.session.base import Worker
 from baton.handoff.session.sessions import Sessions
 from baton.transports.base import Transport
 
@@ -29,30 +27,23 @@ log = logging.getLogger(__name__)
 
 
 class RankHandoffs(Agent):
-    """`digester` digests this engine's pages, on `worker`; both are needed unless `config.integrity` is off. Attempts
-    are those of this rank with one rank `peer` of another engine."""
+    """`sessions`: gathered if `on_peer` is given. `digester` digests this engine's pages, on `worker`; without them,
+    `config.integrity` must be off. Attempts are those of this rank with one rank `peer` of another engine."""
 
     def __init__(
         self,
-        config: AgentConfig,
+        sessions: Sessions,
         instance: Instance,
         transport: Transport,
-        descriptor: bytes,
-        channel: ControlChannel,
         on_event: Callable[[ev.HandoffEvent], None],
-        clock: Clock,
         digester: Digester | None = None,
         worker: Worker | None = None,
         on_peer: OnPeer | None = None,
     ) -> None:
-        self.config = config
-        self.channel = channel
-        self.clock = clock
+        self.sessions = sessions
+        self.config, self.channel, self.clock = sessions.config, sessions.channel, sessions.clock
         self.rank = instance.rank
-        self.sessions = Sessions(config, instance, transport, descriptor, channel, clock, gathered=on_peer is not None)
-        self.runner = MachineRunner(
-            config, instance, transport, channel, self.sessions, on_event, clock, digester, worker, on_peer
-        )
+        self.runner = MachineRunner(sessions, instance, transport, on_event, digester, worker, on_peer)
         self.routing = Routing(self.runner)
         self.on_message = self.routing.on_message
         self.operations = self.runner.operations

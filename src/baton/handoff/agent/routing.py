@@ -140,7 +140,7 @@ class Routing:
                 self._runner.lose(attempt, "unreachable_peer", str(error))
 
     def join(self, attempt: DecodeAttempt, session: Session, hello: Hello) -> None:
-        """P's HELLO is known and connecting has ended: register, or fail as they say."""
+        """P's HELLO is known and connecting has ended: register, or fail."""
         if session.is_connecting:
             return
         runner = self._runner

@@ -6,7 +6,7 @@ from baton.errors import ProtocolError
 from baton.handoff.session.base import Connection
 
 MAX_SESSIONS = 1024
-# Sessions of unproven peers: a new one evicts the oldest.
+# Beyond this, a new session of an unproven peer evicts the oldest.
 MAX_UNPROVEN = 128
 
 

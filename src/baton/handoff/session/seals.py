@@ -16,7 +16,7 @@ def seal_of(connection: Connection, frame: bytes) -> list[bytes]:
 
 
 def checked(connection: Connection, side: Side, message: Message, frame: bytes, mark: list[bytes]) -> Message:
-    """The message, if the session's peer has sealed it or if anybody may send it. Raises `ProtocolError` otherwise.
+    """The message, if the session's peer has sealed it or anybody may send it. Raises `ProtocolError` otherwise.
 
     A HELLO proves its sender by itself. An engine that does not know the session answers BYE, and D then begins
     another.

@@ -80,7 +80,7 @@ class Session:
 
     @property
     def ready(self) -> bool:
-        """True if attempts may use it."""
+        """Attempts may use it."""
         return self.phase is SessionPhase.READY
 
     @property
@@ -89,7 +89,7 @@ class Session:
 
     @property
     def talking(self) -> bool:
-        """True if KV may be exchanged with the peer, connected or not."""
+        """KV may be exchanged with the peer, connected or not."""
         return self.phase in (SessionPhase.CONNECTING, SessionPhase.READY)
 
     def is_same(self, other: Session) -> bool:

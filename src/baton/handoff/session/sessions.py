@@ -49,10 +49,10 @@ class Sessions:
         self.clients: dict[Connection, Session] = {}  # engines that dialled us, to decode
         self.servers: dict[str, Session] = {}  # engines that we dialled, by address, to decode from
         self.is_stalled: Callable[[], bool] = lambda: False  # whether the agent's engine hangs
-        self._config = config
+        self.config = config
         self._ends = TransportEnds(transport, clock, channel.wake)
-        self._channel = channel
-        self._clock = clock
+        self.channel = channel
+        self.clock = clock
         self.greeting = Greeting(config, instance, descriptor, clock, gathered)
         self.health = Health()
 
@@ -82,29 +82,29 @@ class Sessions:
         If sessions there keep ending without a proof, HELLO is sent ever less often, and the peer does not count as
         alive.
         """
-        session = self.servers[address] = self._session(self._channel.dial(address))
+        session = self.servers[address] = self._session(self.channel.dial(address))
         if lost is not None:
-            session.until = self._clock.monotonic() + MAX_TICKET_LIFE_S if lost.peer is not None else lost.until
+            session.until = self.clock.monotonic() + MAX_TICKET_LIFE_S if lost.peer is not None else lost.until
             if lost.hello is None:
                 session.last_heard, session.redials = lost.last_heard, lost.redials + 1
         if session.redials:
-            timers = self._config.timers
+            timers = self.config.timers
             wait_s = min(timers.retry, timers.retry_min * 2 ** min(session.redials, _MAX_DOUBLINGS))
-            session.next_hello = self._clock.monotonic() + wait_s
+            session.next_hello = self.clock.monotonic() + wait_s
         else:
             self._say_hello(session)
         return session
 
     def _session(self, connection: Connection) -> Session:
-        return Session(connection, last_heard=self._clock.monotonic(), lease=self._config.timers.lease)
+        return Session(connection, last_heard=self.clock.monotonic(), lease=self.config.timers.lease)
 
     def _say_hello(self, session: Session) -> None:
-        session.next_hello = self._clock.monotonic() + self._config.timers.retry
+        session.next_hello = self.clock.monotonic() + self.config.timers.retry
         known = bool(session.challenge)
         hello = self.greeting.own(session.connection, with_descriptor=known)
         if known:
             hello = self.greeting.proven("dialled", session.connection.address, session.challenge, hello)
-        self._channel.send(session.connection, hello)
+        self.channel.send(session.connection, hello)
 
     def repeat_hello(self, now: float) -> None:
         for session in self.servers.values():
@@ -163,7 +163,7 @@ class Sessions:
             session.step("connected")
 
     def reach_again(self, session: Session) -> None:
-        """Connect again to a peer that was unreachable and now sends a claim, if its pause is over."""
+        """Connect again to an unreachable peer that now sends a claim, if its pause is over."""
         if session.phase is SessionPhase.UNREACHABLE:
             session.refusal = None
             self._connect(session)
@@ -188,7 +188,7 @@ class Sessions:
         Raises `ProtocolError` for an invalid proof.
         """
         session = self.clients.setdefault(connection, self._session(connection))
-        proven = self.greeting.is_proven("dialled", self._channel.address, connection, hello)
+        proven = self.greeting.is_proven("dialled", self.channel.address, connection, hello)
         if proven and session.hello is None:
             connection.proven = True
             connection.key = self.greeting.session_key(hello.challenge, connection.challenge)
@@ -199,7 +199,7 @@ class Sessions:
                 self.hang_up(old)
             self._greet(session, hello)
         own = self.greeting.own(connection, with_descriptor=proven)
-        self._channel.send(connection, self.greeting.proven("answered", self._channel.address, hello.challenge, own))
+        self.channel.send(connection, self.greeting.proven("answered", self.channel.address, hello.challenge, own))
         if hello.proof and not proven:
             raise ProtocolError(f"HELLO of {hello.engine_id!r} proves no knowledge of the ticket key")
         return session
@@ -210,21 +210,21 @@ class Sessions:
         return [*self.clients.values(), *self.servers.values()]
 
     def renew(self, now: float) -> None:
-        timers = self._config.timers
+        timers = self.config.timers
         for session in self._all():
             if session.talking and now >= session.renew_sent + timers.renew:
                 session.nonce, session.renew_sent = session.nonce + 1, now
-                self._channel.send(session.connection, Renew(timers.lease, session.nonce, stalled=self.is_stalled()))
+                self.channel.send(session.connection, Renew(timers.lease, session.nonce, stalled=self.is_stalled()))
 
     def renewed(self, session: Session, message: Renew) -> None:
         """Echo a RENEW, or measure the round trip from its echo."""
         session.lease = message.lease
         if not message.echo:
             stalled = self.is_stalled()
-            echo = Renew(self._config.timers.lease, message.nonce, echo=True, stalled=stalled)
-            self._channel.send(session.connection, echo)
+            echo = Renew(self.config.timers.lease, message.nonce, echo=True, stalled=stalled)
+            self.channel.send(session.connection, echo)
         elif message.nonce == session.nonce:
-            sample = self._clock.monotonic() - session.renew_sent
+            sample = self.clock.monotonic() - session.renew_sent
             session.round_trip = sample if session.round_trip is None else (3 * session.round_trip + sample) / 4
 
     def may_return(self, session: Session) -> bool:
@@ -233,7 +233,7 @@ class Sessions:
         `MAX_TICKET_LIFE_S`, unless its engine was paused that long."""
         if session.peer is not None:
             return not session.peer.dead()
-        return self._clock.monotonic() < session.until
+        return self.clock.monotonic() < session.until
 
     def forgive(self, now: float) -> None:
         """This process was paused, so it cannot tell who was silent: restart all leases."""
@@ -247,7 +247,7 @@ class Sessions:
 
     def hang_up(self, session: Session) -> None:
         """Forget a session. Its transport peer stays until no attempt needs it."""
-        self._channel.drop(session.connection)
+        self.channel.drop(session.connection)
         self.clients.pop(session.connection, None)
         if self.servers.get(session.connection.address) is session:
             del self.servers[session.connection.address]
@@ -267,4 +267,4 @@ class Sessions:
     def say_bye(self, reason: str, quiet: bool) -> None:
         """End all sessions; `quiet` tells the peers that our copies have ended."""
         for session in self._all():
-            self._channel.send(session.connection, Bye(reason, quiet))
+            self.channel.send(session.connection, Bye(reason, quiet))

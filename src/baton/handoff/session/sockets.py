@@ -38,10 +38,10 @@ log.addFilter(LogLimit())
 _BURST = 256
 # Frames queued in one connection before its sender is held back.
 _QUEUE = 128
-# A context with its threads, a ROUTER with its monitor and authentication, and a pair that wakes: 12 measured.
+# Of a context with its threads, a ROUTER with monitor and authentication, and a pair that wakes: 12 measured.
 _NUM_DESCRIPTORS = 24
-# How long frames may take to leave when one session ends, and when all do; milliseconds. The second is longer, because
-# a peer that gets no BYE has to wait for its fence. Only a peer that reads nothing costs the whole time.
+# How long frames may take to leave when one session ends, and when all do. The second is longer, because a peer that
+# gets no BYE waits for its fence. Only a peer that reads nothing costs the whole time.
 _LINGER_MS, _LAST_LINGER_MS = 200, 5000
 # Unread frames answered at most when the channel closes.
 _LAST_FRAMES = 4096
@@ -122,8 +122,8 @@ class Channel:
     # ------------------------------------------------------------ connections
 
     def dial(self, address: str) -> Connection:
-        """Connects in the background. If this process has no file descriptor left, each `send` tries again, and its
-        message is lost until there is one."""
+        """Connects in the background. Without a free file descriptor each `send` tries again, and its message is
+        lost."""
         endpoint = self._endpoint(address)
         connection = Connection(secrets.randbits(62), None, address=address, engine=endpoint.engine)
         self._open(connection, endpoint)
