@@ -18,20 +18,11 @@ _COMPILED = "one compiled loop: split into functions it took 3 to 10 % longer"
 
 LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS = {
-    "cli/serve.py:up_command": _UNSPLIT,
-    "cli/verify.py:verify_command": _UNSPLIT,
-    "deployment/processes.py:__init__": _UNSPLIT,
     "kernels/cpu/attention_tile.py:attend_tile": _COMPILED,
     "kernels/cpu/gated_delta.py:scan": "one compiled loop",
     "router/app.py:build_app": _UNSPLIT,
-    "vllm/open_cache.py:open_cache": _UNSPLIT,
 }
-MANY_PARAMETERS = {
-    "cli/serve.py:up_command": _UNSPLIT,
-    "cli/verify.py:verify_command": _UNSPLIT,
-    "deployment/processes.py:__init__": _UNSPLIT,
-    "server/run.py:run_engine": _UNSPLIT,
-}
+MANY_PARAMETERS = {}
 # Kernels take scalars and addresses: Numba's and Triton's calls have no structs.
 KERNELS = "kernels/"
 

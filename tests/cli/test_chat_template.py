@@ -44,8 +44,8 @@ def test_serve_renders_chats_with_the_given_template(
     (tmp_path / "own.jinja").write_text(TEXT)
     found: list[Tokenizer] = []
 
-    def run_engine(make_engine: Any, tokenizer: Tokenizer, *more: Any) -> None:
-        found.append(tokenizer)
+    def run_engine(make_engine: Any, make_app: Any, *more: Any) -> None:
+        found.append(make_app.keywords["tokenizer"])
         raise _Stop
 
     monkeypatch.setattr(baton.server.run, "run_engine", run_engine)

@@ -162,6 +162,16 @@ class ListenOptions:
         """Raises `ConfigError` for an unknown parser."""
         return Parsing(self.enable_auto_tool_choice, self.tool_call_parser, self.reasoning_parser)
 
+    def answers(self) -> dict[str, Any]:
+        """To whom and how a router answers, as fields of `RouterConfig`. Raises `ConfigError`."""
+        return {
+            **self.template(),
+            "limits": self.limits(),
+            "access": self.access(),
+            "parsing": self.parsing(),
+            "per_request": self.per_request(),
+        }
+
     def limits(self) -> HttpLimits:
         return HttpLimits(write_s=self.http_write_timeout)
 

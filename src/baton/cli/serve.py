@@ -9,6 +9,7 @@ import json
 import shlex
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,7 +38,6 @@ from baton.wire import Role
 
 if TYPE_CHECKING:
     from aiohttp import web
-
 
 # Longer than a decode engine's local prefill limit, so that the first request is handed off.
 _QUESTION = (
@@ -75,6 +75,7 @@ def serve_command(
             tokenizer = Tokenizer.load(config.model, **template)
             reporter.progress("loading libraries")
             from baton.engine.async_engine import AsyncEngine
+            from baton.server.app import build_app
             from baton.server.run import run_engine
 
             def on_ready(engine: AsyncEngine, url: str) -> None:
@@ -88,17 +89,15 @@ def serve_command(
             def make_engine() -> AsyncEngine:
                 return AsyncEngine(config, reporter.progress)
 
-            run_engine(
-                make_engine,
-                tokenizer,
-                listener,
-                on_ready,
-                listen.shutdown_timeout,
-                listen.limits(),
-                access,
-                parsing,
-                listen.per_request(),
+            make_app = functools.partial(
+                build_app,
+                tokenizer=tokenizer,
+                limits=listen.limits(),
+                access=access,
+                parsing=parsing,
+                per_request=listen.per_request(),
             )
+            run_engine(make_engine, make_app, listener, on_ready, listen.shutdown_timeout)
             reporter.signalled()
 
 
@@ -128,56 +127,50 @@ def _serve_ranks(
         reporter.signalled()
 
 
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """The engines that `baton up` starts."""
+
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill engines.")] = 1
+    decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 1
+    engine_port_base: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="Port of the first engine; the others use the next ones. 0: free ports."),
+    ] = 0
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often in succession an engine is started again that has ended by itself.")
+    ] = DEFAULT_MAX_RESTARTS
+
+
 @with_options
 def up_command(
     context: typer.Context,
+    fleet: FleetOptions,
     options: EngineOptions,
     listen: ListenOptions,
     routing: RouterOptions,
     roles: RoleOptions,
     model: ModelArgument,
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill engines.")] = 1,
-    decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 1,
-    engine_port_base: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="Port of the first engine; the others use the next ones. 0: free ports."),
-    ] = 0,
-    max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often in succession an engine is started again that has ended by itself.")
-    ] = DEFAULT_MAX_RESTARTS,
 ) -> None:
     """A whole P/D deployment on this host: engines as child processes, the router here."""
     from baton.handoff.protocol.ticket import load_or_create_key
     from baton.server.run import ending_on_sigterm
 
-    began = time.monotonic()
-    # A bad flag then gives one error line, not one per engine.
-    answers = {
-        **listen.template(),
-        "limits": listen.limits(),
-        "access": listen.access(),
-        "parsing": listen.parsing(),
-        "per_request": listen.per_request(),
-    }
-    role_flags = roles.flags()
+    # Checked here too, so that a bad flag gives one error line, not one per engine.
+    began, role_flags = time.monotonic(), roles.flags()
+    own = {"recovery": options.recovery, "max_queued_requests": options.max_queued_requests, **listen.answers()}
     listener = listen.bind()
     with contextlib.closing(listener), ending_on_sigterm():
         options = roles.alike(options, options.batch_invariant)
         config = options.to_config(model)
         ranks = roles.data_ranks(options)
-        check_sizes(config, prefill * ranks["prefill"] + decode * ranks["decode"])
-        router = routing.to_config(
-            listen.host,
-            tokenizer=config.model,
-            recovery=options.recovery,
-            max_queued_requests=options.max_queued_requests,
-            **answers,
-        )
-        tell(f"starting {prefill} prefill and {decode} decode engines of {model}")
+        check_sizes(config, fleet.prefill * ranks["prefill"] + fleet.decode * ranks["decode"])
+        router = routing.to_config(listen.host, tokenizer=config.model, **own)
+        tell(f"starting {fleet.prefill} prefill and {fleet.decode} decode engines of {model}")
         deployment = Deployment(
             config.model,
-            prefill,
-            decode,
+            fleet.prefill,
+            fleet.decode,
             engine_flags=to_flags(options.located(config)),
             role_flags=role_flags,
             kv_transport=config.kv_transfer_config.kv_transport,
@@ -186,7 +179,7 @@ def up_command(
             forward=pass_on,
             log_format=listen.log_format,
             shutdown_timeout_s=listen.shutdown_timeout,
-            engine_port_base=engine_port_base,
+            engine_port_base=fleet.engine_port_base,
             data_ranks=ranks,
             named=lambda role, error: named_after_source(context, roles.named(role, error)),
         )
@@ -201,10 +194,10 @@ def up_command(
 
             def on_ready(url: str) -> None:
                 tell(_banner(config, deployment.engines(), url))
-                took = f"started in {time.monotonic() - began:.1f} s"
-                tell(f"ready: {url}/v1   (status: {url}/status, {took}, Ctrl-C ends all)")
+                took_s = time.monotonic() - began
+                tell(f"ready: {url}/v1   (status: {url}/status, started in {took_s:.1f} s, Ctrl-C ends all)")
 
-            supervisor, stop = Supervisor(deployment, logger.warning, max_restarts), asyncio.Event()
+            supervisor, stop = Supervisor(deployment, logger.warning, fleet.max_restarts), asyncio.Event()
             beside = functools.partial(_supervise, supervisor, stop)
             asyncio.run(serve_router(router, listener, on_ready, beside, listen.shutdown_timeout, stop))
             tell("ending all processes")

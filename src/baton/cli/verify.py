@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -86,9 +86,14 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundOptions:
-    """Tolerances."""
+class ComparisonOptions:
+    """What is compared, with which tolerances, and how the result is shown."""
 
+    modes: Annotated[
+        str | None,
+        typer.Option(help=f"Of {', '.join(MODES)} [default: the first three]; with --candidate: kv_mode to ask for."),
+    ] = None
+    json_output: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False
     near_tie: Annotated[
         float | None, typer.Option(help="Excuse tokens whose logprob is so near the best [default: 1e-4 of servers].")
     ] = None
@@ -98,6 +103,16 @@ class BoundOptions:
     acceptance_tolerance: Annotated[
         float, typer.Option(help="Accepted drafts per round that may differ, at each position.")
     ] = 0.01
+
+    def bounds(self, servers: ServerOptions, sampling: SamplingOptions) -> Bounds:
+        return Bounds.parse(
+            near_tie=self.near_tie,
+            logprob_tolerance=self.logprob_tolerance,
+            acceptance_tolerance=self.acceptance_tolerance,
+            acceptance_required=servers.reference_metrics is not None or servers.candidate_metrics is not None,
+            servers=servers.reference is not None or servers.candidate is not None,
+            temperature=sampling.temperature,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,23 +126,44 @@ class DeploymentOptions:
     batch_invariant: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """What is compared with the reference: a server, or what verify starts in each mode. `settings`: of one engine."""
+
+    server: ServerSide | None
+    settings: Mapping[str, Any]
+    deployment: DeploymentSide
+    cases: Sequence[Case]
+    undo: contextlib.ExitStack
+    running: list[Deployment] = field(default_factory=list)
+
+    def answers(self, mode: str) -> Answers:
+        if self.server is not None:
+            _say(f"{mode}: {self.server.url}")
+            return self.server.answers(self.cases, kv_mode=mode if mode in MODES else None)
+        if mode in ("push", "pull"):
+            side = self.deployment
+            if not self.running:
+                _say(f"{mode}: starting {side.prefill} prefill and {side.decode} decode engines")
+                self.running.append(self.undo.enter_context(side.start()))
+            return side.answers(self.running[0], self.cases, mode)
+        _say(f"{mode}: one engine in this process")
+        settings = _without_drafter(self.settings) if mode == "single-nospec" else self.settings
+        return EngineSide(settings).answers(self.cases)
+
+
 @with_options
 def verify_command(
+    comparison: ComparisonOptions,
     servers: ServerOptions,
     prompts: PromptOptions,
     sampling: SamplingOptions,
-    allowed: BoundOptions,
     engine: StepSettings,
     started: DeploymentOptions,
     roles: RoleOptions,
     model: Annotated[
         str | None, typer.Argument(help="Checkpoint of what verify starts: a directory, or ORG/NAME on the hub.")
     ] = None,
-    modes: Annotated[
-        str | None,
-        typer.Option(help=f"Of {', '.join(MODES)} [default: the first three]; with --candidate: kv_mode to ask for."),
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
 ) -> None:
     """Send the same requests to a reference and a candidate; exit 1 on any difference.
 
@@ -136,33 +172,16 @@ def verify_command(
     check_shared_transport(started.kv_transport)
     role_flags = roles.flags()
     engine = roles.alike(engine, started.batch_invariant)
-    chosen = parse_modes(modes, servers.candidate is not None)
+    chosen = parse_modes(comparison.modes, servers.candidate is not None)
     want, have = servers.side("reference"), servers.side("candidate")
     if model is None and (want is None or have is None):
         raise ConfigError("model", "is required, except with both --reference and --candidate")
     model = model and checkpoint_directory(model)
-    bounds = Bounds.parse(
-        **asdict(allowed),
-        acceptance_required=servers.reference_metrics is not None or servers.candidate_metrics is not None,
-        servers=want is not None or have is not None,
-        temperature=sampling.temperature,
-    )
+    bounds = comparison.bounds(servers, sampling)
     params = SamplingParams(**asdict(sampling)).check()
     if bounds.near_tie:
         params = msgspec.structs.replace(params, logprobs=max(sampling.logprobs, 2))
-    # The reference has one rank and the default memory, and hands nothing over.
-    plain = {name: getattr(engine, name) for name in declared(StepSettings)}
-    plain |= {"model": model, "batch_invariant": started.batch_invariant}
-    for name in (
-        "kv_cache_memory",
-        "integrity",
-        "speculative_config",
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-    ):
-        del plain[name]
-    settings = plain | {"speculative_config": engine.speculative_config}
+    settings = _reference_settings(engine, model, started.batch_invariant)
     deployment = DeploymentSide(
         model or "",
         started.prefill,
@@ -175,27 +194,32 @@ def verify_command(
         roles.data_ranks(engine),
     )
     cases = choose_cases(model, want or have, **asdict(prompts), params=params)
-    running: list[Deployment] = []
-
-    def ask(mode: str) -> Answers:
-        if have is not None:
-            _say(f"{mode}: {have.url}")
-            return have.answers(cases, kv_mode=mode if mode in MODES else None)
-        if mode in ("push", "pull"):
-            if not running:
-                _say(f"{mode}: starting {started.prefill} prefill and {started.decode} decode engines")
-                running.append(undo.enter_context(deployment.start()))
-            return deployment.answers(running[0], cases, mode)
-        _say(f"{mode}: one engine in this process")
-        return EngineSide(plain if mode == "single-nospec" else settings).answers(cases)
-
     _say(f"reference: {want.url if want else 'one engine in this process'}, {len(cases)} requests")
     expected = want.answers(cases, salted=True) if want else EngineSide(settings).answers(cases)
     if prompts.prompts is not None or prompts.chat is not None:
         _warn_of_bos(cases, expected, find_bos(model, want or have), prompts.prompts is not None)
     with contextlib.ExitStack() as undo:
-        if not _print_reports(cases, expected, chosen, ask, bounds, json_output):
+        candidate = _Candidate(have, settings, deployment, cases, undo)
+        if not _print_reports(cases, expected, chosen, candidate.answers, bounds, comparison.json_output):
             raise typer.Exit(1)
+
+
+def _reference_settings(engine: StepSettings, model: str | None, batch_invariant: bool) -> dict[str, Any]:
+    """Of an engine with one rank and the default memory, which hands nothing over."""
+    settings = {name: getattr(engine, name) for name in declared(StepSettings)}
+    for name in (
+        "kv_cache_memory",
+        "integrity",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+    ):
+        del settings[name]
+    return {**settings, "model": model, "batch_invariant": batch_invariant}
+
+
+def _without_drafter(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != "speculative_config"}
 
 
 def _print_reports(

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TypeVar
 
 from baton.deployment.child import read_reports
@@ -54,6 +55,7 @@ def check_shared_transport(uri: str) -> None:
         raise ConfigError("kv_transport", "local moves KV within one process only")
 
 
+@dataclass(eq=False)
 class Deployment:
     """Engines of one model, and `routers` routers unless `router` is False. All serve when the constructor returns.
 
@@ -73,80 +75,81 @@ class Deployment:
     Raises `ConfigError` for a transport that processes cannot share. No child is left after an error.
     """
 
-    def __init__(
-        self,
-        model: str,
-        prefill: int = 1,
-        decode: int = 1,
-        both: int = 0,
-        engine_flags: Sequence[str] = (),
-        role_flags: Mapping[str, Sequence[str]] = MappingProxyType({}),
-        kv_transport: str | None = None,
-        router_flags: Sequence[str] = (),
-        port: int = 0,
-        router: bool = True,
-        routers: int = 1,
-        tell: Callable[[str], None] = lambda text: None,
-        forward: Callable[[str, LogLine], None] | None = None,
-        log_format: str = "text",
-        command: Sequence[str] | None = None,
-        shutdown_timeout_s: float = 0.0,
-        engine_port_base: int = 0,
-        data_ranks: Mapping[str, int] = MappingProxyType({}),
-        named: Callable[[str, ConfigError], ConfigError] = lambda role, error: error,
-    ) -> None:
-        if min(prefill, decode, both) < 0 or (prefill == 0) != (decode == 0) or prefill + both == 0:
+    model: str
+    prefill: int = 1
+    decode: int = 1
+    both: int = 0
+    engine_flags: Sequence[str] = ()
+    role_flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    kv_transport: str | None = None
+    router_flags: Sequence[str] = ()
+    port: int = 0
+    router: bool = True
+    routers: int = 1
+    tell: Callable[[str], None] = lambda text: None
+    forward: Callable[[str, LogLine], None] | None = None
+    log_format: str = "text"
+    command: Sequence[str] | None = None
+    shutdown_timeout_s: float = 0.0
+    engine_port_base: int = 0
+    data_ranks: Mapping[str, int] = field(default_factory=dict)
+    named: Callable[[str, ConfigError], ConfigError] = lambda role, error: error
+
+    def __post_init__(self) -> None:
+        counts = self.prefill, self.decode, self.both
+        if min(counts) < 0 or (self.prefill == 0) != (self.decode == 0) or self.prefill + self.both == 0:
             raise ConfigError("prefill", "there must be engines of both roles, or engines of role both")
-        if kv_transport is not None:
-            check_shared_transport(kv_transport)
-        self._command = tuple(BATON if command is None else command)
-        self._tell, self._forward, self._named = tell, forward, named
-        self._shutdown_timeout_s = shutdown_timeout_s
+        if self.kv_transport is not None:
+            check_shared_transport(self.kv_transport)
         self._children: list[Child] = []
         self._run = RunDirectory()
         self._directory = self._run.path
-        keys = self._directory / "keys"
-        transport_flags: list[str] = []
-        if kv_transport is not None:
-            uri = with_path(kv_transport, str(self._directory / "kv"))
-            transport_flags = ["--kv-transport", uri]
+        self._urls: dict[str, list[str]] = {"prefill": [], "decode": [], "both": []}
         try:
-            roles = ["prefill"] * prefill + ["decode"] * decode + ["both"] * both
-            self._environment = _environment(len(roles))
-            names = [f"{role}-{roles[:number].count(role)}" for number, role in enumerate(roles)]
-            sizes = [data_ranks.get(role, 1) for role in roles]
-            make_keys(keys, [id_ for name, size in zip(names, sizes, strict=True) for id_ in rank_ids(name, size)])
-            self.ticket_key_file = str(ticket_key_file(keys))
-            if engine_port_base + sum(sizes) > 65536:
-                raise ConfigError("engine_port_base", f"leaves no ports for {sum(sizes)} engines")
-            for number, (name, role) in enumerate(zip(names, roles, strict=True)):
-                port_flag = str(engine_port_base + sum(sizes[:number]) if engine_port_base else 0)
-                flags = ["--role", role, "--engine-id", name, "--port", port_flag]
-                flags += ["--engines-per-host", str(len(names)), "--log-level", "warning", "--log-format", log_format]
-                flags += [*engine_flags, *transport_flags]
-                flags += role_flags.get(role, ())
-                if max(sizes) > 1:
-                    flags += ["--data-parallel-size", str(sizes[number])]
-                if role != "both":
-                    flags += ["--keys", str(keys)]
-                elif router:
-                    flags.append("--token-api")
-                self._children.append(self._spawn(name, ["serve", model, *flags]))
-            self._await_ready(self._children)
-            self._urls: dict[str, list[str]] = {"prefill": [], "decode": [], "both": []}
-            for child, role in zip(self._children, roles, strict=True):
-                self._urls[role] += child.urls
+            self._start_engines()
             self.url = self.engine_urls[0]
-            started = []
-            for number in range(routers if router else 0):
-                flags = [*self._router_flags(0 if number else port), *router_flags]
-                started.append(self._spawn("router" + f"-{number}" * (number > 0), ["router", *flags]))
-                self._children.append(started[-1])
-            self._await_ready(started)
-            self.url = started[0].url or "" if started else self.url
+            if self.router:
+                self._start_routers()
         except BaseException:
             self.close()
             raise
+
+    def _start_engines(self) -> None:
+        roles = ["prefill"] * self.prefill + ["decode"] * self.decode + ["both"] * self.both
+        self._environment = _environment(len(roles))
+        names = [f"{role}-{roles[:number].count(role)}" for number, role in enumerate(roles)]
+        sizes = [self.data_ranks.get(role, 1) for role in roles]
+        keys = self._directory / "keys"
+        make_keys(keys, [id_ for name, size in zip(names, sizes, strict=True) for id_ in rank_ids(name, size)])
+        self.ticket_key_file = str(ticket_key_file(keys))
+        if self.engine_port_base + sum(sizes) > 65536:
+            raise ConfigError("engine_port_base", f"leaves no ports for {sum(sizes)} engines")
+        common = ["--engines-per-host", str(len(names)), "--log-level", "warning", "--log-format", self.log_format]
+        common += self.engine_flags
+        if self.kv_transport is not None:
+            common += ["--kv-transport", with_path(self.kv_transport, str(self._directory / "kv"))]
+        for number, (name, role) in enumerate(zip(names, roles, strict=True)):
+            port = self.engine_port_base + sum(sizes[:number]) if self.engine_port_base else 0
+            flags = ["--role", role, "--engine-id", name, "--port", str(port), *common, *self.role_flags.get(role, ())]
+            if max(sizes) > 1:
+                flags += ["--data-parallel-size", str(sizes[number])]
+            if role != "both":
+                flags += ["--keys", str(keys)]
+            elif self.router:
+                flags.append("--token-api")
+            self._children.append(self._spawn(name, ["serve", self.model, *flags]))
+        self._await_ready(self._children)
+        for child, role in zip(self._children, roles, strict=True):
+            self._urls[role] += child.urls
+
+    def _start_routers(self) -> None:
+        started = []
+        for number in range(self.routers):
+            flags = [*self._router_flags(0 if number else self.port), *self.router_flags]
+            started.append(self._spawn("router" + f"-{number}" * (number > 0), ["router", *flags]))
+            self._children.append(started[-1])
+        self._await_ready(started)
+        self.url = started[0].url or ""
 
     @property
     def prefill_urls(self) -> list[str]:
@@ -241,14 +244,14 @@ class Deployment:
 
     def _spawn(self, name: str, arguments: list[str]) -> Child:
         read, write = os.pipe()
-        forward = self._forward and functools.partial(self._forward, name)
+        forward = self.forward and functools.partial(self.forward, name)
         log = ChildLog(self._directory / f"{name}.log", forward)
         try:
             with log.writing() as output:
                 process = subprocess.Popen(
                     [
-                        *(*self._command, *arguments, "--ready-fd", str(write)),
-                        *("--shutdown-timeout", str(self._shutdown_timeout_s)),
+                        *(*(self.command or BATON), *arguments, "--ready-fd", str(write)),
+                        *("--shutdown-timeout", str(self.shutdown_timeout_s)),
                     ],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -284,7 +287,7 @@ class Deployment:
     def _cause(self, child: Child) -> str:
         """The setting that a child refused, or the last message of its log."""
         child.read_last_reports()
-        return str(self._named(child.role, child.refusal)) if child.refusal is not None else _last_line(child)
+        return str(self.named(child.role, child.refusal)) if child.refusal is not None else _last_line(child)
 
     def _read_reports(self, child: Child) -> None:
         reports, child.pending = read_reports(child.pipe, child.pending)
@@ -292,15 +295,15 @@ class Deployment:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(2.0)
             if child.refusal is not None:
-                # Only the child can check this setting; starting it again would not help.
-                raise self._named(child.role, child.refusal)
+                # Only the child can check this setting, and starting it again would not help.
+                raise self.named(child.role, child.refusal)
             if child.process.returncode == CONFIG_STATUS:
                 raise ConfigError(child.name, f"did not start: {_last_line(child)}")
             raise EngineUnavailableError(f"{child.name} did not start: {_last_line(child)}")
         for report in reports:
             child.note(report)
             if "progress" in report or "ready" in report:
-                self._tell(f"{child.name}: {report.get('progress') or f'ready at {child.url}'}")
+                self.tell(f"{child.name}: {report.get('progress') or f'ready at {child.url}'}")
 
 
 def rank_ids(engine_id: str, data_ranks: int) -> list[str]:

@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from aiohttp import web
 
 from baton.errors import EngineUnavailableError
-from baton.openai.http.access import OPEN, Access
-from baton.openai.http.limits import HttpLimits
 from baton.openai.http.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
-from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
-from baton.openai.tools import NO_PARSING, Parsing
-from baton.server.app import build_app
-from baton.text import Tokenizer
 
 if TYPE_CHECKING:
     from baton.engine.async_engine import AsyncEngine
@@ -32,14 +26,10 @@ _CLOSE_LIMIT_S = 8.0
 
 def run_engine(
     make_engine: Callable[[], AsyncEngine],
-    tokenizer: Tokenizer,
+    make_app: Callable[[AsyncEngine], web.Application],
     listener: socket.socket,
     on_ready: Callable[[AsyncEngine, str], None],
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
-    limits: HttpLimits | None = None,
-    access: Access = OPEN,
-    parsing: Parsing = NO_PARSING,
-    per_request: PerRequestMetrics = NO_METRICS,
 ) -> None:
     """Serve one engine until SIGINT or SIGTERM, then close it. After SIGTERM requests have `shutdown_timeout_s` to
     end.
@@ -51,7 +41,7 @@ def run_engine(
         engine = make_engine()
         try:
             engine.start()
-            app = build_app(engine, tokenizer, limits, access, parsing, per_request)
+            app = make_app(engine)
             ready = functools.partial(on_ready, engine, url_of(listener, app))
             failure = asyncio.run(_serve(engine, app, listener, ready, shutdown_timeout_s))
         finally:

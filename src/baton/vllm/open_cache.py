@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.engines.agent import start_agent
-from baton.engines.ranks import WorkerPart, join
+from baton.engines.ranks import JoinedWorkers, WorkerPart, join
 from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
 from baton.transports.base import Transport
@@ -54,8 +54,7 @@ def open_cache(
 
     Raises `ConfigError` for a cache or a configuration that cannot be handed off.
     """
-    transfer = config.kv_transfer_config
-    engine_id, rank = str(transfer.engine_id), compat.worker_number(config)
+    engine_id, rank = str(config.kv_transfer_config.engine_id), compat.worker_number(config)
     groups = split_tables(caches.cache_tables(kv_cache_config), compat.num_target_layers(config))
     layers = {layer: kv_caches[layer] for group in groups for layer in group.layers}
     kernels = {layer: caches.kernel_layout(config, layer) for layer in layers}
@@ -83,10 +82,18 @@ def open_cache(
             settings, engine_id, settings.ticket_key(), rank, whole, layout.regions, layout.geometries, together
         )
     side.bind(together)
-    identity = VllmIdentity(
-        engine_id=engine_id,
+    draft_layers = tuple(layer for group in groups if group.owner == "draft" for layer in group.layers)
+    identity = _identity(config, settings.kv_transport, whole, agent.address)
+    return OpenCache(side, rank, identity, agent, transport, draft_layers)
+
+
+def _identity(config: Any, kv_transport: str, whole: JoinedWorkers, address: str) -> VllmIdentity:
+    """The engine's identity, with one worker's control address."""
+    transfer = config.kv_transfer_config
+    return VllmIdentity(
+        engine_id=str(transfer.engine_id),
         incarnation=whole.incarnation,
-        control_addresses=[agent.address],
+        control_addresses=[address],
         fingerprint=json.dumps(whole.facts, sort_keys=True),
         truncate_prefill=whole.has_states,
         prefill_multiple=compat.prefill_multiple(config),
@@ -96,10 +103,8 @@ def open_cache(
         num_speculative_tokens=compat.num_speculative_tokens(config),
         data_parallel_rank=compat.data_parallel_rank(config),
         sampling_defaults=compat.sampling_defaults(config),
-        kv_transport=transport_name(settings.kv_transport),
+        kv_transport=transport_name(kv_transport),
     )
-    draft_layers = tuple(layer for group in groups if group.owner == "draft" for layer in group.layers)
-    return OpenCache(side, rank, identity, agent, transport, draft_layers)
 
 
 @contextlib.contextmanager
