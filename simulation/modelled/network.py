@@ -12,7 +12,7 @@ import msgspec
 from baton.handoff.protocol.frames import kind_of
 from baton.handoff.protocol.messages import Cancelled, Commit, Confirm, Finished, Hello, Message
 from baton.handoff.session.accepted import AcceptedConnections
-from baton.handoff.session.addresses import Endpoint
+from baton.handoff.session.addresses import ControlEndpoint
 from baton.handoff.session.base import Connection
 from baton.handoff.session.sockets import Channel
 from simulation.modelled.sockets import Parts, SimContext, SimPoller, SimSocket
@@ -157,8 +157,8 @@ class SimChannel(Channel):
         self._accepted, self._dialled = AcceptedConnections(), {}
         self._unaccepted: dict[SimSocket, list[Parts]] = {}
 
-    def _endpoint(self, address: str) -> Endpoint:
-        return Endpoint(None, address, b"")
+    def _endpoint(self, address: str) -> ControlEndpoint:
+        return ControlEndpoint(None, address, b"")
 
     def send(self, connection: Connection, message: Message) -> None:
         if isinstance(message, Commit | Confirm) and self.world.hit("corrupt_seeds"):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from baton.clock import Clock, SystemClock
 from baton.engine.layer_stream import LayerStream
-from baton.engine.leg import Effect, Leg, LegPhase, LegSettings, PagesReleased, RequestArrived, RequestFailed
+from baton.engine.leg import Effect, Leg, LegSettings, LegStatus, PagesReleased, RequestArrived, RequestFailed
 from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler
@@ -86,7 +86,7 @@ class HandoffLegs:
         """Queue a leg for pages if P has admitted it. Otherwise it could not be committed, and would keep its pages
         from legs that can."""
         request, scheduler = leg.request, self.scheduler
-        if leg.phase is LegPhase.QUEUED and request in scheduler.announced:
+        if leg.phase is LegStatus.QUEUED and request in scheduler.announced:
             del scheduler.announced[request]
             scheduler.enqueue(request)
 
@@ -94,7 +94,7 @@ class HandoffLegs:
         """Tell the agent of prefill legs that have their pages, so that D allocates its own."""
         for request in requests:
             leg = self.open.get(request.ticket.key) if request.ticket is not None else None
-            if leg is not None and request.role == "prefill" and leg.phase is LegPhase.OPENED:
+            if leg is not None and request.role == "prefill" and leg.phase is LegStatus.OPENED:
                 leg.step("admitted")
                 assert request.ticket is not None
                 self.agent.admit_prefill(request.ticket.key)

@@ -13,7 +13,7 @@ from baton.kv.tables import BlockTables
 from baton.wire import KVStream, Recovery
 
 
-class LegPhase(Phase):
+class LegStatus(Phase):
     """How far an open attempt has come, as the engine sees it."""
 
     OPENED = "opened"  # the agent knows it
@@ -23,7 +23,7 @@ class LegPhase(Phase):
     DETACHED = "detached"  # D: the request continues without this handoff, and the agent has not released it yet
 
 
-_L = LegPhase
+_L = LegStatus
 LEG = Table(
     "Leg of an engine",
     {
@@ -49,7 +49,7 @@ class Leg:
     """
 
     request: Request
-    phase: LegPhase = LegPhase.OPENED
+    phase: LegStatus = LegStatus.OPENED
     sent_groups: frozenset[str] | None = None
     wanted: dict[str, Interval] = field(default_factory=dict)
     proven: dict[str, int] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Leg:
     @property
     def attached(self) -> bool:
         """The request still waits for this handoff."""
-        return self.phase is not LegPhase.DETACHED
+        return self.phase is not LegStatus.DETACHED
 
 
 @dataclass(frozen=True, slots=True)

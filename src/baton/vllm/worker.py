@@ -23,7 +23,7 @@ from baton.log_limit import LogLimit
 from baton.vllm.geometry import CacheLayout, kernel_pages
 from baton.vllm.layer_stream import StreamedPrompt, VllmLayerStream
 from baton.vllm.steps import ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
-from baton.vllm.worker_legs import BlocksPhase, DecodeLeg, DecodePhase, EndPhase, PrefillLeg
+from baton.vllm.worker_legs import BlocksPhase, EndPhase, ReceivePhase, WorkerDecode, WorkerPrefill
 from baton.wire import KVStream
 
 log = logging.getLogger(__name__)
@@ -71,8 +71,8 @@ class WorkerSide:
         self._tiles = {name: rank.geometry.tile for name, rank in layout.geometries.items()}
         self._truncated = any(group.kind == "state" for group in layout.groups)
         self._events: queue.SimpleQueue[ev.HandoffEvent] = queue.SimpleQueue()
-        self._prefills: dict[AttemptKey, PrefillLeg] = {}
-        self._decodes: dict[AttemptKey, DecodeLeg] = {}
+        self._prefills: dict[AttemptKey, WorkerPrefill] = {}
+        self._decodes: dict[AttemptKey, WorkerDecode] = {}
         self._results = Results()
         self._admitted: set[str] = set()
         self._first_tokens: dict[str, int] = {}
@@ -124,7 +124,7 @@ class WorkerSide:
         for closed in step.closed:
             self._close_prefill(closed)
         for announced in step.announced:
-            self._decodes[announced.ticket.key] = DecodeLeg(announced.request_id, announced.next_token)
+            self._decodes[announced.ticket.key] = WorkerDecode(announced.request_id, announced.next_token)
             self.agent.announce_decode(announced.ticket)
         for receive in step.receives:
             self._receive(receive)
@@ -169,7 +169,7 @@ class WorkerSide:
                 if not leg.seeded and not self._commit_at_end:
                     self._commit(entry.key, leg.next_token)
 
-    def _final(self, leg: PrefillLeg, entry: ComputedTokens) -> dict[str, int]:
+    def _final(self, leg: WorkerPrefill, entry: ComputedTokens) -> dict[str, int]:
         return {
             group.name: group.final(leg.num_tokens, entry.num_computed, self._tiles[group.name])
             for group in self._layout.groups
@@ -210,7 +210,7 @@ class WorkerSide:
 
     def _open_prefill(self, opened: OpenPrefill) -> None:
         key = opened.ticket.key
-        self._prefills[key] = PrefillLeg(
+        self._prefills[key] = WorkerPrefill(
             opened.request_id, opened.num_tokens, opened.next_token, opened.ticket.mode, opened.seeded
         )
         self.agent.open_prefill(opened.ticket)
@@ -267,14 +267,16 @@ class WorkerSide:
             if decode is not None:
                 self._received(decode, event)
 
-    def _settle(self, key: AttemptKey, leg: PrefillLeg) -> None:
+    def _settle(self, key: AttemptKey, leg: WorkerPrefill) -> None:
         """Report the blocks as free if vLLM has finished the request and the agent has released them."""
         if leg.end is EndPhase.SETTLED:
             del self._prefills[key]
             if leg.held:
                 self._results.sent.add(leg.request_id)
 
-    def _received(self, decode: DecodeLeg, event: ev.DecodeCommitted | ev.DecodeFinished | ev.DecodeReleased) -> None:
+    def _received(
+        self, decode: WorkerDecode, event: ev.DecodeCommitted | ev.DecodeFinished | ev.DecodeReleased
+    ) -> None:
         good = isinstance(event, ev.DecodeCommitted)
         if isinstance(event, ev.DecodeCommitted):
             self.counts["bytes"] += event.num_bytes
@@ -285,9 +287,9 @@ class WorkerSide:
             elif decode.parked and event.seeds.draft_token_ids:
                 self._first_tokens[decode.request_id] = event.seeds.draft_token_ids[0]
         self.counts["committed" if good else "released"] += 1
-        if decode.phase is DecodePhase.ANNOUNCED:
+        if decode.phase is ReceivePhase.ANNOUNCED:
             self._admitted.add(decode.request_id)
-        if decode.phase is not DecodePhase.PARKED:
+        if decode.phase is not ReceivePhase.PARKED:
             return
         self._results.received.add(decode.request_id)
         if not good:

@@ -30,7 +30,7 @@ class EndPhase(Phase):
     SETTLED = "settled"  # both: the blocks may be freed
 
 
-class DecodePhase(Phase):
+class ReceivePhase(Phase):
     """Of a decode leg."""
 
     ANNOUNCED = "announced"  # it has no blocks
@@ -38,7 +38,7 @@ class DecodePhase(Phase):
     PLACED = "placed"  # it has blocks, and vLLM waits for nothing: all tokens were here
 
 
-_B, _E, _D = BlocksPhase, EndPhase, DecodePhase
+_B, _E, _D = BlocksPhase, EndPhase, ReceivePhase
 BLOCKS = Table(
     "Blocks of vLLM's prefill leg",
     {
@@ -59,7 +59,7 @@ DECODE_LEG = Table("vLLM's decode leg", {"park": {_D.ANNOUNCED: _D.PARKED}, "pla
 
 
 @dataclass(slots=True, eq=False)
-class PrefillLeg:
+class WorkerPrefill:
     """`blocks` and `end` change as `BLOCKS` and `PREFILL_END` say. `next_token`: the one that D computes, None if it is
     handed over too. `seeded`: D gets the token that is sampled here. `final`: as last declared to the agent. `held`:
     vLLM keeps the finished request's blocks until it hears that they may be freed."""
@@ -92,12 +92,12 @@ class PrefillLeg:
 
 
 @dataclass(slots=True, eq=False)
-class DecodeLeg:
+class WorkerDecode:
     """`phase` changes as `DECODE_LEG` says. `next_token`: the one after the tokens that P sends."""
 
     request_id: str
     next_token: int
-    phase: DecodePhase = DecodePhase.ANNOUNCED
+    phase: ReceivePhase = ReceivePhase.ANNOUNCED
 
     def step(self, event: str) -> None:
         """Raises `UndefinedTransitionError` if `event` cannot happen in this phase."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.leg import Leg, LegPhase
+from baton.engine.leg import Leg, LegStatus
 from baton.errors import UndefinedTransitionError
 
 
@@ -15,9 +15,9 @@ def test_a_decode_leg_is_queued_when_both_have_come(order: tuple[str, str]) -> N
     request: Any = None
     leg = Leg(request)
     leg.step(order[0])
-    assert leg.phase is not LegPhase.QUEUED
+    assert leg.phase is not LegStatus.QUEUED
     leg.step(order[1])
-    assert leg.phase is LegPhase.QUEUED
+    assert leg.phase is LegStatus.QUEUED
 
 
 def test_a_leg_is_made_ready_once() -> None:
@@ -31,6 +31,6 @@ def test_a_leg_is_made_ready_once() -> None:
 @pytest.mark.parametrize("event", ["ready", "admitted", "detach"])
 def test_a_detached_leg_is_not_queued_again(event: str) -> None:
     request: Any = None
-    leg = Leg(request, LegPhase.DETACHED)
+    leg = Leg(request, LegStatus.DETACHED)
     leg.step(event)
     assert not leg.attached

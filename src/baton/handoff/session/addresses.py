@@ -8,7 +8,7 @@ from baton.errors import ConfigError, ProtocolError
 from baton.handoff.session.keys import Keys, is_local
 
 
-class Endpoint(NamedTuple):
+class ControlEndpoint(NamedTuple):
     """`engine` is None if all engines share one pair of keys. `address`: as ZeroMQ takes it."""
 
     engine: str | None
@@ -16,7 +16,7 @@ class Endpoint(NamedTuple):
     public_key: bytes
 
 
-def endpoint_of(address: str, keys: Keys) -> Endpoint:
+def endpoint_of(address: str, keys: Keys) -> ControlEndpoint:
     """Raises `ProtocolError` if this side may not dial the address."""
     named = address.removeprefix("curve://")
     if keys.engine_id is None:
@@ -24,7 +24,7 @@ def endpoint_of(address: str, keys: Keys) -> Endpoint:
             raise ProtocolError(f"the engine at {address!r} asks for keys, and none are configured here")
         if not is_local(address):
             raise ProtocolError(f"{address!r} is on another host, which takes keys")
-        return Endpoint(None, address, keys.public)
+        return ControlEndpoint(None, address, keys.public)
     engine, at, host = named.partition("@")
     if named == address or not at:
         raise ProtocolError(f"the engine at {address!r} has no keys")
@@ -34,4 +34,4 @@ def endpoint_of(address: str, keys: Keys) -> Endpoint:
         raise ProtocolError(str(error)) from error
     if key is None:
         raise ProtocolError(f"engine {engine!r} is not among the authorised keys")
-    return Endpoint(engine, f"tcp://{host}", key)
+    return ControlEndpoint(engine, f"tcp://{host}", key)

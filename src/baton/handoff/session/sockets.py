@@ -25,7 +25,7 @@ from baton.errors import ConfigError, ProtocolError
 from baton.handoff.protocol.frames import MAX_FRAME, decode, encode
 from baton.handoff.protocol.messages import Bye, Hello, Message
 from baton.handoff.session.accepted import AcceptedConnections
-from baton.handoff.session.addresses import Endpoint, endpoint_of
+from baton.handoff.session.addresses import ControlEndpoint, endpoint_of
 from baton.handoff.session.base import Connection
 from baton.handoff.session.curve import Gate, Socket, as_client, begin_ids_at_random
 from baton.handoff.session.keys import CONTROL_BIND, Keys, check_bind
@@ -129,7 +129,7 @@ class Channel:
         self._open(connection, endpoint)
         return connection
 
-    def _open(self, connection: Connection, endpoint: Endpoint) -> None:
+    def _open(self, connection: Connection, endpoint: ControlEndpoint) -> None:
         sock = None
         try:
             sock = self._socket(zmq.DEALER)
@@ -155,7 +155,7 @@ class Channel:
                 self._open(connection, self._endpoint(connection.address))
         return connection.socket is not None
 
-    def _endpoint(self, address: str) -> Endpoint:
+    def _endpoint(self, address: str) -> ControlEndpoint:
         return endpoint_of(address, self._keys)
 
     def drop(self, connection: Connection) -> None:
