@@ -222,7 +222,10 @@ class WorkerSide:
         if closed.failed and not leg.is_preempted:
             self.agent.abort(closed.key, "aborted")
         elif (leg.seeded or self._commit_at_end) and not (leg.is_preempted or leg.is_released):
-            self._commit(closed.key, closed.sampled if leg.seeded else leg.next_token)
+            if leg.seeded and leg.next_token is None:
+                self._commit(closed.key, closed.sampled)
+            else:
+                self._commit(closed.key, leg.next_token, closed.sampled)
         self._settle(closed.key, leg)
 
     def _receive(self, receive: OpenDecode) -> None:
@@ -284,7 +287,7 @@ class WorkerSide:
             if not self._truncated and event.seeds.first_token != decode.next_token:
                 good = False
                 self.counts["failed_bad_seeds"] += 1
-            elif decode.parked and event.seeds.draft_token_ids:
+            elif decode.phase is ReceivePhase.PARKED and event.seeds.draft_token_ids:
                 self._first_tokens[decode.request_id] = event.seeds.draft_token_ids[0]
         self.counts["committed" if good else "released"] += 1
         if decode.phase is ReceivePhase.ANNOUNCED:
