@@ -98,8 +98,8 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
             key_file = str(ticket_key_file(process.keys))
         urls = {role: _split(getattr(options, role)) for role in ("prefill", "decode", "both")}
         key = load_or_create_key(key_file) if key_file else None
-        answers = listen.answers()
-        config = options.to_config(listen.host, ticket_key=key, **answers, **urls, **options.event_sources())
+        found = {"discover": tuple(options.discover or ()), **options.event_sources()}
+        config = options.to_config(listen.host, ticket_key=key, **listen.answers(), **urls, **found)
         listener = listen.bind()
 
         def on_ready(url: str) -> None:
