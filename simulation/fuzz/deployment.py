@@ -42,7 +42,7 @@ from simulation.served import served
 _MODEL = str(Path(__file__).parents[2] / "models" / "baton-demo-llama")
 _NAMES = ("P", "D", "router")
 _HAND_OFF_ALL = ("--max-local-prefill-length", "0")
-_START_S = 120.0
+_START_S = 600.0
 _NUM_BEFORE = 200  # answers before the attack
 _NUM_PROMPTS = 16
 _PAUSE_S = 0.01  # between two requests
@@ -96,7 +96,7 @@ class Client:
     def await_before(self) -> None:
         """Wait until the answers before the attack are complete. Raises `RuntimeError` if they do not come."""
         if not self._under_attack.wait(_START_S):
-            raise RuntimeError("the deployment does not answer")
+            raise RuntimeError(f"the deployment does not answer: {self._report.faults[:3]}")
 
     def close(self) -> None:
         """Stop after the current request."""
