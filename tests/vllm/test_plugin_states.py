@@ -1,8 +1,9 @@
-"""Slots of Mamba-2 states, which vLLM's tensor ranks share by heads, by channels, or whole."""
+"""Slots of Mamba-2 states and of delta nets, which vLLM's tensor ranks share by heads, by channels, or whole."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from baton.handoff.plan.planner import plan
 from baton.kv.interval import Interval
 from baton.vllm.geometry import CacheLayout, WorkerHeads, describe
 from baton.vllm.groups import CacheTable, split_tables
-from baton.vllm.states import Mamba2State
+from baton.vllm.states import DeltaState, Mamba2State
 
 HEADS, HEAD_DIM, STATE, INPUTS = 8, 4, 6, 3
 INNER, PADDING, SLOTS = HEADS * HEAD_DIM, 40, 7
+KEYS = 2 * STATE
+DTYPES = (torch.bfloat16, torch.float32)
 LAYERS = tuple(f"model.layers.{number}.mamba" for number in (0, 2))
 KV_HEADS = WorkerHeads(0, 1, {"target": 2, "draft": 2}).num_kv_heads
 
@@ -28,10 +31,8 @@ class Rank:
         self.groups_here = max(groups // size, 1)
         channels = INNER // size + 2 * self.groups_here * STATE
         conv = (channels, INPUTS) if channels_first else (INPUTS, channels)
-        shapes = (conv, (HEADS // size, HEAD_DIM, STATE))
-        self.parts = Mamba2State(
-            rank, shapes, (torch.bfloat16, torch.float32), groups, self.groups_here, STATE, channels_first
-        ).parts()
+        self.shapes = (conv, (HEADS // size, HEAD_DIM, STATE))
+        self.parts = Mamba2State(rank, self.shapes, DTYPES, groups, self.groups_here, STATE, channels_first).parts()
         self.state_bytes = 2 * channels * INPUTS + 4 * INNER // size * STATE
         # As vLLM allocates it: a tensor of bytes per layer, with slots padded to the pages of attention layers.
         self.memory = torch.zeros(len(LAYERS), SLOTS, 1, 1, self.state_bytes + PADDING, dtype=torch.int8)
@@ -54,8 +55,16 @@ class Rank:
             self.caches[layer][slot, 0, 0, : self.state_bytes] = content
 
 
-def random_states(groups: int) -> list[list[torch.Tensor]]:
-    conv = (INNER, groups * STATE, groups * STATE)
+class DeltaRank(Rank):
+    """The same for delta nets: q, k and v in place of x, B and C, all shared."""
+
+    def __init__(self, rank: int, size: int, channels_first: bool) -> None:
+        super().__init__(rank, size, 2, channels_first)
+        self.parts = DeltaState(rank, self.shapes, DTYPES, KEYS // size, channels_first).parts()
+
+
+def random_states(groups: int, conv: Sequence[int] = ()) -> list[list[torch.Tensor]]:
+    conv = conv or (INNER, groups * STATE, groups * STATE)
     return [
         [*(torch.randn(size, INPUTS).bfloat16() for size in conv), torch.randn(HEADS, HEAD_DIM, STATE)] for _ in LAYERS
     ]
@@ -68,7 +77,18 @@ def random_states(groups: int) -> list[list[torch.Tensor]]:
 def test_each_rank_gets_its_part_of_a_state(groups: int, sources: int, dests: int, channels_first: bool) -> None:
     have = [Rank(rank, sources, groups, channels_first) for rank in range(sources)]
     want, right = ([Rank(rank, dests, groups, channels_first) for rank in range(dests)] for _ in range(2))
-    states = random_states(groups)
+    check_move(have, want, right, random_states(groups))
+
+
+@pytest.mark.parametrize("channels_first", [True, False])
+@pytest.mark.parametrize(("sources", "dests"), [(1, 2), (2, 1), (2, 2)])
+def test_each_rank_gets_its_heads_of_a_delta_nets_state(sources: int, dests: int, channels_first: bool) -> None:
+    have = [DeltaRank(rank, sources, channels_first) for rank in range(sources)]
+    want, right = ([DeltaRank(rank, dests, channels_first) for rank in range(dests)] for _ in range(2))
+    check_move(have, want, right, random_states(2, (KEYS, KEYS, INNER)))
+
+
+def check_move(have: Sequence[Rank], want: Sequence[Rank], right: Sequence[Rank], states: list[Any]) -> None:
     for rank in have:
         rank.fill(3, states)
     for rank in right:
@@ -95,13 +115,13 @@ def test_a_state_between_equal_engines_is_one_run_a_layer() -> None:
 
 
 def test_states_that_are_not_known() -> None:
-    with pytest.raises(ConfigError, match=r"a Mamba-2 state of shapes \[\(4, 3\)\] is not known"):
+    with pytest.raises(ConfigError, match=r"a state of shapes \[\(4, 3\)\] is not known"):
         Mamba2State(0, [(4, 3)], [torch.float32], 1, 1, STATE, True).parts()
     two, other = Rank(1, 2, 1, True), Rank(1, 2, 2, True)
 
     groups = split_tables([CacheTable(0, "state", None, 1, LAYERS)], num_target_layers=3)
     kernels, worker = dict.fromkeys(LAYERS, "tokens"), WorkerHeads(1, 2, KV_HEADS)
-    with pytest.raises(ConfigError, match="not Mamba-2's are handed off between engines of one tensor rank"):
+    with pytest.raises(ConfigError, match="of Qwen's delta nets are cut over tensor ranks"):
         describe(two.caches, groups, kernels, worker=worker)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="states of several shapes"):
         describe(other.caches, groups, kernels, worker=worker, states={LAYERS[0]: other.parts})  # type: ignore[arg-type]

@@ -11,10 +11,11 @@ from baton.kv.interval import Kind
 from baton.vllm.compat import tensor_rank
 from baton.vllm.geometry import KernelLayout
 from baton.vllm.groups import CacheTable
-from baton.vllm.states import Mamba2State, StatePart
+from baton.vllm.states import DeltaState, Mamba2State, StatePart
 
 # Their pages store K by dimension, then V by token.
 _K_BY_DIMENSION = ("vec", "vec16")
+_DELTA_NET = "QwenGatedDeltaNetAttention"  # by name: vLLM has moved its module
 
 
 def cache_tables(kv_cache_config: Any) -> list[CacheTable]:
@@ -68,7 +69,7 @@ def kernel_layout(config: Any, layer: str) -> KernelLayout:
 
 
 def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart, ...]]:
-    """The layout of a slot, for each of `layers` that is a Mamba-2 layer and keeps only its states."""
+    """The layout of a slot, for each of `layers` that is a delta net of Qwen's, or Mamba-2 and keeps only states."""
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
@@ -84,6 +85,14 @@ def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart
                 num_groups=module.norm.n_groups,
                 groups_here=module.n_groups // module.tp_size,
                 state_size=module.ssm_state_size,
+                channels_first=is_conv_state_dim_first(),
+            ).parts()
+        elif type(module).__name__ == _DELTA_NET:
+            found[layer] = DeltaState(
+                rank=rank,
+                shapes=module.get_state_shape(),
+                dtypes=module.get_state_dtype(),
+                key_channels=module.key_dim // module.tp_size,
                 channels_first=is_conv_state_dim_first(),
             ).parts()
     return found

@@ -1,8 +1,8 @@
-"""The layout of one slot of a state layer (Mamba-2), and each tensor rank's part.
+"""The layout of one slot of a state layer (Mamba-2, gated delta nets), and each tensor rank's part.
 
-vLLM registers a slot as bytes: the last inputs of the convolution, for the channels x, B and C, then the recurrent
-state of each head. Ranks share the heads with their channels of x, and the groups of B and C; a single group is
-replicated.
+vLLM registers a slot as bytes: the last inputs of the convolution, then the recurrent state of each head. Mamba-2's
+ranks share the heads with their channels x, and the groups of channels B and C; a single group is replicated. Delta
+nets' ranks share the channels q, k and v by heads.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from baton.errors import ConfigError
 from baton.kv.geometry import Geometry, Plane
 from baton.kv.spec import Cut
 from baton.vllm.groups import LayerGroup
+
+CHANNELS: Cut = "channels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +54,58 @@ class Mamba2State:
 
     def parts(self) -> tuple[StatePart, ...]:
         """Raises `ConfigError` if the shapes are not a Mamba-2 layer's."""
-        if [len(shape) for shape in self.shapes] != [2, 3]:
-            raise ConfigError("model", f"a Mamba-2 state of shapes {list(self.shapes)} is not known")
-        conv, (num_heads, *head) = self.shapes
-        channels, inputs = conv if self.channels_first else reversed(conv)
-        size = self.dtypes[0].itemsize
-        strides = (inputs * size, size) if self.channels_first else (size, channels * size)
         of_groups = self.groups_here * self.state_size
-        found, offset = [], 0
         cut: Cut = "channels" if self.num_groups > 1 else "whole"
-        for name, number in (("conv.x", channels - 2 * of_groups), ("conv.B", of_groups), ("conv.C", of_groups)):
-            shared: Cut = "channels" if name == "conv.x" else cut
-            first = 0 if shared == "whole" else self.rank * number
-            found.append(StatePart(name, self.dtypes[0], shared, number, inputs, first, offset, *strides))
-            offset += number * strides[0]
-        width, each = math.prod(head), self.dtypes[1].itemsize
-        offset = channels * inputs * size
-        first = self.rank * num_heads
-        found.append(StatePart("ssm", self.dtypes[1], "heads", num_heads, width, first, offset, width * each, each))
-        return tuple(found)
+        behind: tuple[tuple[str, int, Cut], ...] = (("conv.B", of_groups, cut), ("conv.C", of_groups, cut))
+        channels = _num_channels(self.shapes, self.channels_first)
+        convolved = (("conv.x", channels - 2 * of_groups, "channels"), *behind)
+        return _parts(convolved, self.rank, self.shapes, self.dtypes, self.channels_first)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaState:
+    """As `Mamba2State`. `key_channels`: of q here, and of k."""
+
+    rank: int
+    shapes: Sequence[Sequence[int]]
+    dtypes: Sequence[torch.dtype]
+    key_channels: int
+    channels_first: bool
+
+    def parts(self) -> tuple[StatePart, ...]:
+        values = _num_channels(self.shapes, self.channels_first) - 2 * self.key_channels
+        numbers = {"conv.q": self.key_channels, "conv.k": self.key_channels, "conv.v": values}
+        convolved = tuple((name, number, CHANNELS) for name, number in numbers.items())
+        return _parts(convolved, self.rank, self.shapes, self.dtypes, self.channels_first)
+
+
+def _num_channels(shapes: Sequence[Sequence[int]], channels_first: bool) -> int:
+    if [len(shape) for shape in shapes] != [2, 3]:
+        raise ConfigError("model", f"a state of shapes {list(shapes)} is not known")
+    return shapes[0][0 if channels_first else 1]
+
+
+def _parts(
+    convolved: Sequence[tuple[str, int, Cut]],
+    rank: int,
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    channels_first: bool,
+) -> tuple[StatePart, ...]:
+    """`convolved`: name, channels and cut of each part of the convolution's state."""
+    conv, (num_heads, *head) = shapes
+    channels, inputs = conv if channels_first else reversed(conv)
+    size = dtypes[0].itemsize
+    strides = (inputs * size, size) if channels_first else (size, channels * size)
+    found, offset = [], 0
+    for name, number, cut in convolved:
+        first = 0 if cut == "whole" else rank * number
+        found.append(StatePart(name, dtypes[0], cut, number, inputs, first, offset, *strides))
+        offset += number * strides[0]
+    width, each = math.prod(head), dtypes[1].itemsize
+    offset, first = channels * inputs * size, rank * num_heads
+    found.append(StatePart("ssm", dtypes[1], "heads", num_heads, width, first, offset, width * each, each))
+    return tuple(found)
 
 
 def slots(
@@ -92,7 +127,7 @@ def slots(
         raise ConfigError("model", f"group {group.name!r}: states of several shapes")
     if own is None:
         if not alone:
-            known = "states that are not Mamba-2's are handed off between engines of one tensor rank"
+            known = "of states only those of Mamba-2 and of Qwen's delta nets are cut over tensor ranks"
             raise ConfigError("tensor_parallel_size", known)
         size = first[0].nbytes
         own = [StatePart("state", torch.uint8, "whole", 1, size, 0, 0, size, 1)]
