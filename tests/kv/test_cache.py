@@ -229,6 +229,20 @@ def test_a_window_that_slides_gives_its_pages_back() -> None:
     assert all(pool.num_referenced == 0 for pool in memory.cache.pools.values())
 
 
+def test_a_drafters_window_slides_by_its_own_entries() -> None:
+    """Its pages begin with entry 6, and its last entry waits for a token; the target's pages begin with entry 0."""
+    groups = [group("target", 1), group("window", 1, window=WINDOW), group("draft", 1, 1, WINDOW)]
+    cache = KVCache(groups, {one.name: 40 for one in groups}, LOOKAHEAD, lambda *_: None)
+    tables = BlockTables()
+    cache.attach(tables, list(range(20)), 20, 20)
+    cache.slide(tables, 20, 20, 20, 6)
+    assert {name: pages.count(0) for name, pages in tables.pages.items()} == {
+        "target": 0,
+        "window": 20 - WINDOW + 1,
+        "draft": 19 - 6 - WINDOW + 1,
+    }
+
+
 def test_a_state_needs_one_slot_and_is_no_prefix() -> None:
     groups = [group("target", 4), group("state", 1, kind="state")]
     cache = KVCache(groups, {"target": 20, "state": 3}, 0, lambda *_: None)

@@ -13,7 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.kv.cache import OWNERS, KVCache
 from baton.kv.interval import Interval, Rules
+from baton.kv.prefix import Chain
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes
+from baton.kv.states import StatePool
 from baton.kv.tables import BlockTables
 
 NUM_DRAFTS = 2
@@ -424,3 +426,17 @@ def test_without_prefix_caching_no_state_is_kept() -> None:
     kept.cache.release(kept.prefill(tokens)[0])
     assert kept.cache.pools["state"].num_cached == 0
     assert kept.prefill(tokens)[1] == 0
+
+
+def test_a_stored_checkpoint_names_the_one_before_it() -> None:
+    pool, chain, tokens = StatePool(8, INTERVAL), Chain(), list(range(9))
+    told: list[tuple[bytes, bytes | None, list[int]]] = []
+    pool.on_stored = lambda own, parent, root, last: told.append((own, parent, list(last)))
+    for num in (3, 6, 9):
+        [slot] = pool.allocate(1)
+        pool.enter(tokens, num, slot, chain)
+    assert [(parent, last) for _, parent, last in told] == [
+        (None, tokens[:3]),
+        (told[0][0], tokens[3:6]),
+        (told[1][0], tokens[6:]),
+    ]
