@@ -9,7 +9,9 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +19,15 @@ import msgspec
 
 from baton.errors import BatonError, HandoffError
 from baton.handoff.protocol.ticket import Ticket, mint
+from baton.kv.tables import BlockTables
 from baton.router.backend import RouterBackend
-from baton.router.connectors.base import ConnectorConfig
+from baton.router.connectors.base import Connector, ConnectorConfig
 from baton.router.connectors.baton import EngineConnector
+from baton.router.hand_back import HandBack, HandBacks
 from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import PooledEngine
+from baton.router.prefixes import PromptBlocks
 from baton.router.routes import Routes
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
@@ -39,6 +44,10 @@ if TYPE_CHECKING:
 
 # How often the attempt after a lost one continues the same transfer's numbering, if the prefill engine is the same.
 _SAME_TRANSFER = 0.5
+# The share of seeds with hand-backs, and of their handoffs with one.
+_HANDS_BACK, _ASKED = 0.25, 0.7
+# The seeds below find the other mutations.
+_FIRST_WITH = 1200
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +98,31 @@ class SimConnector(EngineConnector):
         world = self._cluster.world
         world.note("router", f"{name}: {str(ticket.key)[:6]}/{ticket.attempt} {ticket.prefill_engine} {mode}")
         return text
+
+
+class SimHandBacks(HandBacks):
+    """In a part of the seeds another engine is asked for what it has cached of a prompt: mostly the one that holds most
+    of it at that moment, which no router knows."""
+
+    def __init__(self, connector: Connector, cluster: Cluster, seed: int) -> None:
+        super().__init__(connector, PolicyConfig(hand_back=True, min_hand_back_length=1))
+        self._cluster = cluster
+        # Of its own, so that no other draw depends on it.
+        self._random = Random(f"hand-backs in {seed}")
+        self.enabled = self._random.random() < _HANDS_BACK and seed >= _FIRST_WITH
+
+    def choose(self, prompt: PromptBlocks, prefill: PooledEngine, engines: Sequence[PooledEngine]) -> HandBack | None:
+        others = [engine for engine in engines if engine is not prefill]
+        if not others or self._random.random() >= _ASKED:
+            return None
+        if self._random.random() < _ASKED:
+            return HandBack(max(others, key=lambda engine: self._held(engine, prompt)), 1)
+        return HandBack(self._random.choice(others), 1)
+
+    def _held(self, engine: PooledEngine, prompt: PromptBlocks) -> int:
+        cache = self._cluster.processes[self._cluster.name_of(engine.url)].engine.cache
+        found = cache.find(BlockTables(), prompt.tokens, len(prompt.tokens))
+        return min(hit.num_tokens for hit in found.values())
 
 
 def _read(text: str) -> Ticket:
@@ -149,16 +183,20 @@ class Router:
         )
         modes: tuple[Mode, ...] = ("push", "pull")
         pool.router = self
+        connector = SimConnector(config, self.cluster)
+        hand_backs = SimHandBacks(connector, self.cluster, world.seed)
         self.backend = RouterBackend(
             pool,
-            SimConnector(config, self.cluster),
+            connector,
             random.choice(modes),
             recovery=settings.recovery,
             routes=Routes(
                 pool,
                 create_policies(policy, config=config_of_policy),
                 0 if settings.harmless else random.choice((0, 0, 4)),
+                hand_backs,
             ),
+            hand_backs=hand_backs,
         )
         self._start(self._serve())
         world.note("router", "is up")

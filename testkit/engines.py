@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from torch import Tensor
 
 from baton.engine.build import Engine, build_engine
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.requests import make_request
-from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, prefix_digest, request_digest
 from baton.sampling_params import SamplingParams
-from baton.wire import FinishReason, GenerateRequest, HandoffParams, TokenChunk, TokenLogprobs
+from baton.wire import FinishReason, GenerateRequest, HandoffParams, LegRole, TokenChunk, TokenLogprobs
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
@@ -39,6 +40,7 @@ class Stream:
     stop_reason: int | None = None
     error: str | None = None
     recoverable: bool = False
+    num_cached: int = 0
     ended: bool = False
 
     def push(self, chunk: TokenChunk, last: bool) -> None:
@@ -47,6 +49,7 @@ class Stream:
             self.chunks.append(chunk)
             self.positions += range(chunk.position, chunk.position + len(chunk.token_ids))
         self.token_ids += chunk.token_ids
+        self.num_cached = chunk.num_cached_tokens or self.num_cached
         self.logprobs += chunk.logprobs or []
         self.accepted += chunk.accepted
         self.finish_reason = chunk.finish_reason or self.finish_reason
@@ -133,23 +136,59 @@ def stepped(**settings: Any) -> Iterator[Stepped]:
         one.engine.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A prefix that one engine sends to another: the streams of both, and its length in tokens."""
+
+    source: Stream
+    destination: Stream | None
+    num_tokens: int
+
+
 class Pair:
     """A prefill and a decode engine in this process that hand over."""
 
     def __init__(self, prefill: Stepped, decode: Stepped, key: bytes) -> None:
         self.prefill, self.decode, self._key = prefill, decode, key
 
+    def signed(self, digest: bytes, mode: Mode, back: bool = False) -> str:
+        """A ticket for a handoff, or with `back` for one from D to P."""
+        p, d = self.prefill.engine.info, self.decode.engine.info
+        expiry = time.monotonic() + 60.0
+        return mint(self._key, Ticket.between(*((d, p) if back else (p, d)), mode, digest, (expiry, expiry)))
+
     def legs(
         self, name: str, prompt: list[int], params: SamplingParams, mode: Mode, known: list[int] | None = None
     ) -> tuple[Stream, Stream]:
         """Add both legs of a request. Returns the streams of P and D."""
-        p, d = self.prefill.engine.info, self.decode.engine.info
-        digest = request_digest(prompt + (known or []), params, len(prompt))
-        expiry = time.monotonic() + 60.0
-        signed = mint(self._key, Ticket.between(p, d, mode, digest, (expiry, expiry)))
+        signed = self.signed(request_digest(prompt + (known or []), params, len(prompt)), mode)
         prefill = request(name, prompt, params, known, HandoffParams(role="prefill", ticket=signed))
         decode = request(name, prompt, params, known, HandoffParams(role="decode", ticket=signed))
         return self.prefill.add(prefill), self.decode.add(decode)
+
+    def hand_back(
+        self,
+        name: str,
+        prompt: list[int],
+        mode: Mode,
+        salt: str | None = None,
+        most: int = 0,
+        most_missing: int | None = None,
+    ) -> Moved:
+        """D offers what it has cached of a prompt (at most `most` tokens, 0: all). Returns the streams of D, which has
+        said how much that is, and of P, which has yet to take it; None if D declines.
+        """
+        signed = self.signed(prefix_digest(prompt, salt), mode, back=True)
+
+        def leg(role: LegRole, num_tokens: int) -> GenerateRequest:
+            params = HandoffParams(role=role, ticket=signed, prefix_len=num_tokens)
+            wire = request(name, prompt, SamplingParams(temperature=0.0), handoff=params)
+            return msgspec.structs.replace(wire, cache_salt=salt, max_prefill_tokens=most_missing)
+
+        source = self.decode.add(leg("prefill", most or len(prompt) - 1))
+        if source.ended:
+            return Moved(source, None, 0)
+        return Moved(source, self.prefill.add(leg("decode", source.num_cached)), source.num_cached)
 
     def step_until(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
         deadline = time.monotonic() + limit_s

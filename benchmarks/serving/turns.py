@@ -1,10 +1,11 @@
 """Conversations of several turns: TTFT and computed prompt tokens per turn, by how the router chooses engines.
 
-    python -m benchmarks.serving.turns [MODEL] [--chats 12] [--turns 5] [--at-once 3] [--ways one,round_robin,...]
+    python -m benchmarks.serving.turns [MODEL] [--chats 12] [--turns 5] [--at-once 3] [--handed-off] [--ways one,...]
 
 Chats share a few system prompts. Each turn's prompt is the conversation so far, with the answers as they came, and new
 tokens. All chats take their first turn, then their second, and so on, in any order. Ways: `one` engine that does both;
-two prefill and two decode engines with `round_robin`, with `cache_aware` by guesses, or by KV events (`events`).
+two prefill and two decode engines with `round_robin`, with `cache_aware` by guesses, or by KV events (`events`), and
+both of these with hand-back. `--handed-off`: decode engines compute no prompt alone.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ WAYS: dict[str, tuple[list[str], list[str]]] = {  # flags of the engines, and of
     "round_robin": ([], ["--policy", "round_robin"]),
     "least_loaded": ([], ["--policy", "least_loaded"]),
     "cache_aware": ([], []),
+    "hand_back": ([], ["--policy-config", json.dumps({"hand_back": True})]),
+    "hand_back_events": (
+        ["--kv-events-config", json.dumps(_EVENTS)],
+        ["--policy-config", json.dumps({"hand_back": True})],
+    ),
     "events": (["--kv-events-config", json.dumps(_EVENTS)], []),
 }
 _SYSTEM_TOKENS, _SYSTEMS = 160, 2
@@ -101,7 +107,10 @@ async def _run(deployment: Deployment, load: Load) -> TurnsReport:
             own = load.message if turn else load.message + _SYSTEM_TOKENS * _SYSTEMS / load.chats
             report.new.append(round(load.chats * own))
             before = after
-        report.routes = (await get_json(session, f"{deployment.url}/status"))["decisions"]["summary"]
+        status = await get_json(session, f"{deployment.url}/status")
+        report.routes = status["decisions"]["summary"]
+        if status["hand_backs"]["completed"] or status["hand_backs"]["failed"]:
+            report.routes += f"; handed back: {json.dumps(status['hand_backs'])}"
     return report
 
 
@@ -111,11 +120,12 @@ async def _computed(session: aiohttp.ClientSession, deployment: Deployment) -> f
     return sum([sum(await scrape(session, url, name, source="local_compute")) for url in deployment.engine_urls])
 
 
-def measure(model: str, way: str, load: Load) -> TurnsReport:
+def measure(model: str, way: str, load: Load, handed_off: bool = False) -> TurnsReport:
     """Start the deployment of a way, and run all chats."""
     engine, router = WAYS[way]
     pairs, both = (0, 1) if way == "one" else (2, 0)
-    router = ["--max-local-prefill-length", str(MAX_LOCAL_PREFILL_LENGTH), *router]  # as `baton up` has it
+    most = 0 if handed_off else MAX_LOCAL_PREFILL_LENGTH  # as `baton up` has it
+    router = ["--max-local-prefill-length", str(most), *router]
     with Deployment(model, pairs, pairs, both, engine_flags=engine, router_flags=router) as deployment:
         return asyncio.run(_run(deployment, load))
 
@@ -126,11 +136,12 @@ def main() -> None:
     for name in ("chats", "turns", "at_once", "message", "answer"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Load(), name))
     parser.add_argument("--ways", default="one,round_robin,cache_aware,events")
+    parser.add_argument("--handed-off", action="store_true")
     options = vars(parser.parse_args())
-    model, ways = options.pop("model"), options.pop("ways").split(",")
+    model, ways, handed_off = options.pop("model"), options.pop("ways").split(","), options.pop("handed_off")
     load, wanted = Load(**options), None
     for way in ways:
-        report = measure(model, way, load)
+        report = measure(model, way, load, handed_off)
         answers = sorted(report.answers)
         wanted = answers if wanted is None else wanted
         print(report.line(way), "" if answers == wanted else "; ANSWERS DIFFER", flush=True)

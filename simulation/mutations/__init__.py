@@ -1,6 +1,6 @@
 """Broken protocols and engines: each mutation undoes one safety rule, to show that the simulator detects it."""
 
-from simulation.mutations import commits, engine, kinds, layers, pages, ranks, router, sessions, sockets
+from simulation.mutations import commits, engine, kinds, layers, pages, prefixes, ranks, router, sessions, sockets
 from simulation.mutations.registry import MUTATIONS, Mutation, applied
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "kinds",
     "layers",
     "pages",
+    "prefixes",
     "ranks",
     "router",
     "sessions",

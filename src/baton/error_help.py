@@ -126,6 +126,9 @@ HELP: dict[str, ErrorHelp] = {
     "peer_lost": _handoff("the other engine left or was replaced", "nothing, if it was restarted on purpose"),
     "preempted": _handoff("P's pages went to other requests", "give P more KV memory"),
     "prefix_missing": _handoff("D no longer holds the cached prompt", "nothing: the request is handed off instead"),
+    "prefix_refused": _handoff(
+        "an engine takes no prefix of another's cache: no room, or no checkpoint there", "nothing: it is computed"
+    ),
     "queue_timeout": ErrorHelp("503, handoff", "no room within `queue_timeout_s`", "add engines, or raise the limit"),
     "refused": _handoff("the engine refused the leg", "read the engine's log"),
     "register_refused": _handoff("D's registration is not allowed for this attempt", "check clocks, keys and versions"),

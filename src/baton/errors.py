@@ -177,6 +177,7 @@ REASONS = frozenset(
         "peer_lost",
         "preempted",
         "prefix_missing",
+        "prefix_refused",
         "queue_timeout",
         "refused",
         "register_refused",

@@ -49,10 +49,16 @@ class PromptIds(list[int]):
 
 class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Marks a request as a leg of a handoff, or as one that an engine of a deployment computes `alone`. The router
-    signs `ticket` (`baton.handoff.protocol.ticket`); for `alone` it names the engine as both P and D."""
+    signs `ticket` (`baton.handoff.protocol.ticket`); for `alone` it names the engine as both P and D.
+
+    `prefix_len`: only cached KV moves, from the engine with role `prefill` into the prefix cache of the one with role
+    `decode`, and nothing is computed. The first sends at most this many tokens of the prompt, and says with its first
+    chunk how many it holds; the second takes so many. Less than the prompt's length. None: a leg of a request.
+    """
 
     role: Literal["prefill", "decode", "alone"]
     ticket: TicketText
+    prefix_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,7 +125,8 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     - `prompt_logprobs`: per prompt token, None for the first. Sent once, with the first token or the end.
     - `accepted`, `drafted`: accepted and proposed drafts of each verification that ended in this chunk.
     - `queued_s`: how long the prompt waited until an engine began it. Sent once, with the first token.
-    - `timings`: only if asked for. Sent once, with the first tokens of a leg.
+    - `num_cached_tokens`: prompt tokens that were found in the prefix cache; with a `prefix_len`, those that are there.
+    - `timings`: only if the request asks for them. Sent once, with the first tokens of a leg.
     - `error`: `"<reason>: <message>"`, only with `finish_reason == "error"`. `recoverable`: another engine may be able
       to continue.
     """

@@ -318,3 +318,20 @@ def test_it_needs_the_prefix_cache() -> None:
     transfer = KVTransferConfig.parse({"prefix_store": "file"})
     with pytest.raises(ConfigError, match="prefix_store: needs prefix caching"):
         EngineConfig(TARGET, enable_prefix_caching=False, kv_transfer_config=transfer).check()
+
+
+def test_what_another_engine_sent_and_what_was_computed_after_it_is_not_stored(tmp_path: Path) -> None:
+    prompt = [3 + (7 * i + i * i) % 200 for i in range(600)]
+    prefix = FileStore(tmp_path / "store")
+    with pair(tmp_path, **with_store(tmp_path / "store", kv_transport="local://")) as two:
+        two.decode.run("first", prompt[:400], PARAMS)
+        moved = two.hand_back("back", prompt, "push")
+        two.settle()
+        assert moved.num_tokens == 399
+        assert outcome(two.prefill.run("r", prompt, PARAMS)) is not None
+        two.settle()
+        assert two.prefill.streams["r"].num_cached == 384
+        assert not list(prefix.keys())
+        two.prefill.run("own", prompt[1:], PARAMS)
+        two.settle()
+        assert len(list(prefix.keys())) == 2

@@ -35,6 +35,13 @@ def test_without_faults_every_answer_is_exact() -> None:
     assert total.rungs["layers"] > 0
 
 
+def test_prefixes_go_back_under_faults() -> None:
+    total = run_seeds(range(1282, 1312))
+    assert not total.failures
+    assert total.rungs["hand-back completed"] > 0
+    assert total.rungs["hand-back failed"] > 0
+
+
 @pytest.mark.parametrize("kind", sorted({*RATES, *STRIKES}))
 def test_each_fault_alone(kind: str) -> None:
     faults = {kind, *NEEDS.get(kind, ())}

@@ -166,8 +166,8 @@ class AsyncEngine:
                     if waiting:
                         waiting = False
                         served()
-                    if chunk.token_ids or chunk.finish_reason is not None:
-                        yield chunk  # an empty chunk only ends the stream of a prefill leg
+                    if chunk.token_ids or chunk.finish_reason is not None or not ended:
+                        yield chunk  # an empty last chunk only ends the stream of a prefill leg
             finally:
                 self._streams.pop(request.request_id, None)
                 if not ended:

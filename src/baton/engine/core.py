@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from baton.engine.handoff import HandoffLegs
-from baton.engine.leg import Effect, PagesReleased, RequestArrived, RequestFailed
+from baton.engine.leg import Effect, PagesReleased, PrefixArrived, RequestArrived, RequestFailed
 from baton.engine.mailbox import Mailbox
 from baton.engine.metrics import EngineMetrics
 from baton.engine.planning import DraftRows
@@ -104,18 +104,8 @@ class EngineCore:
                 self.on_handoff(item)
 
     def load(self) -> EngineLoad:
-        pools = list(self.cache.pools.values())
-        return EngineLoad(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.queued()),
-            num_handoffs=len(self.legs.open) if self.legs else 0,
-            kv_usage=max(pool.num_referenced / (pool.num_pages - 1) for pool in pools),
-            num_referenced_pages=sum(pool.num_referenced for pool in pools),
-            num_quarantined_pages=sum(pool.num_quarantined for pool in pools),
-            num_cached_pages=sum(pool.num_cached for pool in pools),
-            num_prefix_queries=self.metrics.num_prompt_tokens,
-            num_prefix_hits=self.metrics.num_cached_tokens,
-        )
+        """A snapshot. Thread-safe."""
+        return self.metrics.load_of(self.scheduler, len(self.legs.open) if self.legs else 0)
 
     def forget_metrics(self) -> None:
         self.metrics = self.steps.metrics = EngineMetrics()
@@ -127,17 +117,36 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request, or decline it if it would prefill more than its `max_prefill_tokens`. Its id is not in
         use."""
+        if request.prefix_len is not None:
+            return self._move_prefix(request)
         if request.max_prefill_tokens is not None and self.scheduler.missing(request) > request.max_prefill_tokens:
-            error = "prefix_missing: too much of the prompt is not here"
-            chunk = TokenChunk(request_id=request.request_id, finish_reason="error", error=error, recoverable=True)
-            return self.emit(chunk, True)
-        self.requests[request.request_id] = request
-        request.arrival, request.queued_at = next(self._arrivals), self.clock.monotonic()
+            return self._decline(request, "prefix_missing: too much of the prompt is not here")
+        self._note_arrival(request)
         self.metrics.num_prompt_tokens += request.num_prompt
         if self.legs is not None and request.role is not None:
             self.legs.open_leg(request)
         if self.prefix_store is None or not self.prefix_store.load(request, lambda num: self._loaded(request, num)):
             self._queue(request)
+
+    def _decline(self, request: Request, error: str) -> None:
+        self._tell(request, True, finish_reason="error", error=error, recoverable=True)
+
+    def _tell(self, request: Request, last: bool, **fields: Any) -> None:
+        self.emit(TokenChunk(request_id=request.request_id, **fields), last)
+
+    def _note_arrival(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        request.arrival, request.queued_at = next(self._arrivals), self.clock.monotonic()
+
+    def _move_prefix(self, request: Request) -> None:
+        """Send or receive cached KV. It waits for no pages, on either side."""
+        assert self.legs is not None
+        if request.role == "prefill" and not self.legs.prefixes.hold(request):
+            return self._decline(request, "prefix_missing: too little of the prompt is here")
+        self._note_arrival(request)
+        self.legs.open_leg(request)
+        if request.role == "prefill":
+            self._tell(request, False, num_cached_tokens=request.prefix_len)
 
     def _loaded(self, request: Request, num_tokens: int) -> None:
         self.metrics.num_loaded_tokens += num_tokens
@@ -168,8 +177,7 @@ class EngineCore:
     ) -> None:
         """End a request other than by its tokens."""
         self._end(request, reason, error)
-        chunk = TokenChunk(request_id=request.request_id, finish_reason=reason, error=error, recoverable=recoverable)
-        self.emit(chunk, True)
+        self._tell(request, True, finish_reason=reason, error=error, recoverable=recoverable)
 
     def _end(self, request: Request, reason: FinishReason | None, error: str | None = None) -> None:
         """The one place where a request ends. `reason`: None for a prefill leg whose request continues on D."""
@@ -190,6 +198,8 @@ class EngineCore:
         self._count(request, request.finish_reason)
 
     def _count(self, request: Request, reason: FinishReason | None) -> None:
+        if request.prefix_len is not None:
+            return  # nothing was asked to be computed
         self.metrics.num_requests[reason or "handoff"] += 1
         if request.runs_since is not None:
             self.metrics.inference_time.observe(self.clock.monotonic() - request.runs_since)
@@ -206,13 +216,16 @@ class EngineCore:
             match effect:
                 case RequestFailed():
                     self.finish(request, "error", effect.error, effect.recoverable)
+                case PrefixArrived():
+                    self._end(request, "length")
+                    self._tell(request, True, num_cached_tokens=effect.num_tokens, finish_reason="length")
                 case RequestArrived():
                     (self._finished_elsewhere if effect.finished else self._committed)(request, effect.seeds)
                 case PagesReleased() if request.status is RequestStatus.AWAITING_RELEASE:
                     has_ended = request.finish_reason is not None
                     self._end(request, request.finish_reason)
                     if not has_ended:
-                        self.emit(TokenChunk(request_id=request.request_id), True)
+                        self._tell(request, True)
                 case PagesReleased():
                     self.scheduler.release(request)
 

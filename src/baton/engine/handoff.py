@@ -13,6 +13,7 @@ from baton.clock import Clock, SystemClock
 from baton.engine.layer_stream import LayerStream
 from baton.engine.leg import Effect, Leg, LegSettings, LegStatus, PagesReleased, RequestArrived, RequestFailed
 from baton.engine.metrics import EngineMetrics
+from baton.engine.prefix_legs import PrefixLegs
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler
 from baton.errors import reason_label
@@ -60,6 +61,7 @@ class HandoffLegs:
         self.drafter_state_bytes, self.kv_stream = settings.drafter_state_bytes, settings.kv_stream
         self.recovery = settings.recovery
         self.handoff_timeout_s = settings.handoff_timeout_s
+        self.prefixes = PrefixLegs(agent, self.cache)
         self.open: dict[AttemptKey, Leg] = {}
         self._recomputing: dict[Request, float] = {}  # when its old pages should be free, in monotonic seconds
 
@@ -67,10 +69,13 @@ class HandoffLegs:
         """Tell the agent of a new leg. D may ask for a prefill leg at any time; a decode leg is announced to P."""
         assert request.ticket is not None
         self.open[request.ticket.key] = Leg(request)
-        if request.role == "prefill":
+        if request.prefix_len is not None and request.role == "prefill":
+            self.prefixes.offer(request)
+        elif request.role == "prefill":
             self.agent.open_prefill(request.ticket)
         else:
-            self.scheduler.announced[request] = None
+            if request.prefix_len is None:
+                self.scheduler.announced[request] = None
             request.mark("announced", self._clock.monotonic())
             self.agent.announce_decode(request.ticket)
 
@@ -195,10 +200,15 @@ class HandoffLegs:
                 leg.proven.clear()  # the bytes match P's, which are wrong
             if not self._receives(leg):
                 return []
-            return self._failed(leg, f"{event.reason}: {event.message}", event.recoverable)
+            error = f"{event.reason}: {event.message}"
+            if leg.request.prefix_len is not None:
+                return [RequestFailed(leg.request, error, event.recoverable)]
+            return self._failed(leg, error, event.recoverable)
         if isinstance(event, DecodeAdmitted):
             leg.step("admitted")
             leg.sent_groups = event.groups
+            if leg.request.prefix_len is not None:
+                return self.prefixes.place(leg)
             leg.request.mark("admitted", self._clock.monotonic())
             self._enqueue(leg)
             return []
@@ -210,11 +220,13 @@ class HandoffLegs:
     ) -> list[Effect]:
         metrics, request = self.metrics, leg.request
         if isinstance(event, PrefillReleased):
-            metrics.num_handoffs[event.outcome] += 1
+            metrics.num_handoffs[event.outcome] += request.prefix_len is None
             if request.status in (RequestStatus.WAITING, RequestStatus.RUNNING):
                 return [RequestFailed(request, f"handoff_failed: {event.outcome}")]
             return [PagesReleased(request)]
         effects: list[Effect] = []
+        if request.prefix_len is not None and isinstance(event, DecodeCommitted) and self._receives(leg):
+            return self.prefixes.take(leg, event, metrics)
         if isinstance(event, DecodeCommitted):
             metrics.num_handoffs["committed"] += 1
             metrics.handoff_bytes += event.num_bytes

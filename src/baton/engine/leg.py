@@ -85,13 +85,21 @@ class RequestArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixArrived:
+    """The first `num_tokens` tokens of the request's prompt are in the prefix cache."""
+
+    request: Request
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PagesReleased:
     """P: the request's pages are no longer read."""
 
     request: Request
 
 
-Effect = RequestFailed | RequestArrived | PagesReleased
+Effect = RequestFailed | RequestArrived | PrefixArrived | PagesReleased
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from baton.engine.scheduler import Scheduler
 from baton.handoff.agent.stats import AgentStats
 from baton.histogram import SECONDS, Histogram
 from baton.openai.http.metrics import Row, counter, gauge, histogram
@@ -36,6 +37,8 @@ class EngineMetrics:
     num_handoffs: Counter[str] = field(default_factory=Counter)
     handoff_bytes: int = 0
     handoff_runs: int = 0
+    num_received_prefixes: int = 0
+    received_prefix_bytes: int = 0
     handoff_failures: Counter[str] = field(default_factory=Counter)
     prompt_sources: Counter[PromptSource] = field(default_factory=Counter)
     step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))
@@ -62,6 +65,21 @@ class EngineMetrics:
         """Count prompt tokens by source of their KV: `num_cached` from the local cache, the others from `rest`."""
         self.prompt_sources["local_cache_hit"] += num_cached
         self.prompt_sources[rest] += num_tokens - num_cached
+
+    def load_of(self, scheduler: Scheduler, num_handoffs: int) -> EngineLoad:
+        """A snapshot."""
+        pools = list(scheduler.cache.pools.values())
+        return EngineLoad(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.queued()),
+            num_handoffs=num_handoffs,
+            kv_usage=max(pool.num_referenced / (pool.num_pages - 1) for pool in pools),
+            num_referenced_pages=sum(pool.num_referenced for pool in pools),
+            num_quarantined_pages=sum(pool.num_quarantined for pool in pools),
+            num_cached_pages=sum(pool.num_cached for pool in pools),
+            num_prefix_queries=self.num_prompt_tokens,
+            num_prefix_hits=self.num_cached_tokens,
+        )
 
     def collect_rows(self) -> Iterator[Row]:
         for reason, count in sorted(self.num_requests.items()):
@@ -100,6 +118,8 @@ class EngineMetrics:
         yield counter("lost_leases", "Peers that were silent for longer than their lease.", self.agent.lost_leases)
         yield counter("handoff_bytes", "KV bytes received.", self.handoff_bytes)
         yield counter("handoff_runs", "Contiguous copies that received KV took.", self.handoff_runs)
+        yield counter("received_prefixes", "Prefixes that another engine's cache sent.", self.num_received_prefixes)
+        yield counter("received_prefix_bytes", "KV bytes of these prefixes.", self.received_prefix_bytes)
         text = "Seconds from a request's arrival at an engine to its first step there."
         yield histogram("request_queue_time_seconds", text, self.queue_time)
         text = "Seconds from a request's first step, or from its handoff's commit, to its end here."

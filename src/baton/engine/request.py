@@ -28,7 +28,7 @@ class RequestStatus(enum.Enum):
     """Decode leg: destination pages are registered with the prefill side."""
     RUNNING = enum.auto()
     AWAITING_RELEASE = enum.auto()
-    """Prefill leg: computed. The handoff still needs the pages."""
+    """Prefill leg: computed, or found in the prefix cache. The handoff still needs the pages."""
     FINISHED = enum.auto()
     """Ended for the client. The handoff agent may still hold the pages until they are quiet."""
 
@@ -36,7 +36,13 @@ class RequestStatus(enum.Enum):
 # Allowed transitions.
 FOLLOWS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: frozenset(
-        {RequestStatus.WAITING, RequestStatus.RECEIVING, RequestStatus.RUNNING, RequestStatus.FINISHED}
+        {
+            RequestStatus.WAITING,
+            RequestStatus.RECEIVING,
+            RequestStatus.RUNNING,
+            RequestStatus.AWAITING_RELEASE,
+            RequestStatus.FINISHED,
+        }
     ),
     RequestStatus.RECEIVING: frozenset({RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED}),
     RequestStatus.RUNNING: frozenset({RequestStatus.WAITING, RequestStatus.AWAITING_RELEASE, RequestStatus.FINISHED}),
@@ -70,6 +76,8 @@ class Request:
         self.matcher = matcher
         self.role = wire.handoff.role if wire.handoff else None
         self.ticket = ticket
+        # It only moves so many cached tokens of its prompt.
+        self.prefix_len = wire.handoff.prefix_len if wire.handoff else None
         self.max_prefill_tokens = wire.max_prefill_tokens
         self._status = RequestStatus.WAITING
         self.arrival = 0  # the order of arrival at this engine

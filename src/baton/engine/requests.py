@@ -13,7 +13,7 @@ from baton.engine.request import Request
 from baton.engine.sampling.bad_words import BadWords
 from baton.engine.sampling.sampling_state import SamplingState
 from baton.errors import ForbiddenError, IncompatiblePeerError, ProtocolError, RequestError, WrongEngineError
-from baton.handoff.protocol.ticket import SignedTicket, request_digest
+from baton.handoff.protocol.ticket import SignedTicket, prefix_digest, request_digest
 from baton.log_limit import LogLimit
 from baton.sampling_params import MIN_TEMPERATURE, seed_word
 from baton.structured import Matcher
@@ -55,6 +55,9 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
         raise RequestError("the known tokens leave nothing to generate", "num_prompt_tokens")
     ticket: SignedTicket | None = None
     if wire.handoff is not None:
+        prefix_len = wire.handoff.prefix_len
+        if prefix_len is not None and (wire.handoff.role == "alone" or prefix_len >= len(prompt)):
+            raise RequestError("prefix_len must be less than the prompt's length, for two engines", "handoff")
         ticket = _ticket(engine, wire)
         if wire.handoff.role == "alone":
             wire, ticket = msgspec.structs.replace(wire, handoff=None), None
@@ -106,7 +109,10 @@ def _ticket(engine: Engine, wire: GenerateRequest) -> SignedTicket:
     assert wire.handoff is not None
     if engine.redeemer is None:
         raise RequestError("this engine takes no part in handoffs: it has no ticket key", "handoff")
-    digest = request_digest(wire.prompt_token_ids, wire.sampling_params, wire.num_prompt_tokens)
+    if wire.handoff.prefix_len is not None:
+        digest = prefix_digest(wire.prompt_token_ids, wire.cache_salt)
+    else:
+        digest = request_digest(wire.prompt_token_ids, wire.sampling_params, wire.num_prompt_tokens)
     alone = wire.handoff.role == "alone"
     role: LegRole = "prefill" if wire.handoff.role == "prefill" else "decode"
     try:

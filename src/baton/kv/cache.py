@@ -181,6 +181,7 @@ class KVCache:
                 pages = held[:whole] + pool.allocate(num_fresh, held[whole - 1] if whole else None)
                 for source in held[whole:]:
                     self._copy_page(name, source, pages[whole])
+                    pool.copied(source, pages[whole])
                     pool.release([source])
             tables.set_pages(name, pages)
             tables.entered[name] = whole
@@ -323,6 +324,7 @@ class KVCache:
             pool = self.pools[name]
             if name not in uncached and name not in self._states:
                 pool.cache(tokens, pages, held.chains[name], proven.get(name, 0))
+            pool.receive(pages)
             pool.leave_quarantine(pages)
 
     def spare(self) -> BlockTables | None:

@@ -52,6 +52,7 @@ class PagePool:
         self._num_ahead = num_pages // EVICT_AHEAD
         self._refs: dict[int, int] = {}  # by page; those without references are left out
         self._quarantined: set[int] = set()
+        self._received: set[int] = set()  # with content from another engine
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._by_hash: dict[bytes, int] = {}  # the page of a digest
         self._cached: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}  # by page: parent's digest, own, identity
@@ -93,6 +94,7 @@ class PagePool:
             self._evict(min(count - self._free.num_pages + self._num_ahead, len(self._evictable)))
         pages = self._free.take(count, after)
         self._refs.update(dict.fromkeys(pages, 1))
+        self._received.difference_update(pages)
         return pages
 
     def _evict(self, count: int) -> None:
@@ -139,6 +141,19 @@ class PagePool:
                 else:
                     free.append(page)
         self._free.add(free)
+
+    def receive(self, pages: Iterable[int]) -> None:
+        """Note that the content of these pages comes from another engine, until they are allocated again."""
+        self._received.update(page for page in pages if page)
+
+    def copied(self, source: int, page: int) -> None:
+        """The content of `source` is copied into `page`."""
+        if source in self._received:
+            self._received.add(page)
+
+    def num_computed(self, pages: Sequence[int]) -> int:
+        """How many of these pages come before the first that was received."""
+        return next((i for i, page in enumerate(pages) if page in self._received), len(pages))
 
     def forget(self, pages: Iterable[int]) -> None:
         """Remove pages from the prefix cache: holders of a reference may write them."""

@@ -108,6 +108,8 @@ class PrefixStore:
         if request.is_salted:
             return
         num = min(num_final // self._span, self._num_spans(len(request.token_ids)))
+        for name, pool in self._paged.items():
+            num = min(num, pool.num_computed(request.kv.pages[name]) // self._span_pages[name])
         tokens = list(request.token_ids)
         slots: _GroupPages = {}
         while num > 0 and self._states:

@@ -32,6 +32,7 @@ from baton.router.connectors import create_connector
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.dashboard import add_dashboard
 from baton.router.discovery import Discovery, read_services
+from baton.router.hand_back import HandBacks
 from baton.router.index.readers import EventReaders, read_sources
 from baton.router.observed import ObservedBackend
 from baton.router.policies import DEFAULT_POLICY, PolicyConfig, create_policies
@@ -156,6 +157,7 @@ async def build_app(config: RouterConfig) -> web.Application:
     )
     veto = policies.config.is_overload if policies.config.has_veto else None
     pool = EnginePool(session, connector.client, config.tokenizer, config.timers, load, veto, readers)
+    hand_backs = HandBacks(connector, policies.config)
     backend = RouterBackend(
         pool,
         connector,
@@ -163,7 +165,8 @@ async def build_app(config: RouterConfig) -> web.Application:
         config.allow_mode_override,
         config.recovery,
         config.near_tie if vllm else 0.0,  # Baton's own engines never sample a token twice
-        Routes(pool, policies, config.max_local_prefill_length if connector.computes_alone else 0),
+        Routes(pool, policies, config.max_local_prefill_length if connector.computes_alone else 0, hand_backs),
+        hand_backs,
     )
     roles: tuple[tuple[Role, tuple[str, ...]], ...] = (
         ("prefill", config.prefill),
@@ -288,6 +291,7 @@ async def _status(observed: ObservedBackend) -> dict[str, object]:
             "failures": dict(backend.failures),
         },
         "decisions": backend.decisions.describe(),
+        "hand_backs": backend.hand_backs.describe(),
         "recoveries": dict(backend.recoveries),
         "near_ties": backend.near_ties,
         "acceptance": observed.describe(),
@@ -327,6 +331,7 @@ def _rows(backend: RouterBackend, queue: AdmissionLimit) -> Iterator[Row]:
     yield counter("router_stale_prefixes", text, backend.decisions.stale)
     for rung, count in sorted(backend.recoveries.items()):
         yield counter("router_recoveries", "Requests sent again, by rung.", count, rung=rung)
+    yield from backend.hand_backs.rows()
     yield counter("router_near_ties", "First tokens that differed by a near-tie.", backend.near_ties)
     yield gauge("router_handoffs_active", "Handoffs that run.", backend.num_active_handoffs)
     for engine in backend.pool.engines:

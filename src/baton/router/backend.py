@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections import Counter
@@ -28,9 +29,10 @@ from baton.openai.http.caller import CALLER, session_of
 from baton.router.attempt import RequestProgress, RunningAttempt
 from baton.router.concurrency import ConcurrencyLimit
 from baton.router.connectors.base import Connector, HandoffOutcome, Legs
+from baton.router.hand_back import HandBacks
 from baton.router.join import Chunks, Joined, LegFailed, LegItems, TokenMismatch, join_legs
 from baton.router.near_tie import measure_gap
-from baton.router.policies import create_policies
+from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import Charge, OnLost, PooledEngine
 from baton.router.routes import PREFIX_MISSING, Decisions, Route, Routes
@@ -74,10 +76,13 @@ class RouterBackend:
         recovery: Recovery = "full",
         near_tie: float = 0.0,
         routes: Routes | None = None,
+        hand_backs: HandBacks | None = None,
     ) -> None:
-        """`routes` None: the default policies, and no prompt is computed by decode engines alone."""
+        """`routes` None: the default policies, and no prompt is computed by decode engines alone. `hand_backs`: does
+        what `routes` has chosen of it."""
         self.pool = pool
         self.decisions = Decisions()
+        self.hand_backs = hand_backs or HandBacks(connector, PolicyConfig())
         self._routes = routes or Routes(pool, create_policies())
         self.concurrency = ConcurrencyLimit(pool.max_num_seqs)
         self.allows_kv_mode = allow_mode_override
@@ -244,6 +249,11 @@ class RouterBackend:
             return
         engines = {"prefill": prefill, "decode": decode}
         legs = self._connector.legs(request, prefill, decode, kv_mode)
+        if self.hand_backs.enabled and "prefill" in legs.chunks:
+            first = self.hand_backs.before(
+                legs.chunks["prefill"], request, prefill, route.hand_back, kv_mode, self._drain
+            )
+            legs = dataclasses.replace(legs, chunks={**legs.chunks, "prefill": first})
         legs = self.on_legs(request.request_id, legs, engines, kv_mode)
         self.handoffs["started"] += 1
         self.num_active_handoffs += 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from baton.errors import OverloadedError
+from baton.router.hand_back import HandBack, HandBacks
 from baton.router.policies import Asked, Policies
 from baton.router.policies.base import cost
 from baton.router.pool import EnginePool
@@ -32,12 +33,15 @@ _LAST = 100
 @dataclass(frozen=True, slots=True)
 class Route:
     """The engines of one attempt. Without `prefill`, `decode` computes all, but declines if it lacks the KV of more
-    than `max_prefill_tokens` of the prompt (None: never). `charges`: what each leg costs its engine."""
+    than `max_prefill_tokens` of the prompt (None: never). `hand_back`: the prefill engine first gets KV of the prompt's
+    beginning. `charges`: what each leg costs its engine.
+    """
 
     why: Why
     decode: PooledEngine
     prefill: PooledEngine | None = None
     max_prefill_tokens: int | None = None
+    hand_back: HandBack | None = None
     charges: Mapping[LegRole, Charge] = field(default_factory=dict)
 
     def engine(self, leg: LegRole) -> PooledEngine:
@@ -77,11 +81,19 @@ class Decisions:
 
 
 class Routes:
-    """Chooses routes. For `max_local_prefill_length` see `RouterConfig`."""
+    """Chooses routes. For `max_local_prefill_length` see `RouterConfig`. `hand_backs` None: prefill engines compute
+    what they lack."""
 
-    def __init__(self, pool: EnginePool, policies: Policies, max_local_prefill_length: int = 0) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        policies: Policies,
+        max_local_prefill_length: int = 0,
+        hand_backs: HandBacks | None = None,
+    ) -> None:
         self._pool, self._policies = pool, policies
         self._most = max_local_prefill_length
+        self._hand_backs = hand_backs
 
     def choose(
         self, request: GenerateRequest, tried: Sequence[PooledEngine], hand_off: bool, session: str | None = None
@@ -101,7 +113,11 @@ class Routes:
                 return [engine for engine in mine if engine not in tried] or mine
 
             engines = _Engines(of("prefill"), of("decode"), of("both"), bool(tried) or request.num_known > 0)
-            route = self._among(request, Asked(prompt, session), engines, hand_off)
+            backs = self._hand_backs if self._hand_backs is not None and self._hand_backs.enabled else None
+            elsewhere = max((engine.known.num_tokens(prompt) for engine in usable), default=0) if backs else 0
+            route = self._among(request, Asked(prompt, session, elsewhere=elsewhere), engines, hand_off)
+            if route is not None and route.prefill is not None and backs is not None:
+                route = replace(route, hand_back=backs.choose(prompt, route.prefill, usable))
             if route is not None:
                 return self._charged(route, prompt)
         return None
@@ -150,23 +166,31 @@ class Routes:
         config = self._policies.config
         if not config.max_turn_prefill_length:
             return 0
-        least = min(asked.uncached(engine) + engine.queued_tokens for engine in prefill)
+        least = min(
+            asked.uncached(engine) - asked.handed_back(engine, config) + engine.queued_tokens for engine in prefill
+        )
         limit = min(config.max_turn_prefill_length, int(least / max(config.turn_ratio, 1.0)))
         return limit if limit < len(asked.prompt.tokens) else 0
 
     def _charged(self, route: Route, prompt: PromptBlocks) -> Route:
         """The prefill engine will hold the prompt: the next request may count on it."""
         tokens, computes = len(prompt.tokens), route.prefill or route.decode
-        charge = Charge(tokens - computes.known.num_tokens(prompt), tokens)
+        held = computes.known.num_tokens(prompt) + (route.hand_back.num_tokens if route.hand_back is not None else 0)
+        charge = Charge(tokens - held, tokens)
         if route.prefill is None:
             return replace(route, charges={"decode": charge})
-        if self._most or self._policies.uses_prefixes:
+        if self._learns:
             route.prefill.known.learn(prompt)
         return replace(route, charges={"prefill": charge, "decode": Charge(0, tokens)})
 
+    @property
+    def _learns(self) -> bool:
+        hands_back = self._hand_backs is not None and self._hand_backs.enabled
+        return bool(self._most) or self._policies.uses_prefixes or hands_back
+
     def served(self, route: Route, request: GenerateRequest, output: Sequence[int]) -> None:
         """The decoding engine has the KV of the request and its `output`."""
-        if self._most or self._policies.uses_prefixes:
+        if self._learns:
             route.decode.known.learn(PromptBlocks([*request.prompt_token_ids, *output], request.cache_salt))
 
     def declined(self, route: Route, request: GenerateRequest) -> None:

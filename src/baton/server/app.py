@@ -168,5 +168,6 @@ def _check(wire: GenerateRequest, info: EngineInfo) -> None:
     if wire.sampling_params.stop:
         raise RequestError("stop strings are not for legs: the front door applies them", "stop")
     role = wire.handoff.role if wire.handoff is not None else None
-    if info.role != "both" and role not in (info.role, "alone"):
+    moves_prefix = wire.handoff is not None and wire.handoff.prefix_len is not None
+    if info.role != "both" and role not in (info.role, "alone") and not moves_prefix:
         raise RequestError(f"this engine's role is {info.role!r}, the request's is {role!r}", "handoff")

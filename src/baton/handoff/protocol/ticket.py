@@ -136,6 +136,13 @@ def request_digest(
     return hashlib.sha256(msgspec.msgpack.encode(content, order="deterministic")).digest()
 
 
+def prefix_digest(prompt_token_ids: Sequence[int], cache_salt: str | None) -> bytes:
+    """32 bytes for a ticket by which cached KV moves (`HandoffParams.prefix_len`). It covers the salt, so that both
+    engines use the cache of one tenant, and is never that of a request."""
+    content = ("prefix", list(prompt_token_ids), cache_salt)
+    return hashlib.sha256(msgspec.msgpack.encode(content)).digest()
+
+
 def mint(key: bytes, ticket: Ticket) -> str:
     """Equal tickets under one key give equal strings."""
     body = msgspec.msgpack.encode({name: getattr(ticket, name) for name in Ticket.__struct_fields__})

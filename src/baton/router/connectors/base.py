@@ -25,6 +25,9 @@ _NOT_SEEDED = {
     **{"seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
     **{"stop": (), "bad_words": (), "structured_outputs": None},
 }
+# Makes a leg that moves cached KV: its role, its `HandoffParams.prefix_len`, and how many tokens of the prompt the
+# source may lack (None: any number).
+PrefixLeg = Callable[[LegRole, int, int | None], Chunks]
 HandoffOutcome = Literal["completed", "finished_early", "aborted", "failed"]
 _T = TypeVar("_T")
 
@@ -57,14 +60,15 @@ class Connector(ABC):
     """One kind of handoff, for all engines of a router.
 
     `needs_ticket_key`: it signs tickets. `can_seed`: it can send the first token to the decode engine. `has_modes`: a
-    request may choose push or pull. `computes_alone`: a decode engine can compute a whole request. Raises
-    `ConfigError` for a setting that it does not support.
+    request may choose push or pull. `computes_alone`: a decode engine can compute a whole request. `moves_prefixes`: an
+    engine can send cached KV into another's prefix cache. Raises `ConfigError` for a setting that it does not support.
     """
 
     needs_ticket_key: ClassVar[bool] = False
     can_seed: ClassVar[bool] = False
     has_modes: ClassVar[bool] = True
     computes_alone: ClassVar[bool] = True
+    moves_prefixes: ClassVar[bool] = False
 
     def __init__(self, config: ConnectorConfig) -> None:
         if config.seed_first_token and not self.can_seed:
@@ -88,6 +92,15 @@ class Connector(ABC):
         Raises `EngineUnavailableError` if the engine is no longer known.
         """
         return engine.client.generate(request)
+
+    def prefix_leg(
+        self, request: GenerateRequest, source: PooledEngine, destination: PooledEngine, mode: Mode
+    ) -> PrefixLeg:
+        """Sign a ticket by which cached KV of the request's prompt goes from `source` to `destination`.
+
+        Raises `EngineUnavailableError` if an engine is no longer known, or cannot.
+        """
+        raise EngineUnavailableError(f"engine {source.url} cannot send what it has cached")
 
     def check(self, params: SamplingParams) -> None:
         """Raise `RequestError` for an unsupported parameter. Seed None: the client gave none."""

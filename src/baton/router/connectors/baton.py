@@ -7,18 +7,21 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from baton.handoff.protocol.ticket import request_digest
+from baton.handoff.protocol.ticket import prefix_digest, request_digest
 from baton.router.clients.engine_client import BatonClient
-from baton.router.connectors.base import Connector, Legs
+from baton.router.connectors.base import Connector, Legs, PrefixLeg
 from baton.router.connectors.tickets import mint_ticket
 from baton.router.join import Chunks
 from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
+from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, HandoffParams, LegRole, Mode, Role
 
 # How long a decode leg waits for the first token of a prefill engine on its own host. Longer prefills are copied while
 # they run, and need the decode engine's pages by then.
 FIRST_TOKEN_WAIT_S = 0.05
+# Of legs that compute nothing.
+_NOTHING = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class EngineConnector(Connector):
@@ -29,6 +32,7 @@ class EngineConnector(Connector):
     """
 
     needs_ticket_key = True
+    moves_prefixes = True
 
     def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> BatonClient:
         return BatonClient(session, url, timers)
@@ -58,3 +62,21 @@ class EngineConnector(Connector):
             ticket = self._ticket(request, engine, engine, "push", digest)
             request = msgspec.structs.replace(request, handoff=HandoffParams(role="alone", ticket=ticket))
         return engine.client.generate(request)
+
+    def prefix_leg(
+        self, request: GenerateRequest, source: PooledEngine, destination: PooledEngine, mode: Mode
+    ) -> PrefixLeg:
+        digest = prefix_digest(request.prompt_token_ids, request.cache_salt)
+        ticket = self._ticket(request, source, destination, mode, digest)
+        wire = msgspec.structs.replace(
+            request, request_id=f"{request.request_id}.prefix"[-256:], sampling_params=_NOTHING, num_prompt_tokens=None
+        )
+
+        def leg(role: LegRole, prefix_len: int, most_missing: int | None) -> Chunks:
+            params = HandoffParams(role=role, ticket=ticket, prefix_len=prefix_len)
+            engine = source if role == "prefill" else destination
+            return engine.client.generate(
+                msgspec.structs.replace(wire, handoff=params, max_prefill_tokens=most_missing)
+            )
+
+        return leg

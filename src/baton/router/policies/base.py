@@ -25,6 +25,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     - `leg_weight`: per request that decodes there. `kv_weight`: per token of their KV.
     - `max_turn_prefill_length`: a decode engine that holds the beginning of a prompt computes up to this many more
       tokens if a prefill engine would have at least `turn_ratio` times as many to compute. 0: never.
+    - `hand_back`: a prefill engine gets the KV of a prompt's beginning from the engine that holds it, if that has at
+      least `min_hand_back_length` tokens more, and if computing them was not faster before.
     - `overload_num_waiting`, `overload_kv_usage`: an engine that reports at least so many waiting requests, or this
       share of its KV in use, gets no new requests. None: it always does.
     """
@@ -36,6 +38,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_weight: float = 0.0625
     max_turn_prefill_length: int = 256
     turn_ratio: float = 1.5
+    hand_back: bool = False
+    min_hand_back_length: int = 64
     overload_num_waiting: int | None = None
     overload_kv_usage: float | None = None
 
@@ -58,23 +62,32 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks of an engine of one role. `session`: the client's name for its conversation. `decodes`: the
-    engine also decodes; `receives`: its KV comes from a prefill engine."""
+    """What a request asks of an engine of one role. `session`: the client's name for its conversation. `decodes`:
+    whether the engine also decodes; `receives`: whether its KV comes from a prefill engine. `elsewhere`: how many
+    tokens of the prompt some engine holds that would hand them back; 0: none.
+    """
 
     prompt: PromptBlocks
     session: str | None = None
     decodes: bool = True
     receives: bool = False
+    elsewhere: int = 0
 
     def uncached(self, engine: PooledEngine) -> int:
         """The prompt tokens whose KV the engine probably lacks."""
         return len(self.prompt.tokens) - engine.known.num_tokens(self.prompt)
 
+    def handed_back(self, engine: PooledEngine, config: PolicyConfig) -> int:
+        """How many of these another engine would hand back."""
+        moved = self.elsewhere - engine.known.num_tokens(self.prompt)
+        return moved if moved >= max(1, config.min_hand_back_length) else 0
+
 
 def cost(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:
     """What it costs to give this request to this engine, in prompt tokens."""
-    lacking = config.moved_weight if asked.receives else config.uncached_weight
-    return lacking * asked.uncached(engine) + load(asked, engine, config)
+    uncached = asked.uncached(engine)
+    moved = uncached if asked.receives else asked.handed_back(engine, config)
+    return config.moved_weight * moved + config.uncached_weight * (uncached - moved) + load(asked, engine, config)
 
 
 def load(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:

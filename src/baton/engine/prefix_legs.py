@@ -1,0 +1,87 @@
+"""Legs that move cached KV from one engine's prefix cache into another's, and compute nothing.
+
+For the protocol it is a handoff of a prompt that ends with the prefix, and whose first token is the next one of the
+real prompt. The source has everything when the leg begins, so its agent never waits for its engine.
+"""
+
+from __future__ import annotations
+
+from baton.engine.leg import Effect, Leg, PrefixArrived, RequestFailed
+from baton.engine.metrics import EngineMetrics
+from baton.engine.request import Request, RequestStatus
+from baton.handoff.agent.calls import Agent
+from baton.handoff.protocol.events import Declared, DecodeCommitted, Sampled
+from baton.handoff.protocol.messages import Seeds
+from baton.kv.cache import KVCache
+from baton.kv.moved_prefix import attach_prefix, enter_prefix, share_prefix
+
+
+class PrefixLegs:
+    """The engine's side of these legs. Only the engine thread calls it."""
+
+    def __init__(self, agent: Agent, cache: KVCache) -> None:
+        self._agent, self._cache = agent, cache
+
+    # ------------------------------------------------------------ the source
+
+    def hold(self, request: Request) -> bool:
+        """Share the pages of what is cached of the prompt, and set `prefix_len` to its length. Returns False if there
+        is nothing, or more than `max_prefill_tokens` are missing."""
+        assert request.prefix_len is not None
+        num_tokens = share_prefix(self._cache, request.kv, request.token_ids, request.prefix_len)
+        lacking, most = request.num_prompt - num_tokens, request.max_prefill_tokens
+        if not num_tokens or (most is not None and lacking > most):
+            self._cache.release(request.kv)
+            return False
+        request.prefix_len = request.prefill_len = num_tokens
+        return True
+
+    def offer(self, request: Request) -> None:
+        """Declare the whole prefix final; the agent does the rest."""
+        assert request.ticket is not None
+        assert request.prefix_len is not None
+        key, num_tokens, cache = request.ticket.key, request.prefix_len, self._cache
+        final = {name: 1 if rules.kind == "state" else num_tokens for name, rules in cache.rules.items()}
+        tables = {group: list(table) for group, table in request.kv.pages.items()}
+        request.transition(RequestStatus.AWAITING_RELEASE)
+        self._agent.open_prefill(request.ticket)
+        self._agent.admit_prefill(key)
+        self._agent.post(key, Declared(num_tokens, tables, final))
+        self._agent.post(key, Sampled(self._seeds(request), False, final))
+
+    def _seeds(self, request: Request) -> Seeds:
+        assert request.prefix_len is not None
+        return Seeds(request.token_ids[request.prefix_len], None, [], b"")
+
+    # ------------------------------------------------------------ the destination
+
+    def place(self, leg: Leg) -> list[Effect]:
+        """The source can send: register pages for what is missing here, or give up."""
+        request, ticket = leg.request, leg.request.ticket
+        if request.status is not RequestStatus.WAITING:
+            return []  # it was aborted
+        assert ticket is not None
+        assert request.prefix_len is not None
+        if leg.sent_groups is not None and not leg.sent_groups >= set(self._cache.pools):
+            return [RequestFailed(request, "prefix_refused: the source does not send the KV of all groups")]
+        destination = attach_prefix(self._cache, request.kv, request.token_ids, request.prefix_len)
+        if destination is None:
+            return [RequestFailed(request, "prefix_refused: no pages are free, or it ends at no checkpoint")]
+        request.prefill_len = request.prefix_len
+        request.transition(RequestStatus.RECEIVING)
+        leg.wanted = destination.wanted
+        pages = {name: request.kv.pages[name] for name in leg.wanted}
+        self._agent.open_decode(ticket, request.prefix_len, leg.wanted, pages)
+        return []
+
+    def take(self, leg: Leg, event: DecodeCommitted, metrics: EngineMetrics) -> list[Effect]:
+        """The bytes are in place and proven: they are cached pages from now on."""
+        request = leg.request
+        assert request.prefix_len is not None
+        if event.seeds != self._seeds(request):
+            metrics.handoff_failures["bad_seeds"] += 1
+            return [RequestFailed(request, "bad_seeds: they are not those of the prompt")]
+        num_tokens = enter_prefix(self._cache, request.kv, request.token_ids, request.prefix_len)
+        metrics.num_received_prefixes += 1
+        metrics.received_prefix_bytes += event.num_bytes
+        return [PrefixArrived(request, num_tokens)]

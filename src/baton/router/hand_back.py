@@ -1,0 +1,215 @@
+"""Hand-back: cached KV of a prompt goes from the engine that holds it to the prefill engine, which computes the rest.
+
+In a conversation the decode engine holds the answers of earlier turns, which prefill engines lack. The move is a part
+of the prefill leg, before its request. Whatever goes wrong, the prefill engine computes what it lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from baton.errors import BatonError, EngineUnavailableError, HandoffError
+from baton.openai.http.errors import error_of_chunk
+from baton.openai.http.metrics import Row, counter
+from baton.router.connectors.base import Connector, PrefixLeg
+from baton.router.join import Chunks
+from baton.router.policies import PolicyConfig
+from baton.router.pooled_engine import PooledEngine
+from baton.router.prefixes import PromptBlocks
+from baton.timeouts import timeout
+from baton.wire import GenerateRequest, Mode
+
+# How much the last measurement counts.
+_WEIGHT = 0.25
+# A pair that has been too slow is tried again after so many prompts.
+_TRY_AGAIN = 16
+# The least number of computed tokens that a speed is measured by.
+_MEASURED_TOKENS = 16
+# How long the prefill leg waits: for a pair that has not been measured, and at least for one that has.
+_LIMIT_S, _LEAST_LIMIT_S = 2.0, 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class HandBack:
+    """`source` probably holds `num_tokens` tokens of a prompt more than the prefill engine, which holds `held`."""
+
+    source: PooledEngine
+    num_tokens: int
+    held: int = 0
+
+
+class TokenPace:
+    """Seconds per token, measured. None until there are two measurements: the first includes connecting."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self.num_measured = 0
+        self.num_passed_over = 0
+
+    def measure(self, seconds: float, num_tokens: int) -> None:
+        self.num_measured += 1
+        if self.num_measured > 1:
+            last = seconds / num_tokens
+            self.seconds = last if self.seconds is None else self.seconds + _WEIGHT * (last - self.seconds)
+
+
+class HandBacks:
+    """Decides whether to hand a prefix back, by the measured speeds of moving and of computing, and does it.
+
+    `counts`: by outcome: `completed`, `failed` (by reason in `failures`), `too_slow` (not done, because computing is
+    faster). `num_tokens`: prompt tokens that prefill engines did not have to compute.
+    """
+
+    OUTCOMES = ("completed", "failed", "too_slow")
+
+    def __init__(self, connector: Connector, config: PolicyConfig) -> None:
+        self._connector, self._config = connector, config
+        self.enabled = config.hand_back and connector.moves_prefixes
+        self.counts: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.num_tokens = 0
+        self._moving: dict[tuple[str, str], TokenPace] = {}
+        self._computing: dict[str, TokenPace] = {}
+
+    # ------------------------------------------------------------ choice
+
+    def choose(self, prompt: PromptBlocks, prefill: PooledEngine, engines: Sequence[PooledEngine]) -> HandBack | None:
+        """The engine, of any role, from which `prefill` should get a part of the prompt's KV, if that pays."""
+        others = [engine for engine in engines if engine is not prefill] if self.enabled else []
+        if not others:
+            return None
+        best = max(others, key=lambda engine: engine.known.num_tokens(prompt))
+        held = prefill.known.num_tokens(prompt)
+        gain = best.known.num_tokens(prompt) - held
+        if gain < max(1, self._config.min_hand_back_length):
+            return None
+        moving, computing = self._pace_of(best, prefill).seconds, self._compute_pace(prefill).seconds
+        if moving is not None and computing is not None and moving >= computing:
+            pace = self._pace_of(best, prefill)
+            pace.num_passed_over += 1
+            if pace.num_passed_over % _TRY_AGAIN:
+                self.counts["too_slow"] += 1
+                return None
+        return HandBack(best, gain, held)
+
+    def _pace_of(self, source: PooledEngine, destination: PooledEngine) -> TokenPace:
+        return self._moving.setdefault((source.name, destination.name), TokenPace())
+
+    def _compute_pace(self, engine: PooledEngine) -> TokenPace:
+        return self._computing.setdefault(engine.name, TokenPace())
+
+    # ------------------------------------------------------------ the move
+
+    async def before(
+        self,
+        leg: Chunks,
+        request: GenerateRequest,
+        prefill: PooledEngine,
+        back: HandBack | None,
+        mode: Mode,
+        drain: Callable[[Chunks], None],
+    ) -> Chunks:
+        """The chunks of the prefill `leg`, which begins after the hand-back. `drain` reads a leg to its end."""
+        now = asyncio.get_running_loop().time
+        if back is not None:
+            await self._hand_back(request, prefill, back, mode, drain)
+        began, measured = now(), False
+        async with contextlib.aclosing(leg):
+            async for chunk in leg:
+                if not measured and chunk.token_ids:
+                    measured = True
+                    num_computed = len(request.prompt_token_ids) - chunk.num_cached_tokens
+                    if num_computed >= _MEASURED_TOKENS:
+                        seconds = now() - began - (chunk.queued_s or 0.0)
+                        self._compute_pace(prefill).measure(max(seconds, 0.0), num_computed)
+                yield chunk
+
+    async def _hand_back(
+        self,
+        request: GenerateRequest,
+        prefill: PooledEngine,
+        back: HandBack,
+        mode: Mode,
+        drain: Callable[[Chunks], None],
+    ) -> None:
+        now = asyncio.get_running_loop().time
+        began, computing = now(), self._compute_pace(prefill).seconds
+        limit_s = _LIMIT_S
+        if computing is not None and self._pace_of(back.source, prefill).seconds is not None:
+            # Computing the tokens instead would have ended long before.
+            limit_s = min(_LIMIT_S, max(_LEAST_LIMIT_S, 4.0 * computing * back.num_tokens))
+        try:
+            async with timeout(limit_s):
+                leg = self._connector.prefix_leg(request, back.source, prefill, mode)
+                num_tokens = await self._move(leg, len(request.prompt_token_ids), back.held, drain)
+        except HandoffError as error:
+            self._failed(error.reason)
+            if error.reason == "prefix_missing":
+                back.source.known.forget(PromptBlocks(request.prompt_token_ids, request.cache_salt))
+        except BatonError as error:
+            self._failed(type(error).__name__)
+        except asyncio.TimeoutError:
+            self._failed("timeout")
+            self._pace_of(back.source, prefill).measure(now() - began, back.num_tokens)
+        else:
+            self.counts["completed"] += 1
+            self.num_tokens += num_tokens
+            self._pace_of(back.source, prefill).measure(now() - began, max(1, num_tokens))
+
+    async def _move(self, leg: PrefixLeg, num_prompt: int, held: int, drain: Callable[[Chunks], None]) -> int:
+        """Move what the source holds. Returns by how many tokens the destination holds more than `held`."""
+        source = leg("prefill", num_prompt - 1, num_prompt - held - max(1, self._config.min_hand_back_length))
+        ended = False
+        try:
+            offer = await source.__anext__()
+            if offer.finish_reason is not None:
+                ended = True
+                raise error_of_chunk(offer.error)
+            found = 0
+            async with contextlib.aclosing(leg("decode", offer.num_cached_tokens, None)) as chunks:
+                async for chunk in chunks:
+                    if chunk.finish_reason not in ("length", None):
+                        raise error_of_chunk(chunk.error)
+                    found = chunk.num_cached_tokens
+            ended = True
+            drain(source)  # it ends when the source's pages are free
+            return found - held
+        except StopAsyncIteration:
+            raise EngineUnavailableError("the source ended its leg without an answer") from None
+        finally:
+            if not ended:
+                await source.aclose()
+
+    def _failed(self, reason: str) -> None:
+        self.counts["failed"] += 1
+        self.failures[reason] += 1
+
+    # ------------------------------------------------------------ what operators see
+
+    def describe(self) -> dict[str, object]:
+        """For `/status`."""
+        pairs = {
+            f"{source} to {destination}": round(1.0 / pace.seconds)
+            for (source, destination), pace in self._moving.items()
+            if pace.seconds
+        }
+        computed = {name: round(1.0 / pace.seconds) for name, pace in self._computing.items() if pace.seconds}
+        return {
+            **{outcome: self.counts[outcome] for outcome in self.OUTCOMES},
+            "failures": dict(self.failures),
+            "num_tokens": self.num_tokens,
+            "moved_tokens_per_s": pairs,
+            "computed_tokens_per_s": computed,
+        }
+
+    def rows(self) -> Iterator[Row]:
+        """For `/metrics`."""
+        for outcome in self.OUTCOMES:
+            text = "Prefixes handed back to prefill engines, by outcome."
+            yield counter("router_hand_backs", text, self.counts[outcome], outcome=outcome)
+        text = "Prompt tokens that prefill engines got from other engines' caches."
+        yield counter("router_handed_back_tokens", text, self.num_tokens)
