@@ -158,12 +158,19 @@ class Pair:
         return mint(self._key, Ticket.between(*((d, p) if back else (p, d)), mode, digest, (expiry, expiry)))
 
     def legs(
-        self, name: str, prompt: list[int], params: SamplingParams, mode: Mode, known: list[int] | None = None
+        self,
+        name: str,
+        prompt: list[int],
+        params: SamplingParams,
+        mode: Mode,
+        known: list[int] | None = None,
+        timings: bool = False,
     ) -> tuple[Stream, Stream]:
         """Add both legs of a request. Returns the streams of P and D."""
         signed = self.signed(request_digest(prompt + (known or []), params, len(prompt)), mode)
         prefill = request(name, prompt, params, known, HandoffParams(role="prefill", ticket=signed))
         decode = request(name, prompt, params, known, HandoffParams(role="decode", ticket=signed))
+        prefill, decode = (msgspec.structs.replace(one, timings=timings) for one in (prefill, decode))
         return self.prefill.add(prefill), self.decode.add(decode)
 
     def hand_back(

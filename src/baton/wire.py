@@ -104,8 +104,10 @@ class LegTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """When an engine did what for a leg, in seconds after the leg's arrival; None: it did not. With the size of the
     handoff.
 
-    - `started`: its first forward began. `sampled`: the first token came from it.
-    - Decode legs: `announced` to P, `admitted` by P, `registered` (D gave P its pages), `committed`.
+    - `started`: its first forward began. `sampled`: the first token came from it. `chunks`: of each forward over the
+      prompt, its beginning and how many tokens it computed.
+    - Decode legs: `announced` to P, `admitted` by P, `registered` (D gave P its pages), `first_bytes` and `last_bytes`
+      (the first and last copy ended), `committed`.
     """
 
     started: float | None = None
@@ -113,9 +115,13 @@ class LegTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     announced: float | None = None
     admitted: float | None = None
     registered: float | None = None
+    first_bytes: float | None = None
+    last_bytes: float | None = None
     committed: float | None = None
     num_bytes: int = 0
     num_runs: int = 0
+    integrity: str = ""
+    chunks: list[tuple[float, int]] = []
 
 
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):

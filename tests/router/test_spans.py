@@ -24,6 +24,7 @@ from tests.router.test_acceptance import named
 
 ID, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = {"traceparent": f"00-{ID}-{PARENT}-01"}
+EVENTS = ("announced", "admitted", "registered", "first_bytes", "last_bytes", "committed")
 COMMON = {
     "gen_ai.request.id",
     "gen_ai.request.max_tokens",
@@ -47,7 +48,8 @@ DOCUMENTED: dict[str, set[str]] = {
     "baton.decode_leg": LEG,
     "baton.local_leg": LEG,
     "baton.queue": set(),
-    "baton.prefill": set(),
+    "baton.prefill": {"baton.num_chunks"},
+    "baton.prefill_chunk": {"baton.num_tokens"},
     "baton.decode": set(),
     "baton.handoff": {
         "baton.handoff.mode",
@@ -55,6 +57,7 @@ DOCUMENTED: dict[str, set[str]] = {
         "baton.handoff.bytes",
         "baton.handoff.runs",
         "baton.handoff.hidden_share",
+        "baton.handoff.integrity",
     },
     "baton.first_verification": {"baton.drafts", "baton.accepted"},
     "baton.recovery": {"baton.recovery.rung", "baton.recovery.cause", "baton.recovery.known_tokens"},
@@ -68,10 +71,10 @@ class TimedEngine(FakeEngine):
         return self._timed(super().generate(request), request)
 
     async def _timed(self, chunks: Any, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        told = LegTimings(started=0.0, sampled=1e-4)
+        told = LegTimings(started=0.0, sampled=1e-4, chunks=[(0.0, 8), (5e-5, 5)])
         if request.handoff is not None and request.handoff.role == "decode":
-            times = {"announced": 0.0, "admitted": 1e-5, "registered": 2e-5, "committed": 3e-5}
-            told = LegTimings(**times, num_bytes=4096, num_runs=2)
+            times = {name: number * 1e-6 for number, name in enumerate(EVENTS)}
+            told = msgspec.structs.replace(LegTimings(num_bytes=4096, num_runs=2, integrity="sampled"), **times)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 if request.timings and chunk.position == 0:
@@ -161,7 +164,13 @@ async def test_a_request_with_failover_is_one_trace(directory: Path, collector: 
             found |= set(attributes(span)) if span.name == name else set()
         assert found == wanted, name
     handoff = next(span for span in mine if span.name == "baton.handoff")
-    assert [event.name for event in handoff.events] == ["announced", "admitted", "registered", "committed"]
+    assert [event.name for event in handoff.events] == [name.replace("_", " ") for name in EVENTS]
+    times = [event.time_unix_nano for event in handoff.events]
+    assert times == sorted(times)
+    chunks = [span for span in mine if span.name == "baton.prefill_chunk"]
+    assert [attributes(span)["baton.num_tokens"] for span in chunks] == [8, 5]
+    assert {by_id[span.parent_span_id].name for span in chunks} == {"baton.prefill"}
+    assert chunks[0].end_time_unix_nano == chunks[1].start_time_unix_nano
     assert [by_id[link.span_id].name for link in handoff.links] == ["baton.prefill_leg", "baton.decode_leg"]
     assert attributes(handoff)["baton.handoff.bytes"] == 4096
     (recovery,) = [span for span in mine if span.name == "baton.recovery"]

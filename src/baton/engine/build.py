@@ -314,6 +314,7 @@ def _legs(
         handoff_timeout_s=config.kv_transfer_config.handoff_timeout_s,
         drafter_state_bytes=(num_modules(loaded.drafter) - 1) * loaded.model.hidden_size * 4,
         kv_stream=config.kv_stream,
+        integrity=_integrity(config),
     )
     alter_seeds = getattr(transport, "alter_seeds", None)
     return HandoffLegs(agent, scheduler, EngineMetrics(), ends, settings, layers=layers, alter_seeds=alter_seeds)

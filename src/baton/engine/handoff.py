@@ -59,7 +59,7 @@ class HandoffLegs:
         self._ends = ends
         self.vocab_size, self.max_drafts = settings.vocab_size, settings.max_drafts
         self.drafter_state_bytes, self.kv_stream = settings.drafter_state_bytes, settings.kv_stream
-        self.recovery = settings.recovery
+        self.recovery, self._integrity = settings.recovery, settings.integrity
         self.handoff_timeout_s = settings.handoff_timeout_s
         self.prefixes = PrefixLegs(agent, self.cache)
         self.open: dict[AttemptKey, Leg] = {}
@@ -233,8 +233,11 @@ class HandoffLegs:
             metrics.handoff_runs += event.num_runs
             now = self._clock.monotonic()
             metrics.register_to_commit.observe(now - leg.registered)
+            for name, time in zip(("first_bytes", "last_bytes"), event.copied or (), strict=False):
+                request.mark(name, time)
             request.mark("committed", now)
             request.num_bytes, request.num_runs = event.num_bytes, event.num_runs
+            request.integrity = self._integrity
             if self._receives(leg):
                 return self._take(leg, event.seeds, finished=False)
         elif isinstance(event, DecodeFinished):

@@ -10,7 +10,7 @@ from baton.handoff.protocol.phases import Phase
 from baton.handoff.protocol.transitions import Table
 from baton.kv.interval import Interval
 from baton.kv.tables import BlockTables
-from baton.wire import KVStream, Recovery
+from baton.wire import Integrity, KVStream, Recovery
 
 
 class LegStatus(Phase):
@@ -112,3 +112,4 @@ class LegSettings:
     handoff_timeout_s: float
     drafter_state_bytes: int = 0  # of `Seeds.drafter_states`; 0 if this engine's drafter needs none
     kv_stream: KVStream = "chunk"  # off: nothing is declared before the prefill ends
+    integrity: Integrity = "off"  # of the agent, for traces

@@ -6,6 +6,7 @@ import enum
 import secrets
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -84,6 +85,8 @@ class Request:
         self.started = False  # it has had pages, or recomputes after a failed handoff
         self.queued_at = 0.0  # when it arrived
         self.num_bytes = self.num_runs = 0  # of the committed handoff
+        self.integrity = ""  # of the committed handoff
+        self.chunks: list[tuple[float, int]] = []  # as of `LegTimings`, but monotonic seconds
         # When what happened, by the names of `LegTimings`; None if nobody asked, or after the first chunk.
         self.marks: dict[str, float] | None = {} if wire.timings else None
         self.waited_s = wire.waited_s  # earlier, in other attempts
@@ -144,7 +147,9 @@ class Request:
         if self.started_at is not None:
             since |= {"started": self.started_at - self.queued_at, "sampled": now - self.queued_at}
         self.marks = None
-        return LegTimings(**since, num_bytes=self.num_bytes, num_runs=self.num_runs)
+        chunks = [(began - self.queued_at, count) for began, count in self.chunks]
+        told = LegTimings(num_bytes=self.num_bytes, num_runs=self.num_runs, integrity=self.integrity, chunks=chunks)
+        return msgspec.structs.replace(told, **since)
 
     @property
     def queue_key(self) -> tuple[bool, float, int]:

@@ -98,6 +98,8 @@ class StepRunner:
             if request.started_at is None and request.role != "decode":
                 now = request.started_at = request.runs_since = self.clock.monotonic()
                 self.metrics.queue_time.observe(now - request.queued_at)
+            if request.marks is not None and request.is_prefilling:
+                request.chunks.append((self.clock.monotonic(), rows.num_rows))
 
     def _together(self, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
         layers = self.legs.layers if self.legs is not None else None

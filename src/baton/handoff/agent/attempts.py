@@ -34,6 +34,11 @@ class _Attempt:
     far: Instance | None = None  # the other side's instance
     next_tick: float = 0.0  # when to repeat the last message
     gap: float = 0.0  # the interval after that
+    copied: tuple[float, float] | None = None  # when the first and last copy ended, of whichever side
+
+    def on_copy(self, now: float) -> None:
+        """A copy of this side has ended well."""
+        self.copied = (now if self.copied is None else self.copied[0], now)
 
     def on_hello(self, session: Session) -> None:
         if session.hello is not None and session.peer is not None and session.peer not in self.peers:

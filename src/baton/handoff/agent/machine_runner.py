@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
+
+import msgspec
 
 from baton.errors import ProtocolError, UndefinedTransitionError
 from baton.handoff.agent.attempts import AttemptTable, DecodeAttempt, PrefillAttempt
@@ -17,7 +20,7 @@ from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Cell, Digester, share
 from baton.handoff.protocol.event_names import name_of
-from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, Cancel, Cancelled, Hello
+from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, Cancel, Cancelled, Commit, Hello
 from baton.handoff.session.base import Worker
 from baton.handoff.session.session import Session
 from baton.handoff.session.sessions import Sessions
@@ -78,6 +81,7 @@ class MachineRunner:
         try:
             while self._queue:
                 target, what = self._queue.popleft()
+                self._note_copies(target, what)
                 try:
                     actions = target.machine.handle(what)
                 except ProtocolError as error:
@@ -97,6 +101,15 @@ class MachineRunner:
                 self.decodes.settle(target.machine.key, now)
         finally:
             self._running = False
+
+    def _note_copies(self, attempt: Attempt, event: ev.MachineEvent) -> None:
+        """When copies ended: this side's own, or P's as its COMMIT says."""
+        match event:
+            case ev.CopyEnded(ok=True):
+                attempt.on_copy(self.clock.monotonic())
+            case ev.Received(Commit(copied=(first, last))):
+                now = self.clock.monotonic()
+                attempt.copied = (now - first, now - last)
 
     def _refused(self, attempt: Attempt, event: ev.MachineEvent, error: ProtocolError) -> None:
         """Drop a forbidden message. Any other impossible event is a bug: the attempt fails."""
@@ -163,6 +176,9 @@ class MachineRunner:
             session.ready or (session.hello is not None and isinstance(message, Cancel | Cancelled))
         ):
             return  # repeated in the next session; CANCEL and CANCELLED may be sent in any
+        if isinstance(message, Commit) and attempt.copied is not None:
+            first, last = (max(0.0, self.clock.monotonic() - time) for time in attempt.copied)
+            message = msgspec.structs.replace(message, copied=(first, last))
         try:
             self.channel.send(session.connection, message)
         except ProtocolError as error:
@@ -212,6 +228,8 @@ class MachineRunner:
 
     def _notify(self, attempt: Attempt, event: ev.HandoffEvent) -> None:
         self.counters.note(event, attempt.machine.copies)
+        if isinstance(event, ev.DecodeCommitted):
+            event = replace(event, copied=attempt.copied)
         if isinstance(attempt, DecodeAttempt):
             self.sessions.health.note(event, repaired=attempt.machine.round > 0)
         try:

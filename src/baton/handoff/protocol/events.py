@@ -261,12 +261,14 @@ class DecodeAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCommitted:
-    """Every wanted interval of every group is in place; the pages are the engine's alone."""
+    """Every wanted interval of every group is in place; the pages are the engine's alone. `copied`: when the first and
+    last copy ended, in monotonic seconds; None without copies."""
 
     key: AttemptKey
     seeds: Seeds
     num_bytes: int
     num_runs: int
+    copied: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

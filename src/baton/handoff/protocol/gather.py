@@ -181,9 +181,11 @@ class DecodeGather:
         ends = list(self._ended.values())
         seeds = [e.seeds for (source, _), e in sorted(self._ended.items()) if source == self._sampling and _good(e)]
         if not self._failed and all(isinstance(end, ev.DecodeCommitted) for end in ends):
-            num_bytes = sum(end.num_bytes for end in ends if isinstance(end, ev.DecodeCommitted))
-            num_runs = sum(end.num_runs for end in ends if isinstance(end, ev.DecodeCommitted))
-            return [ev.DecodeCommitted(self._key, seeds[0], num_bytes, num_runs)]
+            good = [end for end in ends if isinstance(end, ev.DecodeCommitted)]
+            num_bytes, num_runs = sum(end.num_bytes for end in good), sum(end.num_runs for end in good)
+            times = [time for end in good for time in end.copied or ()]
+            copied = (min(times), max(times)) if times else None
+            return [ev.DecodeCommitted(self._key, seeds[0], num_bytes, num_runs, copied)]
         if not self._failed and all(isinstance(end, ev.DecodeFinished) for end in ends):
             return [ev.DecodeFinished(self._key, seeds[0])]
         out: list[ev.HandoffEvent | EndPair] = []

@@ -41,6 +41,7 @@ Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 PageIds = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(max_length=MAX_PAGES)]
 PageTables = Annotated[dict[Name, PageIds], Meta(max_length=MAX_GROUPS)]
 Intervals = Annotated[dict[Name, Interval], Meta(max_length=MAX_GROUPS)]
+Age = Annotated[float, Meta(ge=0, le=86400)]
 Round = Annotated[int, Meta(ge=0, le=MAX_ROUNDS)]
 BadIntervals = Annotated[list[Interval], Meta(max_length=MAX_REPAIRS)]
 SeedsDigest = Annotated[bytes, Meta(max_length=DIGEST_BYTES)]
@@ -210,7 +211,7 @@ class Commit(AttemptMessage, frozen=True, tag="COMMIT"):
     """P to D, push: every copy is done and visible. `final` as in READY; the counts are for metrics.
 
     `round`: REPAIRs that P has carried out; D accepts only the round that it waits for. `digests` and `seeds_digest`
-    are empty with integrity off.
+    are empty with integrity off. `copied`: seconds before this message at which the first and last copy ended.
     """
 
     final: Annotated[dict[Name, Position], Meta(max_length=MAX_GROUPS)]
@@ -220,6 +221,7 @@ class Commit(AttemptMessage, frozen=True, tag="COMMIT"):
     round: Round = 0
     digests: Digests = {}
     seeds_digest: SeedsDigest = b""
+    copied: tuple[Age, Age] | None = None
 
 
 class Repair(AttemptMessage, frozen=True, tag="REPAIR"):

@@ -16,6 +16,8 @@ from baton.observe.tracing.span import Span, SpanEvent, SpanSink, Value
 from baton.wire import LegRole, LegTimings, TokenChunk
 
 _NS = 1_000_000_000
+# Of `LegTimings`, in order.
+_EVENTS = ("announced", "admitted", "registered", "first_bytes", "last_bytes", "committed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +146,20 @@ class RequestTrace:
             return
         started, sampled = (min(leg.began + since, now) for since in (told.started, told.sampled))
         self._export(self._child("baton.queue", leg.began, leg.span, _engine(leg)), started)
-        self._export(self._child("baton.prefill", started, leg.span, _engine(leg)), sampled)
+        prefill = self._child("baton.prefill", started, leg.span, _engine(leg))
+        self._chunks(leg, prefill, told, sampled)
+        self._export(prefill, sampled)
         self.root.attributes["gen_ai.latency.time_in_queue"] = told.started
+
+    def _chunks(self, leg: LegTrace, prefill: Span, told: LegTimings, sampled: float) -> None:
+        """The forwards of a prompt that took several."""
+        prefill.attributes["baton.num_chunks"] = len(told.chunks)
+        begins = [min(leg.began + since, sampled) for since, _ in told.chunks]
+        if len(begins) > 1:
+            for begin, end, (_, num_tokens) in zip(begins, [*begins[1:], sampled], told.chunks, strict=True):
+                chunk = self._child("baton.prefill_chunk", begin, prefill, _engine(leg))
+                chunk.attributes["baton.num_tokens"] = num_tokens
+                self._export(chunk, end)
 
     def _handoff(self, leg: LegTrace, now: float) -> None:
         """The handoff on D, from REGISTER to COMMIT. Of an engine that does not tell (vLLM): from the prefill engine's
@@ -160,11 +174,13 @@ class RequestTrace:
         span.links = [leg.span.span_id] if prefill is None else [prefill.span.span_id, leg.span.span_id]
         span.attributes = {"baton.handoff.mode": self.mode, "baton.handoff.estimated": not known}
         if told is not None:
-            for name in ("announced", "admitted", "registered", "committed"):
+            for name in _EVENTS:
                 since = getattr(told, name)
                 if since is not None:
-                    span.events.append(SpanEvent(name, self._ns(min(leg.began + since, now))))
+                    span.events.append(SpanEvent(name.replace("_", " "), self._ns(min(leg.began + since, now))))
             span.attributes |= {"baton.handoff.bytes": told.num_bytes, "baton.handoff.runs": told.num_runs}
+            if told.integrity:
+                span.attributes["baton.handoff.integrity"] = told.integrity
         if prefilled is not None and end > begin:
             hidden = (min(max(prefilled, begin), end) - begin) / (end - begin)
             span.attributes["baton.handoff.hidden_share"] = hidden
