@@ -18,6 +18,7 @@ from baton.observe.tracing.otlp import endpoint_is_set
 from baton.observe.tracing.request_trace import is_sampled
 from baton.observe.tracing.tracer import make_tracer
 from baton.wire import GenerateRequest, LegTimings, TokenChunk
+from testkit.servers.collector import Collector, attributes
 from testkit.servers.fake_serving import FakeEngine, served
 from testkit.servers.fleets import Cluster, complete
 from tests.router.test_acceptance import named
@@ -87,48 +88,6 @@ def cluster_of(directory: Path, **numbers: int) -> Cluster:
     for engine in (*cluster.prefills, *cluster.decodes):
         engine.__class__ = TimedEngine
     return cluster
-
-
-class Collector:
-    """Keeps what an OTLP exporter sends, parsed with opentelemetry-proto."""
-
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        self.resources: list[dict[str, Any]] = []
-
-    async def take(self, request: web.Request) -> web.StreamResponse:
-        import gzip
-
-        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-        body = await request.read()
-        body = gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            self.resources.append(attributes(resource.resource))
-            for scope in resource.scope_spans:
-                self.spans += scope.spans
-        return web.Response(body=b"", content_type="application/x-protobuf")
-
-    @contextlib.asynccontextmanager
-    async def run(self) -> AsyncIterator[str]:
-        app = web.Application()
-        app.router.add_post("/v1/traces", self.take)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"
-        finally:
-            await runner.cleanup()
-
-
-def attributes(span: Any) -> dict[str, Any]:
-    def value(told: Any) -> Any:
-        kind = told.WhichOneof("value")
-        return [value(one) for one in told.array_value.values] if kind == "array_value" else getattr(told, kind)
-
-    return {pair.key: value(pair.value) for pair in span.attributes}
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ cost no time.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import statistics
 import time
@@ -18,6 +19,7 @@ from typing import Any
 from baton.bench.fragmentation import tables
 from baton.bench.handoff_peer import PrefillPeer
 from baton.bench.modelled import ModelledEngine, ModelledKV
+from baton.bench.progress import bar
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
 from baton.wire import Mode
@@ -100,13 +102,15 @@ def measure(
         with _two(kv, topology, num_pages) as pair:
             at_once: dict[str, list[_Round]] = {name: [] for name in placed}
             streamed: dict[str, list[_Round]] = {name: [] for name in placed}
-            for turn in range(num_iters + 1):
-                for name, pages in placed.items():
+            turns = itertools.product(range(num_iters + 1), placed.items())
+            with bar((num_iters + 1) * len(placed), "handoff") as shown:
+                for turn, (name, pages) in turns:
                     one = pair.hand_over(length, pages, pace.chunk, 0.0)
                     other = pair.hand_over(length, pages, pace.chunk, pace.rate)
                     if turn:  # not the first round, which opens sessions and touches memory
                         at_once[name].append(one)
                         streamed[name].append(other)
+                    shown.update()
         for name in placed:
             fresh = at_once.get("fresh") if name != "fresh" else None
             yield _figures(length, name, at_once[name], streamed[name], fresh)

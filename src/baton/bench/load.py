@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from baton.bench.load_figures import RequestOutcome
+from baton.bench.progress import bar
 from baton.bench.prompts import LoadRequest
 from baton.errors import BatonError, EngineUnavailableError
 from baton.openai.client import OpenAIClient
@@ -70,14 +71,17 @@ async def run_load(
             if outcome.error:
                 raise EngineUnavailableError(f"a request to warm up failed: {outcome.error}")
         before = await spec_decode_counters(client)
-        begin = time.perf_counter()
         tasks = []
-        for request, due in zip(load.requests, load.due_s, strict=True):
-            wait = begin + due - time.perf_counter()
-            if wait > 0:
-                await asyncio.sleep(wait)
-            tasks.append(asyncio.create_task(_ask(client, model, request, load.extra, gate, begin + due)))
-        outcomes = await asyncio.gather(*tasks)
+        with bar(len(load.requests), "request") as shown:
+            begin = time.perf_counter()
+            for request, due in zip(load.requests, load.due_s, strict=True):
+                wait = begin + due - time.perf_counter()
+                if wait > 0:
+                    await asyncio.sleep(wait)
+                task = asyncio.create_task(_ask(client, model, request, load.extra, gate, begin + due))
+                task.add_done_callback(lambda _: shown.update())
+                tasks.append(task)
+            outcomes = await asyncio.gather(*tasks)
         duration = time.perf_counter() - begin
         return LoadRun(model, outcomes, duration, before, await spec_decode_counters(client))
 

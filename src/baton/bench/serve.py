@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from baton.bench.client import stream_completion
+from baton.bench.progress import shown
 from baton.deployment import Deployment
 from baton.openai.client import connected
 from baton.sampling_params import SamplingParams
@@ -81,7 +82,7 @@ async def _measure(
     ttft: dict[str, list[float]] = {reference: [], candidate: []}
     speed: dict[str, list[float]] = {reference: [], candidate: []}
     async with aiohttp.ClientSession() as session:
-        for index, case in enumerate(cases):
+        for index, case in enumerate(shown(cases, "pair")):
             body = {
                 "model": name,
                 "prompt": list(case.prompt_token_ids),

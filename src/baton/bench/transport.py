@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from baton.bench.progress import shown
 from baton.errors import ConfigError, TransportError
 from baton.handoff.plan.planner import RankGeometry, plan
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, Axis, CopyList, Geometry
@@ -90,7 +91,7 @@ def measure_copies(
                         raise TransportError("a copy of the benchmark failed")
 
                 figures = []
-                for size, run in cases:
+                for size, run in shown(cases, "case"):
                     parts: dict[str, Callable[[], object]] = {
                         "memcpy": partial(np.copyto, dest[:size], source[:size]),
                         near.scheme: partial(write, _scattered(size, run)),
