@@ -25,6 +25,7 @@ NEEDS_SGLANG = "baton.sglang.conn"
 # The rooms, lowest first, and what each may import of Baton besides itself and the common modules. A room sees only
 # rooms above its own line here, so no two import each other.
 COMMON = {
+    "baton.children",
     "baton.clock",
     "baton.comparison",
     "baton.directories",

@@ -6,7 +6,6 @@ It computes nothing, and declares chunks final at a given pace.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 
 from baton.bench.modelled import ModelledEngine, ModelledKV
+from baton.children import LineProcess
 from baton.errors import EngineUnavailableError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
@@ -27,12 +27,7 @@ class PrefillPeer:
     """The process, seen from the decode engine's. Raises `EngineUnavailableError` if it has ended."""
 
     def __init__(self, kv: ModelledKV, tensor_parallel_size: int, num_pages: int, uri: str, ticket_key: bytes) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._child = LineProcess([sys.executable, "-c", f"from {__name__} import serve; serve()"])
         self._say([msgspec.to_builtins(kv), tensor_parallel_size, num_pages, uri, ticket_key.hex()])
         self.addresses: list[str] = self.hear()
 
@@ -45,30 +40,20 @@ class PrefillPeer:
         self._say([ticket, num_tokens, pages, chunk, rate])
 
     def _say(self, what: Any) -> None:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(what) + "\n")
-            self._process.stdin.flush()
+            self._child.say(json.dumps(what))
         except BrokenPipeError:
             raise EngineUnavailableError("the process of the prefill engine has ended") from None
 
     def hear(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        """The next line's JSON."""
+        line = self._child.hear()
         if not line:
             raise EngineUnavailableError("the process of the prefill engine has ended")
         return json.loads(line)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        self._child.close(20)
 
 
 def serve() -> None:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from baton.deployment import BATON, Reporter, end_processes, read_reports, read_rest
+from baton.children import end_processes, start_reporting
+from baton.deployment import BATON, Reporter, read_reports, read_rest
 from baton.directories import RunDirectory
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.openai.http.serving import bind
@@ -65,21 +66,11 @@ class DataRanks:
             raise
 
     def _start(self, flags: list[str], size: int) -> None:
-        read, write = os.pipe()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        try:
-            process = subprocess.Popen(
-                [*BATON, *sys.argv[1:], *flags, "--ready-fd", str(write)],
-                stdin=subprocess.DEVNULL,
-                # Ranks that share a terminal report by lines.
-                env={"OMP_NUM_THREADS": str(max(1, cores // size)), **os.environ, "TQDM_DISABLE": "1"},
-                pass_fds=[write],
-                # Ctrl-C reaches only this process, which passes it on.
-                start_new_session=True,
-            )
-        finally:
-            os.close(write)
-        self._pipes.append(read)
+        # Ranks that share a terminal report by lines.
+        environment = {"OMP_NUM_THREADS": str(max(1, cores // size)), **os.environ, "TQDM_DISABLE": "1"}
+        process, pipe = start_reporting([*BATON, *sys.argv[1:], *flags], environment)
+        self._pipes.append(pipe)
         self._processes.append(process)
 
     def await_ready(self, reporter: Reporter) -> tuple[list[str], str]:

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
 
+from baton.children import end_processes, start_reporting
 from baton.deployment.child import read_reports
 from baton.deployment.child_log import ChildLog, LogLine
 from baton.deployment.child_process import Child
@@ -30,7 +30,6 @@ from baton.transports.registry import parse_uri, with_path
 
 D = TypeVar("D", bound="Deployment")
 START_TIMEOUT_S = 300.0
-END_TIMEOUT_S = 10.0
 BATON = (sys.executable, "-m", "baton.cli")
 # The exit status of `baton` for a bad setting.
 CONFIG_STATUS = 2
@@ -243,30 +242,12 @@ class Deployment:
         return flags
 
     def _spawn(self, name: str, arguments: list[str]) -> Child:
-        read, write = os.pipe()
         forward = self.forward and functools.partial(self.forward, name)
         log = ChildLog(self._directory / f"{name}.log", forward)
-        try:
-            with log.writing() as output:
-                process = subprocess.Popen(
-                    [
-                        *(*(self.command or BATON), *arguments, "--ready-fd", str(write)),
-                        *("--shutdown-timeout", str(self.shutdown_timeout_s)),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=self._environment,
-                    pass_fds=(write,),
-                    # Ctrl-C reaches only this process, which then ends its children in order.
-                    start_new_session=True,
-                )
-        except BaseException:
-            os.close(read)
-            raise
-        finally:
-            os.close(write)
-        return Child(name, arguments, process, read, log)
+        command = [*(self.command or BATON), *arguments, "--shutdown-timeout", str(self.shutdown_timeout_s)]
+        with log.writing() as output:
+            process, pipe = start_reporting(command, self._environment, output)
+        return Child(name, arguments, process, pipe, log)
 
     def _await_ready(self, children: Sequence[Child]) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -308,21 +289,6 @@ class Deployment:
 
 def rank_ids(engine_id: str, data_ranks: int) -> list[str]:
     return [engine_id] if data_ranks == 1 else [f"{engine_id}_dp{rank}" for rank in range(data_ranks)]
-
-
-def end_processes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float = END_TIMEOUT_S) -> None:
-    """End child processes with SIGTERM, in this order; after `limit_s` seconds with SIGKILL."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-            process.send_signal(signal.SIGCONT)  # a stopped process cannot end
-    deadline = time.monotonic() + limit_s
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _last_line(child: Child) -> str:

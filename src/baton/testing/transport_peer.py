@@ -10,7 +10,6 @@ import base64
 import json
 import os
 import signal
-import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from baton.children import LineProcess
 from baton.testing.transport_memory import allocate, register
 from baton.transports.base import ByteArray, Transport
 from baton.transports.registry import create_transport
@@ -74,24 +74,17 @@ class NearbyPeer(FarSide):
 
 class SpawnedPeer(FarSide):
     def __init__(self, uri: str, sizes: Sequence[int], device: str | None = None) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve({uri!r}, {device!r})"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            text=True,
-        )
+        command = [sys.executable, "-c", f"from {__name__} import serve; serve({uri!r}, {device!r})"]
+        self._child = LineProcess(command, {**os.environ, "OMP_NUM_THREADS": "1"})
+        self._process = self._child.process
         self.descriptor = base64.b64decode(self._ask({"do": "open", "sizes": list(sizes)}))
 
     def _ask(self, request: dict[str, Any]) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        self._child.say(json.dumps(request))
+        answer = self._child.hear()
         if not answer:
             raise AssertionError(f"the peer process died at {request['do']!r}")
-        return answer.strip()
+        return answer
 
     def fill(self, region: int, seed: int) -> None:
         self._ask({"do": "fill", "region": region, "seed": seed})
@@ -103,11 +96,11 @@ class SpawnedPeer(FarSide):
         """The process lives until its transport is closed."""
         if self._process.poll() is None:
             self._ask({"do": "close"})
-        self._reap()
+        self._child.close()
 
     def kill(self) -> bool:
         self._process.kill()
-        self._reap()
+        self._child.close()
         return True
 
     def stop(self) -> bool:
@@ -117,12 +110,6 @@ class SpawnedPeer(FarSide):
 
     def go_on(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)
-
-    def _reap(self) -> None:
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None and not stream.closed:
-                stream.close()
-        self._process.wait()
 
 
 def serve(uri: str, device: str | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import subprocess
@@ -17,6 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
+from baton.children import wait_or_kill
 from baton.directories import RunDirectory
 from baton.engine.config import EngineConfig
 from baton.engine.memory.kv_memory import KVMemory
@@ -164,11 +164,7 @@ class Followers:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_LIMIT_S)
-                continue
-            process.kill()
-            process.wait()
+            wait_or_kill(process, END_LIMIT_S)
         self._remove_store()
 
 

@@ -1,0 +1,90 @@
+"""Child processes: started with a pipe for reports or for lines of text, and always ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+END_TIMEOUT_S = 10.0
+
+
+def start_reporting(
+    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None = None
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a command of `baton` with `--ready-fd`. Returns the process, and the end of its pipe to read reports from.
+
+    The process is a session of its own, so Ctrl-C reaches only this process, which ends its children in order.
+    `output`: for stdout and stderr; None: this process's.
+    """
+    read, write = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [*command, "--ready-fd", str(write)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            env=environment,
+            pass_fds=(write,),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(read)
+        raise
+    finally:
+        os.close(write)
+    return process, read
+
+
+class LineProcess:
+    """A process that is told lines of text on stdin and answers with lines on stdout."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
+
+    def say(self, line: str) -> None:
+        """Raises `BrokenPipeError` if the process has ended."""
+        stdin = self.process.stdin
+        assert stdin is not None
+        stdin.write(line + "\n")
+        stdin.flush()
+
+    def hear(self) -> str:
+        """The next line, or an empty string if the process has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def close(self, limit_s: float | None = None) -> None:
+        """Close its stdin and wait for its end, after `limit_s` seconds by SIGKILL."""
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            stdin.close()
+        wait_or_kill(self.process, limit_s)
+        stdout.close()
+
+
+def wait_or_kill(process: subprocess.Popen[Any], limit_s: float | None = None) -> None:
+    """Wait for a process that ends by itself; after `limit_s` seconds kill it."""
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def end_processes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float = END_TIMEOUT_S) -> None:
+    """End child processes with SIGTERM, in this order; after `limit_s` seconds with SIGKILL."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+            process.send_signal(signal.SIGCONT)  # a stopped process cannot end
+    deadline = time.monotonic() + limit_s
+    for process in processes:
+        wait_or_kill(process, max(0.0, deadline - time.monotonic()))
