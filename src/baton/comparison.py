@@ -10,7 +10,7 @@ import msgspec
 
 _DRAFT_FACTS = ("drafter.", "group.draft")
 _DRAFT_KV, _NUM_DRAFTS, _VERIFIER = "drafter.kv", "drafter.num_speculative_tokens", "drafter.verifier"
-_METHOD = "drafter.method"
+_METHOD, _AUTO = "drafter.method", "auto"
 
 
 def unequal_facts(here: Mapping[str, object], peer: Mapping[str, object]) -> dict[str, tuple[object, object]]:
@@ -52,6 +52,9 @@ def differing_facts(
     Verifiers must still be equal: drafts only fit the verifier for which they were made.
     """
     differing = unequal_facts(here, peer)
+    if _AUTO in (here.get(_NUM_DRAFTS), peer.get(_NUM_DRAFTS)):
+        # Such an engine takes any number of drafts.
+        differing.pop(_NUM_DRAFTS, None)
     policies = {side[_DRAFT_KV] for side in (here, peer) if _DRAFT_KV in side}
     if policies <= {"require"}:
         return differing, True

@@ -8,6 +8,8 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from baton.drafters.dflash import DFlash
+from baton.drafters.dspark import DSpark
 from baton.drafters.eagle3 import Eagle3
 from baton.drafters.mtp import Mtp
 from baton.models.loading.config_json import read_config
@@ -77,3 +79,34 @@ def latent_head(path: Path, target_path: Path, seed: int = 0, num: int = 3, **ov
     (path / "config.json").write_text(json.dumps(raw))
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return {"method": "eagle3", "model": str(path), "num_speculative_tokens": num}
+
+
+def block_drafter(path: Path, target_path: Path, method: str, num: int = 3, **overrides: Any) -> dict[str, Any]:
+    """A random drafter of blocks (dflash or dspark) with two layers, for any target, as `speculative_config`."""
+    target, known = load_model(target_path), read_config(target_path)
+    layers = len(target.kv_layers)
+    raw = {
+        "architectures": [f"{method}DraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": known["hidden_size"],
+        "vocab_size": known["vocab_size"],
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "intermediate_size": 96,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 64,
+        "torch_dtype": "float32",
+        "block_size": num + 1,
+        "dflash_config": {"mask_token_id": 258, "target_layer_ids": sorted({0, layers - 1})},
+        "markov_rank": 6,
+        **overrides,
+    }
+    config = model_class("qwen3").parse_config(raw)
+    drafter = {"dflash": DFlash, "dspark": DSpark}[method](config, raw, target, set(), target.build)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(raw))
+    save_file(_random_weights(drafter, 3), path / "model.safetensors", metadata={"format": "pt"})
+    return {"method": method, "model": str(path), "num_speculative_tokens": num}

@@ -31,7 +31,7 @@ from baton.cli.router import serve_router
 from baton.cli.settings import named_after_source
 from baton.cli.supervision import DEFAULT_MAX_RESTARTS, Supervisor
 from baton.deployment import Deployment, Reporter
-from baton.engine.config import EngineConfig
+from baton.engine.config import EngineConfig, SpeculativeConfig
 from baton.engine.memory.sizes import check_sizes
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.wire import Role
@@ -205,13 +205,18 @@ def up_command(
             raise EngineUnavailableError(supervisor.failure)
 
 
+def _drafts(spec: SpeculativeConfig) -> str:
+    k = spec.num_speculative_tokens
+    return f"up to {spec.max_drafts} drafts" if k == "auto" else f"{k} drafts"
+
+
 def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -> str:
     """`engines`: a line on each."""
     spec, name = config.speculative_config, config.served_model_name or Path(config.model).name
     lines = {"model": f"{name} ({config.model})", "drafter": "none", **engines}
     if spec is not None:
         source = spec.model or "no checkpoint of its own"
-        lines["drafter"] = f"{spec.method} ({source}), {spec.num_speculative_tokens} drafts a round"
+        lines["drafter"] = f"{spec.method} ({source}), {_drafts(spec)} a round"
     if told := config.sampling_defaults().describe():
         lines["sampling"] = f"{told}, where a request does not say"
     if url is not None:

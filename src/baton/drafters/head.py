@@ -136,11 +136,13 @@ def attention_layers(config: ModelConfig) -> list[LayerSpec]:
     return [KVLayerSpec(config.num_kv_heads, config.head_dim, window) for window in config.windows]
 
 
-def fill_drafter(drafter: HeadDrafter, path: str, skip: frozenset[str]) -> None:
-    """Copy a head's tensors into `drafter` under canonical names, except those in `skip`."""
+def fill_drafter(
+    drafter: HeadDrafter, path: str, skip: frozenset[str], renamed: Callable[[str], str] = lambda name: name
+) -> None:
+    """Copy a head's tensors into `drafter` under canonical names, `renamed`, except those in `skip`."""
 
     def rename(name: str) -> str | None:
-        name = canonical(name)
+        name = renamed(canonical(name))
         return None if name in skip or name.endswith("rotary_emb.inv_freq") else name
 
     fill(drafter, path, rename)

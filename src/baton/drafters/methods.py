@@ -8,6 +8,8 @@ from __future__ import annotations
 DRAFTERS = {
     "eagle": "baton.drafters.eagle:Eagle",
     "eagle3": "baton.drafters.eagle3:Eagle3",
+    "dflash": "baton.drafters.dflash:DFlash",
+    "dspark": "baton.drafters.dspark:DSpark",
     "draft_model": "baton.drafters.draft_model:DraftModel",
     "mtp": "baton.drafters.mtp:Mtp",
     "ngram": "baton.drafters.ngram:NGram",

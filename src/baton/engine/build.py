@@ -37,6 +37,7 @@ from baton.engine.request import Request
 from baton.engine.runner import ModelRunner, plan_spec
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import Scheduler
+from baton.engine.speculation.start import adapt
 from baton.engine.step import DecodingLimits
 from baton.errors import ConfigError, EngineUnavailableError, HandoffError
 from baton.handoff.agent.agent import AgentConfig, EngineWatch, HandoffAgent, Timers
@@ -178,6 +179,7 @@ def _build(
     for agent in agents:
         agent.start()
     computing.followers.watch(lambda cause: mailbox.post(EngineUnavailableError(cause)))
+    adapt(config, core, pool.size.max_model_len)
     addresses = [agent.address for agent in agents]
     info = engine_info(config, loaded, pool.size, facts, incarnation, addresses, cache, events)
     redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None
@@ -309,7 +311,7 @@ def _legs(
     spec = config.speculative_config
     settings = LegSettings(
         vocab_size=loaded.model.vocab_size,
-        max_drafts=config.num_drafts if spec is not None and spec.draft_kv == "require" else MAX_DRAFTS,
+        max_drafts=config.num_drafts if spec is not None and spec.drafts_alike else MAX_DRAFTS,
         recovery=config.recovery,
         handoff_timeout_s=config.kv_transfer_config.handoff_timeout_s,
         drafter_state_bytes=(num_modules(loaded.drafter) - 1) * loaded.model.hidden_size * 4,

@@ -311,8 +311,8 @@ class EngineCore:
         if self.executor.spec.num_modules > 1 and request.draft_prefix_len is None:
             mtp_hidden = np.frombuffer(seeds.drafter_states, dtype="<f4").astype(np.float32)
             request.mtp_hidden = mtp_hidden.reshape(self.executor.spec.num_modules - 1, -1)
-        # The prefill engine's context may be longer, and its drafter may draft more.
-        request.draft_ids = list(seeds.draft_token_ids[: self.limits.num_drafts(request)])
+        # The prefill engine's context may be longer, and its drafter may draft more than this engine verifies.
+        request.draft_ids = list(seeds.draft_token_ids[: self.steps.num_drafts_of(request)])
         request.committed_at = request.runs_since = self.clock.monotonic()
         self.metrics.prompt_came(
             request.num_prompt, min(request.num_cached, request.num_prompt), "external_kv_transfer"

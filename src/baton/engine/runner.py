@@ -72,6 +72,13 @@ class _LayerCache:
             self._written(layer_id)
         return out
 
+    def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        memory, index = self._layers[layer_id]
+        assert memory.kv is not None
+        # Rows that see only themselves cost next to nothing.
+        rows = AttnRows(k_TGD, k_TGD, v_TGD, 1.0)
+        self._backend.write_and_attend(memory.kv, index, rows, self._batches[memory.spec.name], window=1)
+
     def attend_latent(
         self,
         layer_id: int,

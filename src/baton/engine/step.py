@@ -15,16 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.clock import Clock
-from baton.drafters.chain import ModuleChain
 from baton.engine.handoff import HandoffLegs
 from baton.engine.metrics import EngineMetrics
-from baton.engine.plan import NOT_FINITE, DraftPlan, DraftSlots, Noise, StepPlan, StepResult, one_request
+from baton.engine.plan import NOT_FINITE, StepPlan, StepResult
 from baton.engine.planning import DraftRows, SampledRequest, allowed_tokens, draft_plan, step_plan
 from baton.engine.request import Request
 from baton.engine.sampling.logprobs import token_logprobs
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.sampling.verifier import Verified, verify
 from baton.engine.scheduler import ScheduledRows, Scheduler
+from baton.engine.speculation.adaptive import AdaptiveDrafts, cut
+from baton.engine.speculation.probe import draft_probe, target_probe
 from baton.errors import NonFiniteLogitsError, RequestError, refusal
 from baton.wire import TokenChunk, TokenLogprobs
 
@@ -72,6 +73,7 @@ class StepRunner:
     ) -> None:
         self.executor, self.scheduler, self.cache, self.legs = executor, scheduler, scheduler.cache, legs
         self.limits, self.emit, self.metrics, self.clock = limits, emit, metrics, clock
+        self.adaptive: AdaptiveDrafts | None = None  # None: every request gets as many drafts as may be
         # A drafter that reads tokens only computes a prompt's missing entries later, in rows of its own.
         self.drafts_from_tokens = {rules.module for rules in self.cache.rules.values()} - {0} == {None}
 
@@ -104,6 +106,7 @@ class StepRunner:
     def _together(self, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
         layers = self.legs.layers if self.legs is not None else None
         allowed, refused = allowed_tokens(scheduled)
+        began = self.adaptive.timer() if self.adaptive is not None else 0.0
         if refused:
             others = [rows for rows in scheduled if rows.request not in refused]
             return _joined([StepOutcome(failed=dict(refused)), *([self._together(others)] if others else [])])
@@ -126,8 +129,12 @@ class StepRunner:
                 self._choose(one, choices, result)
             except Exception as error:
                 failed[one.request] = error
+        if self.adaptive is not None:
+            self.adaptive.computed(scheduled, self.adaptive.timer() - began)
         self._end_without_tokens([rows for rows in scheduled if rows.request not in failed])
         draft_rows = self._advance(scheduled, plan, failed)
+        if self.adaptive is not None:
+            draft_rows = cut(self.adaptive, draft_rows)
         for drafted in draft_rows:
             request = drafted.request
             self.cache.plan_checkpoints(request.kv, request.token_ids, drafted.start, drafted.stop, "draft")
@@ -140,33 +147,15 @@ class StepRunner:
         if tables is None:
             return True
         try:
-            spec, one = self.executor.spec, np.array([1])
-            rows = one_request([0], tables.pages, (*spec.state_groups, *spec.draft_state_groups))
-            self.executor.execute(StepPlan(rows, sample_rows=np.array([0])))
+            spec = self.executor.spec
+            self.executor.execute(target_probe(spec, tables.tables, 1, 1))
             if spec.drafts:
-                noise = Noise(np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint64), np.zeros(1))
-                contexts = (np.zeros(2, dtype=np.int64),) if spec.needs_contexts else ()
-                none = np.zeros(0, dtype=np.int64)
-                states = {
-                    name: DraftSlots(np.zeros(1, dtype=np.int64), rows.states[name].write[None], none, none, none)
-                    for name in spec.draft_state_groups
-                }
-                plan = DraftPlan(rows, np.array([0]), one, noise, contexts, chain=self._one_row(), states=states)
-                self.executor.draft(plan)
+                self.executor.draft(draft_probe(spec, tables.tables, 1, 1))
         except Exception:
             return False
         finally:
             self.cache.release(tables)
         return True
-
-    def _one_row(self) -> ModuleChain | None:
-        """The chain for a request's first row, for which only the first module has an entry."""
-        num_modules = self.executor.spec.num_modules
-        if num_modules == 1:
-            return None
-        spans = np.zeros((1, num_modules, 2), dtype=np.int64)
-        spans[0, 0, 1] = 1
-        return ModuleChain(spans, [np.zeros(0, dtype=np.int64)], np.full((1, num_modules - 1), -1))
 
     def _choose(self, one: SampledRequest, choices: Sequence[int], result: StepResult) -> None:
         request = one.request
@@ -194,6 +183,8 @@ class StepRunner:
             accepted, drafted = [min(verified.num_accepted, len(kept))], [num_drafts]
             # As in vLLM, counters include drafts after the request's end.
             self.metrics.verified(num_drafts, verified.num_accepted)
+            if self.adaptive is not None:
+                self.adaptive.verified(request, num_drafts, verified.num_accepted)
         self.metrics.num_generation_tokens += len(kept)
         if request.committed_at is not None:
             self.metrics.commit_to_first_step.observe(self.clock.monotonic() - request.committed_at)
@@ -266,6 +257,7 @@ class StepRunner:
         """Rows that are run again after a failure write the same KV."""
         if not draft_rows:
             return {}
+        began = self.adaptive.timer() if self.adaptive is not None else 0.0
         try:
             result = self.executor.draft(draft_plan(draft_rows, self.executor.spec, self.limits.rejection))
             for index, (rows, ids) in enumerate(zip(draft_rows, result.drafts, strict=True)):
@@ -280,7 +272,17 @@ class StepRunner:
             for rows in draft_rows:
                 failed |= self._draft([rows])
             return failed
+        if self.adaptive is not None:
+            self.adaptive.drafted(draft_rows, self.adaptive.timer() - began)
         return {}
+
+    def num_drafts_of(self, request: Request) -> int:
+        """How many of the drafts that came with a handoff to verify, beside the requests that run."""
+        most = self.limits.num_drafts(request)
+        if self.adaptive is None or most <= 0:
+            return most
+        batch = [one for one in self.scheduler.running if not one.is_prefilling] + [request]
+        return int(self.adaptive.choose(batch, [self.limits.num_drafts(one) for one in batch])[-1])
 
 
 def client_error(request: Request, error: Exception) -> str:

@@ -136,6 +136,10 @@ class LayerCache(Attend, Protocol):
 
     chosen: Chosen | None
 
+    def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        """Write keys and values, without attention."""
+        ...
+
     def choose(self, layer_id: int, rows: IndexRows) -> None:
         """Write the rows' index keys, then set `chosen`. The same layer's `attend_latent` comes after it."""
         ...

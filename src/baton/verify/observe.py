@@ -78,9 +78,9 @@ def progress(**options: Any) -> tqdm[NoReturn]:
 
 
 def num_drafts(settings: Mapping[str, Any]) -> int:
-    """Drafts per verification."""
+    """Drafts per verification; 0 if the engine chooses them, since runs then differ in acceptance."""
     spec = SpeculativeConfig.parse(settings.get("speculative_config"))
-    return spec.num_speculative_tokens if spec is not None else 0
+    return 0 if spec is None or spec.num_speculative_tokens == "auto" else spec.num_speculative_tokens
 
 
 def observe_llm(llm: Any, cases: Sequence[Case], num_speculative_tokens: int) -> list[Observed]:

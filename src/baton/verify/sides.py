@@ -136,7 +136,9 @@ class EngineSide:
 
         with LLM(**self.settings) as llm:
             observed = observe_llm(llm, cases, num_drafts(self.settings))
-            counters = Acceptance(llm.metrics.num_drafts, tuple(llm.metrics.accepted_per_pos))
+            counters: Acceptance | str = "the reference chooses how many tokens it drafts, by time"
+            if num_drafts(self.settings) or not llm.metrics.num_drafts:
+                counters = Acceptance(llm.metrics.num_drafts, tuple(llm.metrics.accepted_per_pos))
         return Answers(observed, counters)
 
 

@@ -259,6 +259,7 @@ def test_which_facts_may_differ() -> None:
     assert set(differing_facts(strict, {**strict, "drafter.num_speculative_tokens": "1"})[0]) == {
         "drafter.num_speculative_tokens"
     }
+    assert differing_facts(strict, {**strict, "drafter.num_speculative_tokens": "auto"}) == ({}, True)
     assert differing_facts(lenient, {**lenient, "group.draft": "other"}) == ({}, False)
     assert set(differing_facts(lenient, {**lenient, "drafter.verifier": "rejection"})[0]) == {"drafter.verifier"}
     assert set(differing_facts(lenient, {**lenient, "model.weights": "v"})[0]) == {"model.weights"}

@@ -24,7 +24,7 @@ from baton.models.config import ModelConfig, RawConfig
 from baton.models.loading.loader import load_model
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_checkpoint, make_drafter
-from testkit.checkpoints.drafters_layers import latent_head, make_mtp_checkpoint, mtp
+from testkit.checkpoints.drafters_layers import block_drafter, latent_head, make_mtp_checkpoint, mtp
 from testkit.checkpoints.drafters_tokens import draft_model, ngram, windowed_draft_model
 from testkit.checkpoints.kinds import WholeSequence
 from testkit.engines import Mode, Stepped, pair, request, stepped
@@ -52,6 +52,8 @@ MADE: dict[str, Callable[[Path], Settings]] = {
     "eagle31": eagle31,
     "a head of latents": lambda path: latent_head(path / "latent", path / "target"),
     "a head on latents": lambda path: eagle31(path),
+    "dflash": lambda path: block_drafter(path / "dflash", path / "target", "dflash"),
+    "dspark": lambda path: block_drafter(path / "dspark", path / "target", "dspark"),
     "mtp": lambda path: mtp(),
     "mtp of keys and values": lambda path: mtp(),
     "mtp of three modules": lambda path: mtp(),

@@ -127,8 +127,8 @@ class EngineConfig(ServingSettings):
 
     @property
     def num_drafts(self) -> int:
-        """Draft tokens per verification; 0 without a drafter."""
-        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
+        """The most draft tokens of a verification; 0 without a drafter."""
+        return self.speculative_config.max_drafts if self.speculative_config else 0
 
     @property
     def ticket_key_path(self) -> Path | None:

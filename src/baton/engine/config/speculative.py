@@ -9,6 +9,9 @@ from baton.errors import ConfigError
 
 Verifier = Literal["coupled", "rejection"]
 DraftKV = Literal["require", "prefer", "drop"]
+AUTO = "auto"
+# Drafts of a round if the engine chooses their number.
+MOST_AUTO_DRAFTS = 8
 # No weights, or the target's.
 _WITHOUT_MODEL = ("ngram", "mtp")
 # Fields that only one method takes.
@@ -18,7 +21,7 @@ _OPTIONS = {"ngram": ("prompt_lookup_min", "prompt_lookup_max")}
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """`--speculative-config`: drafter method, checkpoint (with its `revision` on the hub), number k of drafts,
-    verifier.
+    verifier. With k "auto", the engine chooses it for every request and step.
 
     `draft_kv`: the drafter's KV in a handoff. `require`: both engines must draft alike, as one engine would. `prefer`:
     move it if they do, else start cold. `drop`: never move it. `prompt_lookup_min`, `prompt_lookup_max`: lengths of
@@ -28,7 +31,7 @@ class SpeculativeConfig:
 
     method: str
     model: str | None = None
-    num_speculative_tokens: int = 3
+    num_speculative_tokens: int | Literal["auto"] = 3
     verifier: Verifier = "coupled"
     revision: str | None = None
     draft_kv: DraftKV = "require"
@@ -57,7 +60,11 @@ class SpeculativeConfig:
                 raise ConfigError(f"speculative_config.{key}", f"is not for method {data['method']}")
         if not isinstance(data.get("revision"), str | None):
             raise ConfigError("speculative_config.revision", "must be a string")
-        _check_int("num_speculative_tokens", data.get("num_speculative_tokens", 3), 0, 32)
+        if data.get("num_speculative_tokens") != AUTO:
+            _check_int("num_speculative_tokens", data.get("num_speculative_tokens", 3), 0, 32)
+        elif data.get("verifier", "coupled") != "coupled":
+            # Else times would decide tokens.
+            raise ConfigError("speculative_config.num_speculative_tokens", f"is {AUTO} with the coupled verifier alone")
         if data.get("draft_tensor_parallel_size") not in (None, 1):
             what = "must be 1: the drafter is whole on every tensor rank"
             raise ConfigError("speculative_config.draft_tensor_parallel_size", what)
@@ -74,6 +81,14 @@ class SpeculativeConfig:
                     raise ConfigError(f"speculative_config.{name}", f"is for method {method}, not {data['method']}")
                 _check_int(name, data[name], 1, 1 << 20)
         return cls(**data)
+
+    @property
+    def max_drafts(self) -> int:
+        return MOST_AUTO_DRAFTS if self.num_speculative_tokens == "auto" else self.num_speculative_tokens
+
+    @property
+    def drafts_alike(self) -> bool:
+        return self.draft_kv == "require" and self.num_speculative_tokens != AUTO
 
     @property
     def options(self) -> dict[str, int]:

@@ -1,0 +1,62 @@
+"""How likely drafts are accepted: rates per draft position, given that the drafts before it were accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+# High, so that a new drafter is tried.
+FIRST_GUESS = 0.7
+# How many drafts a guess counts for.
+_GUESS_WEIGHT, _OWN_WEIGHT = 8.0, 5.0
+# A position that was hardly tried is a little worse than the one before it.
+_LATER = 0.85
+# Of a count's weight, per verification.
+_KEEP_ALL, _KEEP_OWN = 0.998, 0.95
+# A streak must not fix a request at the most drafts.
+_HIGHEST = 0.98
+
+
+class Counts:
+    """Drafts per position. Old ones fade."""
+
+    def __init__(self, most: int) -> None:
+        self.hits: FloatArray = np.zeros(most)
+        self.tries: FloatArray = np.zeros(most)
+
+    def add(self, num_drafts: int, num_accepted: int, keep: float) -> None:
+        """Drafts after the first wrong one were not tried."""
+        self.hits *= keep
+        self.tries *= keep
+        self.hits[:num_accepted] += 1
+        self.tries[: min(num_drafts, num_accepted + 1)] += 1
+
+
+class AcceptanceRates:
+    def __init__(self, most: int) -> None:
+        self._most, self._all = most, Counts(most)
+        self._rates = np.full(most, FIRST_GUESS)
+
+    def new(self) -> Counts:
+        return Counts(self._most)
+
+    def verified(self, own: Counts, num_drafts: int, num_accepted: int) -> None:
+        own.add(num_drafts, num_accepted, _KEEP_OWN)
+        self._all.add(num_drafts, num_accepted, _KEEP_ALL)
+        guess = FIRST_GUESS
+        for position, (hits, tries) in enumerate(zip(self._all.hits.tolist(), self._all.tries.tolist(), strict=True)):
+            rate = self._rates[position] = (hits + _GUESS_WEIGHT * guess) / (tries + _GUESS_WEIGHT)
+            guess = rate * _LATER
+
+    def survival(self, requests: Sequence[Counts | None]) -> FloatArray:
+        """The probability [R, most] that a draft and all before it are accepted."""
+        none = np.zeros(self._most)
+        hits = np.stack([none if own is None else own.hits for own in requests])
+        tries = np.stack([none if own is None else own.tries for own in requests])
+        rates = (hits + _OWN_WEIGHT * self._rates) / (tries + _OWN_WEIGHT)
+        found: FloatArray = np.minimum(rates, _HIGHEST).cumprod(axis=1)
+        return found

@@ -1,0 +1,157 @@
+"""k per step and request, from batch, context lengths, and measured acceptance and times."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.planning import DraftRows
+from baton.engine.request import Request
+from baton.engine.scheduler import ScheduledRows
+from baton.engine.speculation.acceptance import AcceptanceRates, Counts
+from baton.engine.speculation.choice import IntArray, RoundCosts, choose_drafts
+from baton.engine.speculation.cost_model import LinearCost
+from baton.engine.speculation.probe import draft_probe, target_probe
+
+if TYPE_CHECKING:
+    from baton.engine.executor import Executor
+
+log = logging.getLogger(__name__)
+
+# Each so many choices, every request gets one draft more, or acceptance could not be seen to rise.
+PROBE_EVERY = 32
+_FIT_EVERY = 16
+# A prefill leg never learns what is accepted.
+SEEDED_DRAFTS = 3
+# (requests, rows of each, tokens before them), and (requests, drafts).
+_TARGET_PROBES = (
+    (1, 1, 0),
+    (1, 4, 0),
+    (1, 8, 0),
+    (1, 1, 512),
+    (8, 1, 0),
+    (8, 4, 0),
+    (8, 1, 512),
+    (32, 1, 0),
+    (32, 2, 0),
+)
+_DRAFT_PROBES = ((1, 0), (1, 1), (1, 4), (8, 0), (8, 1), (8, 4), (32, 1))
+
+
+class DraftCounts(Protocol):
+    def choose(self, requests: Sequence[Request], most: Sequence[int]) -> IntArray: ...
+
+
+class AdaptiveDrafts:
+    """`timer`: seconds, for the costs of forwards."""
+
+    def __init__(self, most: int, timer: Callable[[], float] = time.monotonic) -> None:
+        self.timer = timer
+        self._rates = AcceptanceRates(most)
+        self._own: WeakKeyDictionary[Request, Counts] = WeakKeyDictionary()
+        self.target_cost = LinearCost((1.0, 16.0, 8.0, 4096.0, 16384.0))
+        self.drafter_cost = LinearCost((1.0, 16.0, 4.0, 16.0))
+        self._num_choices = 0
+
+    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        if request not in self._own:
+            self._own[request] = self._rates.new()
+        self._rates.verified(self._own[request], num_drafts, num_accepted)
+
+    def computed(self, scheduled: Sequence[ScheduledRows], seconds: float) -> None:
+        if not any(rows.request.is_prefilling for rows in scheduled):
+            self._observe(self.target_cost, _parts([(rows.num_rows, rows.start) for rows in scheduled]), seconds)
+
+    def drafted(self, draft_rows: Sequence[DraftRows], seconds: float) -> None:
+        num_rows = sum(rows.stop - rows.start for rows in draft_rows)
+        counts = [rows.num_drafts for rows in draft_rows]
+        self._observe(self.drafter_cost, (1.0, num_rows, max(counts, default=0), sum(counts)), seconds)
+
+    def _observe(self, cost: LinearCost, parts: Sequence[float], seconds: float) -> None:
+        cost.observe(parts, seconds)
+        if cost.num_seen % _FIT_EVERY == 0 or cost.num_seen < _FIT_EVERY:
+            cost.fit()
+
+    def choose(self, requests: Sequence[Request], most: Sequence[int]) -> IntArray:
+        bounds = np.maximum(np.array(most, dtype=np.int64), 0)
+        survival = self._rates.survival([self._own.get(request) for request in requests])
+        contexts = np.array([len(r.token_ids) for r in requests])
+        counts = choose_drafts(survival, bounds, self._costs(contexts))
+        self._num_choices += 1
+        if self._num_choices % PROBE_EVERY == 0:
+            counts = counts + 1
+        return np.minimum(counts, bounds)
+
+    def _costs(self, contexts: IntArray) -> RoundCosts:
+        _, row, _, _, row_context = self.target_cost.each()
+        _, _, depth, draft = self.drafter_cost.each()
+        base = self.target_cost.seconds(_parts([(1, c) for c in contexts.tolist()]))
+        base += self.drafter_cost.seconds((1.0, len(contexts), 0.0, 0.0))
+        return RoundCosts(base or 1.0, np.maximum(row + row_context * contexts + draft, 1e-12), float(depth))
+
+    def measure(
+        self,
+        executor: Executor,
+        pages: Mapping[str, npt.NDArray[np.int32]],
+        limits: Sequence[int],
+    ) -> None:
+        """`limits`: the most requests and rows of a step, and tokens of a request."""
+        most_requests, most_rows, most_tokens = limits
+        now, spec = self.timer, executor.spec
+        started = now()
+        slots = (len(pages[name]) for name in (*spec.state_groups, *spec.draft_state_groups))
+        most_requests = min(most_requests, *slots, most_requests)
+        for repeated in range(2):  # the first time, kernels are loaded
+            for requests, rows, context in _TARGET_PROBES:
+                if requests > most_requests or requests * rows > most_rows or context + rows > most_tokens:
+                    continue
+                plan = target_probe(spec, pages, requests, rows, context)
+                began = now()
+                executor.execute(plan)
+                if repeated:
+                    self.target_cost.observe(_parts([(rows, context)] * requests), now() - began)
+            for requests, drafts in _DRAFT_PROBES:
+                if requests > min(most_requests, most_rows) or 1 + drafts > most_tokens:
+                    continue
+                if drafts > 1 and spec.draft_state_groups:
+                    continue  # needs more slots
+                executor.execute(target_probe(spec, pages, requests, 1))
+                drafting = draft_probe(spec, pages, requests, drafts)
+                began = now()
+                executor.draft(drafting)
+                if repeated:
+                    self.drafter_cost.observe((1.0, requests, drafts, requests * drafts), now() - began)
+        for cost in (self.target_cost, self.drafter_cost):
+            for _ in range(4):  # each fit stays near the last
+                cost.fit()
+        log.info("measured the costs of drafts in %.2f s", now() - started)
+
+
+def cut(chooser: DraftCounts, draft_rows: Sequence[DraftRows]) -> list[DraftRows]:
+    chosen = [rows for rows in draft_rows if rows.num_drafts > 0 and rows.request.role != "prefill"]
+    if not chosen:
+        return [_at_most(rows, SEEDED_DRAFTS) for rows in draft_rows]
+    counts = chooser.choose([rows.request for rows in chosen], [rows.num_drafts for rows in chosen])
+    most = {rows.request: count for rows, count in zip(chosen, counts.tolist(), strict=True)}
+    return [_at_most(rows, most.get(rows.request, SEEDED_DRAFTS)) for rows in draft_rows]
+
+
+def _at_most(rows: DraftRows, most: int) -> DraftRows:
+    return rows if rows.num_drafts <= most else replace(rows, num_drafts=most)
+
+
+def _parts(rows: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+    """`rows`: per request, the number of rows and of tokens before them."""
+    num_rows = context = rows_context = 0
+    for count, before in rows:
+        num_rows += count
+        context += before
+        rows_context += count * before
+    return 1.0, num_rows, len(rows), context, rows_context

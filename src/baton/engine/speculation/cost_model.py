@@ -1,0 +1,59 @@
+"""Seconds of a forward as a linear function of its parts, fitted to recent forwards.
+
+For the target: a + b x rows + c x requests + d x context + e x (rows x their context). For the drafter: a + b x rows +
+c x passes + d x drafts. Least squares of relative errors with coefficients of at least 0; one that recent forwards do
+not determine keeps its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+_KEEP = 0.99
+_INERTIA = 0.05
+# Times the prediction; a longer forward was disturbed, and counts as one of this length.
+_DISTURBED = 3.0
+_SWEEPS = 40
+
+
+class LinearCost:
+    """`scales`: typical values of the parts."""
+
+    def __init__(self, scales: Sequence[float]) -> None:
+        self._scales = np.array(scales, dtype=np.float64)
+        num = len(scales)
+        self._coefficients, self._squares, self._products = np.zeros(num), np.zeros((num, num)), np.zeros(num)
+        self.num_seen = 0
+
+    def observe(self, parts: Sequence[float], seconds: float) -> None:
+        if seconds <= 0:
+            return  # the clock is too coarse
+        scaled = np.array(parts) / self._scales
+        expected = float(scaled @ self._coefficients)
+        if expected > 0:
+            seconds = min(seconds, _DISTURBED * expected)
+        scaled /= seconds
+        self._squares = _KEEP * self._squares + np.outer(scaled, scaled)
+        self._products = _KEEP * self._products + scaled
+        self.num_seen += 1
+
+    def fit(self) -> None:
+        old = self._coefficients
+        inertia = _INERTIA * np.maximum(self._squares.diagonal(), 1e-12)
+        squares, products = self._squares + np.diag(inertia), self._products + inertia * old
+        found = old.copy()
+        for _ in range(_SWEEPS):
+            for i, row in enumerate(squares):
+                found[i] = max(0.0, found[i] + (products[i] - row @ found) / row[i])
+        self._coefficients = found
+
+    def each(self) -> FloatArray:
+        return self._coefficients / self._scales
+
+    def seconds(self, parts: Sequence[float]) -> float:
+        return float(np.array(parts) @ self.each())

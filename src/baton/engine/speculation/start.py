@@ -1,0 +1,26 @@
+"""Lets an engine choose k, if its settings say so."""
+
+from __future__ import annotations
+
+import time
+
+from baton.engine.config import EngineConfig
+from baton.engine.core import EngineCore
+from baton.engine.speculation.adaptive import AdaptiveDrafts
+
+
+def adapt(config: EngineConfig, core: EngineCore, max_model_len: int) -> None:
+    spec = config.speculative_config
+    if spec is None or spec.num_speculative_tokens != "auto":
+        return
+    # Not the time of other processes. This thread takes part in all that torch computes.
+    timer = time.thread_time if config.device == "cpu" and config.num_ranks == 1 else time.monotonic
+    core.steps.adaptive = adaptive = AdaptiveDrafts(spec.max_drafts, timer)
+    tables = core.cache.spare() if config.role != "prefill" else None
+    if tables is None:
+        return
+    try:
+        limits = config.max_num_seqs, config.max_num_batched_tokens, max_model_len
+        adaptive.measure(core.executor, tables.tables, limits)
+    finally:
+        core.cache.release(tables)

@@ -1,0 +1,177 @@
+"""Drafters of blocks: their drafts are those of transformers, and what is computed differently is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers.generation.candidate_generator as candidates
+from safetensors.torch import load_file
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+
+from baton.drafters.registry import load_drafter
+from baton.engine.config import SpeculativeConfig
+from baton.engine.executor import LocalExecutor
+from baton.engine.plan import DraftPlan, DraftResult
+from baton.errors import CheckpointError
+from baton.models.base import CausalLM
+from baton.sampling_params import SamplingParams
+from testkit.checkpoints.drafters_layers import block_drafter
+from testkit.engines import Stepped, pair, stepped
+from tests.drafters.test_drafters import edit
+from tests.engine.models.test_transformers_equality import load_reference
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NUM_TOKENS, BLOCK = 10, 5
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+Found = dict[int, list[int]]
+
+
+def assistant(path: Path, target: CausalLM) -> Any:
+    """A random drafter of transformers for `target`, and its checkpoint in `path`."""
+    config = MuseGlimmerAssistantConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        layer_types=["full_attention"] * 2,
+        block_size=BLOCK,
+        mask_token_id=258,
+        # Not the last layer, whose output transformers gives after the target's final norm, and vLLM before it.
+        target_layer_ids=[0, 1],
+    )
+    model = MuseGlimmerAssistantModel(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters()):
+            # Norms near 1, so that no draft is the same everywhere.
+            weight.copy_(
+                torch.randn(weight.shape, generator=generator) * (0.2 if weight.dim() > 1 else 0.5)
+                + (weight.dim() == 1)
+            )
+    model.save_pretrained(path)
+    return model
+
+
+def drafts_of_transformers(
+    path: Path, drafter: Any, prompt: list[int], patch: pytest.MonkeyPatch
+) -> tuple[list[int], Found]:
+    """Tokens, and the drafts by number of known tokens."""
+    found: Found = {}
+    original = candidates.DFlashTokenCandidateGenerator.get_candidates
+
+    def get(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, input_ids, *args, **kwargs)
+        if drafted := out[0][0, input_ids.shape[1] :].tolist():
+            found[input_ids.shape[1]] = drafted
+        return out
+
+    patch.setattr(candidates.DFlashTokenCandidateGenerator, "get_candidates", get)
+    model, ids = load_reference(path), torch.tensor([prompt])
+    drafter.generation_config = None
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            pad_token_id=0,
+            assistant_model=drafter,
+            speculation_type="dflash",
+        )
+    return out[0, len(prompt) :].tolist(), found
+
+
+def noted(patch: pytest.MonkeyPatch) -> Found:
+    """The drafts of engines from now on."""
+    found: Found = {}
+    original = LocalExecutor.draft
+
+    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
+        out = original(self, plan)
+        (drafts,) = out.drafts
+        if drafts:
+            found[int(plan.rows.positions[-1]) + 2] = drafts
+        return out
+
+    patch.setattr(LocalExecutor, "draft", draft)
+    return found
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(1, 4096), (33, 10)])
+def test_drafts_are_those_of_transformers(
+    length: int, chunk: int, target_path: Path, target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = assistant(tmp_path / "drafter", target)
+    prompt = [3 + (7 * i + i * i) % 200 for i in range(length)]
+    tokens, drafts = drafts_of_transformers(target_path, drafter, prompt, monkeypatch)
+    assert len({tuple(d) for d in drafts.values()}) > 2
+    spec = {"method": "dflash", "model": str(tmp_path / "drafter"), "num_speculative_tokens": BLOCK - 1}
+    settings = {"model": str(target_path), "speculative_config": SpeculativeConfig.parse(json.dumps(spec))}
+    ours = noted(monkeypatch)
+    with stepped(**settings, max_num_batched_tokens=chunk) as one:
+        assert one.run("r", prompt, GREEDY).token_ids == tokens
+    assert {known: ours[known] for known in drafts} == drafts
+
+
+def test_a_prefill_engine_computes_no_block_and_no_attention(target_path: Path, tmp_path: Path) -> None:
+    """Chunks of a prompt cost two projections and two per layer."""
+    calls: list[Any] = []
+    made = {**block_drafter(tmp_path / "d", target_path, "dflash"), "draft_kv": "prefer"}
+    none, some = (SpeculativeConfig.parse(json.dumps({**made, "num_speculative_tokens": k})) for k in (0, 3))
+    decode = {"speculative_config": some}
+    with pair(tmp_path, decode, model=str(target_path), speculative_config=none) as two:
+        layers = [list(runner_of(engine).drafter.layers) for engine in (two.prefill, two.decode)]
+        for layer in layers[0] + layers[1]:
+            layer.register_forward_hook(lambda layer, *_: calls.append(layer))
+        _, rest = two.legs("r", list(range(3, 40)), GREEDY, "push")
+        two.step_until(lambda: rest.ended)
+        two.settle()
+        assert two.decode.core.metrics.num_handoffs["committed"] == 1
+        assert set(calls) == set(layers[1])
+        assert not set(calls) & set(layers[0])
+
+
+def runner_of(engine: Stepped) -> Any:
+    assert isinstance(engine.core.executor, LocalExecutor)
+    return engine.core.executor.runner
+
+
+def test_a_markov_head_adds_what_follows_the_token_before(target_path: Path, target: CausalLM, tmp_path: Path) -> None:
+    spec = block_drafter(tmp_path, target_path, "dspark")
+    drafter = load_drafter("dspark", spec["model"], target)
+    stored = load_file(tmp_path / "model.safetensors")
+    states, before = torch.randn(3, target.hidden_size), torch.tensor([5, 5, 9])
+    bias = F.linear(stored["markov_head.markov_w1.weight"][before], stored["markov_head.markov_w2.weight"])
+    got = drafter.block_logits(states, before)  # type: ignore[attr-defined]
+    torch.testing.assert_close(got, target.compute_logits(states) + bias)
+    assert not torch.equal(got[0] - target.compute_logits(states)[0], got[2] - target.compute_logits(states)[2])
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "text"),
+    [
+        ("dflash", {"dflash_config": {"mask_token_id": 999, "target_layer_ids": [0]}}, "mask_token_id is 999"),
+        ("dflash", {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 0]}}, "target_layer_ids is"),
+        ("dflash", {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [9]}}, "target_layer_ids is"),
+        ("dflash", {"is_neox_style": False}, "is_neox_style is False"),
+        ("dflash", {"model_type": "llama"}, "model_type is 'llama'"),
+        ("dspark", {"markov_head_type": "rnn"}, "markov_head_type is 'rnn'"),
+        ("dspark", {"markov_rank": 0}, "markov_rank is 0"),
+        ("dspark", {"sample_from_anchor": False}, "sample_from_anchor"),
+    ],
+)
+def test_what_is_computed_differently_is_refused(
+    method: str, fields: dict[str, Any], text: str, target_path: Path, target: CausalLM, tmp_path: Path
+) -> None:
+    spec = block_drafter(tmp_path, target_path, method)
+    edit(tmp_path, fields)
+    with pytest.raises(CheckpointError, match=text):
+        load_drafter(method, spec["model"], target)

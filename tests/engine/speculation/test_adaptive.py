@@ -1,0 +1,152 @@
+"""k that the engine chooses: whatever it is, tokens stay the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from baton.engine.config import SpeculativeConfig
+from baton.engine.config.speculative import MOST_AUTO_DRAFTS
+from baton.engine.request import Request
+from baton.engine.requests import make_request
+from baton.engine.speculation.adaptive import PROBE_EVERY, SEEDED_DRAFTS, AdaptiveDrafts
+from baton.errors import ConfigError
+from baton.verify.observe import make_cases
+from baton.wire import SamplingParams
+from testkit.checkpoints.drafters_layers import make_mtp_checkpoint
+from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid
+from testkit.engines import EAGLE3, Mode, Stepped, pair, request, stepped
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
+
+
+def auto(spec: dict[str, Any], **more: Any) -> SpeculativeConfig:
+    found = SpeculativeConfig.parse(json.dumps({**spec, **more, "num_speculative_tokens": "auto"}))
+    assert found is not None
+    return found
+
+
+class RandomCounts(AdaptiveDrafts):
+    """Gives requests any number of drafts. `first`: the first count of each request."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(MOST_AUTO_DRAFTS)
+        self._random = random.Random(seed)
+        self.given: list[int] = []
+        self.first: dict[str, int] = {}
+
+    def choose(self, requests: Sequence[Request], most: Sequence[int]) -> np.ndarray:
+        counts = [self._random.randint(0, limit) for limit in most]
+        self.given += counts
+        for one, count in zip(requests, counts, strict=True):
+            self.first.setdefault(one.request_id, count)
+        return np.array(counts)
+
+
+def at_random(one: Stepped, seed: int) -> RandomCounts:
+    assert one.core.steps.adaptive is not None
+    one.core.steps.adaptive = counts = RandomCounts(seed)
+    return counts
+
+
+def prompts_of(one: Stepped) -> list[list[int]]:
+    return [list(case.prompt_token_ids) for case in make_cases(one.engine.tokenizer, [1, 17, 40], PARAMS)]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "two modules", "states"])
+def test_tokens_do_not_depend_on_k(kind: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"kv_cache_memory": 8 << 20}
+    # The target as its own drafter has states of its own, and guesses all.
+    itself = {"method": "draft_model", "model": str(tmp_path)}
+    spec = {"eagle3": EAGLE3, "two modules": {"method": "mtp"}, "states": itself}[kind]
+    params = PARAMS if kind == "eagle3" else structs.replace(PARAMS, temperature=0.0)
+    if kind == "two modules":
+        settings["model"] = str(make_mtp_checkpoint(tmp_path, "deepseek_v3", num=2))
+    elif kind == "states":
+        settings["model"] = str(make_qwen_hybrid(tmp_path))
+    with stepped(**settings, speculative_config=None) as plain:
+        prompts = prompts_of(plain)
+        expected = [stream.token_ids for stream in plain.all_of(prompts, params)]
+    with stepped(**settings, speculative_config=auto(spec)) as one:
+        accepted = 0
+        for seed in range(2):
+            counts = at_random(one, seed)
+            streams = one.all_of(prompts, params)
+            assert [stream.token_ids for stream in streams] == expected
+            assert min(counts.given) < 2 < max(counts.given) <= MOST_AUTO_DRAFTS
+            accepted += sum(sum(stream.accepted) for stream in streams)
+        assert accepted > 0 or kind == "two modules"  # random modules guess nothing
+
+
+@pytest.mark.parametrize(
+    ("prefill_k", "decode_k", "mode"), [(5, "auto", "push"), ("auto", 4, "pull"), ("auto", "auto", "push")]
+)
+def test_handoffs_between_engines_with_different_k(
+    prefill_k: int | str, decode_k: int | str, mode: Mode, tmp_path: Path
+) -> None:
+    def spec(k: int | str) -> SpeculativeConfig | None:
+        return SpeculativeConfig.parse(json.dumps({**EAGLE3, "num_speculative_tokens": k}))
+
+    memory = {"kv_cache_memory": 8 << 20}
+    with stepped(**memory, speculative_config=None) as plain:
+        prompts = prompts_of(plain)
+        expected = [stream.token_ids for stream in plain.all_of(prompts, PARAMS)]
+    decode = {"speculative_config": spec(decode_k), "block_size": 7}
+    with pair(tmp_path, decode, speculative_config=spec(prefill_k), **memory) as both:
+        wanted: dict[str, int] = {}
+        if decode_k == "auto":
+            wanted = at_random(both.decode, 1).first
+        legs = [both.legs(f"{i}", prompt, PARAMS, mode) for i, prompt in enumerate(prompts)]
+        both.step_until(lambda: all(stream.ended for _, stream in legs))
+        assert [stream.token_ids for _, stream in legs] == expected
+        assert all(stream.accepted for _, stream in legs)
+        # The drafts that came with the first token are verified, as many as D wants.
+        sent = 5 if prefill_k == 5 else SEEDED_DRAFTS
+        for i, (_, stream) in enumerate(legs):
+            most = wanted.get(f"{i}", 4)
+            assert stream.chunks[1].drafted == ([min(sent, most)] if most else [])
+        both.settle()
+
+
+def test_the_engine_itself_chooses(tmp_path: Path) -> None:
+    """Drafts that are always wrong are given up, and tried again now and then; right ones are many."""
+    with stepped(speculative_config=auto(EAGLE3), kv_cache_memory=8 << 20) as one:
+        adaptive = one.core.steps.adaptive
+        assert adaptive is not None
+        assert adaptive.target_cost.num_seen > 0
+        assert (adaptive.target_cost.each() >= 0).all()
+        requests = [make_request(one.engine, request(name, [1, 2, 3], PARAMS)) for name in ("bad", "good")]
+        for _ in range(60):
+            adaptive.verified(requests[0], 4, 0)
+        counts = [adaptive.choose(requests[:1], [8])[0] for _ in range(PROBE_EVERY)]
+        assert sorted(set(counts)) == [0, 1]
+        assert counts.count(1) == 1
+        for _ in range(600):
+            adaptive.verified(requests[1], 8, 8)
+        assert adaptive.choose(requests[1:], [8])[0] >= 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"verifier": "rejection"}, "is auto with the coupled verifier alone"),
+        ({"num_speculative_tokens": "many"}, "must be 0 to 32"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(fields: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        SpeculativeConfig.parse(json.dumps({**EAGLE3, "num_speculative_tokens": "auto", **fields}))
+
+
+def test_a_fixed_k_measures_nothing() -> None:
+    with stepped(kv_cache_memory=8 << 20) as one:
+        assert one.core.steps.adaptive is None
