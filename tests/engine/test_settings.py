@@ -145,6 +145,7 @@ INFO: dict[str, Row] = {
     "sampling_defaults": facts("output.sampling_defaults"),
     "token_api": "it opens a route",
     "kv_transport": TRANSFER["kv_transport"],
+    "prefill_multiple": "it says at which tokens a handoff may end",
     # Of vLLM servers.
     "truncate_prefill": "it says which prompt the router gives a prefill leg",
     "roles": ENGINE["role"],

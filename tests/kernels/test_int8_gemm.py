@@ -9,7 +9,7 @@ from baton.errors import ConfigError
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.int8_gemm import Int8Weight
 from baton.models.layers.linear import Build, Linear
-from baton.models.loading import dtypes
+from baton.models.loading.dtypes import check_quantization
 from baton.models.loading.loader import load_model
 
 pytestmark = pytest.mark.skipif(not HAS_BF16_PAIRS, reason="this CPU has no AVX-512 BF16")
@@ -68,9 +68,8 @@ def test_a_layer_keeps_no_other_copy_of_its_weight() -> None:
     assert torch.equal(layer(x), Int8Weight(weight).multiply(x, None))
 
 
-def test_what_cannot_be_quantised_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_quantised_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="dtype: must be bfloat16 with quantization int8, is float32"):
         load_model(DEMO, "float32", quantization="int8")
-    monkeypatch.setattr(dtypes, "HAS_BF16_PAIRS", False)
     with pytest.raises(ConfigError, match="quantization: int8 needs a CPU with AVX-512 BF16"):
-        load_model(DEMO, "bfloat16", quantization="int8")
+        check_quantization("int8", torch.bfloat16, has_pairs=False)

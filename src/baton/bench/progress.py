@@ -9,17 +9,17 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
-_DELAY_S = 1.0  # a short benchmark shows none
+DELAY_S = 1.0  # a short benchmark shows none
 
 
-def bar(total: int, unit: str) -> tqdm[None]:
+def bar(total: int, unit: str, delay_s: float = DELAY_S) -> tqdm[None]:
     """A bar on stderr for `total` units. It disappears at the end."""
-    return tqdm(total=total, desc="Benchmark", unit=unit, delay=_DELAY_S, leave=False, disable=None)
+    return tqdm(total=total, desc="Benchmark", unit=unit, delay=delay_s, leave=False, disable=None)
 
 
-def shown(items: Sequence[T], unit: str) -> Iterator[T]:
+def shown(items: Sequence[T], unit: str, delay_s: float = DELAY_S) -> Iterator[T]:
     """The items, each counted when the next one is asked for."""
-    with bar(len(items), unit) as one:
+    with bar(len(items), unit, delay_s) as one:
         for item in items:
             yield item
             one.update()

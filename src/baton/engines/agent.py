@@ -48,7 +48,7 @@ def start_agent(
         transport,
         transport.register(regions),
         together.on_event,
-        _digester(settings, regions, geometries),
+        digester_of(settings, regions, geometries),
         on_peer=together.on_peer,
     )
     together.bind([agent])
@@ -56,9 +56,10 @@ def start_agent(
     return agent, transport
 
 
-def _digester(
+def digester_of(
     settings: EngineSettings, regions: Sequence[Region], geometries: Mapping[str, RankGeometry]
 ) -> Digester | None:
+    """What takes digests of `regions`, None if they are off. Raises `ConfigError` for a GPU's memory."""
     if settings.integrity == "off":
         return None
     memory = [region for region in regions if not isinstance(region, DeviceMemory)]

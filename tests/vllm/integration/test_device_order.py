@@ -13,13 +13,14 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
+from baton.engines.agent import digester_of
 from baton.errors import ConfigError
 from baton.transports.base import DeviceMemory
 from baton.vllm import compat
 from baton.vllm.config import PluginConfig
 from baton.vllm.connector import BatonConnector, BatonMetadata, BatonWorkerMetadata
-from baton.vllm.geometry import CacheLayout
-from baton.vllm.open_cache import OpenCache, _digester, _unbound
+from baton.vllm.first_step import FirstTokens
+from baton.vllm.open_cache import OpenCache, _unbound
 from baton.vllm.steps import StepNews
 from baton.vllm.worker import Results
 
@@ -61,6 +62,7 @@ def test_a_step_that_failed_made_nothing_final(calls: list[str], fails: bool, mo
     half = connector(calls)
     half.worker.results = lambda idle: Results()  # type: ignore[method-assign]
     half.worker.take_admitted = set  # type: ignore[method-assign]
+    half.worker.take_first_tokens = dict  # type: ignore[method-assign]
     half.worker.counts, half._reported = Counter(), {}
     monkeypatch.setattr(mixin, "get_kv_transfer_group", lambda: half)
     monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
@@ -80,7 +82,7 @@ def test_a_receive_of_several_workers_ends_with_the_last_and_fails_with_any() ->
     def output(rank: int, step: Results, admitted: set[str]) -> Any:
         half = BatonConnector.__new__(BatonConnector)
         half._connector_metadata, worker = None, SimpleNamespace(results=lambda idle: step)
-        worker.take_admitted = lambda: admitted
+        worker.take_admitted, worker.take_first_tokens = lambda: admitted, lambda: dict.fromkeys(admitted, 7)
         half._opened = opened(worker, rank)
         ends = half.get_transfer_results(set())
         news = KVConnectorOutput(
@@ -104,8 +106,8 @@ def test_a_receive_of_several_workers_ends_with_the_last_and_fails_with_any() ->
         (None, None, set()),
         ({"own"}, {"good", "bad"}, {"bad"}),
     ]
-    assert found[0].kv_connector_worker_meta == BatonWorkerMetadata({(0, "next")})
-    assert found[0].kv_connector_worker_meta.aggregate(BatonWorkerMetadata({(1, "next")})).admitted == {
+    assert found[0].kv_connector_worker_meta == BatonWorkerMetadata({(0, "next")}, {"next": 7})
+    assert found[0].kv_connector_worker_meta.aggregate(BatonWorkerMetadata({(1, "next")}, {})).admitted == {
         (0, "next"),
         (1, "next"),
     }
@@ -150,9 +152,11 @@ def test_a_step_that_other_engines_wait_for_is_not_idle() -> None:
         BatonConnector.__new__(BatonConnector),
         SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]),
     )
-    half._scheduler = cast("Any", SimpleNamespace(on_preempted=lambda ids: None, take_step=StepNews))
+    half._scheduler = cast(
+        "Any", SimpleNamespace(on_preempted=lambda ids: None, take_step=StepNews, first_tokens=FirstTokens())
+    )
     step = SimpleNamespace(preempted_req_ids=set(), num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-    step.scheduled_new_reqs, step.scheduled_cached_reqs = [], none
+    step.scheduled_new_reqs, step.scheduled_cached_reqs, step.scheduled_spec_decode_tokens = [], none, {}
     for ranks, idle in ((1, True), (2, False)):
         half._vllm_config = cast("Any", SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=ranks)))
         assert half.build_connector_meta(step).idle is idle
@@ -172,8 +176,8 @@ def test_threads_get_the_cores_that_the_operator_gave(
 
 
 def test_digests_of_a_gpus_memory_are_refused() -> None:
-    layout = CacheLayout([DeviceMemory(4096, 64, 0, enter=lambda: None)], [], {}, {})
+    regions = [DeviceMemory(4096, 64, 0, enter=lambda: None)]
     key = {"keys": "keys"}
-    assert _digester(PluginConfig(**key), layout) is None
+    assert digester_of(PluginConfig(**key), regions, {}) is None
     with pytest.raises(ConfigError, match="integrity"):
-        _digester(PluginConfig(**key, integrity="sampled"), layout)
+        digester_of(PluginConfig(**key, integrity="sampled"), regions, {})

@@ -24,11 +24,12 @@ def get_dtype(raw: RawConfig) -> torch.dtype:
     return _DTYPES[name]
 
 
-def check_quantization(quantization: str, dtype: torch.dtype) -> None:
-    """Raise `ConfigError` if weights of a model in `dtype` cannot be quantised on this machine."""
+def check_quantization(quantization: str, dtype: torch.dtype, has_pairs: bool = HAS_BF16_PAIRS) -> None:
+    """Raise `ConfigError` if weights of a model in `dtype` cannot be quantised on a CPU with (`has_pairs`) or without
+    products of bfloat16 pairs."""
     if dtype is not torch.bfloat16:
         raise ConfigError("dtype", f"must be bfloat16 with quantization {quantization}, is {dtype_name(dtype)}")
-    if not HAS_BF16_PAIRS:
+    if not has_pairs:
         raise ConfigError("quantization", f"{quantization} needs a CPU with AVX-512 BF16, which this one lacks")
 
 
