@@ -211,6 +211,7 @@ class Engine:
             finished_req_ids=set(),
             preempted_req_ids=set(),
             num_scheduled_tokens={},
+            scheduled_spec_decode_tokens={},
             scheduled_new_reqs=[],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set()
