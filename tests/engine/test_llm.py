@@ -42,6 +42,19 @@ def test_a_prompt_of_another_form_is_refused(llm: LLM, prompt: dict[str, Any]) -
         llm.generate([prompt], GREEDY)
 
 
+def test_logprobs_of_a_prompt_are_those_of_its_tokens_as_output(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, temperature=0.0, logprobs=0)
+    (made,) = llm.generate(TEXT, params)
+    assert made.prompt_logprobs is None
+    told = made.outputs[0]
+    scored = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    (whole,) = llm.generate({"prompt_token_ids": made.prompt_token_ids + told.token_ids}, scored)
+    assert whole.prompt_logprobs is not None
+    assert whole.prompt_logprobs[0] is None
+    found = [one.logprob for one in whole.prompt_logprobs[len(made.prompt_token_ids) :] if one is not None]
+    assert found == pytest.approx([one.logprob for one in told.logprobs], abs=1e-4)
+
+
 def test_chat_is_the_template_before_generate(llm: LLM) -> None:
     tokenizer = engine_of(llm).tokenizer
     text = tokenizer.apply_chat_template(CHAT)

@@ -42,13 +42,15 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All samples of one prompt. `prompt`: if it came as text."""
+    """All samples of one prompt. `prompt`: if it came as text. `prompt_logprobs`: of each prompt token, None for the
+    first; None if they were not asked for."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     num_cached_tokens: int
     outputs: list[CompletionOutput] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class LLM:
@@ -168,6 +170,7 @@ class LLM:
                 engine.core.abort(record.request_id)
         for result, outputs in zip(results, samples, strict=True):
             result.num_cached_tokens = outputs[0].num_cached_tokens
+            result.prompt_logprobs = outputs[0].prompt_logprobs or None
             for index, out in enumerate(outputs):
                 result.outputs.append(
                     CompletionOutput(
