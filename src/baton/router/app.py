@@ -53,7 +53,7 @@ DEFAULT_NEAR_TIE = 0.1
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A router's settings.
 
-    - `prefill`, `decode`, `both`: base URLs of engines by role. `discover`: names behind which engines come and go.
+    - `prefill`, `decode`, `both`: base URLs of engines by role. `discover`: DNS names whose addresses are engines.
     - `kv_connector`, `seed_first_token` (send the first token to the decode server) and `near_tie` (tolerance for two
       different first tokens, in nats): only for `engine` vllm.
     - `prefill_policy`, `decode_policy` None: as `policy`.

@@ -21,7 +21,7 @@ Resolve = Callable[[str, int], Awaitable[set[str]]]
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Engines of one role behind one name."""
+    """A DNS name whose addresses are engines of one role."""
 
     role: Role
     host: str
@@ -47,7 +47,7 @@ async def resolve(host: str, port: int) -> set[str]:
 
 
 class Discovery:
-    """Adds engines whose address appears behind a name to the pool, and drains those whose address disappears. Engines
+    """Adds an engine for each new address of a name to the pool, and drains it when the name loses the address. Engines
     that were added otherwise are left alone. While a name has no addresses, or a name server does not answer, nothing
     is drained: an engine that is gone is noticed by the pool.
     """

@@ -1,4 +1,4 @@
-"""Engines behind a name join and leave a router with their addresses."""
+"""For each address of a DNS name a router has an engine, which joins and leaves with the address."""
 
 from __future__ import annotations
 

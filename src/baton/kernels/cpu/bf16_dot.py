@@ -13,7 +13,7 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import config as untyped_config
 from numba.extending import intrinsic
 
-from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, load, splat, store_rounded
+from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, load, load_widened, splat, store_rounded
 
 _config: Any = untyped_config
 HAS_BF16_PAIRS = not _config.CPU_NAME and bool(binding.get_host_cpu_features().get("avx512bf16"))
@@ -42,17 +42,37 @@ def add_products(builder: Any, sums: dict[tuple[int, int], Any], starts: Sequenc
 
     `starts`: the addresses of the rows of the left. `right` is [pairs, 64, 2]; its first chunks are read.
     """
-    function_type = ir.FunctionType(_VECTOR, [_VECTOR, BF16_PAIRS, BF16_PAIRS])
-    dot = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
     chunks = range(len(sums) // len(starts))
     here = builder.add(right, builder.mul(step, ir.Constant(_I64, 4 * LANES * CHUNKS)))
     vectors = [builder.bitcast(load(builder, here, 4 * LANES * chunk), BF16_PAIRS) for chunk in chunks]
+    add_loaded_products(builder, sums, starts, vectors, step)
+
+
+def add_loaded_products(
+    builder: Any, sums: dict[tuple[int, int], Any], starts: Sequence[Any], vectors: Sequence[Any], step: Any
+) -> None:
+    """As `add_products`, with the 16 pairs of each chunk of the right in `vectors`."""
+    function_type = ir.FunctionType(_VECTOR, [_VECTOR, BF16_PAIRS, BF16_PAIRS])
+    dot = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
     offset = builder.mul(step, ir.Constant(_I64, 4))
     for row, start in enumerate(starts):
         pair = builder.bitcast(splat(builder, load(builder, start, offset, _I32)), BF16_PAIRS)
-        for chunk in chunks:
+        for chunk, vector in enumerate(vectors):
             total = builder.load(sums[row, chunk])
-            builder.store(builder.call(dot, [total, vectors[chunk], pair]), sums[row, chunk])
+            builder.store(builder.call(dot, [total, vector, pair]), sums[row, chunk])
+
+
+def store_with_bias(builder: Any, sums: dict[tuple[int, int], Any], bias: Any, out: Any, out_bytes: Any) -> None:
+    """Generate the end of a product: store the `sums` of (row, chunk of 16), plus `bias` (0: none), as bfloat16 rows
+    at `out`, `out_bytes` apart.
+    """
+    with builder.if_then(builder.icmp_signed("!=", bias, ir.Constant(_I64, 0))):
+        for (_, chunk), total in sums.items():
+            added = load_widened(builder, builder.add(bias, ir.Constant(_I64, 2 * LANES * chunk)), 2)
+            builder.store(builder.fadd(builder.load(total), added), total)
+    for (row, chunk), total in sums.items():
+        at = builder.add(out, builder.mul(out_bytes, ir.Constant(_I64, row)))
+        store_rounded(builder, builder.load(total), builder.add(at, ir.Constant(_I64, 2 * LANES * chunk)), 2)
 
 
 def _pair_products(

@@ -17,10 +17,10 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 from torch import Tensor
 
-from baton.kernels.cpu.bf16_dot import BF16_PAIRS
+from baton.kernels.cpu.bf16_dot import BF16_PAIRS, add_loaded_products, store_with_bias
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, arguments, take, threads_for
-from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, load, load_widened, splat, store_rounded
+from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, load, splat
 
 _BLOCK = CHUNKS * LANES
 _STEP_BYTES = 2 * _BLOCK  # a pair of weights for each output of a block
@@ -55,8 +55,6 @@ def _span_products(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, _, left, row_bytes, right, steps, scale, bias, out, out_bytes = args
-        function_type = ir.FunctionType(_VECTOR, [_VECTOR, BF16_PAIRS, BF16_PAIRS])
-        dot = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
         places = [(row, chunk) for row in range(rows) for chunk in range(chunks)]
         sums = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
         for place in places:
@@ -64,24 +62,12 @@ def _span_products(
         starts = [builder.add(left, builder.mul(row_bytes, ir.Constant(_I64, row))) for row in range(rows)]
         with cgutils.for_range(builder, steps, intp=_I64) as loop:
             here = builder.add(right, builder.mul(loop.index, ir.Constant(_I64, _STEP_BYTES)))
-            offset = builder.mul(loop.index, ir.Constant(_I64, 4))
             weights = [_pairs(builder, here, 2 * LANES * chunk) for chunk in range(chunks)]
-            for row, start in enumerate(starts):
-                pair = builder.bitcast(splat(builder, load(builder, start, offset, _I32)), BF16_PAIRS)
-                for chunk in range(chunks):
-                    total = builder.load(sums[row, chunk])
-                    builder.store(builder.call(dot, [total, weights[chunk], pair]), sums[row, chunk])
+            add_loaded_products(builder, sums, starts, weights, loop.index)
         scales = [load(builder, scale, 4 * LANES * chunk) for chunk in range(chunks)]
         for place in places:
             builder.store(builder.fmul(builder.load(sums[place]), scales[place[1]]), sums[place])
-        with builder.if_then(builder.icmp_signed("!=", bias, ir.Constant(_I64, 0))):
-            for place in places:
-                added = load_widened(builder, builder.add(bias, ir.Constant(_I64, 2 * LANES * place[1])), 2)
-                builder.store(builder.fadd(builder.load(sums[place]), added), sums[place])
-        for row, chunk in places:
-            at = builder.add(out, builder.mul(out_bytes, ir.Constant(_I64, row)))
-            at = builder.add(at, ir.Constant(_I64, 2 * LANES * chunk))
-            store_rounded(builder, builder.load(sums[row, chunk]), at, 2)
+        store_with_bias(builder, sums, bias, out, out_bytes)
         return context.get_dummy_value()
 
     return numba.void(num_rows, num_chunks, *[numba.int64] * 8), generate

@@ -20,10 +20,10 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 from torch import Tensor
 
-from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, add_products
+from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, add_products, store_with_bias
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, arguments, take, threads_for
-from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, load_widened, store_rounded
+from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils
 
 # Above, oneDNN is as fast: both are limited by arithmetic.
 MAX_ROWS = 64
@@ -72,14 +72,7 @@ def _span_products(
             for place in places:
                 total = builder.fadd(builder.load(totals[place]), builder.load(sums[place]))
                 builder.store(total, totals[place])
-        with builder.if_then(builder.icmp_signed("!=", bias, ir.Constant(_I64, 0))):
-            for row, chunk in places:
-                added = load_widened(builder, builder.add(bias, ir.Constant(_I64, 2 * LANES * chunk)), 2)
-                builder.store(builder.fadd(builder.load(totals[row, chunk]), added), totals[row, chunk])
-        for row, chunk in places:
-            at = builder.add(out, builder.mul(out_bytes, ir.Constant(_I64, row)))
-            at = builder.add(at, ir.Constant(_I64, 2 * LANES * chunk))
-            store_rounded(builder, builder.load(totals[row, chunk]), at, 2)
+        store_with_bias(builder, totals, bias, out, out_bytes)
         return context.get_dummy_value()
 
     return numba.void(num_rows, num_chunks, *[numba.int64] * 8), generate
