@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from torch import Tensor
@@ -17,10 +17,14 @@ from torch import Tensor
 from baton.engine.build import Engine, build_engine
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.executor import LocalExecutor
+from baton.engine.plan import DraftPlan, DraftResult
 from baton.engine.requests import make_request
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, prefix_digest, request_digest
 from baton.sampling_params import SamplingParams
 from baton.wire import FinishReason, GenerateRequest, HandoffParams, LegRole, TokenChunk, TokenLogprobs
+
+if TYPE_CHECKING:
+    import pytest
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
@@ -252,3 +256,19 @@ def pair(directory: Path, decode: dict[str, Any] | None = None, **settings: Any)
         stepped(role="decode", engine_id="d", **{**common, **(decode or {})}) as d,
     ):
         yield Pair(p, d, load_or_create_key(key_file))
+
+
+def note_drafts(patch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    """The drafts that engines with one request make from now on, by the number of known tokens."""
+    found: dict[int, list[int]] = {}
+    original = LocalExecutor.draft
+
+    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
+        out = original(self, plan)
+        (drafts,) = out.drafts
+        if drafts:
+            found[int(plan.rows.positions[-1]) + 2] = drafts
+        return out
+
+    patch.setattr(LocalExecutor, "draft", draft)
+    return found

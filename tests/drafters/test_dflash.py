@@ -16,12 +16,11 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from baton.drafters.registry import load_drafter
 from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
-from baton.engine.plan import DraftPlan, DraftResult
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.drafters_layers import block_drafter
-from testkit.engines import Stepped, pair, stepped
+from testkit.engines import Stepped, note_drafts, pair, stepped
 from tests.drafters.test_drafters import edit
 from tests.engine.models.test_transformers_equality import load_reference
 
@@ -89,22 +88,6 @@ def drafts_of_transformers(
     return out[0, len(prompt) :].tolist(), found
 
 
-def noted(patch: pytest.MonkeyPatch) -> Found:
-    """The drafts of engines from now on."""
-    found: Found = {}
-    original = LocalExecutor.draft
-
-    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
-        out = original(self, plan)
-        (drafts,) = out.drafts
-        if drafts:
-            found[int(plan.rows.positions[-1]) + 2] = drafts
-        return out
-
-    patch.setattr(LocalExecutor, "draft", draft)
-    return found
-
-
 @pytest.mark.parametrize(("length", "chunk"), [(1, 4096), (33, 10)])
 def test_drafts_are_those_of_transformers(
     length: int, chunk: int, target_path: Path, target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,7 +98,7 @@ def test_drafts_are_those_of_transformers(
     assert len({tuple(d) for d in drafts.values()}) > 2
     spec = {"method": "dflash", "model": str(tmp_path / "drafter"), "num_speculative_tokens": BLOCK - 1}
     settings = {"model": str(target_path), "speculative_config": SpeculativeConfig.parse(json.dumps(spec))}
-    ours = noted(monkeypatch)
+    ours = note_drafts(monkeypatch)
     with stepped(**settings, max_num_batched_tokens=chunk) as one:
         assert one.run("r", prompt, GREEDY).token_ids == tokens
     assert {known: ours[known] for known in drafts} == drafts

@@ -13,13 +13,11 @@ import torch
 import transformers.generation.candidate_generator as candidates
 
 from baton.engine.config import SpeculativeConfig
-from baton.engine.executor import LocalExecutor
-from baton.engine.plan import DraftPlan, DraftResult
 from baton.errors import CheckpointError
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.drafters_layers import make_mtp_checkpoint, mtp
 from testkit.checkpoints.moe import make_moe_checkpoint
-from testkit.engines import stepped
+from testkit.engines import note_drafts, stepped
 from tests.drafters.test_drafters import edit
 from tests.engine.models.test_transformers_equality import load_reference
 
@@ -60,19 +58,9 @@ def drafts_of_transformers(path: Path, prompt: list[int], monkeypatch: pytest.Mo
 def drafts_of_the_engine(
     path: Path, prompt: list[int], num: int, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> tuple[list[int], dict[int, list[int]]]:
-    found: dict[int, list[int]] = {}
-    original = LocalExecutor.draft
-
-    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
-        out = original(self, plan)
-        (drafts,) = out.drafts
-        if drafts:
-            found[int(plan.rows.positions[-1]) + 2] = drafts
-        return out
-
     spec = SpeculativeConfig.parse(json.dumps(mtp(num)))
     with monkeypatch.context() as patch:
-        patch.setattr(LocalExecutor, "draft", draft)
+        found = note_drafts(patch)
         with stepped(model=str(path), speculative_config=spec, dtype="float32", **settings) as one:
             return one.run("r", prompt, GREEDY).token_ids, found
 

@@ -82,14 +82,13 @@ class HandBacks:
         others = [engine for engine in engines if engine is not prefill] if self.enabled else []
         if not others:
             return None
-        best = max(others, key=lambda engine: engine.known.num_tokens(prompt))
+        most, best = max(((engine.known.num_tokens(prompt), engine) for engine in others), key=lambda found: found[0])
         held = prefill.known.num_tokens(prompt)
-        gain = best.known.num_tokens(prompt) - held
+        gain = most - held
         if gain < max(1, self._config.min_hand_back_length):
             return None
-        moving, computing = self._pace_of(best, prefill).seconds, self._compute_pace(prefill).seconds
-        if moving is not None and computing is not None and moving >= computing:
-            pace = self._pace_of(best, prefill)
+        pace, computing = self._pace_of(best, prefill), self._compute_pace(prefill).seconds
+        if pace.seconds is not None and computing is not None and pace.seconds >= computing:
             pace.num_passed_over += 1
             if pace.num_passed_over % _TRY_AGAIN:
                 self.counts["too_slow"] += 1

@@ -107,7 +107,7 @@ class AdaptiveDrafts:
         now, spec = self.timer, executor.spec
         started = now()
         slots = (len(pages[name]) for name in (*spec.state_groups, *spec.draft_state_groups))
-        most_requests = min(most_requests, *slots, most_requests)
+        most_requests = min((most_requests, *slots))
         for repeated in range(2):  # the first time, kernels are loaded
             for requests, rows, context in _TARGET_PROBES:
                 if requests > most_requests or requests * rows > most_rows or context + rows > most_tokens:
