@@ -20,7 +20,6 @@ LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS = {
     "kernels/cpu/attention_tile.py:attend_tile": _COMPILED,
     "kernels/cpu/gated_delta.py:scan": "one compiled loop",
-    "router/app.py:build_app": _UNSPLIT,
 }
 MANY_PARAMETERS = {}
 # Kernels take scalars and addresses: Numba's and Triton's calls have no structs.

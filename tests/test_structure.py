@@ -35,6 +35,7 @@ COMMON = {
     "baton.log_limit",
     "baton.parent",
     "baton.sampling_params",
+    "baton.setting",
     "baton.timeouts",
     "baton.waiting",
     "baton.wire",

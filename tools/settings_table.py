@@ -1,4 +1,4 @@
-"""`python -m tools.settings_table` writes the settings of an engine into docs/reference/settings.md.
+"""`python -m tools.settings_table` writes the settings of engines and routers into docs/reference/settings.md.
 
 A test compares the file with the declarations.
 """
@@ -11,7 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from baton.cli.settings import FLAG_VARIABLES
 from baton.engine.config import ServingSettings, declared
-from baton.engine.config.setting import DeclaredSetting
+from baton.router.config.router_settings import RouterSettings
+from baton.setting import DeclaredSetting
 
 DOC = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 _HEAD = """# Settings of an engine
@@ -24,12 +25,25 @@ file. An unknown name is an error that names it. `python -m tools.settings_table
 | flag | key, argument | type | default | must be | |
 |---|---|---|---|---|---|
 """
+_ROUTER = """# Settings of a router
+
+What `baton router` takes, besides engines and the flags of a server; `baton up` takes those that do not depend on
+running engines. They are declared in `router/config/router_settings.py`.
+
+| flag | key | type | default | must be | |
+|---|---|---|---|---|---|
+"""
 
 
 def table() -> str:
     """The whole page."""
-    lines = [_row(one) for one in declared(ServingSettings).values()]
-    return _HEAD + "\n".join(lines) + f"\n\nThe variable of a key is `{FLAG_VARIABLES}` and the key in capitals.\n"
+    engine, router = _rows(ServingSettings), _rows(RouterSettings)
+    variable = f"The variable of a key is `{FLAG_VARIABLES}` and the key in capitals."
+    return f"{_HEAD}{engine}\n\n{variable}\n\n{_ROUTER}{router}\n"
+
+
+def _rows(kind: type) -> str:
+    return "\n".join(_row(one) for one in declared(kind).values())
 
 
 def _row(one: DeclaredSetting) -> str:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from baton.bench.client import stream_completion
-from baton.cli.options import MAX_LOCAL_PREFILL_LENGTH
 from baton.deployment import Deployment
+from baton.router.config.router_settings import MAX_LOCAL_PREFILL_LENGTH
 from benchmarks.scrape import get_json, scrape
 
 TARGET = "models/baton-demo-llama"

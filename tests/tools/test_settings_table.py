@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import typer
 
 import baton.cli
 from baton.engine.config import ServingSettings, declared
+from baton.router.config.router_settings import RouterSettings, RoutingSettings
 from tools.settings_table import DOC, table
 
 
@@ -13,9 +15,18 @@ def test_the_page_is_as_declared() -> None:
     assert DOC.read_text() == table(), "run python -m tools.settings_table"
 
 
-def test_every_setting_is_a_flag() -> None:
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        ("serve", ServingSettings),
+        ("up", ServingSettings),
+        ("generate", ServingSettings),
+        ("up", RoutingSettings),
+        ("router", RouterSettings),
+    ],
+)
+def test_every_setting_is_a_flag(command: str, kind: type) -> None:
     app = typer.main.get_command(baton.cli.app)
-    for command in ("serve", "up", "generate"):
-        flags = {flag for parameter in app.commands[command].params for flag in parameter.opts}  # type: ignore[attr-defined]
-        for one in declared(ServingSettings).values():
-            assert {one.flag, one.setting.short or one.flag} <= flags, one.name
+    flags = {flag for parameter in app.commands[command].params for flag in parameter.opts}  # type: ignore[attr-defined]
+    for one in declared(kind).values():
+        assert {one.flag, one.setting.short or one.flag} <= flags, one.name

@@ -18,7 +18,6 @@ import typer
 from baton.cli.logs import LogFormat, LogLevel, log_to_stderr
 from baton.cli.settings import Config
 from baton.engine.config import EngineConfig, ServingSettings, StepSettings, declared
-from baton.engine.config.setting import DeclaredSetting, Setting
 from baton.errors import ConfigError
 from baton.openai.http.access import Access
 from baton.openai.http.limits import WRITE_TIMEOUT_S, HttpLimits
@@ -26,14 +25,13 @@ from baton.openai.http.serving import SHUTDOWN_TIMEOUT_S, bind
 from baton.openai.request_metrics import PerRequestMetrics, SpecDecodeLevel
 from baton.openai.tools import Parsing
 from baton.parsing import REASONING_PARSERS, TOOL_PARSERS
+from baton.router.config.router_settings import RoutingSettings
+from baton.setting import DeclaredSetting, Setting, check_settings
 from baton.text import ContentFormatOption, chosen_template
-from baton.wire import Mode, Role
-
-# So many rows delay concurrent decodes less than a handoff would (docs/performance.md).
-MAX_LOCAL_PREFILL_LENGTH = 64
+from baton.wire import Role
 
 if TYPE_CHECKING:
-    from baton.router import RouterConfig
+    from baton.router.config.router_config import RouterConfig
 
 ModelArgument = Annotated[
     str, typer.Argument(help="Checkpoint directory in Hugging Face format, or ORG/NAME on the hub.")
@@ -210,55 +208,23 @@ class ProcessOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterOptions:
-    """The router's flags."""
+class AdminOptions:
+    """Who may change a router's engines."""
 
-    kv_mode: Annotated[
-        Mode | None, typer.Option(help="Who issues the copies: prefill (push, default) or decode (pull).")
-    ] = None
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="How engines are chosen: cache_aware, least_loaded, power_of_two, round_robin, consistent_hash."
-        ),
-    ] = "cache_aware"
-    prefill_policy: Annotated[str | None, typer.Option(help="How prefill engines are. Default: --policy.")] = None
-    decode_policy: Annotated[str | None, typer.Option(help="How decode engines are. Default: --policy.")] = None
-    policy_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Weights and limits of the choice: docs/router.md.")
-    ] = None
-    max_local_prefill_length: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Tokens of a prompt that a decode engine may lack to compute it itself; 0: hand off all."
-        ),
-    ] = MAX_LOCAL_PREFILL_LENGTH
-    allow_mode_override: Annotated[bool, typer.Option(help="Let a request choose by its field kv_mode.")] = False
     admin_token_file: Annotated[
         str | None,
         typer.Option(help="Token for POST /instances/..., made where there is none. Default: BATON_ADMIN_TOKEN."),
     ] = None
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Send spans there over OTLP/HTTP: http://HOST:4318/v1/traces."),
-    ] = None
-    trace: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write spans as a timeline for ui.perfetto.dev.")
-    ] = None
-    trace_sampling_ratio: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of requests without a traceparent that are traced.")
-    ] = 1.0
 
-    def to_config(self, host: str, **settings: Any) -> RouterConfig:
-        """`settings`: other fields of `RouterConfig`. Creates a missing admin token file."""
-        from baton.router import RouterConfig
-        from baton.router.admin import admin_token
-        from baton.router.policies import read_config
 
-        own = {"admin_token": admin_token(self.admin_token_file), "policy_config": read_config(self.policy_config)}
-        given = {**dataclasses.asdict(self), **own, **settings}
-        del given["admin_token_file"]
-        return RouterConfig(host_names=(host,), **{k: value for k, value in given.items() if value is not None})
+def router_config(settings: RoutingSettings, admin: AdminOptions, host: str, **more: Any) -> RouterConfig:
+    """The checked configuration: `settings`, and other fields. Creates a missing admin token file."""
+    from baton.router.admin import admin_token
+    from baton.router.config.router_config import RouterConfig
+
+    check_settings(settings)
+    own = {name: getattr(settings, name) for name in declared(type(settings))}
+    return RouterConfig(host_names=(host,), admin_token=admin_token(admin.admin_token_file), **{**own, **more})
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

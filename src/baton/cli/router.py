@@ -7,32 +7,31 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from baton.cli.logs import tell
-from baton.cli.options import ListenOptions, ProcessOptions, RouterOptions, with_options
+from baton.cli.options import AdminOptions, ListenOptions, ProcessOptions, router_config, with_options
 from baton.deployment import Reporter
 from baton.errors import ConfigError
-from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, TICKET_LIFE_S, load_or_create_key
+from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import ticket_key_file
 from baton.openai.http.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
-from baton.waiting import MAX_QUEUED_REQUESTS
-from baton.wire import Recovery
+from baton.router.config.router_settings import RouterSettings
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from baton.router import RouterConfig
+    from baton.router.config.router_config import RouterConfig
 
 _Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="Repeat, or separate by commas.")]
 _VLLM_ONLY = ("kv_connector", "seed_first_token", "near_tie")
 
 
-@dataclass(frozen=True, slots=True)
-class FrontOptions(RouterOptions):
-    """Field names are those of `RouterConfig`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontOptions(RouterSettings):
+    """Flags of a router over running engines."""
 
     prefill: _Urls = None
     decode: _Urls = None
@@ -48,45 +47,17 @@ class FrontOptions(RouterOptions):
     kv_event_replay_source: Annotated[
         list[str] | None, typer.Option(metavar="URL=ENDPOINT", help="Where it repeats them. Repeat.")
     ] = None
-    tokenizer: Annotated[str | None, typer.Option(help="Default: the engines' own checkpoint.")] = None
-    recovery: Annotated[Recovery, typer.Option(help="How far the router goes for a request whose engines failed.")] = (
-        "full"
-    )
-    engine: Annotated[
-        Literal["baton", "vllm", "sglang"],
-        typer.Option(help="What runs at the URLs: `baton serve`, vLLM, or SGLang."),
-    ] = "baton"
-    kv_connector: Annotated[
-        str | None,
-        typer.Option(help="vLLM: BatonConnector (default), or its own NixlConnector (pull) or NixlPushConnector."),
-    ] = None
-    seed_first_token: Annotated[
-        bool,
-        typer.Option("--seed-first-token", help="vLLM: the decode server is sent the first token, and samples none."),
-    ] = False
-    near_tie: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="vLLM: nats by which two first tokens may be apart. Default: 0.1; 0 excuses none."),
-    ] = None
-    ticket_life: Annotated[
-        float,
-        typer.Option(
-            min=1, max=MAX_TICKET_LIFE_S, help="Seconds in which both legs reach their engines; they may wait."
-        ),
-    ] = TICKET_LIFE_S
-    max_queued_requests: Annotated[
-        int, typer.Option(min=1, help="Choices that may wait for their first token; more get 429.")
-    ] = MAX_QUEUED_REQUESTS
 
-    def event_sources(self) -> dict[str, tuple[str, ...]]:
+    def sources(self) -> dict[str, tuple[str, ...]]:
         return {
+            "discover": tuple(self.discover or ()),
             "kv_event_source": tuple(self.kv_event_source or ()),
             "kv_event_replay_source": tuple(self.kv_event_replay_source or ()),
         }
 
 
 @with_options
-def router_command(options: FrontOptions, listen: ListenOptions, process: ProcessOptions) -> None:
+def router_command(options: FrontOptions, listen: ListenOptions, process: ProcessOptions, admin: AdminOptions) -> None:
     """The front door over engines that run already; more may join by POST /instances/add."""
     for name in _VLLM_ONLY:
         value = getattr(options, name)
@@ -98,8 +69,8 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
             key_file = str(ticket_key_file(process.keys))
         urls = {role: _split(getattr(options, role)) for role in ("prefill", "decode", "both")}
         key = load_or_create_key(key_file) if key_file else None
-        found = {"discover": tuple(options.discover or ()), **options.event_sources()}
-        config = options.to_config(listen.host, ticket_key=key, **listen.answers(), **urls, **found)
+        more = {**listen.answers(), **urls, **options.sources()}
+        config = router_config(options, admin, listen.host, ticket_key=key, **more)
         listener = listen.bind()
 
         def on_ready(url: str) -> None:

@@ -9,20 +9,20 @@ import json
 import shlex
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from baton.cli.logs import log_to_stderr, logger, pass_on, tell
 from baton.cli.options import (
+    AdminOptions,
     EngineOptions,
     ListenOptions,
     ModelArgument,
     ProcessOptions,
-    RouterOptions,
+    router_config,
     to_flags,
     with_options,
 )
@@ -34,6 +34,7 @@ from baton.deployment import Deployment, Reporter
 from baton.engine.config import EngineConfig, SpeculativeConfig
 from baton.engine.memory.sizes import check_sizes
 from baton.errors import ConfigError, EngineUnavailableError
+from baton.router.config.router_settings import RoutingSettings
 from baton.wire import Role
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ def up_command(
     fleet: FleetOptions,
     options: EngineOptions,
     listen: ListenOptions,
-    routing: RouterOptions,
+    routing: RoutingSettings,
+    admin: AdminOptions,
     roles: RoleOptions,
     model: ModelArgument,
 ) -> None:
@@ -165,7 +167,7 @@ def up_command(
         config = options.to_config(model)
         ranks = roles.data_ranks(options)
         check_sizes(config, fleet.prefill * ranks["prefill"] + fleet.decode * ranks["decode"])
-        router = routing.to_config(listen.host, tokenizer=config.model, **own)
+        router = router_config(routing, admin, listen.host, tokenizer=config.model, **own)
         tell(f"starting {fleet.prefill} prefill and {fleet.decode} decode engines of {model}")
         deployment = Deployment(
             config.model,
@@ -184,18 +186,14 @@ def up_command(
             named=lambda role, error: named_after_source(context, roles.named(role, error)),
         )
         with deployment:
-            router = msgspec.structs.replace(
-                router,
-                ticket_key=load_or_create_key(deployment.ticket_key_file),
-                prefill=tuple(deployment.prefill_urls),
-                decode=tuple(deployment.decode_urls),
-                both=tuple(deployment.both_urls),
-            )
+            key = load_or_create_key(deployment.ticket_key_file)
+            roled = {role: tuple(getattr(deployment, f"{role}_urls")) for role in ("prefill", "decode", "both")}
+            router = replace(router, ticket_key=key, **roled)  # type: ignore[arg-type]
 
             def on_ready(url: str) -> None:
+                took = f"started in {time.monotonic() - began:.1f} s"
                 tell(_banner(config, deployment.engines(), url))
-                took_s = time.monotonic() - began
-                tell(f"ready: {url}/v1   (status: {url}/status, started in {took_s:.1f} s, Ctrl-C ends all)")
+                tell(f"ready: {url}/v1   (status: {url}/status, {took}, Ctrl-C ends all)")
 
             supervisor, stop = Supervisor(deployment, logger.warning, fleet.max_restarts), asyncio.Event()
             beside = functools.partial(_supervise, supervisor, stop)

@@ -1,8 +1,31 @@
-"""The server for clients, over many engines: chooses engines, starts both legs of a handoff, and joins their tokens."""
+"""The server for clients, over many engines: chooses engines, starts both legs of a handoff, and joins their tokens.
 
-from baton.router.app import RouterConfig, build_app
-from baton.router.backend import RouterBackend
-from baton.router.pool import EnginePool
-from baton.router.pooled_engine import PooledEngine
+Names are imported when they are first used, since commands need only the settings.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from baton.router.app import build_app
+    from baton.router.backend import RouterBackend
+    from baton.router.config.router_config import RouterConfig
+    from baton.router.pool import EnginePool
+    from baton.router.pooled_engine import PooledEngine
 
 __all__ = ["EnginePool", "PooledEngine", "RouterBackend", "RouterConfig", "build_app"]
+_MODULES = {
+    "EnginePool": "pool",
+    "PooledEngine": "pooled_engine",
+    "RouterBackend": "backend",
+    "RouterConfig": "config.router_config",
+    "build_app": "app",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -6,104 +6,42 @@ import asyncio
 import contextlib
 import functools
 import random
-from collections.abc import AsyncIterator, Iterator
-from typing import Literal, TypeVar
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TypeVar
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
 from baton.errors import BatonError, ConfigError, EngineUnavailableError, RequestError
-from baton.handoff.protocol.ticket import TICKET_LIFE_S
 from baton.observe.tracing.tracer import Tracer, make_tracer
 from baton.openai import FrontMetrics, OpenAIService
-from baton.openai.http.access import OPEN, Access
 from baton.openai.http.app import BODIES, json_response, new_app
-from baton.openai.http.limits import HttpLimits
 from baton.openai.http.metrics import Row, RowCollector, counter, gauge
 from baton.openai.records import reporting
-from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.routes import add_health, add_openai_routes
-from baton.openai.tools import NO_PARSING, Parsing
 from baton.router.admin import Admin
 from baton.router.backend import RouterBackend
 from baton.router.clients.engine_client import new_session
+from baton.router.config.router_config import RouterConfig
 from baton.router.connectors import create_connector
-from baton.router.connectors.base import ConnectorConfig
+from baton.router.connectors.base import Connector, ConnectorConfig
 from baton.router.dashboard import add_dashboard
-from baton.router.discovery import Discovery, read_services
+from baton.router.discovery import Discovery, Service, read_services
 from baton.router.hand_back import HandBacks
 from baton.router.index.readers import EventReaders, read_sources
 from baton.router.observed import ObservedBackend
-from baton.router.policies import DEFAULT_POLICY, PolicyConfig, create_policies
+from baton.router.policies import create_policies
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import PooledEngine
 from baton.router.routes import WHYS, Routes
 from baton.router.scrape import Shared, families
-from baton.router.timers import RouterTimers
-from baton.text import ContentFormatOption, Tokenizer
-from baton.waiting import MAX_QUEUED_REQUESTS, AdmissionLimit
-from baton.wire import EngineLoad, Mode, Recovery, Role
+from baton.text import Tokenizer
+from baton.waiting import AdmissionLimit
+from baton.wire import EngineLoad, Role
 
-EngineKind = Literal["baton", "vllm", "sglang"]
 # In nats. Adding 16-bit weights in another order changes probabilities by about 10 %.
 DEFAULT_NEAR_TIE = 0.1
-
-
-class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A router's settings.
-
-    - `prefill`, `decode`, `both`: base URLs of engines by role. `discover`: DNS names whose addresses are engines.
-    - `kv_connector`, `seed_first_token` (send the first token to the decode server) and `near_tie` (tolerance for two
-      different first tokens, in nats): only for `engine` vllm.
-    - `prefill_policy`, `decode_policy` None: as `policy`.
-    - `kv_event_source`, `kv_event_replay_source`: `URL=ENDPOINT` of engines that do not tell where they publish.
-    - `tokenizer` None: the engines' checkpoint. `chat_template` (a text) None: the checkpoint's.
-      `chat_template_content_format`: how it reads the content of messages.
-    - `kv_mode` None: push, or the connector's only mode.
-    - `ticket_life`: seconds in which both legs must reach their engines.
-    - `max_local_prefill_length`: a prompt of which the decode engine lacks at most this many tokens is computed there.
-      0: none is, while there is a prefill engine.
-    - `max_queued_requests`: choices that may wait for their first token.
-    - `otlp_traces_endpoint`: where spans go; None: to OpenTelemetry's own variables, if set. `trace`: a file for
-      Perfetto. `trace_sampling_ratio`: the share of requests without a `traceparent` that are traced.
-    - `admin_token` None: engines cannot join or leave at run time. `host_names`: the router's names for `Admin`.
-    """
-
-    prefill: tuple[str, ...] = ()
-    decode: tuple[str, ...] = ()
-    both: tuple[str, ...] = ()
-    discover: tuple[str, ...] = ()
-    ticket_key: bytes | None = None
-    kv_mode: Mode | None = None
-    allow_mode_override: bool = False
-    policy: str = DEFAULT_POLICY
-    prefill_policy: str | None = None
-    decode_policy: str | None = None
-    policy_config: PolicyConfig = PolicyConfig()
-    kv_event_source: tuple[str, ...] = ()
-    kv_event_replay_source: tuple[str, ...] = ()
-    tokenizer: str | None = None
-    chat_template: str | None = None
-    chat_template_content_format: ContentFormatOption = "auto"
-    max_local_prefill_length: int = 0
-    recovery: Recovery = "full"
-    timers: RouterTimers = RouterTimers()
-    engine: EngineKind = "baton"
-    kv_connector: str = "BatonConnector"
-    seed_first_token: bool = False
-    near_tie: float = DEFAULT_NEAR_TIE
-    admin_token: str | None = None
-    host_names: tuple[str, ...] = ()
-    max_queued_requests: int = MAX_QUEUED_REQUESTS
-    ticket_life: float = TICKET_LIFE_S
-    limits: HttpLimits = HttpLimits()
-    access: Access = OPEN
-    parsing: Parsing = NO_PARSING
-    per_request: PerRequestMetrics = NO_METRICS
-    otlp_traces_endpoint: str | None = None
-    trace: str | None = None
-    trace_sampling_ratio: float = 1.0
 
 
 class _Joining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,19 +66,8 @@ async def build_app(config: RouterConfig) -> web.Application:
     Raises `ConfigError` for settings that exclude each other, `RequestError` for a bad URL or role,
     `IncompatiblePeerError` if engines serve different models.
     """
-    vllm = config.engine == "vllm"
-    settings = ConnectorConfig(config.ticket_key, config.seed_first_token, config.ticket_life)
-    connector = create_connector(config.kv_connector if vllm else config.engine, settings)
     services = read_services(config.discover)
-    pairs = config.prefill or config.decode or any(service.role != "both" for service in services)
-    if connector.needs_ticket_key and config.ticket_key is None and pairs:
-        raise ConfigError("ticket_key_file", "is required with prefill and decode engines")
-    for name in ("kv_mode", "allow_mode_override"):
-        if getattr(config, name) and not connector.has_modes:
-            raise ConfigError(name, f"{config.kv_connector} has one mode")
-    if not (pairs or config.both or services) and config.admin_token is None:
-        why = "without engines, and without an admin token by which one could join, a router serves nobody"
-        raise ConfigError("admin_token_file", f"is needed, or --prefill and --decode, or --both: {why}")
+    connector = _connector(config, services)
     tracer = make_tracer(config.otlp_traces_endpoint, config.trace, config.trace_sampling_ratio)
     policies = create_policies(
         config.policy, config.prefill_policy, config.decode_policy, config.policy_config, random.Random()
@@ -158,25 +85,19 @@ async def build_app(config: RouterConfig) -> web.Application:
     veto = policies.config.is_overload if policies.config.has_veto else None
     pool = EnginePool(session, connector.client, config.tokenizer, config.timers, load, veto, readers)
     hand_backs = HandBacks(connector, policies.config)
+    near_tie = DEFAULT_NEAR_TIE if config.near_tie is None else config.near_tie
     backend = RouterBackend(
         pool,
         connector,
         config.kv_mode or "push",
         config.allow_mode_override,
         config.recovery,
-        config.near_tie if vllm else 0.0,  # Baton's own engines never sample a token twice
+        near_tie if config.engine == "vllm" else 0.0,  # Baton's own engines never sample a token twice
         Routes(pool, policies, config.max_local_prefill_length if connector.computes_alone else 0, hand_backs),
         hand_backs,
     )
-    roles: tuple[tuple[Role, tuple[str, ...]], ...] = (
-        ("prefill", config.prefill),
-        ("decode", config.decode),
-        ("both", config.both),
-    )
     try:
-        for role, urls in roles:
-            for url in urls:
-                await pool.add(url, role)
+        await _add_engines(pool, config)
     except BaseException:
         await readers.close()
         await session.close()
@@ -199,6 +120,34 @@ async def build_app(config: RouterConfig) -> web.Application:
         app.cleanup_ctx.append(lambda _: discovery.run())
     app.cleanup_ctx.append(lambda _: reporting(metrics, lambda: _report(backend, service.queue)))
     return app
+
+
+def _connector(config: RouterConfig, services: Sequence[Service]) -> Connector:
+    """The connector to the engines. Raises `ConfigError` for settings that exclude each other."""
+    named = config.kv_connector or "BatonConnector"
+    settings = ConnectorConfig(config.ticket_key, config.seed_first_token, config.ticket_life)
+    connector = create_connector(named if config.engine == "vllm" else config.engine, settings)
+    pairs = config.prefill or config.decode or any(service.role != "both" for service in services)
+    if connector.needs_ticket_key and config.ticket_key is None and pairs:
+        raise ConfigError("ticket_key_file", "is required with prefill and decode engines")
+    for name in ("kv_mode", "allow_mode_override"):
+        if getattr(config, name) and not connector.has_modes:
+            raise ConfigError(name, f"{named} has one mode")
+    if not (pairs or config.both or services) and config.admin_token is None:
+        why = "without engines, and without an admin token by which one could join, a router serves nobody"
+        raise ConfigError("admin_token_file", f"is needed, or --prefill and --decode, or --both: {why}")
+    return connector
+
+
+async def _add_engines(pool: EnginePool, config: RouterConfig) -> None:
+    roles: tuple[tuple[Role, tuple[str, ...]], ...] = (
+        ("prefill", config.prefill),
+        ("decode", config.decode),
+        ("both", config.both),
+    )
+    for role, urls in roles:
+        for url in urls:
+            await pool.add(url, role)
 
 
 async def _lifetime(

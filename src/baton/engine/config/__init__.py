@@ -2,10 +2,10 @@
 
 from baton.engine.config.engine import EngineConfig
 from baton.engine.config.kv_transfer import KVTransferConfig
-from baton.engine.config.setting import declared
 from baton.engine.config.settings import DTYPES, RANKS, ServingSettings, StepSettings
 from baton.engine.config.speculative import SpeculativeConfig
 from baton.engine.config.values import block_sizes, json_object, parse_size
+from baton.setting import declared
 
 __all__ = [
     "DTYPES",

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from baton.engine.config.setting import check_settings
 from baton.engine.config.settings import RANKS, ServingSettings
 from baton.engine.config.values import block_sizes
 from baton.engine.loading.generation_config import GENERATION_FIELDS, sampling_defaults
@@ -16,6 +15,7 @@ from baton.engine.loading.servable import check_servable
 from baton.errors import ConfigError
 from baton.handoff.session.keys import check_bind, ticket_key_file
 from baton.sampling_params import SamplingDefaults
+from baton.setting import check_settings
 from baton.transports.registry import check_device, check_keys, parse_uri
 from baton.wire import Role
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
 from baton.engine.config.kv_transfer import KVTransferConfig
-from baton.engine.config.setting import Rule, Setting, at_least, between, like, one_of
 from baton.engine.config.speculative import SpeculativeConfig
 from baton.engine.config.values import json_object, parse_size
 from baton.kv.cache import CHECKPOINT_TOKENS
 from baton.kv.interval import MAX_TOKENS
 from baton.kvevents.config import KVEventsConfig
 from baton.sampling_params import MAX_WORD
+from baton.setting import Rule, Setting, at_least, between, like, one_of
 from baton.wire import Integrity, KVStream, Recovery
 
 IntegritySetting = Literal["auto", "off", "sampled", "full"]

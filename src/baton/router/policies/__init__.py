@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 
-import msgspec
-
 from baton.errors import ConfigError
-from baton.router.policies.base import Asked, Policies, Policy, PolicyConfig
+from baton.router.config.policy_config import DEFAULT_POLICY, PolicyConfig, read_config
+from baton.router.policies.base import Asked, Policies, Policy
 from baton.router.policies.cache_aware import CacheAware
 from baton.router.policies.consistent_hash import ConsistentHash
 from baton.router.policies.least_loaded import LeastLoaded
@@ -28,17 +27,6 @@ __all__ = [
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy for policy in (CacheAware, LeastLoaded, PowerOfTwo, RoundRobin, ConsistentHash)
 }
-DEFAULT_POLICY = CacheAware.name
-
-
-def read_config(text: str | None) -> PolicyConfig:
-    """Raises `ConfigError`."""
-    try:
-        config = PolicyConfig() if text is None else msgspec.json.decode(text, type=PolicyConfig)
-    except msgspec.DecodeError as error:
-        raise ConfigError("policy_config", str(error)) from None
-    config.check()
-    return config
 
 
 def create_policies(

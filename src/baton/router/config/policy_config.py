@@ -1,0 +1,64 @@
+"""Settings of the router's policies."""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton.errors import ConfigError
+from baton.wire import EngineLoad
+
+DEFAULT_POLICY = "cache_aware"
+
+
+class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of policies: the JSON of `--policy-config`. Weights are in the work of computing one prompt token.
+
+    - `uncached_weight`: per prompt token that an engine would have to compute.
+    - `moved_weight`: per prompt token that a decode engine would have to receive.
+    - `queued_weight`: per prompt token that waits to be computed there for other requests.
+    - `leg_weight`: per request that decodes there. `kv_weight`: per token of their KV.
+    - `max_turn_prefill_length`: a decode engine that holds the beginning of a prompt computes up to this many more
+      tokens if a prefill engine would have at least `turn_ratio` times as many to compute. 0: never.
+    - `hand_back`: a prefill engine gets the KV of a prompt's beginning from the engine that holds it, if that has at
+      least `min_hand_back_length` tokens more, and if computing them was not faster before.
+    - `overload_num_waiting`, `overload_kv_usage`: an engine that reports at least so many waiting requests, or this
+      share of its KV in use, gets no new requests. None: it always does.
+    """
+
+    uncached_weight: float = 1.0
+    moved_weight: float = 0.25
+    queued_weight: float = 1.0
+    leg_weight: float = 32.0
+    kv_weight: float = 0.0625
+    max_turn_prefill_length: int = 256
+    turn_ratio: float = 1.5
+    hand_back: bool = False
+    min_hand_back_length: int = 64
+    overload_num_waiting: int | None = None
+    overload_kv_usage: float | None = None
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a value that is out of range."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not 0.0 <= value < float("inf"):
+                raise ConfigError("policy_config", f"{name} must be at least 0, got {value}")
+
+    @property
+    def has_veto(self) -> bool:
+        return self.overload_num_waiting is not None or self.overload_kv_usage is not None
+
+    def is_overload(self, load: EngineLoad) -> bool:
+        """Whether an engine with this load gets no new requests."""
+        waiting, usage = self.overload_num_waiting, self.overload_kv_usage
+        return (waiting is not None and load.num_waiting >= waiting) or (usage is not None and load.kv_usage >= usage)
+
+
+def read_config(text: str | None) -> PolicyConfig:
+    """Raises `ConfigError`."""
+    try:
+        config = PolicyConfig() if text is None else msgspec.json.decode(text, type=PolicyConfig)
+    except msgspec.DecodeError as error:
+        raise ConfigError("policy_config", str(error)) from None
+    config.check()
+    return config

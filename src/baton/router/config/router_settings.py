@@ -1,0 +1,86 @@
+"""The settings of a router that users give: each is declared here, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, TICKET_LIFE_S
+from baton.router.config.policy_config import DEFAULT_POLICY, PolicyConfig, read_config
+from baton.setting import Setting, at_least, between
+from baton.waiting import MAX_QUEUED_REQUESTS
+from baton.wire import Mode, Recovery
+
+EngineKind = Literal["baton", "vllm", "sglang"]
+# So many rows delay concurrent decodes less than a handoff would (docs/performance.md).
+MAX_LOCAL_PREFILL_LENGTH = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingSettings:
+    """Settings of all commands that start a router.
+
+    `kv_mode` None: push, or the connector's only mode. `policy`: how engines are chosen; `prefill_policy`,
+    `decode_policy` None: as `policy`. `max_local_prefill_length`: a prompt of which the decode engine lacks at most
+    this many tokens is computed there. 0: no prompt is, while there is a prefill engine. `otlp_traces_endpoint`: where
+    spans go; None: to OpenTelemetry's own variables, if set. `trace`: a file for Perfetto. `trace_sampling_ratio`: the
+    share of requests without a `traceparent` that are traced.
+    """
+
+    kv_mode: Annotated[Mode | None, Setting("Who issues the copies: prefill (push, default) or decode (pull).")] = None
+    policy: Annotated[
+        str,
+        Setting("How engines are chosen: cache_aware, least_loaded, power_of_two, round_robin, consistent_hash."),
+    ] = DEFAULT_POLICY
+    prefill_policy: Annotated[str | None, Setting("How prefill engines are. Default: --policy.")] = None
+    decode_policy: Annotated[str | None, Setting("How decode engines are. Default: --policy.")] = None
+    policy_config: Annotated[
+        PolicyConfig,
+        Setting("Weights and limits of the choice: docs/router.md.", parse=read_config, metavar="JSON"),
+    ] = field(default_factory=PolicyConfig)
+    max_local_prefill_length: Annotated[
+        int,
+        Setting(
+            "Tokens of a prompt that a decode engine may lack to compute it itself; 0: hand off all.", rule=at_least(0)
+        ),
+    ] = MAX_LOCAL_PREFILL_LENGTH
+    allow_mode_override: Annotated[bool, Setting("Let a request choose by its field kv_mode.")] = False
+    otlp_traces_endpoint: Annotated[
+        str | None, Setting("Send spans there over OTLP/HTTP: http://HOST:4318/v1/traces.", metavar="URL")
+    ] = None
+    trace: Annotated[str | None, Setting("Write spans as a timeline for ui.perfetto.dev.", metavar="FILE")] = None
+    trace_sampling_ratio: Annotated[
+        float, Setting("Share of requests without a traceparent that are traced.", rule=between(0.0, 1.0))
+    ] = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings(RoutingSettings):
+    """All settings of a router over running engines.
+
+    `tokenizer` None: the engines' checkpoint. `kv_connector`, `seed_first_token` (send the first token to the decode
+    server) and `near_tie` (tolerance for two different first tokens, in nats): only for `engine` vllm. `ticket_life`:
+    seconds in which both legs must reach their engines. `max_queued_requests`: choices that may wait for their first
+    token.
+    """
+
+    tokenizer: Annotated[str | None, Setting("Default: the engines' own checkpoint.")] = None
+    recovery: Annotated[Recovery, Setting("How far the router goes for a request whose engines failed.")] = "full"
+    engine: Annotated[EngineKind, Setting("What runs at the URLs: `baton serve`, vLLM, or SGLang.")] = "baton"
+    kv_connector: Annotated[
+        str | None, Setting("vLLM: BatonConnector (default), or its own NixlConnector (pull) or NixlPushConnector.")
+    ] = None
+    seed_first_token: Annotated[bool, Setting("vLLM: the decode server is sent the first token, and samples none.")] = (
+        False
+    )
+    near_tie: Annotated[
+        float | None,
+        Setting("vLLM: nats by which two first tokens may be apart. Default: 0.1; 0 excuses none.", rule=at_least(0.0)),
+    ] = None
+    ticket_life: Annotated[
+        float,
+        Setting("Seconds in which both legs reach their engines; they may wait.", rule=between(1, MAX_TICKET_LIFE_S)),
+    ] = TICKET_LIFE_S
+    max_queued_requests: Annotated[
+        int, Setting("Choices that may wait for their first token; more get 429.", rule=at_least(1))
+    ] = MAX_QUEUED_REQUESTS
