@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
+from collections import Counter
 from pathlib import Path
 
 LIMIT_S = 60.0
@@ -18,6 +21,26 @@ def orphaned_segments() -> list[Path]:
     while (left := first & _orphans()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return sorted(left)
+
+
+def open_files() -> Counter[str]:
+    """What this process has open, by what its descriptors point to, e.g. `{"socket:[17]": 1, "/dev/null": 2}`."""
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed since, as the descriptor of this listing is
+            found[os.readlink(f"/proc/self/fd/{name}")] += 1
+    return found
+
+
+def files_left_open(before: Counter[str]) -> Counter[str]:
+    """What is open beyond `before`, after a while for threads that close files.
+
+    Numbers of open files do not compare: an earlier test's file may be closed by the garbage collector at any moment.
+    """
+    deadline = time.monotonic() + LIMIT_S
+    while (left := open_files() - before) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return left
 
 
 def _orphans() -> set[Path]:

@@ -19,6 +19,7 @@ from baton.kvstore.store import Entry, FileStore
 from baton.kvstore.threads import started_executor
 from baton.testing.transport_peer import pattern
 from baton.transports.registry import create_transport
+from testkit.processes.leftovers import files_left_open, open_files
 
 OLD, NEW = {"x": pattern(64, 0)}, {"x": pattern(64, 1)}
 CALLS = {"open", "close", "utime", "rename", "scandir", "fstat", "read", "write"}
@@ -67,16 +68,12 @@ def attempt(call: Callable[[], Any]) -> Any:
         return error
 
 
-def num_open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOSPC, errno.EIO, errno.ESTALE, errno.ENOMEM])
 def test_whichever_call_fails_entries_are_whole_and_nothing_is_left(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed: set[str] = set()
-    before, at = num_open_files(), 0
+    before, at = open_files(), 0
     while True:
         at += 1
         old = FileStore(tmp_path / str(at)).put(OLD)
@@ -95,7 +92,7 @@ def test_whichever_call_fails_entries_are_whole_and_nothing_is_left(
             entry = store.get(store.put(tensors))
             assert isinstance(entry, Entry)
             assert np.array_equal(entry.tensors["x"], tensors["x"])
-        assert num_open_files() == before
+        assert not files_left_open(before)
         if not calls.failed:
             break
         failed.add(calls.failed)
@@ -121,10 +118,10 @@ def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path, monkeypa
 def test_a_directory_in_place_of_an_entry_takes_no_descriptor(tmp_path: Path) -> None:
     store, key = FileStore(tmp_path), "ab" * 16
     (tmp_path / key).mkdir()
-    before = num_open_files()
+    before = open_files()
     with pytest.raises(TransportError, match="not a regular file"):
         store.get(key)
-    assert num_open_files() == before
+    assert not files_left_open(before)
 
 
 def test_all_threads_run_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from baton.transports.remote.lifeline import MAX_FRAME, Lifeline, Line
 from baton.transports.remote.transport import RemoteDescriptor, RemoteTransport, parse_descriptor
 from testkit.handoffs.remote_uris import SCHEMES, uri_of
 from testkit.inside import driver_of, library_of, process_of
+from testkit.processes.leftovers import files_left_open, open_files
 
 
 def eventually(holds: Callable[[], object]) -> None:
@@ -205,11 +206,6 @@ def test_peer_objects_share_an_endpoint(tmp_path: Path) -> None:
         near.close()
 
 
-def num_sockets() -> int:
-    files = Path("/proc/self/fd").iterdir()
-    return sum(os.readlink(file).startswith("socket:") for file in files if file.is_symlink())
-
-
 def test_peers_that_never_answer_hold_no_thread_and_no_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,14 +220,14 @@ def test_peers_that_never_answer_hold_no_thread_and_no_connection(
         peer = near.connect(good.register([good.allocate("good", 64)])).result(30)
         monkeypatch.setattr(library_of(mute), "_serve", lambda line, ask: None)
         monkeypatch.setattr(remote_module, "CALL_TIMEOUT_S", 0.3)
-        sockets, threads = num_sockets(), threading.active_count()
+        files, threads = open_files(), threading.active_count()
         attempts = [near.connect(far) for _ in range(80)]
         for attempt in attempts:
             with pytest.raises(TransportError, match="does not answer"):
                 attempt.result(60)
         assert near.submit(peer, "write", run_of(64)).wait(30) == "done"
         eventually(lambda: driver_of(near).peers == [peer])
-        eventually(lambda: num_sockets() <= sockets)
+        assert not files_left_open(files)
         eventually(lambda: threading.active_count() <= threads + 16)  # the workers, which are idle
     finally:
         for transport in (near, mute, good):

@@ -28,6 +28,7 @@ from baton.transports.mapped.segments import SHM_DIR, remove_stale_segments
 from baton.transports.mapped.shm import ShmTransport
 from baton.transports.process import start_time_of
 from testkit.inside import process_of
+from testkit.processes.leftovers import files_left_open, open_files
 
 
 @pytest.fixture
@@ -237,7 +238,7 @@ def test_wrong_size_mode_or_kind_is_refused(transport: ShmTransport) -> None:
 def test_one_descriptor_costs_few_files(transport: ShmTransport) -> None:
     transport.allocate("pool", 4096)
     (name,) = segments(os.getpid())
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     twice = {"type": "baton-shm-2", "host_key": "", "segments": [[name, 4096]] * 2, "regions": []}
     with pytest.raises(ProtocolError, match="and differ"):
         transport.connect(msgspec.msgpack.encode(twice)).result(30)
@@ -247,7 +248,7 @@ def test_one_descriptor_costs_few_files(transport: ShmTransport) -> None:
             transport.connect(msgspec.msgpack.encode(many)).result(30)
     with pytest.raises(ProtocolError, match="not a descriptor"):
         transport.connect(b"\x82\xa4type\xa1\xff").result(30)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not files_left_open(before)
 
 
 def test_a_process_that_may_open_no_more_files_says_so(transport: ShmTransport) -> None:
@@ -316,23 +317,23 @@ def test_segments_of_a_killed_owner_are_removed_by_its_peer() -> None:
 def test_connections_leave_no_open_files(transport: ShmTransport) -> None:
     pool = transport.allocate("pool", 4096)
     descriptor = transport.register([pool])
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for _ in range(20):
         transport.disconnect(transport.connect(descriptor).result(30))
         with pytest.raises(TransportError):
             transport.connect(descriptor.replace(b"\xcd\x10\x00", b"\xcd\x20\x00")).result(30)
-    eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
+    assert not files_left_open(before)
 
 
 def test_a_disconnected_peer_holds_no_file_and_its_death_is_still_seen(transport: ShmTransport) -> None:
     transport.register([transport.allocate("pool", 4096)])
     owner = SpawnedPeer("shm://", [4096])
     try:
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_files()
         peers = [transport.connect(owner.descriptor).result(30) for _ in range(3)]
         for peer in peers:
             transport.disconnect(peer)
-        eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
+        assert not files_left_open(before)
         assert not any(peer.alive() or peer.fenced() for peer in peers)
         last = transport.connect(owner.descriptor).result(30)
         # Killed, but not reaped yet: its memory is gone, which is what counts.

@@ -25,6 +25,7 @@ from baton.handoff.session.keys import KeyRing, Keys, TicketKeys, check_bind, is
 from baton.handoff.session.sockets import Channel
 from baton.log_limit import LINES_PER_SECOND, LogLimit
 from testkit.inside import accepted_of
+from testkit.processes.leftovers import files_left_open, open_files
 
 KEYS = TicketKeys(b"k" * 32)
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -400,10 +401,10 @@ def test_a_channel_that_cannot_be_opened_names_its_address_and_keeps_no_descript
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(ConfigError, match="control_bind: cannot listen at tcp://127"):
             Channel(f"tcp://127.0.0.1:{taken.getsockname()[1]}", KEYS)
-        before = set(os.listdir("/proc/self/fd"))
+        before, highest = open_files(), max(int(fd) for fd in os.listdir("/proc/self/fd"))
         failed = 0
         try:
-            for files in range(3, int(max(before, key=int)) + 40):
+            for files in range(3, highest + 40):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (files, limits[1]))
                 try:
                     Channel(LOOPBACK, KEYS).close()
@@ -415,4 +416,4 @@ def test_a_channel_that_cannot_be_opened_names_its_address_and_keeps_no_descript
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert failed > 5
-        assert set(os.listdir("/proc/self/fd")) == before
+        assert not files_left_open(before)
