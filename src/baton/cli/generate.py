@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.options import EngineOptions, ModelArgument, with_options
+from baton.imports import without_gc
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest
 
@@ -30,9 +31,10 @@ def generate_command(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=options.seed
     ).check()
-    from baton.engine.async_engine import AsyncEngine
-    from baton.openai.output import SampleOutput
-    from baton.text import Tokenizer
+    with without_gc():
+        from baton.engine.async_engine import AsyncEngine
+        from baton.openai.output import SampleOutput
+        from baton.text import Tokenizer
 
     tokenizer = Tokenizer.load(config.model)
     if chat:

@@ -34,6 +34,7 @@ from baton.deployment import Deployment, Reporter
 from baton.engine.config import EngineConfig, SpeculativeConfig
 from baton.engine.memory.sizes import check_sizes
 from baton.errors import ConfigError, EngineUnavailableError
+from baton.imports import without_gc
 from baton.router.config.router_settings import RoutingSettings
 from baton.wire import Role
 
@@ -75,9 +76,10 @@ def serve_command(
 
             tokenizer = Tokenizer.load(config.model, **template)
             reporter.progress("loading libraries")
-            from baton.engine.async_engine import AsyncEngine
-            from baton.server.app import build_app
-            from baton.server.run import run_engine
+            with without_gc():
+                from baton.engine.async_engine import AsyncEngine
+                from baton.server.app import build_app
+                from baton.server.run import run_engine
 
             def on_ready(engine: AsyncEngine, url: str) -> None:
                 kv = f"{engine.info.kv_tokens} tokens of KV in pages of {config.block_size}"

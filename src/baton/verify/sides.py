@@ -12,6 +12,7 @@ from typing import Any
 
 from baton.deployment import Deployment
 from baton.errors import BatonError, ConfigError
+from baton.imports import without_gc
 from baton.openai.client import OpenAIClient, base_url, connected
 from baton.verify.acceptance import Acceptance
 from baton.verify.counters import metrics_urls, read_counters, read_settled
@@ -132,7 +133,8 @@ class EngineSide:
     settings: Mapping[str, Any]
 
     def answers(self, cases: Sequence[Case]) -> Answers:
-        from baton.engine.llm import LLM
+        with without_gc():
+            from baton.engine.llm import LLM
 
         with LLM(**self.settings) as llm:
             observed = observe_llm(llm, cases, num_drafts(self.settings))

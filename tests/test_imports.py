@@ -1,0 +1,41 @@
+"""Large libraries are imported without the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from baton.imports import without_gc
+
+# Collections of each generation while `baton.engine.async_engine` is imported, and objects that the collector tracks
+# afterwards.
+_COUNT = """
+import gc
+from baton.imports import without_gc
+done = []
+gc.callbacks.append(lambda phase, info: done.append(phase))
+with without_gc():
+    import baton.engine.async_engine
+print(done, gc.isenabled(), len(gc.get_objects()) < 2000 < gc.get_freeze_count())
+"""
+
+
+def test_no_collection_during_an_import_and_no_imported_object_in_one_afterwards() -> None:
+    found = subprocess.run([sys.executable, "-c", _COUNT], timeout=60, capture_output=True, text=True, check=True)
+    assert found.stdout == "[] True True\n"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_as_before_even_after_an_error(enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ImportError), without_gc():
+            import baton.nowhere  # noqa: F401
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+        gc.unfreeze()
