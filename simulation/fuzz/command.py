@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ def parse(module: str, doc: str | None, num: str, processes: int, keys: str) -> 
     parser.add_argument(num, type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=processes, help="attacking processes")
+    parser.add_argument("--rate", type=float, default=math.inf, help="most frames per second; default: no limit")
     parser.add_argument("--keys", action="store_true", help=keys)
     return parser.parse_args()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import subprocess
 import sys
@@ -130,7 +131,14 @@ class Client:
                 await asyncio.sleep(_PAUSE_S)
 
 
-def run(frames: int, seed: int = 0, processes: int = 1, with_keys: bool = False, settle_s: float = _SETTLE_S) -> Report:
+def run(
+    frames: int,
+    seed: int = 0,
+    processes: int = 1,
+    with_keys: bool = False,
+    settle_s: float = _SETTLE_S,
+    rate: float = math.inf,
+) -> Report:
     report = Report()
     with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as name, contextlib.ExitStack() as stack:
         keys = Path(name) / "keys" if with_keys else None
@@ -142,7 +150,7 @@ def run(frames: int, seed: int = 0, processes: int = 1, with_keys: bool = False,
         client.await_before()
         targets = _targets(deployment, keys)
         began = time.monotonic()
-        for wave in waves(targets, frames, processes, seed):
+        for wave in waves(targets, frames, processes, seed, rate):
             report.sent.add(wave)
             report.faults += wave.faults
             time.sleep(settle_s)
@@ -175,7 +183,7 @@ def _targets(deployment: dict[str, tuple[Any, str]], keys: Path | None) -> list[
 def main() -> int:
     """Returns 0 if all checks passed."""
     options = parse("simulation.fuzz.deployment", __doc__, "--frames", 1, "engines have a key directory")
-    report = run(options.frames, options.seed, options.processes, options.keys)
+    report = run(options.frames, options.seed, options.processes, options.keys, rate=options.rate)
     print_sent(report.sent, report.seconds)
     print_times("answers", report.before, report.during)
     for usage in report.usage:

@@ -12,11 +12,14 @@ P and D must survive, every handoff must be served, and memory, open files and t
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import multiprocessing
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -113,7 +116,14 @@ def serve(keys: str | None, warm_up_s: float, parent: Connection) -> None:
 # ---------------------------------------------------------------- one run
 
 
-def run(frames: int, seed: int = 0, processes: int = 2, with_keys: bool = False, settle_s: float = _SETTLE_S) -> Report:
+def run(
+    frames: int,
+    seed: int = 0,
+    processes: int = 2,
+    with_keys: bool = False,
+    settle_s: float = _SETTLE_S,
+    rate: float = math.inf,
+) -> Report:
     """Run the attack. Growth is checked only if `settle_s` lets the attackers' connections end."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as directory:
@@ -127,14 +137,19 @@ def run(frames: int, seed: int = 0, processes: int = 2, with_keys: bool = False,
         victims.start()
         there.close()
         try:
-            return _run(victims, here, frames, seed, processes, keys, settle_s)
+            attack = functools.partial(waves, frames=frames, processes=processes, seed=seed, rate=rate)
+            return _run(victims, here, keys, settle_s, attack)
         finally:
             victims.kill()
             victims.join()
 
 
 def _run(
-    victims: SpawnProcess, pipe: Connection, frames: int, seed: int, processes: int, keys: str | None, settle_s: float
+    victims: SpawnProcess,
+    pipe: Connection,
+    keys: str | None,
+    settle_s: float,
+    attack: Callable[[Sequence[Target]], Iterator[Wave]],
 ) -> Report:
     found: Victims | None = None
     sent = Wave()
@@ -144,7 +159,7 @@ def _run(
     try:
         targets = [_target(address, keys) for address in pipe.recv()]
         began = time.monotonic()
-        for wave in waves(targets, frames, processes, seed):
+        for wave in attack(targets):
             sent.add(wave)
             pipe.send(settle_s)
             usage.append(pipe.recv())
@@ -173,7 +188,7 @@ def main() -> int:
     """Returns 0 if all checks passed."""
     keys = "a key directory, of which the attackers know what is public"
     arguments = parse("simulation.fuzz.sockets", __doc__, "--frames", 2, keys)
-    report = run(arguments.frames, arguments.seed, arguments.processes, arguments.keys)
+    report = run(arguments.frames, arguments.seed, arguments.processes, arguments.keys, rate=arguments.rate)
     print_sent(report.sent, report.seconds)
     if report.victims is not None:
         print(f"refused    {report.victims.refused} connections")

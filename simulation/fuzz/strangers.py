@@ -8,6 +8,7 @@ that its bytes cause here counts.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import random
@@ -57,17 +58,31 @@ class Wave:
         self.faults += other.faults
 
 
-def waves(targets: Sequence[Target], frames: int, processes: int, seed: int) -> Iterator[Wave]:
+@contextlib.contextmanager
+def _lowest_priority() -> Iterator[None]:
+    """Processes that this thread starts in here have the lowest scheduling priority from their first instruction."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def waves(targets: Sequence[Target], frames: int, processes: int, seed: int, rate: float = math.inf) -> Iterator[Wave]:
     """Attack twice: a first attack with a fifth of `frames` warms up, and growth is measured over the second. Yields
-    when all attackers have exited.
+    when all attackers have exited. `rate`: the most frames per second that all attackers send together.
     """
     spawn = multiprocessing.get_context("spawn")
     for wave, share in enumerate((frames // 5, frames - frames // 5)):
         sent: Queue[Wave] = spawn.Queue()
-        args = [(seed * 1000 + wave * 100 + i, share // processes, targets, sent) for i in range(processes)]
+        args = [
+            (seed * 1000 + wave * 100 + i, share // processes, targets, sent, rate / processes)
+            for i in range(processes)
+        ]
         attackers = [spawn.Process(target=attack, args=one, daemon=True) for one in args]
-        for attacker in attackers:
-            attacker.start()
+        with _lowest_priority():
+            for attacker in attackers:
+                attacker.start()
         for attacker in attackers:
             attacker.join()
         codes = [attacker.exitcode for attacker in attackers if attacker.exitcode]
@@ -77,10 +92,9 @@ def waves(targets: Sequence[Target], frames: int, processes: int, seed: int) -> 
         yield total
 
 
-def attack(seed: int, frames: int, targets: Sequence[Target], sent: Queue[Wave]) -> None:
+def attack(seed: int, frames: int, targets: Sequence[Target], sent: Queue[Wave], rate: float) -> None:
     """Send `frames` frames. The main function of an attacking process. Puts what it sent into `sent`."""
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    sent.put(Attacker(random.Random(seed), targets).run(frames))
+    sent.put(Attacker(random.Random(seed), targets).run(frames, rate))
 
 
 @dataclass(slots=True)
@@ -105,10 +119,13 @@ class Attacker:
         self._waiting: dict[int, Visit] = {}  # by descriptor, oldest first
         self._answers = select.epoll()
 
-    def run(self, frames: int) -> Wave:
-        """Send `frames` frames, or stop if a listener is gone."""
+    def run(self, frames: int, rate: float = math.inf) -> Wave:
+        """Send `frames` frames, at most `rate` a second, or stop if a listener is gone."""
+        began = time.monotonic()
         while self._sent.frames < frames and self._connect():
             self._listen(0.0)
+            while (early_s := began + self._sent.frames / rate - time.monotonic()) > 0:
+                self._listen(min(early_s, _ANSWER_S))
             while len(self._waiting) >= _WAITING:
                 self._listen(_ANSWER_S)
         while self._waiting:
