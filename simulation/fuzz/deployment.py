@@ -44,7 +44,7 @@ _MODEL = str(Path(__file__).parents[2] / "models" / "baton-demo-llama")
 _NAMES = ("P", "D", "router")
 _HAND_OFF_ALL = ("--max-local-prefill-length", "0")
 _START_S = 600.0
-_NUM_BEFORE = 200  # answers before the attack
+_NUM_BEFORE = (200, 1000)  # answers before the attack: at least, and at most one per 10,000 frames
 _NUM_PROMPTS = 16
 _PAUSE_S = 0.01  # between two requests
 # After the timeout for a connection's first bytes, no connection of an attacker is left.
@@ -87,8 +87,8 @@ def deployed(keys: Path | None) -> Iterator[dict[str, tuple[subprocess.Popen[byt
 class Client:
     """Sends requests to the router from its own thread until `close`, and compares tokens."""
 
-    def __init__(self, url: str, report: Report) -> None:
-        self._url, self._report = url, report
+    def __init__(self, url: str, report: Report, num_before: int) -> None:
+        self._url, self._report, self._num_before = url, report, num_before
         self._halted = threading.Event()
         self._under_attack = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._ask()), daemon=True)
@@ -126,7 +126,7 @@ class Client:
                         self._report.faults.append(f"request {asked}: other tokens")
                     (self._report.during if self._under_attack.is_set() else self._report.before).append(took)
                 asked += 1
-                if asked == _NUM_BEFORE:
+                if asked == self._num_before:
                     self._under_attack.set()
                 await asyncio.sleep(_PAUSE_S)
 
@@ -145,7 +145,8 @@ def run(
         if keys is not None:
             make_keys(keys, ["P", "D"])
         deployment = stack.enter_context(deployed(keys))
-        client = Client(deployment["router"][1], report)
+        at_least, at_most = _NUM_BEFORE
+        client = Client(deployment["router"][1], report, min(max(frames // 10_000, at_least), at_most))
         stack.callback(client.close)
         client.await_before()
         targets = _targets(deployment, keys)
