@@ -1,6 +1,7 @@
-"""Compare this tree with another commit: TTFT, TPOT and the duration of `baton verify`, interleaved.
+"""Compare this tree with another commit: TTFT, TPOT, the duration of `baton verify` and figures of `baton bench`,
+interleaved.
 
-    python -m benchmarks.before_after COMMIT --pairs 60 --prompt 512 --output 64
+    python -m benchmarks.before_after COMMIT --pairs 60 --prompt 512 --output 64 --bench-rounds 10
 
 Both trees serve the same checkpoint by `baton up`, with one prefill and one decode engine each, side by side. Each
 prompt is sent to both, in a random order, and the tokens must be equal. The output is the median of the ratios of
@@ -19,9 +20,9 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -32,6 +33,7 @@ from simulation.served import served
 ROOT = Path(__file__).parent.parent
 TARGET = "models/baton-demo-llama"
 SPECULATIVE = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
+Measured = TypeVar("Measured")
 _WARM_UP = 4
 _RESAMPLES = 2000
 
@@ -106,10 +108,42 @@ def verify_s(tree: Path, target: str, speculative: dict[str, Any] | None) -> flo
     return time.monotonic() - began
 
 
+def bench(tree: Path) -> dict[str, float]:
+    """Copies over shared memory, planning, and the engine's step, by `baton bench` in fresh processes."""
+    sizes = ["--size", "1M,16M", "--run-size", "32K"]
+    transport = _bench(tree, ["transport", "--kv-transport", "shm", *sizes])
+    found = {name: value for name, value in transport.items() if name.startswith("plan_") and name.endswith("_ms")}
+    for row in transport["copies"]:
+        if row["transport"] == "shm":
+            found[f"shm {row['nbytes'] >> 20}M"] = row["ms"]
+    engine = _bench(tree, ["engine", str(ROOT / TARGET)])
+    return found | {name: engine[name] for name in ("step_ms", "step_over_forward")}
+
+
+def _bench(tree: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    command = [*BATON, "bench", *arguments, "--json"]
+    env = {**os.environ, **environment(tree)}
+    found: dict[str, Any] = json.loads(
+        subprocess.run(command, check=True, capture_output=True, cwd=tree, env=env).stdout
+    )
+    return found
+
+
 def print_row(name: str, unit: str, before: Sequence[float], after: Sequence[float]) -> None:
     ratio, low, high = interval([b / a for a, b in zip(before, after, strict=True)])
     medians = f"{statistics.median(before):8.2f} -> {statistics.median(after):8.2f} {unit}"
-    print(f"{name:8} {medians}  ratio {ratio:.3f} ({low:.3f} to {high:.3f}), {len(before)} pairs", flush=True)
+    print(f"{name:18} {medians}  ratio {ratio:.3f} ({low:.3f} to {high:.3f}), {len(before)} pairs", flush=True)
+
+
+def _alternate(
+    rounds: int, trees: Sequence[Path], measure: Callable[[Path], Measured]
+) -> tuple[list[Measured], list[Measured]] | None:
+    """What `measure` returned for each of the two trees, which begin in turns. None without rounds."""
+    found: tuple[list[Measured], list[Measured]] = ([], [])
+    for number in range(rounds):
+        for side in (0, 1) if number % 2 else (1, 0):
+            found[side].append(measure(trees[side]))
+    return found if rounds else None
 
 
 def main() -> None:
@@ -120,6 +154,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--verify-rounds", type=int, default=5)
+    parser.add_argument("--bench-rounds", type=int, default=0)
     options = parser.parse_args()
     target = options.model or str(ROOT / TARGET)
     speculative = None if options.model else {**SPECULATIVE, "model": str(ROOT / str(SPECULATIVE["model"]))}
@@ -136,12 +171,11 @@ def main() -> None:
             answers = asyncio.run(ask(urls, options.pairs, options.prompt, options.output, range(10, 250)))
         print_row("TTFT", "ms", *([1000 * pair[side].ttft_s for pair in answers] for side in (0, 1)))
         print_row("TPOT", "ms", *([1000 / pair[side].tokens_per_s for pair in answers] for side in (0, 1)))
-        times: tuple[list[float], list[float]] = ([], [])
-        for number in range(options.verify_rounds):
-            for side in (0, 1) if number % 2 else (1, 0):
-                times[side].append(verify_s(trees[side], target, speculative))
-        if options.verify_rounds:
+        if times := _alternate(options.verify_rounds, trees, lambda tree: verify_s(tree, target, speculative)):
             print_row("verify", "s ", *times)
+        if figures := _alternate(options.bench_rounds, trees, bench):
+            for name in figures[0][0]:
+                print_row(name, "ms", *([one[name] for one in side] for side in figures))
 
 
 if __name__ == "__main__":
