@@ -14,6 +14,7 @@ from testkit.checkpoints.common import make_checkpoint, make_drafter
 from testkit.checkpoints.drafters_layers import latent_head, make_mtp_checkpoint, mtp
 from testkit.checkpoints.drafters_tokens import ngram, windowed_draft_model
 from testkit.checkpoints.gemma3 import make_gemma3
+from testkit.checkpoints.gemma4 import make_assistant, make_gemma4
 from testkit.checkpoints.gpt_oss import make_gpt_oss
 from testkit.checkpoints.granite import make_granite
 from testkit.checkpoints.moe import make_moe_checkpoint
@@ -117,6 +118,7 @@ TARGETS: Mapping[str, MakeTarget] = {
     "glm4_moe": with_modules("glm4_moe"),
     "glm_moe_dsa": with_modules("glm_moe_dsa"),
     "gemma3_text": lambda path, seed: louder(make_gemma3(path, "gemma3", seed, **TINY, **_EVERY_THIRD_FULL)),
+    "gemma4_text": lambda path, seed: make_gemma4(path, seed=seed),
     "gpt_oss": lambda path, seed: louder(make_gpt_oss(path, "gpt_oss", seed, **TINY, sliding_window=WINDOW)),
     "granitemoehybrid": lambda path, seed: louder(make_granite(path, seed)),
     "qwen3_5_text": lambda path, seed: louder(make_qwen_hybrid(path, seed=seed, with_mtp=True)),
@@ -139,6 +141,10 @@ DRAFTERS: Mapping[str, DrafterEntry] = {
     "mtp, three modules": DrafterEntry(
         lambda path, target, seed: mtp(),
         lambda target: None if target == THREE_MODULES else "the target has not three modules",
+    ),
+    "assistant": DrafterEntry(
+        lambda path, target, seed: make_assistant(path, target, seed),
+        lambda target: None if target == "gemma4_text" else "an assistant is for Gemma 4",
     ),
     "ngram": DrafterEntry(lambda path, target, seed: ngram()),
     "draft_model": whole(tiny("llama", num_hidden_layers=1, num_key_value_heads=1)),

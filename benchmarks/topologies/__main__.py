@@ -36,6 +36,7 @@ MODELS = {
     "MLA target, MHA EAGLE-3": ("deepseek_v2", "eagle3"),
     "MLA target, MTP": ("deepseek_v3", "mtp"),
     "gpt-oss with 2 KV heads, EAGLE-3": ("gpt_oss", "eagle3"),
+    "Gemma 4, assistant": ("gemma4_text", "assistant"),
     "Mamba-2 hybrid": ("granitemoehybrid", "none"),
     "Gated delta nets, MTP": ("qwen3_5_text", "mtp"),
     "GQA target, hybrid draft model": ("llama", "draft_model, states"),

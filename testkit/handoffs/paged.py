@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
-from baton.models.cache import KVLayerSpec
+from baton.models.cache import KVLayerSpec, LayerSpec
 
 
 class PagedSequence:
-    """KV of one sequence of at most `max_tokens`, for layers of one geometry, in pages of random order.
+    """KV of one sequence of at most `max_tokens`, for layers with keys and values, in pages of random order.
 
     Unwritten slots hold NaN, so that reading one shows.
     """
 
     def __init__(
         self,
-        layers: Sequence[KVLayerSpec],
+        layers: Sequence[LayerSpec],
         backend: AttentionBackend,
         dtype: torch.dtype = torch.float32,
         page_size: int = 16,
@@ -28,9 +28,11 @@ class PagedSequence:
     ) -> None:
         self._layers, self._backend = layers, backend
         num_pages = -(-max_tokens // page_size) + 1
-        spec = layers[0]
-        shape = (num_pages, len(layers), 2, page_size, spec.num_kv_heads, spec.head_dim)
-        self.kv = torch.full(shape, float("nan"), dtype=dtype)
+        self._kv = {
+            layer: torch.full((num_pages, 1, 2, page_size, spec.num_kv_heads, spec.head_dim), float("nan"), dtype=dtype)
+            for layer, spec in enumerate(layers)
+            if isinstance(spec, KVLayerSpec)
+        }
         order = np.random.default_rng(0).permutation(np.arange(1, num_pages))
         self._page_table = order.astype(np.int32)[None]
         self._batch = AttnBatch(np.zeros(1, np.int32), np.zeros(0, np.int64), self._page_table)
@@ -51,7 +53,11 @@ class PagedSequence:
         scale: float,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        window = self._layers[layer_id].window
-        return self._backend.write_and_attend(
-            self.kv, layer_id, AttnRows(q_THD, k_TGD, v_TGD, scale, sinks_H), self._batch, window
-        )
+        spec = self._layers[layer_id]
+        assert isinstance(spec, KVLayerSpec)
+        rows = AttnRows(q_THD, k_TGD, v_TGD, scale, sinks_H)
+        return self._backend.write_and_attend(self._kv[layer_id], 0, rows, self._batch, spec.window)
+
+    def attend_kept(self, layer_id: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:
+        rows = AttnRows(q_THD, None, None, scale)
+        return self._backend.write_and_attend(self._kv[layer_id], 0, rows, self._batch, window)

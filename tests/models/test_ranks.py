@@ -18,6 +18,7 @@ from baton.errors import ConfigError
 from baton.models.layers.linear import MergedLinear
 from baton.models.layers.parallel import Stage, TensorRank
 from baton.models.loading.loader import load_model, weight_table
+from testkit.checkpoints.gemma4 import make_gemma4
 from testkit.checkpoints.gpt_oss import make_gpt_oss
 from testkit.checkpoints.granite import make_granite
 from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid
@@ -43,6 +44,9 @@ CASES: dict[str, dict[str, Any]] = {
 FOUR_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 # Models whose checkpoints keep the experts of a layer in one tensor.
 STACKED: dict[str, Callable[[Path], Path]] = {
+    "gemma4": functools.partial(
+        make_gemma4, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=24
+    ),
     "gpt_oss": make_gpt_oss,
     "gpt_oss in MXFP4": functools.partial(make_gpt_oss, packed=True),
     "granite": functools.partial(make_granite, mamba_n_heads=8),

@@ -33,8 +33,8 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
     """
     with LLM(model, max_num_seqs=batch) as llm:
         core, runner = _decoding(llm, batch)
-        memory, _ = runner._target_layers[0]
-        group, kv = memory.spec, memory.kv
+        place = runner._target_layers[0]
+        group, kv = place.memory.spec, place.memory.kv
         assert kv is not None
         running = list(core.scheduler.running)
 
@@ -54,7 +54,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
             positions_T = torch.tensor(positions)
 
             def attend(layer: int, q: Any, k: Any, v: Any, scale: float) -> Any:
-                return runner.backend.write_and_attend(kv, layer, AttnRows(q, k, v, scale), attn, group.window)
+                return runner.backend.write_and_attend(kv, layer, AttnRows(q, k, v, scale), attn, place.window)
 
             def run() -> None:
                 with torch.inference_mode():

@@ -49,7 +49,8 @@ class DraftBatch:
 
     Row i of a request has the target's features of position i, and token x_{i+1}. `features_TF` is None if the drafter
     takes none. `contexts`: all known tokens per request, int64, empty unless the drafter `needs_contexts`. `chain`:
-    inputs of the modules after the first, None for a single module.
+    inputs of the modules after the first, None for a single module. `target_pages`: the target's entries, of all
+    positions up to each request's last row, for a `TargetReader`.
     """
 
     next_ids: IntArray  # [T]
@@ -61,6 +62,7 @@ class DraftBatch:
     pages: Pages
     choose: Choose
     chain: ModuleChain | None = None
+    target_pages: Pages | None = None
 
 
 class Drafter(Protocol):
@@ -101,6 +103,18 @@ class ChainDrafter(Drafter, Protocol):
     def mtp_hidden(self, extended: Any) -> Tensor:
         """The rows for the next batch's `ModuleChain.mtp_hidden`: [R, K - 1, E]."""
         ...
+
+
+class TargetReader(Drafter, Protocol):
+    """A drafter that attends to the target's keys and values, and must not write them. `target_layers`: the layers."""
+
+    target_layers: Sequence[int]
+
+
+def layers_read(drafter: Drafter | None) -> Sequence[int]:
+    """The target's layers that a `TargetReader` reads; none for other drafters."""
+    found: Sequence[int] = getattr(drafter, "target_layers", ())
+    return found
 
 
 def num_modules(drafter: Drafter | None) -> int:

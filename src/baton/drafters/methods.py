@@ -6,6 +6,7 @@ Apart from `registry`, so that settings can be checked before PyTorch is importe
 from __future__ import annotations
 
 DRAFTERS = {
+    "assistant": "baton.drafters.assistant:Assistant",
     "eagle": "baton.drafters.eagle:Eagle",
     "eagle3": "baton.drafters.eagle3:Eagle3",
     "dflash": "baton.drafters.dflash:DFlash",

@@ -37,7 +37,7 @@ class PlanSpec:
     """What the plans for an executor must contain."""
 
     target_groups: tuple[str, ...]  # groups with block tables
-    draft_groups: tuple[str, ...]
+    draft_groups: tuple[str, ...]  # those of the drafter, and the target's that it reads
     state_groups: tuple[str, ...]  # the target's groups with state slots
     drafts: bool
     needs_contexts: bool  # the drafter takes all known tokens of a request

@@ -1,7 +1,6 @@
 """Runs target and drafter over the rows of a plan. Knows tensors and pages, not requests or handoffs.
 
-Shapes: T rows of the step, R requests, E hidden size, F features per row, V vocabulary, H query heads, G KV heads, D
-head size.
+Shapes: T rows of the step, R requests, E hidden size, F features per row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,21 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.drafters.base import ChainDrafter, DraftBatch, Drafter, num_modules
-from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
-from baton.engine.attention.latent import PagedLatentAttention
-from baton.engine.attention.scan import StateBatch, scan
-from baton.engine.attention.sparse import choose
+from baton.drafters.base import ChainDrafter, DraftBatch, Drafter, layers_read, num_modules
+from baton.engine.attention.base import AttentionBackend, AttnBatch
+from baton.engine.attention.paged_cache import LayerMap, PagedCache, layer_map
+from baton.engine.attention.scan import StateBatch
 from baton.engine.memory.draft_states import DraftStates
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.plan import DraftPlan, DraftResult, Int32Array, IntArray, PlanSpec, Rows, Written
 from baton.engine.sampling.sampler import DraftSampler
-from baton.kv.spec import INDEX_PLANE, GroupSpec, Owner
+from baton.kv.spec import GroupSpec, Owner
 from baton.models.base import CausalLM
-from baton.models.cache import Chosen, IndexRows, LatentHeads, Recurrence
 from baton.structured import Constrained, DraftMatchers, Grammars
-
-LayerMap = dict[int, tuple[GroupMemory, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,84 +34,17 @@ class TargetOutput:
     features_TF: Tensor | None
 
 
-class _LayerCache:
-    """Binds one forward's rows to the cache. `layers`: layer id -> (memory of its group, index of the layer in it)."""
-
-    def __init__(
-        self,
-        backend: AttentionBackend,
-        layers: LayerMap,
-        batches: Mapping[str, AttnBatch],
-        states: Mapping[str, StateBatch],
-        written: Written | None = None,
-    ) -> None:
-        self._backend, self._layers, self._batches, self._states = backend, layers, batches, states
-        self._written = written
-        self.chosen: Chosen | None = None
-
-    def __call__(
-        self,
-        layer_id: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        scale: float,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        memory, index = self._layers[layer_id]
-        group = memory.spec
-        assert memory.kv is not None
-        rows = AttnRows(q_THD, k_TGD, v_TGD, scale, sinks_H)
-        out = self._backend.write_and_attend(memory.kv, index, rows, self._batches[group.name], group.window)
-        if self._written is not None:
-            self._written(layer_id)
-        return out
-
-    def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
-        memory, index = self._layers[layer_id]
-        assert memory.kv is not None
-        # Rows that see only themselves cost next to nothing.
-        rows = AttnRows(k_TGD, k_TGD, v_TGD, 1.0)
-        self._backend.write_and_attend(memory.kv, index, rows, self._batches[memory.spec.name], window=1)
-
-    def attend_latent(
-        self,
-        layer_id: int,
-        q_THD: Tensor,
-        latent_TC: Tensor,
-        rope_TR: Tensor,
-        scale: float,
-        heads: LatentHeads | None = None,
-        chosen: Chosen | None = None,
-    ) -> Tensor:
-        memory, index = self._layers[layer_id]
-        planes = [plane for plane, of in zip(memory.planes, memory.spec.planes, strict=True) if of.name != INDEX_PLANE]
-        latents = PagedLatentAttention(planes, index, self._batches[memory.spec.name])
-        out = latents.attend(q_THD, latent_TC, rope_TR, scale, heads, chosen)
-        if self._written is not None:
-            self._written(layer_id)
-        return out
-
-    def choose(self, layer_id: int, rows: IndexRows) -> None:
-        memory, index = self._layers[layer_id]
-        names = [plane.name for plane in memory.spec.planes]
-        plane = memory.planes[names.index(INDEX_PLANE)]
-        self.chosen = choose(plane, index, self._batches[memory.spec.name], rows)
-
-    def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:
-        memory, index = self._layers[layer_id]
-        return scan(memory.planes, index, self._states[memory.spec.name], recurrence)
-
-
 @dataclass(frozen=True, slots=True)
 class _DraftPages:
+    """`first_entry`: empty if the pages begin with entry 0 for all requests."""
+
     runner: ModelRunner
     layers: LayerMap
     tables: Mapping[str, Int32Array]
     first_entry: IntArray
     states: DraftStates
 
-    def bind(self, requests: IntArray, positions: IntArray, query_start: Int32Array) -> _LayerCache:
+    def bind(self, requests: IntArray, positions: IntArray, query_start: Int32Array) -> PagedCache:
         slots = positions
         if self.first_entry.any():
             # Entries before a request's first one do not exist: slots and visibility count from there.
@@ -124,7 +52,7 @@ class _DraftPages:
         batches = {name: AttnBatch(query_start, slots, table[requests]) for name, table in self.tables.items()}
         slots_of = self.states.bind(requests, positions, query_start)
         states = {name: StateBatch(query_start, slots) for name, slots in slots_of.items()}
-        return _LayerCache(self.runner.backend, self.layers, batches, states)
+        return PagedCache(self.runner.backend, self.layers, batches, states)
 
 
 def plan_spec(groups: Sequence[GroupSpec], drafter: Drafter | None) -> PlanSpec:
@@ -134,13 +62,19 @@ def plan_spec(groups: Sequence[GroupSpec], drafter: Drafter | None) -> PlanSpec:
 
     return PlanSpec(
         target_groups=names("target", False),
-        draft_groups=names("draft", False),
+        draft_groups=names("draft", False) + _groups_read(groups, drafter),
         state_groups=names("target", True),
         drafts=drafter is not None,
         needs_contexts=drafter is not None and drafter.needs_contexts,
         num_modules=num_modules(drafter),
         draft_state_groups=names("draft", True),
     )
+
+
+def _groups_read(groups: Sequence[GroupSpec], drafter: Drafter | None) -> tuple[str, ...]:
+    """The target's groups whose entries the drafter reads."""
+    read = set(layers_read(drafter))
+    return tuple(g.name for g in groups if g.owner == "target" and read & set(g.layer_ids))
 
 
 class ModelRunner:
@@ -162,7 +96,8 @@ class ModelRunner:
         self._matchers = DraftMatchers(grammars) if grammars is not None else None
         target_groups = [g for g in groups if g.owner == "target"]
         draft_groups = [g for g in groups if g.owner == "draft"]
-        self._target_layers, self._draft_layers = _layer_map(target_groups, kv), _layer_map(draft_groups, kv)
+        self._target_layers = layer_map(target_groups, kv, model.kv_layers)
+        self._draft_layers = layer_map(draft_groups, kv, drafter.kv_layers if drafter else ())
         self._aux_layers = drafter.aux_layers if drafter else tuple(aux_layers)
         self.spec = plan_spec(groups, drafter)
 
@@ -177,7 +112,7 @@ class ModelRunner:
             name: AttnBatch(rows.query_start, rows.positions, rows.tables[name]) for name in self.spec.target_groups
         }
         states = {name: StateBatch(rows.query_start, rows.states[name]) for name in self.spec.state_groups}
-        cache = _LayerCache(self.backend, self._target_layers, batches, states, written)
+        cache = PagedCache(self.backend, self._target_layers, batches, states, written)
         hidden_TE, aux = self.model(self._tensor(rows.token_ids), self._tensor(rows.positions), cache, self._aux_layers)
         features = self.drafter.combine(hidden_TE, aux) if self.drafter is not None else None
         if features is not None and features.shape[:-1] != hidden_TE.shape[:-1]:
@@ -201,7 +136,6 @@ class ModelRunner:
         # The token after the last row is known: the first draft is two positions after the row.
         first = rows.positions[rows.query_start[1:] - 1] + 2
         states = DraftStates(plan)
-        tables = {name: rows.tables[name] for name in self.spec.draft_groups}
         batch = DraftBatch(
             next_ids=rows.token_ids,
             positions=rows.positions,
@@ -209,9 +143,10 @@ class ModelRunner:
             features_TF=features,
             num_drafts=plan.num_drafts,
             contexts=plan.contexts,
-            pages=_DraftPages(self, self._draft_layers, tables, plan.first_entry, states),
+            pages=_DraftPages(self, self._draft_layers, rows.tables, plan.first_entry, states),
             choose=DraftSampler(plan.noise, first, self.model.vocab_size, self._constrained(plan)),
             chain=plan.chain,
+            target_pages=_DraftPages(self, self._target_layers, rows.tables, plan.first_entry[:0], states),
         )
         extended = drafter.extend(batch)
         for group, source, destination in states.left_out():
@@ -246,7 +181,3 @@ def _check_drafts(drafts: list[list[int]], most: list[int], vocab_size: int, nam
 
 def _name(drafter: object) -> str:
     return type(drafter).__qualname__
-
-
-def _layer_map(groups: Sequence[GroupSpec], kv: Mapping[str, GroupMemory]) -> LayerMap:
-    return {layer: (kv[group.name], index) for group in groups for index, layer in enumerate(group.layer_ids)}

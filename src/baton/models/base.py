@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.models.cache import KVLayerSpec, LayerCache, LayerSpec
-from baton.models.config import ModelConfig, RawConfig, RopeSpec
+from baton.models.config import ModelConfig, RawConfig
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, Linear
@@ -40,7 +40,7 @@ class Decoder(nn.Module):
             self.norm = make_norm(config, config.hidden_size, build)
         self.layers = nn.ModuleDict({str(layer_id): layer for layer_id, layer in layers.items()})
         self._multiplier = config.embedding_multiplier
-        self.rotaries, self._rotary_of = _rotaries(config, build)
+        self.rotaries, self._rotary_of = rotaries(config, build)
 
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, cache: LayerCache, aux_layers: tuple[int, ...]
@@ -55,11 +55,12 @@ class Decoder(nn.Module):
             before = stage_layers(num_layers, stage.index - 1, stage.count)
             x = self._receive(len(input_ids_T), [a for a in wanted if a < before.stop], stage.index - 1, seen)
         cos_sin = [rotary.at(positions_T) for rotary in self.rotaries]
+        inputs = self.layer_inputs(input_ids_T, x)
         for name, layer in self.layers.items():
             layer_id = int(name)
             if layer_id in aux_layers:
                 seen[layer_id] = x
-            x = layer(x, cos_sin[self._rotary_of[layer_id]], cache)
+            x = layer(x, cos_sin[self._rotary_of[layer_id]], cache, *inputs.get(layer_id, ()))
         if stage.index + 1 == stage.count:
             seen[num_layers] = x
         if stage.count > 1:
@@ -71,6 +72,10 @@ class Decoder(nn.Module):
             x = self._receive(len(input_ids_T), wanted, stage.count - 1, seen)
         return self.norm(x), [seen[layer_id] for layer_id in aux_layers]
 
+    def layer_inputs(self, input_ids_T: Tensor, embeds_TE: Tensor) -> Mapping[int, tuple[Tensor, ...]]:
+        """Further arguments of layers, by layer, from token ids [T] and their scaled embeddings [T, E]."""
+        return {}
+
     def _receive(self, num_rows: int, aux_layers: Sequence[int], source: int, seen: dict[int, Tensor]) -> Tensor:
         """Receive the residual stream [T, E] from stage `source`, and the auxiliary states so far, into `seen`."""
         shape = 1 + len(aux_layers), num_rows, self._config.hidden_size
@@ -80,24 +85,25 @@ class Decoder(nn.Module):
         return got[0]
 
 
-def _rotaries(config: ModelConfig, build: Build) -> tuple[list[Rotary], list[int]]:
+def rotaries(config: ModelConfig, build: Build) -> tuple[list[Rotary], list[int]]:
     """A decoder's distinct rotary embeddings, and each layer's index into them."""
-    of_layers = config.layer_ropes or (config.rope,) * config.num_layers
-    specs: list[RopeSpec] = []
-    for spec in of_layers:
-        if spec not in specs:
-            specs.append(spec)
-    size = config.rotary_dim or config.head_dim
-    rotaries = [Rotary(spec, size, config.max_position, build.dtype, build.device) for spec in specs]
-    return rotaries, [specs.index(spec) for spec in of_layers]
+    ropes = config.layer_ropes or (config.rope,) * config.num_layers
+    sizes = config.layer_rotary_dims or (config.rotary_dim or config.head_dim,) * config.num_layers
+    of_layers = list(zip(ropes, sizes, strict=True))
+    distinct = [kind for layer, kind in enumerate(of_layers) if kind not in of_layers[:layer]]
+    made = [Rotary(spec, size, config.max_position, build.dtype, build.device) for spec, size in distinct]
+    return made, [distinct.index(kind) for kind in of_layers]
 
 
 class CausalLM(nn.Module, ABC):
     """A target model. Pages and batches are hidden in the `LayerCache` of each forward.
 
     `kv_layers[l]` describes the cache of layer l over all ranks. `max_position`: the longest context in tokens.
+    `decoder`: the class of `model`. `own_parts`: beginnings of names of its tensors besides embedding, layers and norm.
     """
 
+    decoder: type[Decoder] = Decoder
+    own_parts: tuple[str, ...] = ()
     kv_layers: list[LayerSpec]
     vocab_size: int
     hidden_size: int
@@ -110,7 +116,7 @@ class CausalLM(nn.Module, ABC):
         self.max_position = config.max_position
         self.kv_layers = [self.kv_layer(config, i) for i in range(config.num_layers)]
         own = build.ranks.stage.layers(config.num_layers)
-        self.model = Decoder(config, {i: self.layer(config, i, build) for i in own}, build)
+        self.model = self.decoder(config, {i: self.layer(config, i, build) for i in own}, build)
         self._is_cut = False
         if build.ranks.stage.index > 0:
             return

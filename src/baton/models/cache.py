@@ -15,11 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KVLayerSpec:
-    """One attention layer's keys and values. `window`: query i sees key j iff i - window < j <= i; None: all j <= i."""
+    """One attention layer's keys and values. `window`: query i sees key j iff i - window < j <= i; None: all j <= i.
+    `lookback`: how many keys before its window a query's position must have, for a drafter that reads this layer."""
 
     num_kv_heads: int
     head_dim: int
     window: int | None
+    lookback: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,14 @@ class StateLayerSpec:
     planes: tuple[StatePlane, ...]
 
 
-LayerSpec = KVLayerSpec | LatentLayerSpec | StateLayerSpec
+@dataclass(frozen=True, slots=True)
+class SharedLayerSpec:
+    """A layer that keeps nothing: it attends to the keys and values of layer `source`, before it."""
+
+    source: int
+
+
+LayerSpec = KVLayerSpec | LatentLayerSpec | StateLayerSpec | SharedLayerSpec
 
 States = tuple[Tensor, ...]
 
@@ -138,6 +147,11 @@ class LayerCache(Attend, Protocol):
 
     def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Write keys and values, without attention."""
+        ...
+
+    def attend_kept(self, layer_id: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:
+        """Attend causally to what layer `layer_id` keeps, and write nothing: for layers without keys and values of
+        their own. The row at position i sees key j iff i - window < j <= i."""
         ...
 
     def choose(self, layer_id: int, rows: IndexRows) -> None:

@@ -64,7 +64,8 @@ class ModelConfig:
     """A pre-norm decoder with grouped-query attention and a SwiGLU MLP.
 
     `windows[l]`: the sliding window of layer l in tokens, None for full attention. `rotary_dim`: how many leading
-    dimensions of a head are rotated, None for all. `layer_ropes`: by layer, empty if all have `rope`.
+    dimensions of a head are rotated, None for all. `layer_ropes`, `layer_rotary_dims`: by layer, empty if all have
+    `rope` and `rotary_dim`.
     `attention_multiplier`: the scale of attention scores, None for head_dim^-0.5. `has_sinks`: each head has an extra
     logit in the softmax. `norm_offset` None: norms round to the model's dtype, then multiply by the weight; else they
     multiply by weight + offset in float32, then round. `moe` replaces some layers' MLP, `latent` grouped-query
@@ -89,6 +90,7 @@ class ModelConfig:
     qk_norm: bool = False
     rotary_dim: int | None = None
     layer_ropes: tuple[RopeSpec, ...] = ()
+    layer_rotary_dims: tuple[int, ...] = ()
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
     has_sinks: bool = False

@@ -94,6 +94,20 @@ def test_bfloat16_is_close_to_float64_and_writes_its_slots(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ON_CPU)
+def test_rows_without_keys_attend_to_what_is_there_and_write_nothing(name: str) -> None:
+    q, k, v = random_qkv(90, 4, 2, 16, seed=5)
+    pool, backend = Pool(2, 16, 7, [90], torch.float32), get_backend(name, "cpu")
+    for window in (None, 20):
+        first = backend.write_and_attend(pool.kv, LAYER, AttnRows(q, k, v, 0.2), pool.batch({0: (0, 90)}), window)
+        before, batch = pool.kv.clone(), pool.batch({0: (30, 71)})
+        # Queries as a joint projection leaves them.
+        rows = torch.cat((q, q), dim=1)[30:71, :4]
+        again = backend.write_and_attend(pool.kv, LAYER, AttnRows(rows, None, None, 0.2), batch, window)
+        torch.testing.assert_close(again, first[30:71])
+        assert torch.equal(pool.kv.nan_to_num(nan=7.0), before.nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize("name", ON_CPU)
 def test_large_scores_do_not_overflow(name: str) -> None:
     q, k, v = random_qkv(70, 2, 1, 8, seed=3)
     pool = Pool(1, 8, 16, [70], torch.float32)

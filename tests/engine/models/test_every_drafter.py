@@ -26,6 +26,7 @@ from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_checkpoint, make_drafter
 from testkit.checkpoints.drafters_layers import block_drafter, latent_head, make_mtp_checkpoint, mtp
 from testkit.checkpoints.drafters_tokens import draft_model, ngram, windowed_draft_model
+from testkit.checkpoints.gemma4 import make_assistant, make_gemma4
 from testkit.checkpoints.kinds import WholeSequence
 from testkit.engines import Mode, Stepped, pair, request, stepped
 
@@ -54,6 +55,7 @@ MADE: dict[str, Callable[[Path], Settings]] = {
     "a head on latents": lambda path: eagle31(path),
     "dflash": lambda path: block_drafter(path / "dflash", path / "target", "dflash"),
     "dspark": lambda path: block_drafter(path / "dspark", path / "target", "dspark"),
+    "assistant": lambda path: make_assistant(path / "assistant", path / "target"),
     "mtp": lambda path: mtp(),
     "mtp of keys and values": lambda path: mtp(),
     "mtp of three modules": lambda path: mtp(),
@@ -61,6 +63,7 @@ MADE: dict[str, Callable[[Path], Settings]] = {
 # The targets of drafters that are not for a Llama.
 SHAPES = {
     "a head on latents": "deepseek_v3",
+    "assistant": "gemma4",
     "mtp": "deepseek_v3",
     "mtp of keys and values": "glm4_moe",
     "mtp of three modules": "three modules",
@@ -69,11 +72,13 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp(name) for name in ("llama", "deepseek_v3", "glm4_moe", "three modules")}
+    names = ("llama", "deepseek_v3", "gemma4", "glm4_moe", "three modules")
+    made = {name: tmp_path_factory.mktemp(name) for name in names}
     make_checkpoint(made["llama"] / "target", "llama", num_hidden_layers=2, vocab_size=260)
     for shape in ("deepseek_v3", "glm4_moe"):
         make_mtp_checkpoint(made[shape] / "target", shape)
     make_mtp_checkpoint(made["three modules"] / "target", "glm4_moe", num=3)
+    make_gemma4(made["gemma4"] / "target")
     return made
 
 

@@ -1,4 +1,5 @@
-"""Gemma 3 and gpt-oss on whole engines: windows smaller than, equal to and larger than a page, beside full layers.
+"""Gemma 3 and 4 and gpt-oss on whole engines: windows smaller than, equal to and larger than a page, beside full
+layers.
 
 Tokens are those of transformers; batches, hits, preemption and handoffs change neither tokens nor acceptance.
 """
@@ -23,6 +24,7 @@ from baton.models.loading.loader import load_model
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_drafter
 from testkit.checkpoints.gemma3 import make_gemma3
+from testkit.checkpoints.gemma4 import make_gemma4
 from testkit.checkpoints.gpt_oss import make_gpt_oss
 from testkit.engines import Mode, pair, request, stepped
 from tests.engine.handoff.test_handoff_kinds import both_ways, drop_one_page_more, prompt_of, want_one_page_less
@@ -39,6 +41,9 @@ MODELS: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
     "gemma3": (make_gemma3, "gemma3", {}),
     "gemma3-odd": (make_gemma3, "gemma3-odd", {}),
     "gemma3-new": (make_gemma3, "gemma3-new", {}),
+    "gemma4": (make_gemma4, "gemma4", {}),
+    "gemma4-odd": (make_gemma4, "gemma4-odd", {}),
+    "gemma4-experts": (make_gemma4, "gemma4-experts", {}),
     "gpt_oss": (make_gpt_oss, "gpt_oss", {}),
     "gpt_oss-odd": (make_gpt_oss, "gpt_oss-odd", {}),
     "gpt_oss-page": (make_gpt_oss, "gpt_oss", {"sliding_window": PAGE, "num_key_value_heads": 4}),
@@ -67,9 +72,10 @@ class Trial:
 
     @property
     def window(self) -> int:
-        window = self.layers(windowed=True)[0].window
-        assert window is not None
-        return window
+        """With the entry that a drafter reads before it."""
+        spec = self.layers(windowed=True)[0]
+        assert spec.window is not None
+        return spec.window + spec.lookback
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +130,9 @@ SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True
 WITH_LOGPROBS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("gemma3-odd", "float32"), ("gpt_oss", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gemma3-odd", "float32"), ("gemma4-odd", "bfloat16"), ("gpt_oss", "bfloat16")]
+)
 def test_a_request_alone_gets_the_bits_it_gets_among_others(name: str, dtype: str, find: Find) -> None:
     """Tokens and logprobs, with any chunks and page size."""
     trial = find(name)
@@ -189,6 +197,7 @@ def test_windows_give_pages_back_while_prompts_are_computed(name: str, find: Fin
         ("gemma3", True),
         ("gemma3-odd", False),
         ("gemma3-odd", True),
+        ("gemma4-odd", True),
         ("gpt_oss", False),
         ("gpt_oss-page", True),
         ("gpt_oss-odd", True),
@@ -211,7 +220,8 @@ def test_a_handoff_changes_neither_tokens_nor_acceptance(
 
 
 @pytest.mark.parametrize(
-    ("name", "has_drafter"), [("gemma3", True), ("gemma3-odd", False), ("gpt_oss", True), ("gpt_oss-one", False)]
+    ("name", "has_drafter"),
+    [("gemma3", True), ("gemma3-odd", False), ("gemma4-odd", False), ("gpt_oss", True), ("gpt_oss-one", False)],
 )
 def test_of_a_window_only_the_window_is_sent(name: str, has_drafter: bool, find: Find, tmp_path: Path) -> None:
     """Bytes by hand: all tokens of full layers and of the head, and of windowed layers those that the next

@@ -39,11 +39,12 @@ class AttnBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttnRows:
-    """A layer's inputs for one forward. `sinks_H`: see `models.cache.Attend`."""
+    """A layer's inputs for one forward. `k_TGD` and `v_TGD` None: nothing is written. `sinks_H`: see
+    `models.cache.Attend`."""
 
     q_THD: Tensor
-    k_TGD: Tensor
-    v_TGD: Tensor
+    k_TGD: Tensor | None
+    v_TGD: Tensor | None
     scale: float
     sinks_H: Tensor | None = None
 
@@ -55,7 +56,7 @@ class AttentionBackend(Protocol):
     batch_invariant: bool
 
     def write_and_attend(self, kv: Tensor, layer: int, rows: AttnRows, batch: AttnBatch, window: int | None) -> Tensor:
-        """Write k and v of all rows to their slots, then attend causally. Returns [T, H, D] in q's dtype.
+        """Write k and v of all rows to their slots, if any, then attend causally. Returns [T, H, D] in q's dtype.
 
         `kv` is the group's region [pages, layers, 2, page_size, G, D]. `layer` indexes its second dimension. Key j is
         visible to the query at position i iff i - window < j <= i (without a window: j <= i). Raises `BatonError` for a

@@ -56,7 +56,7 @@ class PagedCpuBackend:
             raise ConfigError("kv", "paged_cpu needs a contiguous region")
         where = BatchAddresses.of(batch)
         num_rows, heads, size = rows.q_THD.shape
-        q, k, v, width = _side_by_side(rows.q_THD.to(kv.dtype), rows.k_TGD.to(kv.dtype), rows.v_TGD.to(kv.dtype))
+        q, k, v, width = _side_by_side(rows, kv.dtype)
         sinks = None if rows.sinks_H is None else rows.sinks_H.float().contiguous()
         out = torch.empty(num_rows, heads, size, dtype=kv.dtype)
         num_pages, num_layers, _, page_size, kv_heads, _ = kv.shape
@@ -78,13 +78,14 @@ class PagedCpuBackend:
             float_bits(rows.scale),
             *where.addresses,
             q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
+            0 if k is None else k.data_ptr(),
+            0 if v is None else v.data_ptr(),
             out.data_ptr(),
             0 if sinks is None else sinks.data_ptr(),
         )
         narrow = kv.dtype == torch.bfloat16
-        WRITE[narrow].call_inline(given)
+        if k is not None:
+            WRITE[narrow].call_inline(given)
         if not given[FAULT]:
             ATTEND[narrow].call(given, threads_for(where.num_pairs * heads * size, _PARALLEL_WORK))
         if given[FAULT]:
@@ -92,9 +93,13 @@ class PagedCpuBackend:
         return out.to(rows.q_THD.dtype)
 
 
-def _side_by_side(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+def _side_by_side(rows: AttnRows, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
     """q, k and v as parts of one tensor's rows, and the number of elements from row to row. Copies them unless a joint
     projection left them so."""
+    q = rows.q_THD.to(dtype)
+    if rows.k_TGD is None or rows.v_TGD is None:
+        return q.contiguous(), None, None, q.shape[1] * q.shape[2]
+    k, v = rows.k_TGD.to(dtype), rows.v_TGD.to(dtype)
     width, size = q.stride(0), q.shape[2]
     if all(tensor.stride() == (width, size, 1) for tensor in (q, k, v)):
         return q, k, v, width

@@ -40,8 +40,9 @@ class SdpaBackend:
 
     def write_and_attend(self, kv: Tensor, layer: int, rows: AttnRows, batch: AttnBatch, window: int | None) -> Tensor:
         plan = batch.plan(("sdpa", kv.shape, window), lambda: _make_plan(kv, batch, window))
-        kv[plan.pages, layer, 0, plan.offsets] = rows.k_TGD
-        kv[plan.pages, layer, 1, plan.offsets] = rows.v_TGD
+        if rows.k_TGD is not None and rows.v_TGD is not None:
+            kv[plan.pages, layer, 0, plan.offsets] = rows.k_TGD
+            kv[plan.pages, layer, 1, plan.offsets] = rows.v_TGD
         out = torch.empty_like(rows.q_THD, memory_format=torch.contiguous_format)
         for request in plan.requests:
             # SDPA takes [1, heads, tokens, D].

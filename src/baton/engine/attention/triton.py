@@ -62,11 +62,12 @@ class TritonBackend:
         if not num_rows:
             return out
         kept = kv[:, layer]
-        self._kernels.write[num_rows, num_kv_heads](
-            kept, k_TGD, v_TGD, plan.slots,
-            *kept.stride()[:4], *k_TGD.stride()[:2], *v_TGD.stride()[:2],
-            PAGE=page_size, D=head_dim, BLOCK_D=_power_of_two(head_dim),
-        )  # fmt: skip
+        if k_TGD is not None and v_TGD is not None:
+            self._kernels.write[num_rows, num_kv_heads](
+                kept, k_TGD, v_TGD, plan.slots,
+                *kept.stride()[:4], *k_TGD.stride()[:2], *v_TGD.stride()[:2],
+                PAGE=page_size, D=head_dim, BLOCK_D=_power_of_two(head_dim),
+            )  # fmt: skip
         wide = head_dim * kv.element_size() > _WIDE_BYTES
         self._kernels.attend[len(plan.tiles), num_kv_heads](
             q_THD, kept, out, plan.page_table, plan.tiles, plan.query_start, plan.positions,

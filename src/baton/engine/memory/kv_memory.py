@@ -18,7 +18,7 @@ from baton.errors import ConfigError
 from baton.kv.interval import Kind
 from baton.kv.spec import GroupSpec, Owner, Planes, PlaneSpec, kv_planes, latent_planes
 from baton.models.base import CausalLM
-from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerSpec, StateLayerSpec
+from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerSpec, SharedLayerSpec, StateLayerSpec
 from baton.models.layers.parallel import Share, share_of_heads, stage_layers
 from baton.transports.base import Region, Transport
 
@@ -137,10 +137,11 @@ def kv_memory(
 def _groups(
     layers: Sequence[LayerSpec], modules: Sequence[int | None], owner: Owner, sizes: Mapping[str, int], dtype: str
 ) -> list[GroupSpec]:
-    """Layers with the same spec and module form one group."""
+    """Layers with the same spec and module form one group. Layers that share another's entries are in none."""
     by_spec: dict[tuple[LayerSpec, int | None], list[int]] = {}
     for layer_id, (layer, module) in enumerate(zip(layers, modules, strict=True)):
-        by_spec.setdefault((layer, module), []).append(layer_id)
+        if not isinstance(layer, SharedLayerSpec):
+            by_spec.setdefault((layer, module), []).append(layer_id)
     groups: list[GroupSpec] = []
     for (layer, module), ids in by_spec.items():
         kind, planes = _kept(layer, dtype)
@@ -151,7 +152,7 @@ def _groups(
             kind=kind,
             planes=planes,
             page_size=1,
-            window=layer.window if isinstance(layer, KVLayerSpec) else None,
+            window=_reach(layer),
             layer_ids=tuple(ids),
         )
         if kind != "state":
@@ -159,6 +160,13 @@ def _groups(
             group = msgspec.structs.replace(group, page_size=size)
         groups.append(group)
     return groups
+
+
+def _reach(layer: LayerSpec) -> int | None:
+    """How many of the last entries are kept, so that the next row and a drafter see their own; None: all."""
+    if not isinstance(layer, KVLayerSpec) or layer.window is None:
+        return None
+    return layer.window + layer.lookback
 
 
 def _names(group: GroupSpec) -> tuple[str, ...]:
@@ -175,3 +183,5 @@ def _kept(layer: LayerSpec, dtype: str) -> tuple[Kind, Planes]:
         case StateLayerSpec(planes):
             parts = (PlaneSpec(p.name, p.dtype or dtype, p.num_heads, p.head_dim, p.cut) for p in planes)
             return "state", tuple(parts)
+        case SharedLayerSpec():
+            raise AssertionError("a layer that shares entries has no group")

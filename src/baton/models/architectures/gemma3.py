@@ -100,10 +100,15 @@ class GeluMLP(MLP):
     """GeGLU (Shazeer, 2020, arXiv:2002.05202): down(gelu(gate(x)) * up(x)), [T, E] -> [T, E]."""
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        if self._on_cpu:
-            return gelu_mul(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
+        return gelu_gate(gate_up, self._on_cpu)
+
+
+def gelu_gate(gate_up: Tensor, on_cpu: bool) -> Tensor:
+    """gelu(gate) * up of gates and ups side by side, [T, 2I] -> [T, I]."""
+    if on_cpu:
+        return gelu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def _sliding(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:

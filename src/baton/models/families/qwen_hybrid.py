@@ -18,7 +18,7 @@ from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build
 from baton.models.layers.moe import feed_forward
 from baton.models.layers.specs import MoESpec
-from baton.models.loading.tensor_names import split_rows
+from baton.models.loading.tensor_names import split_experts, split_rows
 
 _RECURRENT, _ATTENTION = "linear_attention", "full_attention"
 # Layouts of images' positions. Positions of text are the same in all sections.
@@ -58,7 +58,8 @@ class QwenHybrid(CausalLM):
             for part, values in split_rows(name, tensor, parts):
                 yield f"{prefix}{part}.{kind}", values
         elif name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):
-            yield from _of_experts(name, owner, kind, tensor, self.config.moe)
+            moe = self.config.moe
+            yield from split_experts(name, tensor, *((moe.num_experts, moe.intermediate_size) if moe else (0, 0)))
         else:
             name = name.replace(".mlp.shared_expert.", ".mlp.shared_experts.")
             yield name.replace(".mlp.shared_expert_gate.", ".mlp.shared_gate."), tensor
@@ -139,18 +140,3 @@ def _layer_kinds(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
             f"config.json: layer_types must be {num_layers} of {_RECURRENT} or {_ATTENTION}, got {kinds!r}"
         )
     return tuple(kind == _RECURRENT for kind in kinds)
-
-
-def _of_experts(name: str, owner: str, kind: str, tensor: Tensor, moe: MoESpec | None) -> Iterable[tuple[str, Tensor]]:
-    """Each expert's weights in a stacked tensor: gate and up [X, 2 I, E], or down [X, E, I]."""
-    if moe is None or tensor.dim() != 3 or len(tensor) != moe.num_experts:
-        wanted = 0 if moe is None else moe.num_experts
-        raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, expected {wanted} experts")
-    for expert, values in enumerate(tensor):
-        place = f"{owner}.{expert}"
-        if kind == "down_proj":
-            yield f"{place}.down_proj.weight", values
-            continue
-        size = moe.intermediate_size
-        for part, rows in split_rows(name, values, {"gate_proj": size, "up_proj": size}):
-            yield f"{place}.{part}.weight", rows

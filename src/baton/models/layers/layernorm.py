@@ -46,7 +46,9 @@ class RMSNorm(nn.Module):
 
 
 class Fp32RMSNorm(nn.Module):
-    """RMSNorm that multiplies by weight + `offset` in float32 and rounds once. `offset`: 0 in gpt-oss, 1 in Gemma."""
+    """RMSNorm that multiplies by weight + `offset` in float32 and rounds once. `offset`: 0 in gpt-oss, 1 in Gemma 3."""
+
+    weight: Tensor
 
     def __init__(self, size: int, eps: float, offset: float, build: Build) -> None:
         super().__init__()
@@ -67,6 +69,16 @@ class Fp32RMSNorm(nn.Module):
     def add_and_norm(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         total = x + delta
         return total, self(total)
+
+
+class UnitRMSNorm(Fp32RMSNorm):
+    """RMSNorm without a weight."""
+
+    def __init__(self, size: int, eps: float, build: Build) -> None:
+        super().__init__(size, eps, 0.0, build)
+        # No parameter: checkpoints store none.
+        del self.weight
+        self.weight = torch.ones(size, device=build.device)
 
 
 def make_norm(config: ModelConfig, size: int, build: Build) -> RMSNorm | Fp32RMSNorm:

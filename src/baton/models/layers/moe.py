@@ -43,7 +43,7 @@ class Router(Linear):
         weights = scores.gather(1, ids)
         if spec.renormalise:
             # DeepSeek adds this, Qwen does not: it is below the rounding of any sum of scores.
-            weights = weights / (_row_sum(weights) + 1e-20)
+            weights = weights / (row_sum(weights) + 1e-20)
         return ids, weights * spec.scale
 
     def _scores(self, logits: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Router(Linear):
         return by_group.masked_fill(is_out[..., None], -torch.inf).view_as(wanted)
 
 
-def _row_sum(values: Tensor) -> Tensor:
+def row_sum(values: Tensor) -> Tensor:
     """Row sums [T, 1], column by column: the order of PyTorch's reduction depends on the number of rows."""
     total = values[:, :1]
     for column in range(1, values.shape[1]):

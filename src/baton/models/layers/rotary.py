@@ -83,10 +83,18 @@ def yarn_mscale(spec: RopeSpec, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
+def _proportional(spec: RopeSpec, dim: int) -> Frequencies:
+    """Gemma 4: the frequencies of the whole head, of which those after the first `partial_rotary_factor` are 0."""
+    freq = _base(spec.theta, dim) / spec.params["factor"]
+    freq[int(spec.params["partial_rotary_factor"] * dim // 2) :] = 0.0
+    return freq, 1.0
+
+
 _KINDS: dict[str, Callable[[RopeSpec, int], Frequencies]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
+    "proportional": _proportional,
     "yarn": _yarn,
 }
 

@@ -245,7 +245,7 @@ def load_model(
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: the model that config.json describes cannot be allocated: {why}") from None
     own = ranks.stage.layers(config.num_layers)
-    unused = stored.unused(config.num_layers)
+    unused = stored.unused(config.num_layers, cls.own_parts)
 
     def rename(name: str) -> str | None:
         return None if name in unused else _of_stage(model.stored_name(stored.name(name)), ranks.stage, own)

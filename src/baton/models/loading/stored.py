@@ -125,10 +125,12 @@ class StoredTensors:
         """The model's name of a stored tensor, or of a weight that is stored in parts."""
         return self._names.get(stored) or self._rename(stored)
 
-    def unused(self, num_layers: int) -> frozenset[str]:
+    def unused(self, num_layers: int, own_parts: tuple[str, ...] = ()) -> frozenset[str]:
         """The stored names of tensors of parts that the model lacks, such as a value head or a later layer. Unknown
-        tensors of other parts are not included: they would change the computation, and `loader.fill` refuses them."""
-        return frozenset(stored for stored, name in self._names.items() if not _is_of(name, num_layers))
+        tensors of other parts are not included: they would change the computation, and `loader.fill` refuses them.
+        `own_parts`: as of `CausalLM`."""
+        parts = _PARTS + own_parts
+        return frozenset(stored for stored, name in self._names.items() if not _is_of(name, num_layers, parts))
 
     def log_unused(self, unused: Collection[str]) -> None:
         names = [self._names[stored] for stored in unused if not stored.endswith("rotary_emb.inv_freq")]
@@ -143,9 +145,9 @@ class StoredTensors:
             log.warning("%s: weight files that are not used: %s", self._path, ", ".join(files))
 
 
-def _is_of(name: str, num_layers: int) -> bool:
+def _is_of(name: str, num_layers: int, parts: tuple[str, ...]) -> bool:
     index = layer_index(name)
-    return name.startswith(_PARTS) if index is None else index < num_layers
+    return name.startswith(parts) if index is None else index < num_layers
 
 
 def _part(name: str) -> str:

@@ -25,3 +25,17 @@ def split_rows(name: str, tensor: Tensor, parts: Mapping[str, int]) -> Iterable[
     if tensor.dim() == 0 or len(tensor) != rows:
         raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, expected {rows} rows")
     return zip(parts, torch.split(tensor, list(parts.values())), strict=True)
+
+
+def split_experts(name: str, tensor: Tensor, num_experts: int, size: int) -> Iterable[tuple[str, Tensor]]:
+    """Each expert's weights in a stacked tensor: `gate_up_proj` [X, 2 I, E], gates first, or `down_proj` [X, E, I],
+    for experts of inner size I = `size`. Raises `CheckpointError` for another number of experts."""
+    owner, _, kind = name.rpartition(".")
+    if tensor.dim() != 3 or len(tensor) != num_experts:
+        raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, expected {num_experts} experts")
+    for expert, values in enumerate(tensor):
+        if kind == "down_proj":
+            yield f"{owner}.{expert}.down_proj.weight", values
+            continue
+        for part, rows in split_rows(name, values, {"gate_proj": size, "up_proj": size}):
+            yield f"{owner}.{expert}.{part}.weight", rows

@@ -1,0 +1,215 @@
+"""Gemma 4's assistant (Google, 2026): a few Gemma 4 layers without keys and values, as in transformers.
+
+Each layer attends to those of the target's last layer of its kind. The first draft comes from the last known token and
+the target's final-norm state of the row before it, a further one from the draft and state before it. All drafts of a
+round have one position, that of the last known token, and see the same keys: all before it, with a window the last
+`sliding_window` + 1. So the assistant keeps nothing, and a handoff carries nothing for it but drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton.drafters.base import DraftBatch
+from baton.drafters.chain import IntArray
+from baton.errors import CheckpointError, ConfigError
+from baton.models.architectures.gemma4 import parse_gemma4, rounded
+from baton.models.base import CausalLM, rotaries
+from baton.models.cache import LayerCache, LayerSpec
+from baton.models.config import RawConfig, get_bool, get_int
+from baton.models.families.gemma4 import LOOKBACK, Gemma4Config, Gemma4Layer
+from baton.models.layers.layernorm import make_norm
+from baton.models.layers.linear import Build, Linear
+from baton.models.layers.rotary import rotate
+from baton.models.loading.config_json import read_config
+from baton.models.loading.loader import fill
+from baton.models.loading.stored import stored_tensors
+
+_KIND = "gemma4_assistant"
+_HEAD = "lm_head.weight"
+
+
+class QueryAttention(nn.Module):
+    """[T, E] -> [T, E], over keys and values of the target's layer `source`. Each of the target's tensor ranks attends
+    with the heads of its own keys, and gathers those of the others."""
+
+    def __init__(self, config: Gemma4Config, layer_id: int, source: int, target: CausalLM, build: Build) -> None:
+        super().__init__()
+        spec, self._ranks, self._source = config.spec(layer_id), target.build.ranks, source
+        self._window = None if spec.window is None else spec.window + LOOKBACK
+        heads = self._ranks.share(config.num_heads, "the assistant's attention heads")
+        self._heads, self._size = heads.length, spec.head_dim
+        share = heads.times(spec.head_dim)
+        self.q_proj = Linear(config.hidden_size, share.length, build, config.qkv_bias, share)
+        self.q_norm = make_norm(config, spec.head_dim, build)
+        self.o_proj = Linear(share.total, config.hidden_size, build, config.o_bias)
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
+        q = rotate(self.q_norm(self.q_proj(x).view(len(x), self._heads, self._size)), self._heads, *cos_sin)
+        own = cache.attend_kept(self._source, q, 1.0, self._window)
+        return self.o_proj(torch.cat(tuple(self._ranks.gather(own.contiguous())), dim=1).flatten(1))  # type: ignore[no-any-return]
+
+
+class Clusters(nn.Module):
+    """Allows only the tokens of the `top_k` clusters with the best scores; `token_ordering` int64 [V] lists the tokens
+    cluster by cluster."""
+
+    def __init__(self, raw: RawConfig, config: Gemma4Config, build: Build) -> None:
+        super().__init__()
+        num, self._top_k = get_int(raw, "num_centroids", 2048), get_int(raw, "centroid_intermediate_top_k", 32)
+        if config.vocab_size % num or self._top_k > num:
+            what = f"{num} clusters, of which {self._top_k} are chosen,"
+            raise CheckpointError(f"drafter: config.json: {what} do not fit {config.vocab_size} tokens")
+        self.centroids = Linear(config.hidden_size, num, build)
+        self.register_buffer("token_ordering", torch.empty(config.vocab_size, dtype=torch.int64, device=build.device))
+
+    def masked(self, logits_TV: Tensor, states_TE: Tensor) -> Tensor:
+        """The logits, with less than the least allowed one for all other tokens."""
+        best = self.centroids(states_TE).topk(self._top_k, dim=-1).indices
+        by_cluster = self.get_buffer("token_ordering").view(self.centroids.out_features, -1)
+        tokens = by_cluster[best].flatten(1)
+        allowed = logits_TV.gather(1, tokens)
+        least = allowed.min(dim=1, keepdim=True).values - 1.0
+        return least.expand_as(logits_TV).scatter(1, tokens, allowed)
+
+
+class Assistant(nn.Module):
+    """A `TargetReader` without layers of its own in the KV cache."""
+
+    kv_layers: tuple[LayerSpec, ...] = ()
+    kv_modules: tuple[int | None, ...] = ()
+    aux_layers: tuple[int, ...] = ()
+    needs_contexts = False
+
+    def __init__(self, config: Gemma4Config, raw: RawConfig, target: CausalLM, build: Build) -> None:
+        super().__init__()
+        self._device, size = build.device, config.hidden_size
+        self.target_layers = _layers_of(config, target)
+        # A function: a parameter here would be one to load.
+        self._embed = partial(F.embedding, weight=target.model.embed_tokens.weight)
+        self._scale = rounded(target.hidden_size**0.5, target.build)
+        self.pre_projection = Linear(2 * target.hidden_size, size, build)
+        self.layers = nn.ModuleList(
+            Gemma4Layer(config, layer, build, QueryAttention(config, layer, source, target, build))
+            for layer, source in enumerate(self.target_layers)
+        )
+        self.norm = make_norm(config, size, build)
+        self.post_projection = Linear(size, target.hidden_size, build)
+        self.lm_head = Linear(size, config.vocab_size, build)
+        self.masked_embedding = Clusters(raw, config, build) if get_bool(raw, "use_ordered_embeddings") else None
+        # It drafts at all positions of the target, whatever its own config says.
+        length = max(config.max_position, target.max_position) + 1
+        self._rotaries, self._rotary_of = rotaries(replace(config, max_position=length), build)
+
+    @classmethod
+    def load(cls, path: str, target: CausalLM, build: Build) -> Assistant:
+        """Raises `CheckpointError` for another model or one for another target, and `ConfigError` for a target in
+        pipeline stages."""
+        raw = read_config(path)
+        config = _config(raw, target)
+        if target.build.ranks.stage.count > 1:
+            what = "the drafter is on the first stage, and the keys that it reads are on the last"
+            raise ConfigError("pipeline_parallel_size", f"must be 1 with method assistant: {what}")
+        drafter = cls(config, raw, target, build)
+        # Tokens have the target's embedding: the assistant's own serves its head, if that is not stored.
+        embedding = None if _HEAD in stored_tensors(path) else _HEAD
+
+        def rename(name: str) -> str | None:
+            if name == "model.embed_tokens.weight":
+                return embedding
+            return None if name.endswith("rotary_emb.inv_freq") else name.removeprefix("model.")
+
+        fill(drafter, path, rename)
+        return drafter.eval()
+
+    def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
+        return hidden_TE
+
+    def extend(self, batch: DraftBatch) -> None:
+        """Nothing is kept."""
+
+    def draft(self, batch: DraftBatch, extended: None) -> list[list[int]]:
+        assert batch.features_TF is not None
+        assert batch.target_pages is not None
+        drafts: list[list[int]] = [[] for _ in batch.num_drafts]
+        going = np.flatnonzero(batch.num_drafts)
+        last = batch.query_start[1:][going].astype(np.int64) - 1
+        rows, ids = batch.positions[last], batch.next_ids[last]
+        states_RE = batch.features_TF[self._tensor(last)]
+        for step in range(int(batch.num_drafts.max())):
+            # The last row's entries are the last that there are; the token after it has the next position.
+            cache = batch.target_pages.bind(going, rows, np.arange(len(going) + 1, dtype=np.int32))
+            logits_RV, states_RE = self(self._tensor(ids), states_RE, self._tensor(rows + 1), cache)
+            ids = batch.choose(logits_RV, going, step, None)
+            for request, token in zip(going.tolist(), ids.tolist(), strict=True):
+                drafts[request].append(token)
+            more = np.flatnonzero(batch.num_drafts[going] > step + 1)
+            if not len(more):
+                break
+            going, rows, ids, states_RE = going[more], rows[more], ids[more], states_RE[self._tensor(more)]
+        return drafts
+
+    def forward(
+        self, ids_T: Tensor, states_TE: Tensor, positions_T: Tensor, cache: LayerCache
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [T, V] in float32, and the states [T, target's E] for the next draft."""
+        embeds = self._embed(ids_T) * self._scale
+        x = self.pre_projection(torch.cat((embeds, states_TE), dim=-1))
+        cos_sin = [rotary.at(positions_T) for rotary in self._rotaries]
+        for layer, rotary in zip(self.layers, self._rotary_of, strict=True):
+            x = layer(x, cos_sin[rotary], cache)
+        x = self.norm(x)
+        logits = self.lm_head(x)
+        if self.masked_embedding is not None:
+            logits = self.masked_embedding.masked(logits, x)
+        return logits.float(), self.post_projection(x)
+
+    def _tensor(self, values: IntArray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+
+def _config(raw: RawConfig, target: CausalLM) -> Gemma4Config:
+    """The config of the assistant's layers. Raises `CheckpointError` naming what does not fit."""
+    inner = raw.get("text_config")
+    if raw.get("model_type") != _KIND or not isinstance(inner, Mapping):
+        raise CheckpointError(f"drafter: config.json: model_type is {raw.get('model_type')!r}, expected {_KIND!r}")
+    if not isinstance(target.config, Gemma4Config):
+        raise CheckpointError("drafter: an assistant is for a target of type gemma4_text")
+    for name in ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp"):
+        if inner.get(name):
+            raise CheckpointError(f"drafter: config.json: {name} is {inner[name]!r}, which is not supported")
+    config = parse_gemma4({**inner, "hidden_size_per_layer_input": 0}, 0)
+    backbone = get_int(raw, "backbone_hidden_size", 1536)
+    for name, found, wanted in (
+        ("backbone_hidden_size", backbone, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+    ):
+        if found != wanted:
+            raise CheckpointError(f"drafter: config.json: {name} is {found}, and the target's is {wanted}")
+    return config
+
+
+def _layers_of(config: Gemma4Config, target: CausalLM) -> tuple[int, ...]:
+    """The target's layer that each of the assistant's reads: the last of its kind with keys of its own. Raises
+    `CheckpointError` if its heads are others, or its window is wider."""
+    known, found = cast(Gemma4Config, target.config), []
+    for layer, window in enumerate(config.windows):
+        alike = [i for i in known.sources if (known.windows[i] is None) == (window is None)]
+        own = config.spec(layer)
+        its = known.spec(max(alike)) if alike else None
+        if its is None or (its.num_kv_heads, its.head_dim) != (own.num_kv_heads, own.head_dim):
+            kind = "full" if window is None else "windowed"
+            what = f"{own.num_kv_heads} heads of {own.head_dim}"
+            raise CheckpointError(f"drafter: config.json: {kind} layers have {what}, and the target's have others")
+        if window is not None and its.window is not None and window > its.window:
+            raise CheckpointError(f"drafter: config.json: sliding_window is {window}, and the target's is {its.window}")
+        found.append(max(alike))
+    return tuple(found)

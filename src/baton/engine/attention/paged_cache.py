@@ -1,0 +1,115 @@
+"""The `LayerCache` of a forward over pages: finds a layer's entries, and calls the kernel of its kind.
+
+Shapes: T rows of the step, H query heads, G KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
+from baton.engine.attention.latent import PagedLatentAttention
+from baton.engine.attention.scan import StateBatch, scan
+from baton.engine.attention.sparse import choose
+from baton.engine.memory.group_memory import GroupMemory
+from baton.engine.plan import Written
+from baton.kv.spec import INDEX_PLANE, GroupSpec
+from baton.models.cache import Chosen, IndexRows, LatentHeads, LayerSpec, Recurrence
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where a layer's entries are: the memory of its group, its index in it. `window`: which of them its rows see."""
+
+    memory: GroupMemory
+    index: int
+    window: int | None
+
+
+LayerMap = dict[int, LayerPlace]
+
+
+def layer_map(groups: Sequence[GroupSpec], kv: Mapping[str, GroupMemory], specs: Sequence[LayerSpec]) -> LayerMap:
+    return {
+        layer: LayerPlace(kv[group.name], index, getattr(specs[layer], "window", None))
+        for group in groups
+        for index, layer in enumerate(group.layer_ids)
+    }
+
+
+class PagedCache:
+    """Binds one forward's rows to the cache."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        layers: LayerMap,
+        batches: Mapping[str, AttnBatch],
+        states: Mapping[str, StateBatch],
+        written: Written | None = None,
+    ) -> None:
+        self._backend, self._layers, self._batches, self._states = backend, layers, batches, states
+        self._written = written
+        self.chosen: Chosen | None = None
+
+    def __call__(
+        self,
+        layer_id: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        scale: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        rows = AttnRows(q_THD, k_TGD, v_TGD, scale, sinks_H)
+        out = self._attend(layer_id, rows, self._layers[layer_id].window)
+        if self._written is not None:
+            self._written(layer_id)
+        return out
+
+    def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        # Rows that see only themselves cost next to nothing.
+        self._attend(layer_id, AttnRows(k_TGD, k_TGD, v_TGD, 1.0), window=1)
+
+    def attend_kept(self, layer_id: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:
+        return self._attend(layer_id, AttnRows(q_THD, None, None, scale), window)
+
+    def _attend(self, layer_id: int, rows: AttnRows, window: int | None) -> Tensor:
+        place = self._layers[layer_id]
+        kv, batch = place.memory.kv, self._batches[place.memory.spec.name]
+        assert kv is not None
+        return self._backend.write_and_attend(kv, place.index, rows, batch, window)
+
+    def attend_latent(
+        self,
+        layer_id: int,
+        q_THD: Tensor,
+        latent_TC: Tensor,
+        rope_TR: Tensor,
+        scale: float,
+        heads: LatentHeads | None = None,
+        chosen: Chosen | None = None,
+    ) -> Tensor:
+        place = self._layers[layer_id]
+        memory, index = place.memory, place.index
+        planes = [plane for plane, of in zip(memory.planes, memory.spec.planes, strict=True) if of.name != INDEX_PLANE]
+        latents = PagedLatentAttention(planes, index, self._batches[memory.spec.name])
+        out = latents.attend(q_THD, latent_TC, rope_TR, scale, heads, chosen)
+        if self._written is not None:
+            self._written(layer_id)
+        return out
+
+    def choose(self, layer_id: int, rows: IndexRows) -> None:
+        place = self._layers[layer_id]
+        memory, index = place.memory, place.index
+        names = [plane.name for plane in memory.spec.planes]
+        plane = memory.planes[names.index(INDEX_PLANE)]
+        self.chosen = choose(plane, index, self._batches[memory.spec.name], rows)
+
+    def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:
+        place = self._layers[layer_id]
+        memory, index = place.memory, place.index
+        return scan(memory.planes, index, self._states[memory.spec.name], recurrence)
