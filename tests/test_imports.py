@@ -38,4 +38,3 @@ def test_the_collector_is_as_before_even_after_an_error(enabled: bool) -> None:
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if before else gc.disable)()
-        gc.unfreeze()
