@@ -11,6 +11,7 @@ from baton.sampling_params import NO_DEFAULTS, SamplingDefaults, SamplingParams,
 
 MAX_CACHE_SALT_CHARS = 1024
 MAX_WAITED_S = 1e6
+MAX_ADAPTER_CHARS = 1024
 MAX_TICKET_CHARS = 24 * 1024  # holds the control addresses of all ranks
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 TicketText = Annotated[str, msgspec.Meta(max_length=MAX_TICKET_CHARS)]
@@ -73,6 +74,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     - `waited_s`: seconds since the request began, if earlier attempts failed. It keeps its place among an engine's
       waiting requests.
     - `identity`: an engine with another `comparison.token_identity` refuses the request. None: any engine takes it.
+    - `adapter`: NAME@DIGEST of the LoRA adapter that computes it, of `EngineInfo.adapters`. Baton's engines have none.
     """
 
     request_id: RequestId
@@ -84,6 +86,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_prefill_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     waited_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAITED_S)] = 0.0
     identity: Annotated[str, msgspec.Meta(max_length=64)] | None = None
+    adapter: Annotated[str, msgspec.Meta(max_length=MAX_ADAPTER_CHARS)] | None = None
     timings: bool = False
 
     @property
@@ -189,6 +192,7 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     - `default_seed`: for requests without a seed. None: each gets a random one.
     - `kv_events_port`, `kv_events_replay_port`: where it publishes its KV events, at the host of its URL; 0: nowhere.
     - `token_api`: whether it serves `POST /inference/v1/generate`.
+    - `adapters`: its LoRA adapters that can be handed off, by name, as NAME@DIGEST.
     """
 
     role: Role
@@ -203,6 +207,7 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     token_api: bool = True
     kv_events_port: int = 0
     kv_events_replay_port: int = 0
+    adapters: dict[str, str] = {}
 
 
 # Baton's fields in `kv_transfer_params` of vLLM requests and responses.
@@ -224,11 +229,16 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
     """A vLLM server with `BatonConnector`. `roles`: the legs that it takes. `truncate_prefill`: its prefill legs must
-    come without the tokens that are not handed over. `prefill_multiple`: a handoff moves a multiple of so many."""
+    come without the tokens that are not handed over. `prefill_multiple`: a handoff moves a multiple of so many.
+    `tile`: tokens that its kernels store as one opaque piece, which must be as many on a peer; 0: it does not tell.
+    `adapter`: NAME@DIGEST of the LoRA adapter that the asking request named as its model, and that its legs' tickets
+    contain in their digest; empty: none, or one that cannot be handed off."""
 
     truncate_prefill: bool
     roles: list[str]
     prefill_multiple: int = 1
+    tile: int = 0
+    adapter: str = ""
 
     def handed_over(self, num_tokens: int) -> int:
         """Of a prompt. With a multiple, at least two are left: vLLM would compute one as a verification."""

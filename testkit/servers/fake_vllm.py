@@ -58,7 +58,8 @@ class FakeVllm:
     `num_short`: tokens missing from a NIXL prefill. `has_ranks`: it is several data-parallel engines; `ranks`: the
     requested ones. `started`: the process start time in its metrics. `traces`: role, `traceparent` and `tracestate` of
     requests. `defaults`: its sampling defaults, and `limit`, the most tokens of any request; None: it does not tell
-    them, like vLLM without --enable-scale-out.
+    them, like vLLM without --enable-scale-out. `outcome`: in its metrics, how its connector ended each decode leg.
+    `block_size`: of its metrics. `adapter`: how its connector describes the adapter `lora`.
     """
 
     root: Path
@@ -89,6 +90,10 @@ class FakeVllm:
     ranks: list[str | None] = field(default_factory=list)
     traces: list[tuple[str, str | None, str | None]] = field(default_factory=list)
     defaults: dict[str, Any] | None = field(default_factory=dict)
+    tile: int = 0
+    outcome: str | None = None
+    block_size: int | None = None
+    adapter: str = ""
 
     def app(self) -> web.Application:
         @web.middleware
@@ -126,6 +131,7 @@ class FakeVllm:
             "fingerprint": json.dumps(facts),
             "truncate_prefill": self.truncate,
             "prefill_multiple": self.multiple,
+            "tile": self.tile,
             "roles": ["prefill", "decode"],
             "vocab_size": 258,
             "eos_token_ids": [EOS],
@@ -147,7 +153,8 @@ class FakeVllm:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, request: web.Request) -> web.Response:
-        adapter = {"id": "lora", "root": "elsewhere", "parent": "demo", "max_model_len": None}
+        parent = "demo" if self.adapter else None
+        adapter = {"id": "lora", "root": "elsewhere", "parent": parent, "max_model_len": None}
         return web.json_response(
             {"data": [{"id": "demo", "root": str(self.root), "max_model_len": self.max_model_len}, adapter]}
         )
@@ -161,6 +168,10 @@ class FakeVllm:
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} 0.0' for i in range(self.num_drafts)
         ]
         lines += [f"process_start_time_seconds {self.started}"] if self.started is not None else []
+        if self.outcome is not None:
+            lines.append(f'vllm:baton_handoffs_total{{outcome="{self.outcome}"}} {len(self.legs("decode"))}')
+        if self.block_size is not None:
+            lines.append(f'vllm:cache_config_info{{block_size="{self.block_size}"}} 1.0')
         response = web.StreamResponse()
         await response.prepare(request)
         for line in lines:  # long ones come in pieces
@@ -202,7 +213,7 @@ class FakeVllm:
             status = 400 if self.fail == "refuse" else 500
             return web.json_response({"error": {"message": "no such thing"}}, status=status)
         if role in ("identify", "cancel"):
-            identity = self.identity()
+            identity = self.identity() | {"adapter": self.adapter if body["model"] == "lora" else ""}
             if self.has_ranks:
                 rank = int(request.headers.get("X-data-parallel-rank", "0"))
                 identity |= {"engine_id": f"{self.name}_dp{rank}", "data_parallel_rank": rank}
@@ -270,7 +281,7 @@ class FakeVllm:
         if "baton" in params:
             leg = params["baton"]
             whole = self.truncate or leg.get("seed_first_token", False)
-            self._check("prefill", leg["ticket"], body["prompt"] if whole else body["prompt"][:-1])
+            self._check("prefill", body, body["prompt"] if whole else body["prompt"][:-1])
             self.shared.of(leg["ticket"]).set()
             return {}
         self.shared.of(name).set()
@@ -293,7 +304,7 @@ class FakeVllm:
         params = body["kv_transfer_params"]
         if "baton" in params:
             identity, prompt = msgspec.convert(self.identity(), VllmIdentity), body["prompt"]
-            self._check("decode", params["baton"]["ticket"], prompt[: identity.handed_over(len(prompt))])
+            self._check("decode", body, prompt[: identity.handed_over(len(prompt))])
             name = params["baton"]["ticket"]
         else:
             needed = {"remote_engine_id", "remote_host", "remote_port", "remote_request_id", "tp_size"}
@@ -305,9 +316,13 @@ class FakeVllm:
         async with timeout(5.0):
             await self.shared.of(name).wait()
 
-    def _check(self, role: LegRole, ticket: str, handed_over: Sequence[int]) -> None:
+    def _check(self, role: LegRole, body: dict[str, Any], handed_over: Sequence[int]) -> None:
+        ticket = body["kv_transfer_params"]["baton"]["ticket"]
         signed = tickets.verify(KEY, ticket, role, float(1000 * ord(self.name[0])))
-        assert signed.request_digest == tickets.request_digest(handed_over, SamplingParams())
+        digest = tickets.request_digest(handed_over, SamplingParams())
+        if body["model"] == "lora":
+            digest = tickets.adapter_digest(digest, self.adapter)
+        assert signed.request_digest == digest
 
 
 def _joined(each: Sequence[dict[str, Any]]) -> dict[str, Any]:

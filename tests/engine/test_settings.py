@@ -120,6 +120,7 @@ REQUEST: dict[str, Row] = {
     "waited_s": "it is a place in the queue",
     "timings": "it asks for times",
     "identity": "it is the facts' own digest",
+    "adapter": "Baton's engines refuse it; for vLLM's it is in the ticket's digest",
 }
 INFO: dict[str, Row] = {
     "engine_id": _NAME,
@@ -144,10 +145,13 @@ INFO: dict[str, Row] = {
     "default_seed": ENGINE["seed"],
     "sampling_defaults": facts("output.sampling_defaults"),
     "token_api": "it opens a route",
+    "adapters": "a request names one",
     "kv_transport": TRANSFER["kv_transport"],
     "prefill_multiple": "it says at which tokens a handoff may end",
     # Of vLLM servers.
     "truncate_prefill": "it says which prompt the router gives a prefill leg",
+    "adapter": "it is in the digest of a leg's ticket",
+    "tile": "peers compare it in HELLO with the geometries",
     "roles": ENGINE["role"],
 }
 # Files of a checkpoint that an engine reads.

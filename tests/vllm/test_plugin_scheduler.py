@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -22,6 +23,13 @@ PROMPT = list(range(100, 110))
 
 
 @dataclass
+class Lora:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass
 class Request:
     request_id: str
     prompt_token_ids: Sequence[int] | None
@@ -33,13 +41,13 @@ class Request:
     mm_features: Sequence[Any] = field(default_factory=list)
 
 
-def ticket(prompt: Sequence[int] = PROMPT, incarnation: str = "inc-P") -> SignedTicket:
+def ticket(prompt: Sequence[int] = PROMPT, incarnation: str = "inc-P", adapter: str = "") -> SignedTicket:
     plain = make_ticket(
         prefill_incarnation=incarnation,
         decode_incarnation="inc-D",
         prefill_expiry=NOW + 60,
         decode_expiry=NOW + 60,
-        request_digest=handoff_digest(prompt[:-1]),
+        request_digest=handoff_digest(prompt[:-1], adapter),
     )
     return signed(plain, KEY)
 
@@ -292,7 +300,10 @@ def test_reasons_are_few_whatever_a_client_writes(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     ("request_kw", "why"),
     [
-        ({"lora_request": object()}, "a LoRA adapter"),
+        (
+            {"lora_request": Lora("a", 1, "/nowhere")},
+            "a LoRA adapter without a directory here, or with files that have changed",
+        ),
         ({"mm_features": [object()]}, "images or other media"),
         ({"prompt": None}, "embeddings"),
         ({"prompt_embeds": object()}, "embeddings"),
@@ -303,6 +314,55 @@ def test_what_the_prompt_alone_does_not_decide_is_not_handed_off(request_kw: dic
     d.on_new_request(leg("decode", ticket(), **request_kw))
     assert d.num_matched("decode-1", 0) == 0
     assert d.refused == {f"its KV depends on {why}, not on token ids alone": 1}
+
+
+def told_adapter(engine: SchedulerSide, lora: Lora) -> str:
+    asked = Request("who", [5], {"baton": {"role": "identify"}}, lora_request=lora)
+    engine.on_new_request(asked)
+    _, answer = engine.on_finished(asked)
+    assert answer is not None
+    return str(answer["baton"]["adapter"])
+
+
+def adapter_in(folder: Path, content: bytes = b"weights") -> str:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("content", "handed_over"), [(b"weights", True), (b"others", False)])
+def test_an_adapter_is_handed_off_to_an_engine_with_the_same_files(
+    tmp_path: Path, content: bytes, handed_over: bool
+) -> None:
+    p, d = side("P"), side("D")
+    here, there = Lora("a", 1, adapter_in(tmp_path / "p")), Lora("a", 7, adapter_in(tmp_path / "d", content))
+    adapter = told_adapter(p, here)
+    assert adapter.startswith("a@")
+    assert (told_adapter(d, there) == adapter) == handed_over
+    t = ticket(adapter=adapter)
+    p.on_new_request(leg("prefill", t, lora_request=here))
+    assert len(p.take_step().opened) == 1
+    d.on_new_request(leg("decode", t, lora_request=there))
+    assert len(d.take_step().announced) == handed_over
+    assert d.refused.total() == (not handed_over)
+
+
+@pytest.mark.parametrize("other", [None, "of another name"])
+def test_a_ticket_for_one_adapter_is_for_no_other(tmp_path: Path, other: str | None) -> None:
+    d, path = side("D"), adapter_in(tmp_path / "d")
+    t = ticket(adapter=told_adapter(d, Lora("a", 1, path)))
+    d.on_new_request(leg("decode", t, lora_request=other and Lora(other, 2, path)))
+    assert d.take_step().announced == []
+    assert d.refused.total() == 1
+
+
+def test_an_adapter_whose_files_change_is_not_handed_off_until_it_is_loaded_again(tmp_path: Path) -> None:
+    d, path = side("D"), adapter_in(tmp_path / "d")
+    before = told_adapter(d, Lora("a", 1, path))
+    (tmp_path / "d" / "adapter_model.safetensors").write_bytes(b"more weights")
+    assert told_adapter(d, Lora("a", 1, path)) == ""
+    assert told_adapter(d, Lora("a", 2, path)) not in ("", before)
 
 
 def test_a_role_that_the_engine_has_not() -> None:
@@ -348,6 +408,8 @@ def test_who_the_engine_is() -> None:
         "truncate_prefill": False,
         "roles": ["prefill", "decode"],
         "prefill_multiple": 1,
+        "tile": 0,
+        "adapter": "",
         "vocab_size": 512,
         "eos_token_ids": [2],
         "num_speculative_tokens": 0,

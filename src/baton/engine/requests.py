@@ -80,8 +80,11 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
 
 
 def check_identity(wire: GenerateRequest, info: EngineInfo) -> None:
-    """Raise `IncompatiblePeerError` if this engine would give other tokens, or an earlier end, than the engine that
-    the router planned for. An engine may have restarted at the same URL with other settings."""
+    """Raise `RequestError` for an adapter, and `IncompatiblePeerError` if this engine would give other tokens, or an
+    earlier end, than the engine that the router planned for. An engine may have restarted at the same URL with other
+    settings."""
+    if wire.adapter is not None:
+        raise RequestError("this engine has no LoRA adapters", "adapter")
     if wire.identity is None:
         return
     own = token_identity(info.fingerprint)

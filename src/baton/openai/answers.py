@@ -16,11 +16,12 @@ NumDrafts = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 
 
 class Model(msgspec.Struct, frozen=True):
-    """An entry of `GET /v1/models`. `root`: the checkpoint (vLLM)."""
+    """An entry of `GET /v1/models`. `root`: the checkpoint; `parent`: the model of an adapter (vLLM)."""
 
     id: str
     owned_by: str | None = None
     root: str | None = None
+    parent: str | None = None
     max_model_len: int | None = None
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.comparison import token_identity
@@ -22,6 +22,7 @@ class ServedModel:
       tokenizer and limits; None: any may.
     - `root`: the checkpoint directory. `created`: when it was first served here, in seconds since 1970.
     - `defaults`: sampling parameters for requests without them.
+    - `adapters`: LoRA adapters that clients may name as their model, as NAME@DIGEST. `adapter`: the one that is named.
     """
 
     name: str
@@ -34,6 +35,8 @@ class ServedModel:
     root: str | None = None
     created: int = 0
     defaults: SamplingDefaults = NO_DEFAULTS
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    adapter: str | None = None
 
     @classmethod
     def of(cls, info: EngineInfo, tokenizer: Tokenizer) -> ServedModel:

@@ -72,7 +72,7 @@ class Plan:
 
 def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
     """Raises `RequestError` for what is not supported, `UnknownModelError` for another model."""
-    check_model(request.model, model)
+    model = check_model(request.model, model)
     special = request.add_special_tokens is not False
     prompts = [
         _truncated(prompt, request, request.max_tokens, model) for prompt in _prompts(request.prompt, model, special)
@@ -89,7 +89,7 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
 
 def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
     """Raises `RequestError` for what is not supported, `UnknownModelError` for another model."""
-    check_model(request.model, model)
+    model = check_model(request.model, model)
     variables = template_variables(request, model)
     tools = CheckedTools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
     text = chat_text(request, request.messages, variables, tools.shown(), model)
@@ -166,6 +166,7 @@ def _plan(
                     sampling_params=own,
                     cache_salt=request.cache_salt,
                     identity=model.identity,
+                    adapter=model.adapter,
                 )
             )
     options = request.stream_options
@@ -217,11 +218,14 @@ def _check_scores(prompts: Sequence[Sequence[int]], params: SamplingParams) -> N
         raise RequestError(f"prompt_logprobs {what}: send fewer prompts at a time", "prompt_logprobs")
 
 
-def check_model(asked: str | None, model: ServedModel) -> None:
-    if asked is not None and asked != model.name:
-        raise UnknownModelError(
-            f"the model {reprlib.repr(asked)} does not exist; this endpoint serves {model.name!r}", "model"
-        )
+def check_model(asked: str | None, model: ServedModel) -> ServedModel:
+    """The model or the adapter of this name; None: the model. Raises `UnknownModelError`."""
+    if asked is None or asked == model.name:
+        return model
+    if asked in model.adapters:
+        return replace(model, name=asked, adapter=model.adapters[asked])
+    known = ", ".join(map(repr, (model.name, *model.adapters)))
+    raise UnknownModelError(f"the model {reprlib.repr(asked)} does not exist; this endpoint serves {known}", "model")
 
 
 def _check_lengths(

@@ -56,19 +56,20 @@ class OpenAIService:
         return self._backend.model()
 
     def models(self) -> dict[str, object]:
-        return {"object": "list", "data": [self.model_card(None)]}
+        names = self._backend.model().adapters
+        return {"object": "list", "data": [self.model_card(None), *map(self.model_card, names)]}
 
     def model_card(self, name: str | None) -> dict[str, object]:
         """The body of `GET /v1/models/NAME`. Raises `UnknownModelError` for another name."""
-        model = self._backend.model()
-        check_model(name, model)
+        served = self._backend.model()
+        model = check_model(name, served)
         return {
             "id": model.name,
             "object": "model",
             "created": model.created,
             "owned_by": "baton",
             "root": model.root,
-            "parent": None,
+            "parent": None if model.adapter is None else served.name,
             "max_model_len": model.max_model_len,
         }
 

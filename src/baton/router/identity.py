@@ -48,7 +48,15 @@ class PoolIdentity:
         infos = [e.info for e in self._engines() if e.info is not None]
         length = self._bound_length or min([self._model.max_model_len, *(info.max_model_len for info in infos)])
         drafts = max([self._model.num_speculative_tokens, *(info.num_speculative_tokens for info in infos)])
-        return dataclasses.replace(self._model, max_model_len=length, num_speculative_tokens=drafts)
+        told: dict[str, set[str]] = {}
+        for info in infos:
+            for name, adapter in info.adapters.items():
+                told.setdefault(name, set()).add(adapter)
+        # One name for other files on other engines names nothing.
+        adapters = {
+            name: next(iter(found)) for name, found in told.items() if len(found) == 1 and name != self._model.name
+        }
+        return dataclasses.replace(self._model, max_model_len=length, num_speculative_tokens=drafts, adapters=adapters)
 
     def bind(self) -> None:
         """Serve the present model until `clear`. Raises the errors of `model`."""

@@ -22,6 +22,7 @@ async def measure_gap(client: EngineClient, joined: Joined, mismatch: TokenMisma
         request_id=f"{joined.request.request_id}.tie{mismatch.position}",
         prompt_token_ids=joined.request.prompt_token_ids + before,
         sampling_params=SamplingParams(max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True),
+        adapter=joined.request.adapter,
     )
     found: dict[int, float] = {}
     async for chunk in client.generate(asked):

@@ -79,6 +79,8 @@ class PooledEngine:
         """Whether it gives the request the tokens for which it was planned, and room for all."""
         if self.info is None or request.identity not in (None, self.identity):
             return False
+        if request.adapter is not None and request.adapter not in self.info.adapters.values():
+            return False
         return len(request.prompt_token_ids) - request.num_known + request.sampling_params.max_tokens <= (
             self.info.max_model_len
         )

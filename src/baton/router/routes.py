@@ -104,7 +104,7 @@ class Routes:
 
         Raises `OverloadedError` if all engines of a needed role are overloaded. A resumed request never is.
         """
-        prompt = PromptBlocks(request.prompt_token_ids, request.cache_salt)
+        prompt = PromptBlocks(request.prompt_token_ids, _salt(request))
         for healthy in (True, False):
             usable = self._pool.usable(healthy)
 
@@ -191,11 +191,11 @@ class Routes:
     def served(self, route: Route, request: GenerateRequest, output: Sequence[int]) -> None:
         """The decoding engine has the KV of the request and its `output`."""
         if self._learns:
-            route.decode.known.learn(PromptBlocks([*request.prompt_token_ids, *output], request.cache_salt))
+            route.decode.known.learn(PromptBlocks([*request.prompt_token_ids, *output], _salt(request)))
 
     def declined(self, route: Route, request: GenerateRequest) -> None:
         """The decoding engine lacks KV that it was expected to have."""
-        route.decode.known.forget(PromptBlocks(request.prompt_token_ids, request.cache_salt))
+        route.decode.known.forget(PromptBlocks(request.prompt_token_ids, _salt(request)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,3 +213,8 @@ class _Engines:
         if not found and not self.forced:
             raise OverloadedError(f"all {engines[0].role} engines are overloaded; try again later")
         return found or engines
+
+
+def _salt(request: GenerateRequest) -> str | None:
+    """An adapter's KV is of no use to other requests."""
+    return request.cache_salt if request.adapter is None else f"{request.adapter} {request.cache_salt or ''}"

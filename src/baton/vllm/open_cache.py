@@ -83,11 +83,12 @@ def open_cache(
         )
     side.bind(together)
     draft_layers = tuple(layer for group in groups if group.owner == "draft" for layer in group.layers)
-    identity = _identity(config, settings.kv_transport, whole, agent.address)
+    tile = max((rank.geometry.tile for rank in layout.geometries.values()), default=0)
+    identity = _identity(config, settings.kv_transport, whole, agent.address, tile)
     return OpenCache(side, rank, identity, agent, transport, draft_layers)
 
 
-def _identity(config: Any, kv_transport: str, whole: JoinedWorkers, address: str) -> VllmIdentity:
+def _identity(config: Any, kv_transport: str, whole: JoinedWorkers, address: str, tile: int) -> VllmIdentity:
     """The engine's identity, with one worker's control address."""
     transfer = config.kv_transfer_config
     return VllmIdentity(
@@ -97,6 +98,7 @@ def _identity(config: Any, kv_transport: str, whole: JoinedWorkers, address: str
         fingerprint=json.dumps(whole.facts, sort_keys=True),
         truncate_prefill=whole.has_states,
         prefill_multiple=compat.prefill_multiple(config),
+        tile=tile,
         roles=_ROLES[transfer.kv_role],
         vocab_size=config.model_config.get_vocab_size(),
         eos_token_ids=compat.eos_token_ids(config),

@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import msgspec
 
 from baton.errors import ProtocolError
-from baton.handoff.protocol.ticket import Redeemer, SignedTicket, request_digest, verify
+from baton.handoff.protocol.ticket import Redeemer, SignedTicket, adapter_digest, request_digest, verify
 from baton.log_limit import LogLimit
 from baton.sampling_params import SamplingParams
+from baton.vllm.adapters import Adapters
 from baton.vllm.first_step import FirstTokens
 from baton.vllm.groups import CacheTable
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
@@ -72,9 +73,11 @@ class _Decode:
     receiving: bool = False
 
 
-def handoff_digest(tokens: Sequence[int]) -> bytes:
-    """A ticket's request digest for vLLM engines, over the tokens that are handed over."""
-    return request_digest(tokens, SamplingParams())
+def handoff_digest(tokens: Sequence[int], adapter: str = "") -> bytes:
+    """A ticket's request digest for vLLM engines, over the tokens that are handed over, and the LoRA adapter as
+    `VllmIdentity.adapter` tells it, if any."""
+    digest = request_digest(tokens, SamplingParams())
+    return adapter_digest(digest, adapter) if adapter else digest
 
 
 class SchedulerSide:
@@ -103,7 +106,8 @@ class SchedulerSide:
         self._prefills: dict[str, _Prefill] = {}
         self._held: dict[str, _Prefill] = {}  # finished requests whose blocks are kept
         self._decodes: dict[str, _Decode] = {}
-        self._asked: set[str] = set()  # requests that ask for this engine's identity
+        self._asked: dict[str, str] = {}  # requests that ask for this engine's identity, with their adapters
+        self._adapters = Adapters()
         self._step = StepNews()
 
     # ------------------------------------------------------------ arrival
@@ -113,14 +117,17 @@ class SchedulerSide:
         params = self._params(request)
         if params is None:
             return
+        adapter = "" if request.lora_request is None else self._adapters.describe(request.lora_request)
         if params.role == "identify":
-            self._asked.add(request.request_id)
+            self._asked[request.request_id] = adapter or ""
             return
         if params.role == "cancel":
             self._cancel(request, params.ticket)
             return
         tokens, beside = request.prompt_token_ids, _beside_tokens(request)
-        if tokens is None or beside is not None:
+        if adapter is None:
+            beside = "a LoRA adapter without a directory here, or with files that have changed"
+        if tokens is None or adapter is None or beside is not None:
             self._refuse(request, f"its KV depends on {beside}, not on token ids alone")
             self._turn_away(params)
             return
@@ -137,7 +144,7 @@ class SchedulerSide:
             self._refuse(request, f"this engine takes no {params.role} legs")
             return
         try:
-            digest = handoff_digest(tokens[:num_tokens])
+            digest = handoff_digest(tokens[:num_tokens], adapter)
             ticket = self._redeemer.redeem(params.ticket, params.role, digest, self._clock())
         except ProtocolError as error:
             self._refuse(request, str(error))
@@ -284,9 +291,9 @@ class SchedulerSide:
     def on_finished(self, request: VllmRequest) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether vLLM must keep the blocks for now, and params for the client."""
         self.first_tokens.discard(request.request_id)
-        if request.request_id in self._asked:
-            self._asked.discard(request.request_id)
-            identity = msgspec.structs.replace(self.identity, clock=self._clock())
+        adapter = self._asked.pop(request.request_id, None)
+        if adapter is not None:
+            identity = msgspec.structs.replace(self.identity, clock=self._clock(), adapter=adapter)
             return False, {BATON_PARAM: msgspec.to_builtins(identity)}
         prefill = self._prefills.pop(request.request_id, None)
         if prefill is not None:
@@ -312,9 +319,7 @@ class SchedulerSide:
 
 
 def _beside_tokens(request: VllmRequest) -> str | None:
-    """What the KV depends on besides token ids."""
+    """What the KV depends on besides token ids and adapters."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "embeddings"
-    if request.lora_request is not None:
-        return "a LoRA adapter"
     return "images or other media" if request.mm_features else None

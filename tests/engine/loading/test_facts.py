@@ -15,7 +15,7 @@ from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig
 from baton.engine.loading import facts
 from baton.engine.requests import make_request
-from baton.errors import IncompatiblePeerError
+from baton.errors import IncompatiblePeerError, RequestError
 from baton.models.base import CausalLM
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest
@@ -86,14 +86,16 @@ def test_an_engine_refuses_what_was_planned_for_another() -> None:
     try:
         own = token_identity(engine.info.fingerprint)
 
-        def ask(identity: str | None, max_tokens: int = 8) -> None:
+        def ask(identity: str | None, max_tokens: int = 8, adapter: str | None = None) -> None:
             params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-            make_request(
-                engine,
-                GenerateRequest(request_id="r", prompt_token_ids=[1, 2], sampling_params=params, identity=identity),
+            asked = GenerateRequest(
+                request_id="r", prompt_token_ids=[1, 2], sampling_params=params, identity=identity, adapter=adapter
             )
+            make_request(engine, asked)
 
         ask(own)
+        with pytest.raises(RequestError, match="no LoRA adapters"):
+            ask(own, adapter="a@0123")
         ask(None, 80)  # without an identity this engine's own end tokens count
         with pytest.raises(IncompatiblePeerError, match="identity"):
             ask("0" * 32)

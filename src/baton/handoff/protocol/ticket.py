@@ -136,6 +136,12 @@ def request_digest(
     return hashlib.sha256(msgspec.msgpack.encode(content, order="deterministic")).digest()
 
 
+def adapter_digest(request: bytes, adapter: str) -> bytes:
+    """32 bytes for a request whose KV a LoRA adapter decides too. `request`: its `request_digest`; `adapter`:
+    NAME@DIGEST of its files."""
+    return hashlib.sha256(request + adapter.encode()).digest()
+
+
 def prefix_digest(prompt_token_ids: Sequence[int], cache_salt: str | None) -> bytes:
     """32 bytes for a ticket by which cached KV moves (`HandoffParams.prefix_len`). It covers the salt, so that both
     engines use the cache of one tenant, and is never that of a request."""

@@ -38,7 +38,7 @@ class MessagePlan:
 def make_message_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> MessagePlan:
     """Raises `RequestError` for what is not supported, `UnknownModelError` for another model."""
     request = read(body)
-    check_model(request.model, model)
+    model = check_model(request.model, model)
     try:
         plan = plan_chat(checked(to_chat(request, model)), model, parsing)
     except RequestError as error:

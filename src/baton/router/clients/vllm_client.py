@@ -57,6 +57,7 @@ class VllmClient(EngineClient):
         self._identify = identify
         self._tell_timeout = aiohttp.ClientTimeout(total=timers.tell, sock_connect=timers.connect)
         self._model: Model | None = None
+        self.adapters: tuple[str, ...] = ()  # names of the model's LoRA adapters, as last listed
         self._info: EngineInfo | None = None
         self._read = 0.0
         self._seen = -math.inf  # when the process of `_info` last answered
@@ -118,6 +119,7 @@ class VllmClient(EngineClient):
         if not listed:
             raise ProtocolError(f"{self.url} lists no model")
         self._model = listed[0]
+        self.adapters = tuple(model.id for model in listed[1:] if model.parent == listed[0].id)
         self._info = await self._identify(self, self._model)
         self._read, self._started = time.monotonic(), started
         return self._info
@@ -151,15 +153,16 @@ class VllmClient(EngineClient):
                 found.setdefault(sample.name, []).append(sample.value)
         return found
 
-    async def tell(self, kv_transfer_params: dict[str, object]) -> Completion:
-        """Send `kv_transfer_params` to the connector, in a completion request of one token.
+    async def tell(self, kv_transfer_params: dict[str, object], adapter: str | None = None) -> Completion:
+        """Send `kv_transfer_params` to the connector, in a completion request of one token to the model or an adapter.
 
         Raises `EngineUnavailableError`, `EngineLostError` if the server does not answer, `ProtocolError`.
         """
         if self._model is None:
             await self.info()
         assert self._model is not None
-        body = {"model": self._model.id, "prompt": [0], "max_tokens": 1, "kv_transfer_params": kv_transfer_params}
+        model = adapter or self._model.id
+        body = {"model": model, "prompt": [0], "max_tokens": 1, "kv_transfer_params": kv_transfer_params}
         async with self._completion(body, self._tell_timeout) as response:
             return self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
 
@@ -204,10 +207,10 @@ class VllmClient(EngineClient):
 
         Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server has ended the request.
         """
-        model = await self._served(request)
+        name = await self._served(request)
         position = request.num_known
         more = first_only and request.sampling_params.max_tokens - position > 1
-        body = completion_body(request, model.id, position, kv_transfer_params, first_only, stream=True)
+        body = completion_body(request, name, position, kv_transfer_params, first_only, stream=True)
         async with self._completion(body, self._leg_timeout) as response:
             async for event in read_events(response, f"engine {self.url}"):
                 for choice in event.choices[:1]:
@@ -222,9 +225,9 @@ class VllmClient(EngineClient):
 
         Raises the errors of `leg`.
         """
-        model = await self._served(request)
+        name = await self._served(request)
         position = request.num_known
-        body = completion_body(request, model.id, position, kv_transfer_params, first_only=True, stream=False)
+        body = completion_body(request, name, position, kv_transfer_params, first_only=True, stream=False)
         async with self._completion(body, self._leg_timeout) as response:
             answer = self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
         if not answer.choices:
@@ -234,15 +237,21 @@ class VllmClient(EngineClient):
         more = request.sampling_params.max_tokens - position > 1
         return _goes_on(chunk) if more else chunk, answer.kv_transfer_params or {}
 
-    async def _served(self, request: GenerateRequest) -> Model:
-        """The model. Raises the errors of `info`, and `IncompatiblePeerError` if the request has another identity."""
+    async def _served(self, request: GenerateRequest) -> str:
+        """The name of the request's model or adapter. Raises the errors of `info`, and `IncompatiblePeerError` if the
+        request has another identity, or an adapter that is not here."""
         async with self._recognising:
             info = await self._recognise(time.monotonic(), self._tell_timeout)
         own = token_identity(info.fingerprint)
         if request.identity not in (None, own):
             raise IncompatiblePeerError({"identity": (own, request.identity)})
         assert self._model is not None
-        return self._model
+        if request.adapter is None:
+            return self._model.id
+        named = next((name for name, adapter in info.adapters.items() if adapter == request.adapter), None)
+        if named is None:
+            raise IncompatiblePeerError({"adapter": (sorted(info.adapters.values()), request.adapter)})
+        return named
 
     def _completion(
         self, body: dict[str, Any], timeout: aiohttp.ClientTimeout

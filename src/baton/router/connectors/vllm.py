@@ -26,6 +26,7 @@ class VllmConnector(Connector):
             if model.root is None or model.max_model_len is None:
                 raise ProtocolError(f"{url} is not a vLLM server: it names no checkpoint and length of {model.id}")
             identity = await self._identify(client, role)
+            adapters = await self._adapters(client)
             return EngineInfo(
                 **{name: getattr(identity, name) for name in EngineIdentity.__struct_fields__},
                 role=role,
@@ -35,6 +36,7 @@ class VllmConnector(Connector):
                 # vLLM caches prompts unless told not to. Whether it finds handed-over prompts again is not known.
                 prefix_step=_BLOCK_TOKENS if role == "prefill" else 0,
                 batch_invariant=False,
+                adapters=adapters,
             )
 
         return VllmClient(session, url, timers, identify)
@@ -46,6 +48,10 @@ class VllmConnector(Connector):
 
     def can_resume(self, params: SamplingParams) -> bool:
         return can_resume(params)
+
+    async def _adapters(self, client: VllmClient) -> dict[str, str]:
+        """The server's LoRA adapters that can be handed off, by name. Raises the errors of `_identify`."""
+        return {}
 
     @abstractmethod
     async def _identify(self, client: VllmClient, role: Role) -> EngineIdentity:

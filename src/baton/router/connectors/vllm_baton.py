@@ -12,7 +12,7 @@ import asyncio
 import msgspec
 
 from baton.errors import ProtocolError, RequestError
-from baton.handoff.protocol.ticket import request_digest
+from baton.handoff.protocol.ticket import adapter_digest, request_digest
 from baton.router.clients.vllm_client import VllmClient
 from baton.router.connectors.base import ConnectorConfig, HandoffOutcome, Legs, in_turn, muted
 from baton.router.connectors.tickets import mint_ticket
@@ -43,6 +43,8 @@ class VllmBatonConnector(VllmConnector):
             return Legs({"decode": VllmClient.of(decode).leg(request)})
         # A vLLM server can check a ticket only against the tokens that are handed over.
         digest = request_digest(tokens[:handed_over], SamplingParams())
+        if request.adapter is not None:
+            digest = adapter_digest(digest, request.adapter)
         ticket = mint_ticket(self.config, prefill, decode, kv_mode, digest)
 
         async def on_end(outcome: HandoffOutcome) -> None:
@@ -86,12 +88,19 @@ class VllmBatonConnector(VllmConnector):
         first = p.leg(request, offered, first_only=True)
         return {"prefill": muted(first) if draws_anew(request, prefill) else first, "decode": decoding}
 
-    async def _identify(self, client: VllmClient, role: Role) -> VllmIdentity:
-        answer = await client.tell(_params(LegParams(role="identify")))
+    async def _adapters(self, client: VllmClient) -> dict[str, str]:
+        told = {name: (await self._told(client, name)).adapter for name in client.adapters}
+        return {name: adapter for name, adapter in told.items() if adapter}
+
+    async def _told(self, client: VllmClient, adapter: str | None = None) -> VllmIdentity:
+        answer = await client.tell(_params(LegParams(role="identify")), adapter)
         try:
-            identity = msgspec.convert((answer.kv_transfer_params or {}).get(BATON_PARAM), VllmIdentity)
+            return msgspec.convert((answer.kv_transfer_params or {}).get(BATON_PARAM), VllmIdentity)
         except msgspec.ValidationError as error:
             raise ProtocolError(f"{client.url} does not run BatonConnector: {error}") from None
+
+    async def _identify(self, client: VllmClient, role: Role) -> VllmIdentity:
+        identity = await self._told(client)
         if role not in ("both", *identity.roles):
             raise RequestError(f"{client.url} has roles {identity.roles}, not {role!r}", "role")
         if identity.data_parallel_rank != client.rank:

@@ -1,0 +1,61 @@
+"""Names LoRA adapters by what they compute: their name and a digest of their files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+# What vLLM reads of an adapter's directory.
+_FILES = ("adapter_config.json", "adapter_model.*", "new_embeddings.*")
+_READ_SIZE = 1 << 20
+
+
+class LoraRequest(Protocol):
+    """What is used of vLLM's `LoRARequest`."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    text: str
+    versions: tuple[tuple[str, int, int], ...]  # of its files: name, bytes, time of the last change
+
+
+class Adapters:
+    """The adapters that requests of one server have named. vLLM reads an adapter's files when it loads it, under a new
+    number each time, so a number stands for what was there when it was first seen."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Adapter] = {}
+
+    def describe(self, lora: LoraRequest) -> str | None:
+        """`NAME@DIGEST`; None if the adapter is no directory here, or if its files have changed since it was first
+        seen: vLLM may have loaded either. Reads the files once per adapter."""
+        directory = Path(os.path.expanduser(lora.lora_path))
+        try:
+            files = sorted({path for pattern in _FILES for path in directory.glob(pattern)})
+            versions = tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+            known = self._known.get(lora.lora_int_id)
+            if known is None and files:
+                known = _Adapter(f"{lora.lora_name}@{_digest(files)}", versions)
+                self._known[lora.lora_int_id] = known
+        except OSError:
+            return None
+        return known.text if known is not None and known.versions == versions else None
+
+
+def _digest(files: list[Path]) -> str:
+    """128-bit hex digest of names and bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as stream:
+            while chunk := stream.read(_READ_SIZE):
+                digest.update(chunk)
+    return digest.hexdigest()
