@@ -33,8 +33,8 @@ async def ask(*urls: str, router: str | None = None, **options: Any) -> Checkup:
 
 
 def names(checkup: Checkup) -> set[str]:
-    """Names of findings, without those that all fakes have: clocks of two hosts, loopback addresses, small limits."""
-    return {finding.name for finding in findings_of(checkup)} - {"loopback", "nofile", "shm", "memlock"}
+    """Names of findings, without those that all fakes have: clocks that stand still, loopback addresses, small limits."""
+    return {finding.name for finding in findings_of(checkup)} - {"clock", "loopback", "nofile", "shm", "memlock"}
 
 
 @contextlib.asynccontextmanager
@@ -223,6 +223,9 @@ async def test_two_vllm_servers_and_their_router_are_ready(directory: Path, name
         ("output.sampling_defaults", {}, {"defaults": {"top_p": 0.9}}),
         ("max_model_len", {}, {"max_model_len": 128}),
         ("model.dtype", {"fingerprint": '{"model.dtype": "a"}'}, {"fingerprint": '{"model.dtype": "b"}'}),
+        ("block_size", {"block_size": 32, "tile": 32}, {"block_size": 64, "tile": 64}),
+        ("block_size", {"block_size": 32, "tile": 32}, {"block_size": 32, "tile": 1}),
+        ("block_size", {"kind": "pull", "block_size": 32}, {"kind": "pull", "block_size": 64}),
         ("connector", {}, {"kind": "pull"}),
         ("sampling_defaults", {"kind": "pull"}, {"kind": "pull", "defaults": {"top_p": 0.9}}),
         ("num_speculative_tokens", {"kind": "pull"}, {"kind": "pull", "num_drafts": 2}),
@@ -233,6 +236,46 @@ async def test_vllm_servers_that_do_not_fit_are_found(
 ) -> None:
     async with serving(vllm(directory, name="P", **p), vllm(directory, name="D", **d)) as urls:
         assert names(await ask(*urls)) == {name}
+
+
+async def test_each_data_parallel_rank_is_asked(directory: Path) -> None:
+    fakes = [vllm(directory, name=name, has_ranks=True) for name in ("P", "D")]
+    async with serving(*fakes) as urls:
+        ranks = [f"{url}#dp_rank={rank}" for url in urls for rank in (0, 1)]
+        checkup = await ask(*ranks)
+        assert names(checkup) == set()
+        assert [one.identity and one.identity.engine_id for one in checkup.servers] == [
+            "P_dp0",
+            "P_dp1",
+            "D_dp0",
+            "D_dp1",
+        ]
+        config = RouterConfig(prefill=tuple(ranks[:2]), decode=tuple(ranks[2:]), engine="vllm", ticket_key=KEY)
+        async with served(await build_app(config)) as url:
+            assert {server.url for server in (await ask(url)).servers} == set(ranks)
+
+
+async def test_a_url_of_several_ranks_is_found(directory: Path) -> None:
+    async with serving(vllm(directory, name="P", has_ranks=True), vllm(directory, name="D")) as urls:
+        assert names(await ask(*urls)) == {"data_parallel_rank"}
+
+
+async def test_unequal_blocks_that_are_copied_by_token_fit(directory: Path) -> None:
+    fakes = [vllm(directory, name=name, block_size=size, tile=1) for name, size in (("P", 32), ("D", 64))]
+    async with serving(*fakes) as urls:
+        assert names(await ask(*urls)) == set()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"), [("refused", "ticket key"), ("failed_incompatible", "failed_incompatible")]
+)
+async def test_a_leg_that_a_vllm_server_computes_itself_is_found(directory: Path, outcome: str, words: str) -> None:
+    """The router gets all tokens, and counts a handoff."""
+    both = Pair(directory, raw={"/version": VERSION})
+    both.d.outcome = outcome
+    async with both.run() as (url, _):
+        (finding,) = [one for one in findings_of(await ask(url)) if one.name == "handoff_failed"]
+        assert words in str(finding)
 
 
 async def test_a_vllm_server_without_a_connector_is_found(directory: Path) -> None:

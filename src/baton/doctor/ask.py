@@ -8,12 +8,13 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import msgspec
 
 from baton.doctor.ask_vllm import ask_vllm, identify, read_cache
-from baton.doctor.facts import BOTH, Problem, Reading, RouterEntry, RouterFacts, Server
+from baton.doctor.facts import BOTH, RANK, Problem, Reading, RouterEntry, RouterFacts, Server
 from baton.doctor.servers import dialled_addresses
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, OverloadedError, ProtocolError
 from baton.openai.answers import Model, decode, printable
@@ -65,16 +66,12 @@ class _Status(msgspec.Struct, frozen=True):
 
 async def ask(url: str, timeout_s: float, api_key: str | None = None) -> Server | RouterFacts:
     """Never raises a Baton error: a failure is the result's `problem`."""
-    base, _, rank = url.partition("#")
-    async with connected(base, timeout_s, api_key) as client:
+    async with _connected(url, timeout_s, api_key) as client:
         try:
-            found = await _ask(client, base)
+            found = await _ask(client, client.url)
             if isinstance(found, RouterFacts):
                 return found
-            if rank:
-                why = f"{rank} is a data-parallel rank, which only the router is asked about"
-                return Server(url=url, kind=found.kind, problem=Problem("rank_unknown", why))
-            return await _dialled(found, timeout_s)
+            return await _dialled(dataclasses.replace(found, url=url), timeout_s)
         except BatonError as error:
             return Server(url=url, problem=_problem(error))
 
@@ -84,11 +81,17 @@ async def read_clock(server: Server, timeout_s: float, api_key: str | None = Non
     if not server.clocks:
         return None
     with contextlib.suppress(BatonError):
-        async with connected(server.url, timeout_s, api_key) as client:
+        async with _connected(server.url, timeout_s, api_key) as client:
             if server.kind == "baton":
                 return (await _identify(client))[1]
             return (await identify(client, await client.model()))[1]
     return None
+
+
+def _connected(url: str, timeout_s: float, api_key: str | None) -> AbstractAsyncContextManager[OpenAIClient]:
+    """`url` may name a data-parallel rank of a vLLM server, as for a router: `#dp_rank=N`."""
+    base, _, rank = url.partition(RANK)
+    return connected(base, timeout_s, api_key, rank or None)
 
 
 async def _ask(client: OpenAIClient, url: str) -> Server | RouterFacts:

@@ -76,6 +76,8 @@ async def ask_vllm(client: OpenAIClient, model: Model) -> Server:
     else:
         settings["num_speculative_tokens"] = str(identity.num_speculative_tokens)
         settings["kv_transport"] = identity.kv_transport or None
+        if identity.tile:
+            settings["block_size"] = "any" if identity.tile == 1 else f"{identity.tile}, copied whole"
     return Server(
         url=client.url,
         kind="vllm",

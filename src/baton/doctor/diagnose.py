@@ -36,7 +36,7 @@ async def check_up(
     found = await asyncio.gather(*(ask(url, timeout_s, api_key) for url in [*urls, *filter(None, [router_url])]))
     routers = [one for one in found if isinstance(one, RouterFacts)]
     servers = [one for one in found if isinstance(one, Server)]
-    router, notes = routers[0] if routers else None, []
+    router = routers[0] if routers else None
     if router_url is not None and not isinstance(found[-1], RouterFacts):
         last = servers.pop()
         why = Problem("not_a_router", f"a {last.kind} server answers") if last.problem is None else last.problem
@@ -46,9 +46,7 @@ async def check_up(
         ids = {server.identity.engine_id for server in servers if server.identity is not None}
         more = [engine.url for engine in router.engines if engine.url not in known and engine.engine_id not in ids]
         asked = await asyncio.gather(*(ask(url, timeout_s, api_key) for url in more))
-        ranks = [one for one in asked if isinstance(one, Server) and _is_rank(one)]
-        notes += [f"{one.url} is a data-parallel rank: only the router's word about it was read" for one in ranks]
-        servers += [one for one in asked if isinstance(one, Server) and not _is_rank(one)]
+        servers += [one for one in asked if isinstance(one, Server)]
     trial = await _trial(router, servers, timeout_s, api_key)
     await asyncio.sleep(max(0.0, clock_s - (time.monotonic() - began)))
     servers = list(await asyncio.gather(*(_read_again(server, timeout_s, api_key) for server in servers)))
@@ -58,7 +56,6 @@ async def check_up(
         host=read_host(),
         trial=trial,
         key_findings=() if keys is None else tuple(check_keys(keys, servers)),
-        notes=tuple(notes),
     )
 
 
@@ -90,7 +87,3 @@ async def _trial(
 async def _read_again(server: Server, timeout_s: float, api_key: str | None) -> Server:
     reading = await read_clock(server, timeout_s, api_key)
     return server if reading is None else dataclasses.replace(server, clocks=(*server.clocks, reading))
-
-
-def _is_rank(server: Server) -> bool:
-    return server.problem is not None and server.problem.name == "rank_unknown"

@@ -14,6 +14,8 @@ from baton.wire import EngineIdentity, LegRole, Role
 
 EngineMake = Literal["baton", "vllm", "sglang", "unknown"]
 BOTH: tuple[LegRole, ...] = ("prefill", "decode")
+# In the URL of a data-parallel rank of a vLLM server, before its number.
+RANK = "#dp_rank="
 # Two hosts whose monotonic clocks are this close count as one.
 _SAME_CLOCK_S = 1.0
 
@@ -162,8 +164,9 @@ class Trial:
     """One handoff tried through a router. Counts are increases while it ran, of other requests too.
 
     - `problem`: what the router answered instead of tokens.
-    - `handoffs`, `failures`, `decisions`: of the router, by outcome, reason and place.
-    - `refused`: what engines refused, by kind.
+    - `handoffs`, `failures`, `decisions`: of the router, by outcome, reason and place; `failures` of vLLM servers too,
+      which the router does not see.
+    - `refused`: what engines refused, by kind; `leg`: a vLLM server's, of a bad ticket or a role that it lacks.
     - `num_bytes`, `num_runs`: of KV that decode engines received; None: they do not tell.
     """
 
@@ -205,4 +208,3 @@ class Checkup:
     host: Host | None = None
     trial: Trial | None = None
     key_findings: tuple[Finding, ...] = ()
-    notes: tuple[str, ...] = ()

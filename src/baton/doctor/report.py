@@ -36,7 +36,6 @@ def checkup_json(checkup: Checkup, findings: Sequence[Finding]) -> dict[str, Any
 
 
 def notes_of(checkup: Checkup) -> Iterator[str]:
-    yield from checkup.notes
     for server in checkup.servers:
         for not_told in server.not_told if server.problem is None else ():
             yield f"{server.url} {not_told}"

@@ -138,7 +138,7 @@ def check_trial(url: str, trial: Trial) -> Iterator[Finding]:
 
 def _cure(trial: Trial, text: str) -> str:
     words = f"{text} {' '.join(trial.failures)}".lower()
-    if trial.refused.get("ticket") or trial.refused.get("connection"):
+    if any(trial.refused.get(kind) for kind in ("ticket", "connection", "leg")):
         words = f"ticket {words}"
     return next((cure for word, cure in _REASONS if word in words), _LOGS)
 

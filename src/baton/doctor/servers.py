@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from baton.doctor.facts import Finding, Server, host_and_port, is_local_address, same_host
+from baton.doctor.facts import RANK, Finding, Server, host_and_port, is_local_address, same_host
 
 # How far a clock may deviate from ours between two readings, beyond the questions' durations.
 _MAX_DRIFT_S = 0.25
@@ -15,7 +15,6 @@ _CURES = {
     "not_an_engine": "give URLs of vLLM, SGLang or Baton servers, not that of another proxy",
     "unhealthy": "read its log; restart it if it stays so",
     "draining": "wait until it has ended and start it again, or leave it out",
-    "rank_unknown": "give --router URL, whose engines name their data-parallel ranks",
 }
 
 
@@ -45,6 +44,16 @@ def _alone(server: Server) -> Iterator[Finding]:
             "none that hands off",
             "where BatonConnector, NixlConnector or NixlPushConnector is needed",
             'start it with --kv-transfer-config \'{"kv_connector": "BatonConnector", ...}\' (docs/vllm.md)',
+        )
+    rank = None if server.identity is None else server.identity.data_parallel_rank
+    if server.kind == "vllm" and rank is not None and RANK not in server.url:
+        yield Finding(
+            "data_parallel_rank",
+            server.url,
+            "its URL",
+            "one of several engines",
+            f"of which rank {rank} answered",
+            f"name each rank as a server: {server.url}{RANK}0 and so on",
         )
     if server.kind == "sglang" and not server.roles:
         yield Finding(

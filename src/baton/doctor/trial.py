@@ -23,6 +23,8 @@ _IDS = range(3, 250)
 _BYTES = ("baton:handoff_bytes_total", "vllm:baton_handoff_bytes_total", "vllm:nixl_bytes_transferred_sum")
 _RUNS = ("baton:handoff_runs_total", "vllm:baton_handoff_runs_total", "vllm:nixl_num_descriptors_sum")
 _REFUSED = "baton:handoff_refused_total"
+# Of BatonConnector, whose server computes a request itself when its leg is refused or fails: the router sees tokens.
+_OUTCOMES, _LEG_REFUSED, _FAILED = "vllm:baton_handoffs_total", "refused", "failed_"
 _POLLS, _POLL_S = 20, 0.1
 
 
@@ -65,6 +67,19 @@ class _Counts:
         for sample in self.samples:
             if sample.name == _REFUSED:
                 counts[sample.labels.get("kind", "")] += int(sample.value)
+        if legs := self._outcomes()[_LEG_REFUSED]:
+            counts["leg"] = legs
+        return counts
+
+    def failures(self) -> Counter[str]:
+        legs = {name: count for name, count in self._outcomes().items() if name.startswith(_FAILED)}
+        return Counter(self.status.handoffs.failures) + Counter(legs)
+
+    def _outcomes(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for sample in self.samples:
+            if sample.name == _OUTCOMES:
+                counts[sample.labels.get("outcome", "")] += int(sample.value)
         return counts
 
 
@@ -98,7 +113,7 @@ async def try_handoff(url: str, max_model_len: int | None, timeout_s: float, api
         total_s=ended - began,
         problem=problem,
         handoffs=_positive(after.status.handoffs.counts(), before.status.handoffs.counts()),
-        failures=_positive(Counter(after.status.handoffs.failures), Counter(before.status.handoffs.failures)),
+        failures=_positive(after.failures(), before.failures()),
         decisions=_positive(after.status.places(), before.status.places()),
         refused=_positive(after.refused(), before.refused()),
         num_bytes=_increase(after.sum(_BYTES), before.sum(_BYTES)),

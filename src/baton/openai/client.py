@@ -105,10 +105,13 @@ def read_samples(text: str) -> list[Sample]:
 
 @contextlib.asynccontextmanager
 async def connected(
-    url: str, timeout_s: float | None = None, api_key: str | None = None
+    url: str, timeout_s: float | None = None, api_key: str | None = None, rank: str | None = None
 ) -> AsyncIterator[OpenAIClient]:
-    """A client with its own session. `timeout_s` limits a request with its response; None: no limit."""
+    """A client with its own session. `timeout_s` limits a request with its response; None: no limit. `rank`: of a
+    vLLM server's data-parallel ranks, the one that answers completions."""
     headers = dict(PLAIN)
+    if rank is not None:
+        headers["X-data-parallel-rank"] = rank
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
     timeout = aiohttp.ClientTimeout(total=timeout_s)
