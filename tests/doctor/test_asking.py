@@ -33,7 +33,7 @@ async def ask(*urls: str, router: str | None = None, **options: Any) -> Checkup:
 
 
 def names(checkup: Checkup) -> set[str]:
-    """Names of findings, without those that all fakes have: clocks that stand still, loopback addresses, small limits."""
+    """Names of findings, without those of all fakes: clocks that stand still, loopback addresses, small limits."""
     return {finding.name for finding in findings_of(checkup)} - {"clock", "loopback", "nofile", "shm", "memlock"}
 
 
