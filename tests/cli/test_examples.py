@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import typer
 import yaml
@@ -49,6 +52,32 @@ def test_example_containers_serve_as_configured_and_may_end_in_time(monkeypatch:
     assert door["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"]
     graces = (pod["spec"]["template"]["spec"]["terminationGracePeriodSeconds"], service["stop_grace_period"][:-1])
     assert all(int(grace) > 2 * SHUTDOWN_TIMEOUT_S for grace in graces)
+
+
+def test_the_container_file_uses_what_is_there() -> None:
+    """No container is built in tests: the paths, names and versions of its lines are checked."""
+    root = DEPLOY.parents[1]
+    project = msgspec.toml.decode((root / "pyproject.toml").read_bytes())["project"]
+    lines = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ").splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    copied = [path for word, rest in steps if word == "COPY" and "--from" not in rest for path in rest.split()[:-1]]
+    assert all((root / path).exists() for path in copied)
+    # The wheel is built of these alone.
+    assert {"pyproject.toml", project["readme"], *project["license-files"], "src"} <= set(copied)
+    for rest in (rest for word, rest in steps if word == "FROM"):
+        version = tuple(map(int, rest.split()[0].removeprefix("python:").removesuffix("-slim").split(".")))
+        assert version >= tuple(map(int, project["requires-python"].removeprefix(">=").split(".")))
+    extras = [name for word, rest in steps if word == "RUN" for name in re.findall(r"\[(\w+)\]", rest)]
+    assert extras
+    assert set(extras) <= project["optional-dependencies"].keys()
+    pins = (root / "constraints.txt").read_text()
+    wanted = [
+        "torch",
+        *(re.split(r"[>=]", need)[0] for name in extras for need in project["optional-dependencies"][name]),
+    ]
+    assert all(re.search(rf"^{re.escape(name)}==", pins, re.MULTILINE) for name in wanted)
+    assert [json.loads(rest) for word, rest in steps if word == "ENTRYPOINT"] == [["baton"]]
+    assert "baton" in project["scripts"]
 
 
 def test_the_unit_of_systemd() -> None:

@@ -16,6 +16,8 @@ from baton.openai.backend import ServedModel
 from baton.openai.fields import FORBIDDEN, REFUSED, refuse_unserved
 from baton.openai.plan import plan_chat
 from baton.openai.requests import ChatRequest, CompletionRequest, decode
+from baton.openai.tools import Parsing
+from baton.parsing import Content, Reasoning
 from baton.text import Tokenizer
 from testkit.servers.fake_serving import write_tokenizer
 
@@ -161,6 +163,14 @@ def test_a_template_gets_the_clients_variables(tokenizer: Tokenizer) -> None:
         with pytest.raises(RequestError, match=name) as refused:
             prompt(chat_template_kwargs={name: ""})
         assert refused.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_reasoning_that_the_template_ended_is_not_awaited(tokenizer: Tokenizer, thinks: bool) -> None:
+    request = chat(chat_template_kwargs={"enable_thinking": thinks})
+    plan = plan_chat(request, ServedModel("fake", tokenizer, 256, 258, 0), Parsing(reasoning_parser="deepseek_r1"))
+    assert plan.reader is not None
+    assert plan.reader().push("Yes") == [Reasoning("Yes") if thinks else Content("Yes")]
 
 
 def test_an_effort_says_what_the_template_knows(tokenizer: Tokenizer, tmp_path: Path) -> None:

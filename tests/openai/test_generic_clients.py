@@ -15,7 +15,10 @@ import aiohttp
 import openai
 import pytest
 
+from baton.openai.backend import ServedModel
+from baton.openai.plan import make_chat_plan
 from baton.openai.tools import CalledFunction, Parsing, ToolCall
+from baton.parsing import Content, Reasoning
 from baton.server import build_app
 from baton.text import Tokenizer
 from testkit.servers.fake_serving import MAX_MODEL_LEN, TEXT, FakeEngine, served
@@ -254,3 +257,35 @@ async def test_histories_as_clients_keep_them(directory: Path, history: str) -> 
         body = {"model": "fake", "messages": [*ASK, *HISTORIES[history]], "max_tokens": 4}
         async with session.post(f"{url}/v1/chat/completions", json=body) as response:
             assert response.status == 200, await response.text()
+
+
+@pytest.mark.parametrize(
+    ("begun", "thinks"),
+    [
+        ("<think>One", True),
+        ([{"type": "text", "text": "<think>"}, {"type": "text", "text": "One"}], True),
+        ("<think>One</think>Two", False),
+        ("One", False),
+    ],
+)
+def test_a_continued_message_may_end_within_its_reasoning(directory: Path, begun: Any, thinks: bool) -> None:
+    model = ServedModel("fake", Tokenizer.load(directory), 256, 258, 0)
+    messages = [{"role": "user", "content": "What is <think>?"}, {"role": "assistant", "content": begun}]
+    body: dict[str, Any] = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    plan = make_chat_plan(json.dumps(body).encode(), model, Parsing(reasoning_parser="qwen3"))
+    assert plan.reader is not None
+    parser = plan.reader()
+    events = parser.push("more</think>Yes") + parser.finish()
+    assert events == ([Reasoning("more"), Content("Yes")] if thinks else [Content("more</think>Yes")])
+
+
+def test_a_json_object_may_have_a_schema_beside_it(directory: Path) -> None:
+    """As llama.cpp's clients send it."""
+    model = ServedModel("fake", Tokenizer.load(directory), 256, 258, 0)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    body = {"messages": ASK, "response_format": {"type": "json_object", "schema": schema}}
+    plan = make_chat_plan(json.dumps(body).encode(), model)
+    grammar = plan.requests[0].sampling_params.structured_outputs
+    assert grammar is not None
+    assert json.loads(grammar.json or "") == schema
+    assert plan.grammar_field == "response_format.schema"

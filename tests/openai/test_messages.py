@@ -235,6 +235,43 @@ async def test_a_conversation_reaches_the_template(model: Path) -> None:
     assert count == {"input_tokens": len(engine.requests[2].prompt_token_ids)}
 
 
+TOOL_CHANGES: list[Any] = [
+    {"type": "text", "text": "More tools."},
+    {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "stop"}},
+    {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {"name": "go", "input_schema": {}}}},
+    {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "get_weather"}},
+]
+
+
+async def test_tools_change_within_a_conversation(tmp_path: Path) -> None:
+    """As coding agents that search for tools send them: some are declared to be loaded later, and added when found."""
+    directory = write_tokenizer(tmp_path)
+    (directory / "chat_template.jinja").write_text(
+        "{% for t in tools or [] %}[{{ t.function.name }}{{ ' later' if t.function.defer_loading }}]{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    tools = [TOOLS[0], {**TOOLS[1], "defer_loading": True}]
+    found = [{"type": "text", "text": "Found:"}, {"type": "tool_reference", "tool_name": "stop"}]
+    history = [*HISTORY[:2], {"role": "user", "content": [{**HISTORY[2]["content"][1], "content": found}]}]
+    cases: list[tuple[Any, str]] = [
+        (ASK, "[get_weather][stop later]<user>Weather?"),
+        (
+            [*ASK, {"role": "system", "content": TOOL_CHANGES[:2]}],
+            "[get_weather][stop]<user>Weather?<system>More tools.",
+        ),
+        ([*ASK, {"role": "system", "content": TOOL_CHANGES[1:]}], "[stop][go]<user>Weather?"),
+        (
+            [*ASK, *({"role": "system", "content": [change]} for change in TOOL_CHANGES[:0:-1])],
+            "[stop][go]<user>Weather?",
+        ),
+        (history, "[get_weather][stop later]<user>Weather?<assistant>I look.<tool>Found:\nstop"),
+    ]
+    async with engine_alone(directory, "Yes.") as (url, engine):
+        for messages, wanted in cases:
+            assert (await post(url, tools=tools, messages=messages))[0] == 200
+            assert Tokenizer.load(directory).decode(engine.requests[-1].prompt_token_ids) == wanted
+
+
 async def test_system_messages_later_on_join_the_first_where_the_template_wants_that(
     model: Path, tmp_path: Path
 ) -> None:
@@ -289,6 +326,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"temperature": -1}, "temperature"),
+    ({"messages": [*ASK, {"role": "system", "content": [{"type": "tool_addition"}]}]}, "messages[1].content[0].tool"),
+    (
+        {"messages": [*ASK, {"role": "system", "content": TOOL_CHANGES[:2]}], "tools": TOOLS[:1]},
+        "messages[1].content[1].tool.name",
+    ),
+    (
+        {"messages": [*ASK, {"role": "system", "content": [{**TOOL_CHANGES[2], "type": "tool_removal"}]}]},
+        "messages[1].content[0].tool",
+    ),
+    ({"messages": [{"role": "user", "content": TOOL_CHANGES[1:]}], "tools": TOOLS}, "messages[0].content[0]"),
+    ({"system": TOOL_CHANGES, "messages": ASK, "tools": TOOLS}, "system"),
     ({"mcp_servers": [{"url": "https://a.example"}]}, "mcp_servers"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ({"n": 2}, "n"),

@@ -168,6 +168,70 @@ async def test_a_loop_of_tools(model: Path) -> None:
     assert tools[0]["function"]["name"] == "get_weather"
 
 
+def group(name: str) -> dict[str, Any]:
+    return {"type": "namespace", "name": name, "description": "x", "tools": [{"type": "function", "name": "run"}]}
+
+
+AGENTS_TOOLS: list[Any] = [
+    TOOLS[0],
+    {"type": "custom", "name": "patch", "description": "Change files."},
+    group("mcp"),
+    {"type": "web_search", "external_web_access": False},
+]
+PATCH = '*** Begin\n+ "é"\n'
+AGENTS_CALLS = (
+    f'<tool_call>{{"name": "patch", "arguments": {json.dumps({"input": PATCH})}}}</tool_call>\n'
+    '<tool_call>{"name": "mcp__run", "arguments": {"city": "Bern"}}</tool_call>'
+)
+
+
+async def test_custom_tools_and_namespaces_are_functions_of_the_model(model: Path) -> None:
+    """As coding agents send them, along with tools that OpenAI runs, which the model is not shown (as in vLLM)."""
+
+    async def act(client: openai.AsyncOpenAI) -> Any:
+        whole = await create(client, tools=AGENTS_TOOLS)
+        events = [event async for event in await create(client, tools=AGENTS_TOOLS, stream=True)]
+        patch, run = whole.output
+        outputs = [
+            {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "done"},
+            {"type": "function_call_output", "call_id": run.call_id, "output": "ran"},
+        ]
+        asked = [{"role": "user", "content": "Go."}, *whole.output, *outputs]
+        again = await create(client, tools=AGENTS_TOOLS, input=asked, tool_choice={"type": "function", "name": "run"})
+        return whole, events, again
+
+    engine, (whole, events, again) = await ask(model, AGENTS_CALLS, act)
+    patch, run = whole.output
+    assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "patch", PATCH)
+    assert (run.type, run.namespace, run.name, json.loads(run.arguments)) == ("function_call", "mcp", "run", ARGUMENTS)
+    assert [tool.type for tool in whole.tools] == ["function", "custom", "namespace", "web_search"]
+    assert [event.item.type for event in events if event.type == "response.output_item.done"] == [patch.type, run.type]
+    deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    (done,) = (event.input for event in events if event.type == "response.custom_tool_call_input.done")
+    assert "".join(deltas) == done == PATCH
+    assert events[-1].response.output[0].input == PATCH
+
+    shown, _, history = prompt(engine, model).partition("\n")
+    functions = [tool["function"] for tool in json.loads(shown)]
+    assert [function["name"] for function in functions] == ["get_weather", "patch", "mcp__run"]
+    assert functions[1]["parameters"]["required"] == ["input"]
+    assert history == (
+        f"<user>Go.<assistant>[{patch.call_id} patch ][{run.call_id} mcp__run Bern]"
+        f"<tool>done({patch.call_id})<tool>ran({run.call_id})<assistant>"
+    )
+    (called,) = again.output
+    assert (called.namespace, called.name) == ("mcp", "run")
+
+
+@pytest.mark.parametrize("arguments", ['{"input": "cut', "plain text", '{"other": 1}', '{"input": "\\ud800"}'])
+async def test_arguments_of_another_form_are_a_custom_tools_input(model: Path, arguments: str) -> None:
+    async def act(client: openai.AsyncOpenAI) -> Any:
+        return await create(client, tools=AGENTS_TOOLS, tool_choice={"type": "custom", "name": "patch"})
+
+    _, response = await ask(model, arguments, act)
+    assert [(item.type, item.input) for item in response.output] == [("custom_tool_call", arguments)]
+
+
 async def test_parse_and_a_named_function(model: Path) -> None:
     async def act(client: openai.AsyncOpenAI) -> Any:
         parsed = await client.responses.parse(model="fake", input="Weather?", text_format=Weather)
@@ -219,7 +283,13 @@ async def test_an_empty_answer_is_an_empty_message(model: Path) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "browser"}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]}, "tools[0].format"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [group(name) for name in "ab"], "tool_choice": {"type": "function", "name": "run"}}, "tool_choice"),
+        ({"input": [{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
         ({"tool_choice": {"type": "mcp", "server_label": "x"}, "tools": TOOLS}, "tool_choice"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content"),

@@ -37,6 +37,7 @@ def found(parser: Parser, pieces: Sequence[str]) -> Found:
 # Examples from the formats' own templates and model cards, then deviations.
 CALL = '{"name": "get_weather", "arguments": {"city": "Br\\"u}ck", "days": [1, {"a": "]"}]}}'
 ARGUMENTS = '{"city": "Br\\"u}ck", "days": [1, {"a": "]"}]}'
+QUOTED = json.dumps(ARGUMENTS)
 LLAMA = CALL.replace("arguments", "parameters")
 XML = "<function=get_weather>\n<parameter=city>\n12 Main\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>"
 CASES: dict[str, list[tuple[str, Found]]] = {
@@ -55,10 +56,22 @@ CASES: dict[str, list[tuple[str, Found]]] = {
         ('<tool_call>{"nam": 1}</tool_call>', ('<tool_call>{"nam": 1}</tool_call>', "", [])),
         ('<tool_call>{"name": 7}</tool_call>', ('<tool_call>{"name": 7}</tool_call>', "", [])),
         ("a < b <tool", ("a < b <tool", "", [])),
+        # Granite 4 writes the arguments as a string of JSON.
+        (
+            f'<tool_call>{{"name": "get_weather", "arguments": {QUOTED}}}</tool_call>',
+            ("", "", [("get_weather", ARGUMENTS)]),
+        ),
+        (f'<tool_call>{{"arguments": {QUOTED}, "name": "stop"}}</tool_call>', ("", "", [("stop", ARGUMENTS)])),
+        ('<tool_call>{"name": "stop", "arguments": " "}</tool_call>', ("", "", [("stop", "{}")])),
+        *(
+            (text := f'<tool_call>{{"name": "stop", "arguments": {value}}}</tool_call>', (text, "", []))
+            for value in ('"no JSON"', '"[1]"', '"\\ud800"', "null")
+        ),
     ],
     "llama3_json": [
         ("no call", ("no call", "", [])),
         (LLAMA, ("", "", [("get_weather", ARGUMENTS)])),
+        (f'{{"name": "get_weather", "parameters": {QUOTED}}}', ("", "", [("get_weather", ARGUMENTS)])),
         (
             f'<|python_tag|>{LLAMA}; {{"name": "stop", "parameters": {{}}}}',
             ("", "", [("get_weather", ARGUMENTS), ("stop", "{}")]),
@@ -108,6 +121,16 @@ CASES: dict[str, list[tuple[str, Found]]] = {
             " to=functions.stop<|message|>{<|call|>",
             ("I look.\n", "", [("stop", "{")]),
         ),
+        # Without the prefix, in another channel.
+        (
+            "<|channel|>analysis to=get_weather<|constrain|>json<|message|>" + ARGUMENTS + "<|call|><|start|>assistant"
+            " to=python_stop<|channel|>commentary<|message|>{}<|call|>",
+            ("", "", [("get_weather", ARGUMENTS), ("python_stop", "{}")]),
+        ),
+        ("<|channel|>commentary to=assistant<|message|>A<|call|>", ("A", "", [])),
+        ("<|channel|>analysis to=python<|message|>A<|call|>", ("", "A", [])),
+        ("<|channel|>analysis to=browser.search code<|message|>A<|call|>", ("", "A", [])),
+        ("<|channel|>commentary to=functions.<|message|>A<|call|>", ("A", "", [])),
         ("<|channel|>analysis<|message|>cut", ("", "cut", [])),
         ("<|channel|>analysis", ("<|channel|>analysis", "", [])),
         ("to be", ("to be", "", [])),
@@ -150,6 +173,21 @@ CASES: dict[str, list[tuple[str, Found]]] = {
             ("", "", [("stop", "{}"), ("get_weather", "{}")]),
         ),
         ("<tool_call><function=stop><parameter=x>never ends", ("", "", [("stop", "{")])),
+        # The end of a line instead of the end of the tag; a value without its end at the end of a function.
+        (
+            "<tool_call><function=get_weather>\n<parameter=days\n2\n</parameter>\n"
+            "<parameter=city >Bern</parameter></function>",
+            ("", "", [("get_weather", '{"days": 2, "city": "Bern"}')]),
+        ),
+        (
+            "<tool_call><function=get_weather><parameter=city>\nBern\n</function>\n</tool_call>\n"
+            "<tool_call><function=stop></function></tool_call>",
+            ("", "", [("get_weather", '{"city": "Bern"}'), ("stop", "{}")]),
+        ),
+        (
+            "<tool_call><function=get_weather><parameter=city>a</function>b</function>\n",
+            ("", "", [("get_weather", '{"city": "a</function>b"}')]),
+        ),
     ],
 }
 
@@ -251,7 +289,7 @@ MAKERS: list[Callable[[], Parser]] = [
     *(
         lambda form=form, opened=opened: form.make(TOOL_PARSERS["hermes"].make(SCHEMAS), opened)  # type: ignore[misc]
         for form in REASONING_PARSERS.values()
-        for opened in (False, True)
+        for opened in (None, False, True)
     ),
     RequiredParser,
     lambda: NamedParser("stop"),
@@ -301,12 +339,14 @@ def test_a_malformed_forced_call_and_what_follows_it_is_content() -> None:
     ("name", "opened", "text", "expected"),
     [
         ("qwen3", False, "<think>\nhm\n</think>\n\nYes.\n", ("\n\nYes.\n", "\nhm\n")),
-        ("deepseek_r1", False, "R\n</think>\n\n A", ("\n\n A", "R\n")),
+        ("deepseek_r1", None, "R\n</think>\n\n A", ("\n\n A", "R\n")),
         ("qwen3", True, "hm</think>Yes.", ("Yes.", "hm")),
         ("qwen3", False, "Yes.", ("Yes.", "")),
         ("qwen3", False, "<think>cut", ("", "cut")),
-        ("deepseek_r1", False, "hm</think>Yes.", ("Yes.", "hm")),
-        ("deepseek_r1", False, "<think>hm</think>Yes <think>.", ("Yes <think>.", "hm")),
+        ("deepseek_r1", None, "hm</think>Yes.", ("Yes.", "hm")),
+        # The template has ended the reasoning, because the client disabled it.
+        ("deepseek_r1", False, "Yes.", ("Yes.", "")),
+        ("deepseek_r1", None, "<think>hm</think>Yes <think>.", ("Yes <think>.", "hm")),
         (
             "openai_gptoss",
             False,
@@ -316,7 +356,7 @@ def test_a_malformed_forced_call_and_what_follows_it_is_content() -> None:
         ("openai_gptoss", False, "Yes.", ("Yes.", "")),
     ],
 )
-def test_reasoning(name: str, opened: bool, text: str, expected: tuple[str, str]) -> None:
+def test_reasoning(name: str, opened: bool | None, text: str, expected: tuple[str, str]) -> None:
     assert found(REASONING_PARSERS[name].make(Plain(), opened), list(text))[:2] == expected
 
 

@@ -56,6 +56,9 @@ CASES: list[tuple[Any, str, str]] = [
     ({"$ref": "#/$defs/age"}, "5", "5"),  # vLLM follows no reference
     ({"$ref": "#/$defs/name~1~0"}, "5", '"5"'),
     ({"$ref": "#/$defs/mood"}, "2", '"2"'),
+    ({"$ref": "#/$defs/tree/anyOf/1"}, "[1]", "[1]"),  # an index of a list
+    ({"$ref": "#/$defs/tree/anyOf/2"}, "[1]", '"[1]"'),
+    ({"$ref": "#/$defs/tree/anyOf/-1"}, "[1]", '"[1]"'),
     ({"$ref": "#/$defs/none"}, "5", '"5"'),
     ({"$ref": "https://a.example/schema"}, "5", '"5"'),
     ({"$ref": "#/$defs/tree"}, "5", '"5"'),

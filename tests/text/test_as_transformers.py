@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import transformers
+from tokenizers import decoders, models, normalizers, processors
 
 from baton.errors import CheckpointError, RequestError
 from baton.text import Tokenizer
@@ -98,6 +100,55 @@ def test_older_tokenizer_files_give_the_same_end_tokens(tmp_path: Path, files: M
     assert ours.encode(MARKED) == ids
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
     assert theirs.eos_token_id in ours.eos_token_ids
+
+
+def llama_files(directory: Path, model_type: str, **fields: Any) -> Path:
+    """As Llama 2's: words begin with a block, bytes are a fallback, and each piece of text gets a leading space."""
+    space = "\N{LOWER ONE EIGHTH BLOCK}"
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{value:02X}>" for value in range(256)),
+        space,
+        *"abhi",
+        f"{space}h",
+        f"{space}hi",
+    ]
+    model = models.BPE(
+        vocab={token: number for number, token in enumerate(tokens)},
+        merges=[(space, "h"), (f"{space}h", "i")],
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(space), normalizers.Replace(" ", space)])
+    stages = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(stages)
+    backend.add_special_tokens(tokens[:3])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.save(str(directory / "tokenizer.json"))
+    settings = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", **fields}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": len(tokens)}))
+    return directory
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("fields", [{}, {"legacy": True}, {"legacy": False}, {"add_prefix_space": False}])
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("text", ["hi", "hi</s>hi  hi é</s> a\n", " hi", "</s>hi<s>"])
+def test_a_llama_tokenizer_is_what_transformers_makes_of_its_class(
+    tmp_path: Path, name: str, fields: dict[str, Any], model_type: str, text: str
+) -> None:
+    directory = llama_files(tmp_path, model_type, tokenizer_class=name, **fields)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(directory), Tokenizer.load(directory)
+    ids = theirs.encode(text)
+    assert ours.encode(text) == ids
+    assert ours.encode(text, False) == theirs.encode(text, add_special_tokens=False)
+    assert ours.decode(ids, True) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.decode(ids, False) == theirs.decode(ids)
 
 
 @pytest.mark.parametrize(

@@ -197,8 +197,8 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
 
 
 def context_length(rope: RopeSpec, max_position: int) -> int:
-    """The longest context in tokens, as in vLLM: linear scaling multiplies `max_position_embeddings`, YaRN the
-    original length. With YaRN, `max_position_embeddings` may already be the result."""
+    """The longest context in tokens. As in vLLM, linear scaling multiplies `max_position_embeddings`. With YaRN that is
+    either the result or, as in the guides of Qwen's models, still the original length."""
     if rope.kind not in ("linear", "yarn"):
         return max_position
     trained = rope.params.get("original_max_position_embeddings", max_position)

@@ -30,8 +30,7 @@ from baton.wire import GenerateRequest, Mode, PromptIds
 
 MAX_CHOICES = 256  # prompts times n in one request
 MAX_SCORES = 1 << 19  # prompt logprobs in one request, some 100 bytes each
-# Ends a prompt that has opened the model's reasoning.
-_REASONING_OPENED = "<think>"
+_REASONING_OPENED, _REASONING_CLOSED = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +106,30 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     _check_lengths([prompt], max_tokens, param, "messages", model)
     grammar, field = grammar_of(request, tools)
     params = sampling_params(request, max_tokens, chat_logprobs(request), grammar, model.vocab_size, model.defaults)
-    opened, constrained = text.rstrip().endswith(_REASONING_OPENED), grammar is not None
-    reader = tools.reader(parsing, opened, constrained)
+    constrained = grammar is not None
+    reader = tools.reader(parsing, _within_reasoning(request, text), constrained)
     plan = _plan(request, model, [prompt], params, field, chat=True)
     # As in vLLM and OpenAI's API, a call of the function that the client named has finish reason "stop".
     told = not isinstance(tools.choice, NamedChoice)
     spelt = model.tokenizer.special_tokens_of(tools.markers(parsing, constrained))
     tells_reasoning = request.include_reasoning is not False
     return replace(plan, reader=reader, spelt=spelt, tells_calls=told, tells_reasoning=tells_reasoning)
+
+
+def _within_reasoning(request: ChatRequest, text: str) -> bool | None:
+    """Whether the prompt `text` ends within reasoning (True) or right after it (False); None: neither. A message that
+    the model continues may have begun or ended it anywhere."""
+    text = text.rstrip()
+    if text.endswith(_REASONING_OPENED):
+        return True
+    if text.endswith(_REASONING_CLOSED):
+        return False
+    if not request.continue_final_message:
+        return None
+    content = request.messages[-1].content
+    last = content if isinstance(content, str) else "".join(part.text or "" for part in content or ())
+    begun, ended = last.rfind(_REASONING_OPENED), last.rfind(_REASONING_CLOSED)
+    return None if begun == ended else begun > ended
 
 
 def template_variables(request: ChatRequest, model: ServedModel) -> dict[str, Any]:

@@ -25,8 +25,11 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
+    """`schema`: of a `json_object`, as llama.cpp and Together take it."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -52,7 +55,8 @@ def structured_params(
     elif found is None:
         return None, FIELD
     elif found.type == "json_object":
-        return StructuredOutputsParams(json=_ANY_OBJECT), "response_format"
+        field = "response_format" if found.schema is None else "response_format.schema"
+        params = StructuredOutputsParams(json=_ANY_OBJECT if found.schema is None else _text(found.schema))
     else:
         field = _SCHEMA
         schema = found.json_schema.schema if found.json_schema is not None else None

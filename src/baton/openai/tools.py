@@ -21,17 +21,20 @@ _AUTO = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-p
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
-    """`tools[].function`. `parameters`: a JSON schema, enforced only if a call is required."""
+    """`tools[].function`. `parameters`: a JSON schema, enforced only if a call is required. `defer_loading`: for chat
+    templates that hide such a tool."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 class Tool(msgspec.Struct, kw_only=True):
     function: FunctionTool
     type: Literal["function"] = "function"
+    defer_loading: bool | None = None
 
 
 class FunctionName(msgspec.Struct, kw_only=True):
@@ -139,8 +142,8 @@ class CheckedTools:
             raise RequestError(f"tools: {error}", "tools") from None
         return params
 
-    def reader(self, parsing: Parsing, opened: bool, constrained: bool) -> Callable[[], Parser] | None:
-        """Makes the parser of a response; None: all text is content. `opened`: the prompt has opened reasoning.
+    def reader(self, parsing: Parsing, reasons: bool | None, constrained: bool) -> Callable[[], Parser] | None:
+        """Makes the parser of a response; None: all text is content. `reasons`: as `ReasoningFormat.make` gets it.
         `constrained`: a grammar applies from the first token, so there is no reasoning.
 
         Raises `RequestError` with the field's name.
@@ -162,8 +165,8 @@ class CheckedTools:
 
         if parsing.reasoning_parser is None or constrained:
             return make
-        reasons, rest = REASONING_PARSERS[parsing.reasoning_parser], make or Plain
-        return lambda: reasons.make(rest(), opened)
+        form_of_reasoning, rest = REASONING_PARSERS[parsing.reasoning_parser], make or Plain
+        return lambda: form_of_reasoning.make(rest(), reasons)
 
     def markers(self, parsing: Parsing, constrained: bool) -> tuple[str, ...]:
         """Texts that the parsers must see even if they are special tokens."""
@@ -209,4 +212,8 @@ def _shown(tool: Tool) -> dict[str, Any]:
     """A tool without unset fields, in OpenAI's order, which templates show. The schema is unchanged: null may be a
     default in it."""
     told = msgspec.structs.asdict(tool.function)
-    return {"type": tool.type, "function": {name: value for name, value in told.items() if value is not None}}
+    if told["defer_loading"] is None:  # as in vLLM, the tool's field is the function's too
+        told["defer_loading"] = tool.defer_loading
+    shown: dict[str, Any] = {"type": tool.type}
+    shown["function"] = {name: value for name, value in told.items() if value is not None}
+    return shown if tool.defer_loading is None else {**shown, "defer_loading": tool.defer_loading}

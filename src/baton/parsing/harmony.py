@@ -1,9 +1,10 @@
 """`openai` and `openai_gptoss`: the channels of gpt-oss, as its chat template writes them.
 
 An answer consists of messages `<|channel|>CHANNEL<|message|>TEXT<|end|>`, separated by `<|start|>assistant`. Channel
-"analysis" is reasoning, "final" is content. A message to `functions.NAME` (in "commentary") is a call, its text the
-arguments; other commentary is content. Source: OpenAI's harmony response format. The `openai-harmony` library parses
-tokens, with a vocabulary that it downloads; this module parses text, so stop strings and routers may cut it anywhere.
+"analysis" is reasoning, "final" is content. A message to `functions.NAME` is a call, its text the arguments; as in
+vLLM, so is one to a bare NAME that is none of OpenAI's own tools, in any channel. Other commentary is content. Source:
+OpenAI's harmony response format. The `openai-harmony` library parses tokens, with a vocabulary that it downloads; this
+module parses text, so stop strings and routers may cut it anywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
 # The prompt ends with `<|start|>assistant`, after which a header may name the recipient before the channel.
 _TO = "to="
-_FUNCTION = re.compile(r"\bto=functions\.([A-Za-z0-9_.:-]{1,256})")
+_FUNCTION = re.compile(
+    r"\bto=(?:functions\.|(?!functions\.|(?:assistant|(?:python|browser|container)(?:\.[\w.:-]*)?)(?![\w.:-])))"
+    r"([A-Za-z0-9_.:-]{1,256})"
+)
 _NAME = re.compile(r"\s*([a-z]+)")
 _MAX_HEADER = 1024
 
@@ -136,6 +140,6 @@ class HarmonyReasoning:
         return self._read(self._channels.finish()) + self._rest.finish()
 
 
-def reasoning(rest: Parser, opened: bool) -> Parser:
+def reasoning(rest: Parser, within: bool | None) -> Parser:
     """`HarmonyParser` needs none: it parses reasoning itself."""
     return rest if isinstance(rest, HarmonyParser) else HarmonyReasoning(rest)

@@ -75,13 +75,13 @@ class JsonCall:
         if not self._value.text and char in _SPACE:
             return
         if self._key in _ARGUMENTS and not self._value.text:
-            # A call has its arguments once, as an object.
-            if char != "{" or self._has_arguments:
+            # A call has its arguments once: an object, or as Granite 4 writes them, a string with one.
+            if char not in '{"' or self._has_arguments:
                 self.state = "failed"
                 return
             self._has_arguments = True
         mine = self._value.push(char)
-        if mine and self._key in _ARGUMENTS:
+        if mine and self._key in _ARGUMENTS and self._value.text[0] == "{":
             self._pending += char
         if self._value.done:
             self._ended()
@@ -114,6 +114,21 @@ class JsonCall:
                 self.state = "failed"
             else:
                 self.name = name
+        elif self._key in _ARGUMENTS and self._value.text.startswith('"'):
+            arguments = _object_in(self._value.text)
+            if arguments is None:
+                self.state = "failed"
+            else:
+                self._pending += arguments
+
+
+def _object_in(text: str) -> str | None:
+    """The JSON object that a JSON string holds; an empty string counts as an empty object."""
+    held = _string(text) if text[1:-1].strip() else "{}"
+    try:
+        return held if held is not None and isinstance(json.loads(held), dict) else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def _string(text: str) -> str | None:

@@ -19,8 +19,10 @@ _BARE = "<function="
 _NAME, _MAX_NAME = re.compile(r"[^<>\s]*"), 256
 _VALUE, _VALUE_END = "<parameter=", "</parameter>"
 _FUNCTION = re.compile(r"\s*<function=([^<>\s]{1,256})>")
-# Models may leave out `</parameter>` before the next parameter.
-_PARAMETER = re.compile(r"\s*<parameter=([^<>]{1,256})>(.*?)(?:</parameter>|(?=<parameter=))", re.DOTALL)
+# Models may leave out `</parameter>` before what follows, and end the line instead of the tag.
+_BEGUN = r"\s*<parameter=([^<>\n]{1,256})(?:\s*>|\n)(.*?)"
+_PARAMETER = re.compile(rf"{_BEGUN}(?:</parameter>|(?=<parameter=)|(?=</function>\s*</tool_call>))", re.DOTALL)
+_LAST = re.compile(rf"{_BEGUN}</function>\s*\Z", re.DOTALL)
 _END = re.compile(r"\s*</function>(\s*</tool_call>)?")
 
 
@@ -38,7 +40,7 @@ class Qwen3XmlParser(MarkedParser):
     def push(self, text: str) -> list[ParsedEvent]:
         if self._where == "inside" and self._held.lstrip().startswith(_VALUE):
             tail = self._held[-len(_VALUE_END) :] + text
-            if _VALUE_END not in tail and _VALUE not in tail:
+            if not any(end in tail for end in (_VALUE_END, _VALUE, _CLOSE)):
                 self._held += text  # do not scan a long value again for each piece
                 return []
         return super().push(text)
@@ -86,12 +88,7 @@ class Qwen3XmlParser(MarkedParser):
             return None
         found = _PARAMETER.match(text)
         if found is not None:
-            key = found[1].strip()
-            if key not in self._keys:
-                lead = ", " if self._keys else ""
-                self._keys.add(key)
-                value = self._value(key, found[2])
-                events.append(CallDelta(self._count, None, f"{lead}{json.dumps(key, ensure_ascii=False)}: {value}"))
+            events += self._argument(found)
             return text[found.end() :]
         end = _END.match(text)
         begun = text.lstrip()
@@ -105,6 +102,16 @@ class Qwen3XmlParser(MarkedParser):
             return text if end is None else text[end.end() :]
         return None
 
+    def _argument(self, found: re.Match[str]) -> list[ParsedEvent]:
+        """The first value of a key counts."""
+        key = found[1].strip()
+        if key in self._keys:
+            return []
+        lead = ", " if self._keys else ""
+        self._keys.add(key)
+        value = self._value(key, found[2])
+        return [CallDelta(self._count, None, f"{lead}{json.dumps(key, ensure_ascii=False)}: {value}")]
+
     def _value(self, key: str, text: str) -> str:
         schema = self._tools.get(self._name)
         return value_of(text.removeprefix("\n").removesuffix("\n"), parameter_schema(schema, key), schema)
@@ -112,8 +119,9 @@ class Qwen3XmlParser(MarkedParser):
     def finish(self) -> list[ParsedEvent]:
         if self._where == "inside":
             # After `</function>` the call is complete; otherwise it was cut off, and its arguments stay incomplete.
-            closed = _END.match(self._held) is not None
-            return [CallDelta(self._count, None, "}")] if closed else []
+            last = _LAST.match(self._held)
+            closed = last is not None or _END.match(self._held) is not None
+            return (self._argument(last) if last else []) + ([CallDelta(self._count, None, "}")] if closed else [])
         lead = self._lead if self._where == "call" else ""
         return self._content.push(lead + self._held) + self._content.finish()
 

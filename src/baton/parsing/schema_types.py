@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+_INDEX = re.compile(r"[0-9]{1,9}")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _NAMES: dict[type, str] = {
     type(None): "null",
@@ -110,7 +111,11 @@ class _Walk:
         self._followed.add(reference)
         found = self._root
         for step in reference[1:].split("/")[1:]:
-            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+            key = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list):
+                found = found[int(key)] if _INDEX.fullmatch(key) and int(key) < len(found) else None
+            else:
+                found = found.get(key) if isinstance(found, dict) else None
         return found
 
 

@@ -16,6 +16,7 @@ from baton.errors import CheckpointError, ConfigError, RequestError
 from baton.text.added_tokens import DeclaredTokens
 from baton.text.content_format import ContentFormatOption
 from baton.text.files import read_object
+from baton.text.llama import apply_class
 from baton.text.spelling import Spelling, escaped
 from baton.text.template import DEFAULT, TOOL_USE, ChatTemplate, read_templates
 
@@ -81,6 +82,7 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         declared = DeclaredTokens(root)
+        apply_class(backend, path, declared.settings, read_object(root / "config.json"))
         declared.add_to(backend)
         own = read_templates(root, declared.settings)
         return cls(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from baton.errors import RequestError
 from baton.openai.conversation import MAX_MESSAGES
+from baton.openai.messages.tools import CHANGES, ToolChange
 from baton.openai.requests import ChatMessage, ContentPart
 from baton.openai.tools import CalledFunction, ToolCall
 from baton.text import Tokenizer
@@ -16,6 +17,14 @@ from baton.text import Tokenizer
 # Claude Code's system prompts begin with such a text, whose number always differs.
 _BILLING = "x-anthropic-billing-header"
 _PROBE = [{"role": role, "content": "a"} for role in ("system", "user", "system", "user")]
+
+
+class ResultPart(msgspec.Struct, kw_only=True):
+    """A part of a tool's result: text, or the name of a tool that a search found."""
+
+    type: str
+    text: str | None = None
+    tool_name: str | None = None
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -28,7 +37,8 @@ class Block(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | list[ResultPart] | None = None
+    tool: ToolChange | None = None
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
@@ -57,7 +67,7 @@ def messages_of(
     for index, message in enumerate(given):
         field = f"messages[{index}].content"
         if message.role == "system":
-            text = _system(message.content, field)
+            text = _system(_without_changes(message.content), field)
             if merges:
                 lead.append(text)
             elif text:
@@ -72,6 +82,19 @@ def messages_of(
         messages.insert(0, ChatMessage(role="system", content=text))
     last = messages[-1] if messages else None
     return messages, last is not None and last.role == "assistant" and not last.tool_calls
+
+
+def changes_of(given: Sequence[InputMessage]) -> Iterator[tuple[str, Block]]:
+    """The changes of tools in system messages, each with its block's name."""
+    for index, message in enumerate(given):
+        if message.role == "system" and not isinstance(message.content, str):
+            for number, block in enumerate(message.content):
+                if block.type in CHANGES:
+                    yield f"messages[{index}].content[{number}]", block
+
+
+def _without_changes(content: str | list[Block]) -> str | list[Block]:
+    return content if isinstance(content, str) else [block for block in content if block.type not in CHANGES]
 
 
 def _takes_system_anywhere(tokenizer: Tokenizer) -> bool:
@@ -99,10 +122,7 @@ def _add_user(messages: list[ChatMessage], blocks: list[Block], calls: set[str],
             raise RequestError(f"{here}.tool_use_id is that of no tool_use", f"{here}.tool_use_id")
         content = block.content or ""
         if not isinstance(content, str):
-            for part in content:
-                if part.type != "text" or part.text is None:
-                    raise _unsupported(part.type, f"{here}.content")
-            content = "\n".join(part.text or "" for part in content)
+            content = "\n".join(_result_text(part, f"{here}.content") for part in content)
         messages.append(ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id))
     if parts:
         messages.append(ChatMessage(role="user", content=parts))
@@ -129,6 +149,13 @@ def _assistant(blocks: list[Block], calls: set[str], field: str) -> ChatMessage:
         reasoning_content="".join(reasoning) or None,
         tool_calls=made or None,
     )
+
+
+def _result_text(part: ResultPart, field: str) -> str:
+    text = part.tool_name if part.type == "tool_reference" else part.text if part.type == "text" else None
+    if text is None:
+        raise _unsupported(part.type, field)
+    return text
 
 
 def _text(block: Block, field: str) -> str:

@@ -14,23 +14,14 @@ import msgspec
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
 from baton.openai.fields import Refused
-from baton.openai.messages.conversation import Block, InputMessage, messages_of
+from baton.openai.messages.conversation import Block, InputMessage, changes_of, messages_of
+from baton.openai.messages.tools import AnthropicTool, tools_in_effect
 from baton.openai.requests import ChatRequest, decode_body
 from baton.openai.structured import JsonSchema, ResponseFormat
-from baton.openai.tools import FunctionName, FunctionTool, NamedChoice, Tool, ToolChoice
+from baton.openai.tools import FunctionName, NamedChoice, ToolChoice
 from baton.wire import Mode
 
 _THINKING = "enable_thinking"
-
-
-class AnthropicTool(msgspec.Struct, kw_only=True):
-    """One of `tools`; only those with an `input_schema`, run by the client, are supported."""
-
-    name: str
-    type: str | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class AnthropicToolChoice(msgspec.Struct, kw_only=True):
@@ -120,7 +111,7 @@ def read_count(body: bytes) -> CountTokensRequest:
 
 def to_chat(request: CountTokensRequest, model: ServedModel) -> ChatRequest:
     """Convert a request to a chat. Raises `RequestError` with the field's name."""
-    tools = [_tool(index, tool) for index, tool in enumerate(request.tools or ())]
+    tools = tools_in_effect(request.tools or (), changes_of(request.messages))
     messages, goes_on = messages_of(request.system, request.messages, model.tokenizer)
     choice, config = request.tool_choice, request.output_config
     chat = ChatRequest(
@@ -170,19 +161,6 @@ def _response_format(config: OutputConfig | None) -> ResponseFormat | None:
     if config is None or config.format is None:
         return None
     return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=config.format.schema))
-
-
-def _tool(index: int, tool: AnthropicTool) -> Tool:
-    field = f"tools[{index}]"
-    if tool.type not in (None, "custom"):
-        what = f"tools of type {tool.type!r} are not supported, only those with an input_schema"
-        raise RequestError(f"{field}: {what}", f"{field}.type")
-    if tool.input_schema is None:
-        raise RequestError(f"{field}.input_schema is needed", f"{field}.input_schema")
-    function = FunctionTool(
-        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-    )
-    return Tool(function=function)
 
 
 def _tool_choice(choice: AnthropicToolChoice | None) -> ToolChoice | None:

@@ -18,6 +18,7 @@ from baton.openai.plan import Plan, plan_chat
 from baton.openai.requests import checked
 from baton.openai.responses.items import Items
 from baton.openai.responses.requests import ResponsesRequest, field_here, named_here, read, to_chat
+from baton.openai.responses.tools import names_of
 from baton.openai.service import OpenAIService
 from baton.openai.tools import NO_PARSING, Parsing
 
@@ -53,7 +54,7 @@ class ResponseAnswer:
 
     def __init__(self, asked: ResponsePlan, output: SampleOutput) -> None:
         self._asked, self._output = asked, output
-        self._items = Items(asked.id, output, asked.plan.tells_reasoning)
+        self._items = Items(asked.id, output, asked.plan.tells_reasoning, names_of(asked.request.tools or ()))
         self._num_events = 0
 
     def begin(self) -> Iterable[Json]:
@@ -106,7 +107,7 @@ def _response(asked: ResponsePlan, items: Items, output: SampleOutput | None) ->
         "temperature": plan.asked.temperature,
         "text": request.text or {"format": {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
-        "tools": request.tools or [],
+        "tools": [tool.told() for tool in request.tools or ()],
         "top_p": plan.asked.top_p,
         "truncation": request.truncation or "disabled",
         "usage": None if output is None else _usage(plan, output),

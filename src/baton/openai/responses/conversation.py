@@ -10,21 +10,26 @@ import msgspec
 from baton.errors import RequestError
 from baton.openai.conversation import MAX_MESSAGES
 from baton.openai.requests import ChatMessage, ContentPart
+from baton.openai.responses.tools import CalledName, custom_arguments
 from baton.openai.tools import CalledFunction, ToolCall
 
+_CALLS = ("function_call", "custom_tool_call")
+_OUTPUTS = tuple(f"{kind}_output" for kind in _CALLS)
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """A message (the default `type`), a function call, its output, or reasoning. Items of earlier responses are
-    accepted unchanged."""
+    """A message (the default `type`), a call of a function or custom tool, its output, or reasoning. Items of earlier
+    responses are accepted unchanged."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
     encrypted_content: str | None = None
@@ -41,10 +46,11 @@ def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[
     # First: a body of legal size may have too many items.
     if len(given) > MAX_MESSAGES:
         raise RequestError(f"input must be at most {MAX_MESSAGES} items", "input")
-    calls = {item.call_id for item in given if item.type == "function_call"}
+    calls = {(item.type, item.call_id) for item in given if item.type in _CALLS}
     for index, item in enumerate(given):
-        if item.type == "function_call_output" and item.call_id not in calls:
-            raise RequestError(f"input[{index}].call_id is that of no function_call", f"input[{index}].call_id")
+        kind = item.type.removesuffix("_output")
+        if item.type in _OUTPUTS and (kind, item.call_id) not in calls:
+            raise RequestError(f"input[{index}].call_id is that of no {kind}", f"input[{index}].call_id")
         _add(messages, item, f"input[{index}]")
     return messages
 
@@ -60,14 +66,16 @@ def _add(messages: list[ChatMessage], item: InputItem, field: str) -> None:
             return
         message = _assistant(messages, begins=lambda last: last.content is not None or bool(last.tool_calls))
         message.content = _text(item.content, f"{field}.content")
-    elif item.type == "function_call":
+    elif item.type in _CALLS:
         if item.name is None or item.call_id is None:
-            raise RequestError(f"{field}: a function_call needs name and call_id", field)
-        call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+            raise RequestError(f"{field}: a {item.type} needs name and call_id", field)
+        name = CalledName(item.name, item.namespace).flat
+        arguments = custom_arguments(item.input or "") if item.type == "custom_tool_call" else item.arguments
+        call = ToolCall(id=item.call_id, function=CalledFunction(name=name, arguments=arguments))
         message = _assistant(messages, begins=lambda last: False)
         message.tool_calls = message.tool_calls or []
         message.tool_calls.append(call)
-    elif item.type == "function_call_output":
+    elif item.type in _OUTPUTS:
         if item.call_id is None:
             raise RequestError(f"{field}.call_id is needed", f"{field}.call_id")
         output = _parts(item.output, f"{field}.output")

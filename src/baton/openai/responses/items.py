@@ -3,10 +3,11 @@ deltas, and each level is repeated at its end. A whole response is the sum of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from baton.openai.format import Json
 from baton.openai.output import Delta, SampleOutput
+from baton.openai.responses.tools import NO_NAMES, CalledName, custom_input
 from baton.parsing import Content, ParsedEvent, Reasoning
 
 # Prefix of the item's id, type of its only part, and name of the events of that part's text.
@@ -16,12 +17,20 @@ _REASONING = ("rs", "reasoning_text", "reasoning_text")
 
 class Items:
     """The items of one response, in order; only the last grows. `output` has the ids of calls. `tells_reasoning`:
-    whether reasoning is included."""
+    whether reasoning is included. `names`: of custom tools and functions in namespaces, by the functions' names."""
 
-    def __init__(self, response_id: str, output: SampleOutput, tells_reasoning: bool) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        output: SampleOutput,
+        tells_reasoning: bool,
+        names: Mapping[str, CalledName] = NO_NAMES,
+    ) -> None:
         self.items: list[Json] = []
         self._id, self._output, self._tells_reasoning = response_id, output, tells_reasoning
+        self._names = names
         self._growing: object = None
+        self._arguments = ""
 
     def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
         """Events of what the parser found, or else of the delta's text."""
@@ -60,15 +69,28 @@ class Items:
         yield {"type": "response.content_part.added", **self._place(), "content_index": 0, "part": dict(part)}
 
     def _call(self, index: int, arguments: str) -> Iterator[Json]:
-        call = self._output.calls[index]
         if self._growing != index:
             yield from self._done("completed")
-            item = {"id": f"fc_{self._id}_{len(self.items)}", "type": "function_call", "status": "in_progress"}
-            yield self._added(item | {"call_id": call.id, "name": call.name, "arguments": ""})
-            self._growing = index
-        if arguments:
-            self.items[-1]["arguments"] += arguments
+            yield self._begin_call(index)
+        item = self.items[-1]
+        if item["type"] == "custom_tool_call":
+            self._arguments += arguments  # of which the input is a part, told when it is complete
+        elif arguments:
+            item["arguments"] += arguments
             yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": arguments}
+
+    def _begin_call(self, index: int) -> Json:
+        call = self._output.calls[index]
+        called = self._names.get(call.name) or CalledName(call.name)
+        item: Json = {"call_id": call.id, "name": called.name}
+        if called.namespace is not None:
+            item["namespace"] = called.namespace
+        if called.is_custom:
+            item |= {"id": f"ctc_{self._id}_{len(self.items)}", "type": "custom_tool_call", "input": ""}
+        else:
+            item |= {"id": f"fc_{self._id}_{len(self.items)}", "type": "function_call", "arguments": ""}
+        self._growing, self._arguments = index, ""
+        return self._added(item | {"status": "in_progress"})
 
     def _end(self, status: str) -> Iterator[Json]:
         if not self.items:
@@ -80,7 +102,12 @@ class Items:
             return
         item, place = self.items[-1], self._place()
         item["status"] = status
-        if isinstance(self._growing, int):
+        if item["type"] == "custom_tool_call":
+            item["input"] = custom_input(self._arguments)
+            if item["input"]:
+                yield {"type": "response.custom_tool_call_input.delta", **place, "delta": item["input"]}
+            yield {"type": "response.custom_tool_call_input.done", **place, "input": item["input"]}
+        elif item["type"] == "function_call":
             told = {"name": item["name"], "arguments": item["arguments"]}
             yield {"type": "response.function_call_arguments.done", **place, **told}
         else:

@@ -14,29 +14,12 @@ from baton.errors import RequestError
 from baton.openai.fields import Refused
 from baton.openai.requests import ChatRequest, CommonFields, CompletionRequest, decode_body
 from baton.openai.responses.conversation import InputItem, messages_of
+from baton.openai.responses.tools import ChosenTool, ResponseTool, chosen_tool, shown_tools
 from baton.openai.structured import JsonSchema, ResponseFormat
-from baton.openai.tools import FunctionName, FunctionTool, NamedChoice, Tool, ToolChoice
 
 _KEPT = "is not supported: responses are not kept, so send the whole conversation as input"
 # Accepted without effect: reasoning is returned as plain text.
 _INCLUDED = "reasoning.encrypted_content"
-
-
-class ResponseTool(msgspec.Struct, kw_only=True):
-    """One of `tools`; only functions are supported."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ChosenTool(msgspec.Struct, kw_only=True):
-    """`tool_choice` that names one function."""
-
-    type: str
-    name: str | None = None
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -53,9 +36,11 @@ class TextOptions(msgspec.Struct, kw_only=True):
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """A summary of any kind may be asked for: reasoning is returned in full."""
+
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponsesRequest(CommonFields, kw_only=True):
@@ -122,22 +107,20 @@ def read(body: bytes) -> ResponsesRequest:
             raise RequestError(f"include: {item!r} is not supported", "include")
     if request.text is not None and request.text.verbosity not in (None, "medium"):
         raise RequestError("text.verbosity is not supported", "text.verbosity")
-    reasoning = request.reasoning
-    if reasoning is not None and (reasoning.summary or reasoning.generate_summary) not in (None, "auto"):
-        raise RequestError("reasoning.summary is not supported: reasoning is told in full", "reasoning.summary")
     return request
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:
     """Convert a request to a chat. Raises `RequestError` with the field's name."""
     same = {name: getattr(request, name) for name in _AS_ASKED}
+    tools, choice = request.tools or (), request.tool_choice
     return ChatRequest(
         messages=messages_of(request.instructions, request.input),
         max_completion_tokens=request.max_output_tokens,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         response_format=_response_format(request.text),
-        tools=[_tool(index, tool) for index, tool in enumerate(request.tools or ())] or None,
-        tool_choice=_tool_choice(request.tool_choice),
+        tools=shown_tools(tools) or None,
+        tool_choice=chosen_tool(choice, tools) if isinstance(choice, ChosenTool) else choice,
         truncate_prompt_tokens=-1 if request.truncation == "auto" else None,
         **same,
     )
@@ -166,23 +149,3 @@ def _response_format(text: TextOptions | None) -> ResponseFormat | None:
             name=wanted.name, description=wanted.description, schema=wanted.schema, strict=wanted.strict
         )
     return ResponseFormat(type=wanted.type, json_schema=schema)
-
-
-def _tool(index: int, tool: ResponseTool) -> Tool:
-    field = f"tools[{index}]"
-    if tool.type != "function":
-        raise RequestError(f"{field}: tools of type {tool.type!r} are not supported, only functions", f"{field}.type")
-    if tool.name is None:
-        raise RequestError(f"{field}.name is needed", f"{field}.name")
-    function = FunctionTool(
-        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-    )
-    return Tool(function=function)
-
-
-def _tool_choice(choice: Literal["none", "auto", "required"] | ChosenTool | None) -> ToolChoice | None:
-    if not isinstance(choice, ChosenTool):
-        return choice
-    if choice.type != "function" or choice.name is None:
-        raise RequestError("tool_choice: only functions can be chosen, by their name", "tool_choice")
-    return NamedChoice(function=FunctionName(name=choice.name))

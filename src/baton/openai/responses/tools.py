@@ -1,0 +1,165 @@
+"""Tools of a response: functions, custom tools and namespaces, as the functions of a chat.
+
+As in vLLM 0.32, a custom tool is a function of one string, a function of a namespace is called `NAMESPACE__NAME`, and
+the model is not shown tools that OpenAI runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from baton.errors import RequestError
+from baton.openai.tools import FunctionName, FunctionTool, NamedChoice, Tool, ToolChoice
+
+log = logging.getLogger(__name__)
+
+_FUNCTION, _CUSTOM, _NAMESPACE = "function", "custom", "namespace"
+# Tools that OpenAI runs, or that need its clients.
+_RUN_ELSEWHERE = frozenset(
+    (
+        *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation"),
+        *("local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search"),
+        *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+    )
+)
+_INPUT = "input"
+_CUSTOM_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {_INPUT: {"type": "string", "description": "The freeform text payload for this tool."}},
+    "required": [_INPUT],
+    "additionalProperties": False,
+}
+
+
+class ResponseTool(msgspec.Struct, kw_only=True):
+    """One of `tools`. `tools`: of a namespace. `format`: of a custom tool's input; only text is supported."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+    format: dict[str, Any] | None = None
+    tools: list[ResponseTool] | None = None
+
+    def told(self) -> dict[str, Any]:
+        """The tool for the response: without what the request left out, but for the fields that OpenAI's type needs."""
+        needed = ("parameters", "strict") if self.type == _FUNCTION else ()
+        fields = msgspec.structs.asdict(self)
+        told = {name: value for name, value in fields.items() if value is not None or name in needed}
+        return told | ({"tools": [tool.told() for tool in self.tools]} if self.tools else {})
+
+
+class ChosenTool(msgspec.Struct, kw_only=True):
+    """`tool_choice` that names one tool."""
+
+    type: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CalledName:
+    """What a response calls the function of a chat."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+    @property
+    def flat(self) -> str:
+        return self.name if self.namespace is None else f"{self.namespace}__{self.name}"
+
+
+NO_NAMES: Mapping[str, CalledName] = MappingProxyType({})
+
+
+def shown_tools(tools: Sequence[ResponseTool]) -> list[Tool]:
+    """The functions that the model is shown. Raises `RequestError` with the field's name."""
+    return [_tool(tool, called) for tool, called in _functions(tools)]
+
+
+def names_of(tools: Sequence[ResponseTool]) -> dict[str, CalledName]:
+    """Custom tools and functions of namespaces, by their names in a chat."""
+    return {called.flat: called for _, called in _functions(tools) if called.is_custom or called.namespace}
+
+
+def chosen_tool(choice: ChosenTool, tools: Sequence[ResponseTool]) -> ToolChoice:
+    """A function of a namespace may be chosen by its own name if that is unique."""
+    if choice.type not in (_FUNCTION, _CUSTOM) or choice.name is None:
+        raise RequestError("tool_choice: only functions and custom tools can be chosen, by their name", "tool_choice")
+    called = [called for _, called in _functions(tools)]
+    name = choice.name
+    if all(name != one.flat for one in called):
+        local = [one.flat for one in called if one.name == name]
+        if len(local) > 1:
+            what = f"is in several namespaces: choose one of {', '.join(local)}"
+            raise RequestError(f"tool_choice: {name!r} {what}", "tool_choice")
+        name = local[0] if local else name
+    return NamedChoice(function=FunctionName(name=name))
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments of a call of a custom tool."""
+    return json.dumps({_INPUT: text}, ensure_ascii=False)
+
+
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool from the arguments that the model wrote; arguments of another form are the input."""
+    try:
+        found = json.loads(arguments)
+        text = found.get(_INPUT) if isinstance(found, dict) else None
+        if isinstance(text, str):
+            text.encode()  # half a surrogate pair is no text
+            return text
+    except (ValueError, RecursionError):
+        pass
+    return arguments
+
+
+def _functions(
+    tools: Sequence[ResponseTool], field: str = "tools", namespace: str | None = None
+) -> Iterator[tuple[ResponseTool, CalledName]]:
+    """Each tool that the model is shown. Raises `RequestError` with the field of another."""
+    for index, tool in enumerate(tools):
+        here = f"{field}[{index}]"
+        if tool.type in _RUN_ELSEWHERE and namespace is None:
+            _tell_once(tool.type)
+            continue
+        is_group = tool.type == _NAMESPACE and namespace is None
+        if tool.type not in (_FUNCTION, _CUSTOM) and not is_group:
+            raise RequestError(f"{here}: tools of type {tool.type!r} are not supported", f"{here}.type")
+        if tool.name is None:
+            raise RequestError(f"{here}.name is needed", f"{here}.name")
+        if is_group:
+            yield from _functions(tool.tools or (), f"{here}.tools", tool.name)
+            continue
+        is_custom = tool.type == _CUSTOM
+        if is_custom and (tool.format or {}).get("type", "text") != "text":
+            raise RequestError(f"{here}.format: the input of custom tools follows no grammar here", f"{here}.format")
+        yield tool, CalledName(tool.name, namespace, is_custom)
+
+
+@functools.cache
+def _tell_once(kind: str) -> None:
+    log.info("tools of type %s run at OpenAI: the model is not shown them", kind)
+
+
+def _tool(tool: ResponseTool, called: CalledName) -> Tool:
+    return Tool(
+        function=FunctionTool(
+            name=called.flat,
+            description=tool.description,
+            parameters=_CUSTOM_PARAMETERS if called.is_custom else tool.parameters,
+            strict=tool.strict,
+            defer_loading=tool.defer_loading,
+        )
+    )
