@@ -261,6 +261,11 @@ def test_a_choice_of_very_many_texts(grammars: Grammars) -> None:
     assert matcher.allowed(one, one * 2).bits.any(axis=1).all()
 
 
+def test_a_schema_that_only_refers_to_itself_allows_nothing(grammars: Grammars) -> None:
+    with pytest.raises(RequestError, match=r"the grammar is refused: it allows no output$"):
+        grammars.check(StructuredOutputsParams(json='{"$ref": "#"}'))
+
+
 def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path) -> None:
     made = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
     made.save(str(tmp_path / "tokenizer.json"))

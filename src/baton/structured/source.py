@@ -14,6 +14,7 @@ from baton.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 PARAM = "structured_outputs"
 _OPTIONS = "x-guidance"
 MAX_EXPANDED = MAX_GRAMMAR_CHARS
+_NO_OUTPUT = "NoExtensionBias"  # llguidance's word
 _REPEATED = re.compile(r"\{(\d*),?(\d*)\}")
 # An escaped character or a character class.
 _ONE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
@@ -112,5 +113,6 @@ def limits() -> LLParserLimits:
 
 def refused(why: str) -> RequestError:
     """`why` becomes one line of limited length."""
-    line = " ".join(why.split()) or "it allows no output"
-    return RequestError(f"the grammar is refused: {line[:300]}", PARAM)
+    line = " ".join(why.replace("<non-verbose/>", "").split())
+    line = "it allows no output" if line in ("", _NO_OUTPUT) else line[:300]
+    return RequestError(f"the grammar is refused: {line}", PARAM)
