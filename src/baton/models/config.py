@@ -198,7 +198,7 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
 
 def context_length(rope: RopeSpec, max_position: int) -> int:
     """The longest context in tokens. As in vLLM, linear scaling multiplies `max_position_embeddings`. With YaRN that is
-    either the result or, as in the guides of Qwen's models, still the original length."""
+    the result or, in Qwen's guides, still the original length."""
     if rope.kind not in ("linear", "yarn"):
         return max_position
     trained = rope.params.get("original_max_position_embeddings", max_position)

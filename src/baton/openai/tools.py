@@ -21,8 +21,8 @@ _AUTO = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-p
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
-    """`tools[].function`. `parameters`: a JSON schema, enforced only if a call is required. `defer_loading`: for chat
-    templates that hide such a tool."""
+    """`tools[].function`. `parameters`: a JSON schema, enforced only if a call is required. `defer_loading`: for
+    templates."""
 
     name: str
     description: str | None = None

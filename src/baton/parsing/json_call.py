@@ -75,7 +75,7 @@ class JsonCall:
         if not self._value.text and char in _SPACE:
             return
         if self._key in _ARGUMENTS and not self._value.text:
-            # A call has its arguments once: an object, or as Granite 4 writes them, a string with one.
+            # A call has its arguments once: an object, or a string with one (Granite 4).
             if char not in '{"' or self._has_arguments:
                 self.state = "failed"
                 return
@@ -123,7 +123,7 @@ class JsonCall:
 
 
 def _object_in(text: str) -> str | None:
-    """The JSON object that a JSON string holds; an empty string counts as an empty object."""
+    """The object that a JSON string holds; an empty string counts as an empty object."""
     held = _string(text) if text[1:-1].strip() else "{}"
     try:
         return held if held is not None and isinstance(json.loads(held), dict) else None

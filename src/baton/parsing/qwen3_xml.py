@@ -103,7 +103,6 @@ class Qwen3XmlParser(MarkedParser):
         return None
 
     def _argument(self, found: re.Match[str]) -> list[ParsedEvent]:
-        """The first value of a key counts."""
         key = found[1].strip()
         if key in self._keys:
             return []

@@ -38,15 +38,15 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """`make` gets the parser of the answer after it, and whether the prompt ends within the reasoning; None: it has
-    neither begun nor ended any. `markers`: as in `ToolFormat`."""
+    """`make` gets the parser of the answer after it, and whether the prompt ends within the reasoning or after it;
+    None: neither. `markers`: as in `ToolFormat`."""
 
     make: Callable[[Parser, bool | None], Parser]
     markers: tuple[str, ...]
 
 
 REASONING_PARSERS: dict[str, ReasoningFormat] = {
-    # The template writes `<think>`, or the model leaves it out. A template that writes `</think>` disables reasoning.
+    # The template writes `<think>`, or the model leaves it out.
     "deepseek_r1": ReasoningFormat(lambda rest, within: ThinkParser(rest, within is not False), _THINK),
     "openai_gptoss": ReasoningFormat(reasoning, _HARMONY),
     "qwen3": ReasoningFormat(lambda rest, within: ThinkParser(rest, bool(within), to_call=True), _THINK),

@@ -16,10 +16,10 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 def apply_class(
     backend: tokenizers.Tokenizer, file: Path, settings: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """Replace normalizer, pre-tokenizer and decoder of a Llama model's tokenizer of that class, as transformers 5 does.
+    """Replace parts of a Llama model's tokenizer of that class, as transformers 5 does.
 
-    Llama 2's own files put a space before each piece of text between special tokens; the class, only before the first
-    one unless `legacy` is set. `file`: tokenizer.json, kept if its vocabulary is of bytes (Llama 3).
+    Llama 2's files put a space before each text between special tokens; the class, before the first one unless `legacy`
+    is set. `file`: tokenizer.json, kept if its vocabulary is of bytes (Llama 3).
     `settings`, `config`: tokenizer_config.json and config.json. Source: `AutoTokenizer` and `LlamaTokenizer`, 5.23.
     """
     name = settings.get("tokenizer_class") or config.get("tokenizer_class")

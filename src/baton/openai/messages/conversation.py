@@ -20,7 +20,7 @@ _PROBE = [{"role": role, "content": "a"} for role in ("system", "user", "system"
 
 
 class ResultPart(msgspec.Struct, kw_only=True):
-    """A part of a tool's result: text, or the name of a tool that a search found."""
+    """Text, or the name of a tool that a search found."""
 
     type: str
     text: str | None = None
@@ -85,7 +85,7 @@ def messages_of(
 
 
 def changes_of(given: Sequence[InputMessage]) -> Iterator[tuple[str, Block]]:
-    """The changes of tools in system messages, each with its block's name."""
+    """The changes of tools, each with its block's name."""
     for index, message in enumerate(given):
         if message.role == "system" and not isinstance(message.content, str):
             for number, block in enumerate(message.content):

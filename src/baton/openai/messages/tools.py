@@ -1,4 +1,4 @@
-"""Tools of a Messages request, and the changes to them that system messages make within the conversation."""
+"""Tools of a Messages request, and changes to them within the conversation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
 
 
 class ToolChange(msgspec.Struct, kw_only=True):
-    """The tool that a `tool_addition` or `tool_removal` is about: a name of `tools`, or a definition."""
+    """`name`: one of `tools`."""
 
     type: Literal["tool_reference", "tool_definition"]
     name: str | None = None
@@ -39,8 +39,7 @@ class _Block(Protocol):
 
 
 def tools_in_effect(declared: Sequence[AnthropicTool], changes: Iterable[tuple[str, _Block]]) -> list[Tool]:
-    """The tools after all changes, which are blocks with their names, since a chat template gets one list (as in vLLM
-    0.32). An added tool is no longer deferred, and a removed one is left out.
+    """The tools after all changes (with their blocks' names), since a chat template gets one list, as in vLLM 0.32.
 
     Raises `RequestError` with the block's name.
     """

@@ -17,7 +17,7 @@ _REASONING = ("rs", "reasoning_text", "reasoning_text")
 
 class Items:
     """The items of one response, in order; only the last grows. `output` has the ids of calls. `tells_reasoning`:
-    whether reasoning is included. `names`: of custom tools and functions in namespaces, by the functions' names."""
+    whether reasoning is included. `names`: as `names_of` has them."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class TextOptions(msgspec.Struct, kw_only=True):
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
-    """A summary of any kind may be asked for: reasoning is returned in full."""
+    """Reasoning is returned in full."""
 
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None

@@ -1,7 +1,6 @@
-"""Tools of a response: functions, custom tools and namespaces, as the functions of a chat.
+"""Tools of a response as functions of a chat.
 
-As in vLLM 0.32, a custom tool is a function of one string, a function of a namespace is called `NAMESPACE__NAME`, and
-the model is not shown tools that OpenAI runs.
+As in vLLM 0.32, a custom tool is a function of one string, a function of a namespace is called `NAMESPACE__NAME`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from baton.openai.tools import FunctionName, FunctionTool, NamedChoice, Tool, To
 log = logging.getLogger(__name__)
 
 _FUNCTION, _CUSTOM, _NAMESPACE = "function", "custom", "namespace"
-# Tools that OpenAI runs, or that need its clients.
+# By OpenAI or its clients; not shown to the model.
 _RUN_ELSEWHERE = frozenset(
     (
         *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation"),
@@ -40,7 +39,7 @@ _CUSTOM_PARAMETERS: dict[str, Any] = {
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    """One of `tools`. `tools`: of a namespace. `format`: of a custom tool's input; only text is supported."""
+    """`tools`: of a namespace. `format`: of a custom tool's input; only text is supported."""
 
     type: str
     name: str | None = None
@@ -52,7 +51,7 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     tools: list[ResponseTool] | None = None
 
     def told(self) -> dict[str, Any]:
-        """The tool for the response: without what the request left out, but for the fields that OpenAI's type needs."""
+        """For the response: what the request has, and the fields that OpenAI's type needs."""
         needed = ("parameters", "strict") if self.type == _FUNCTION else ()
         fields = msgspec.structs.asdict(self)
         told = {name: value for name, value in fields.items() if value is not None or name in needed}
@@ -60,16 +59,12 @@ class ResponseTool(msgspec.Struct, kw_only=True):
 
 
 class ChosenTool(msgspec.Struct, kw_only=True):
-    """`tool_choice` that names one tool."""
-
     type: str
     name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CalledName:
-    """What a response calls the function of a chat."""
-
     name: str
     namespace: str | None = None
     is_custom: bool = False
@@ -83,7 +78,7 @@ NO_NAMES: Mapping[str, CalledName] = MappingProxyType({})
 
 
 def shown_tools(tools: Sequence[ResponseTool]) -> list[Tool]:
-    """The functions that the model is shown. Raises `RequestError` with the field's name."""
+    """Raises `RequestError` with the field's name."""
     return [_tool(tool, called) for tool, called in _functions(tools)]
 
 
@@ -108,12 +103,11 @@ def chosen_tool(choice: ChosenTool, tools: Sequence[ResponseTool]) -> ToolChoice
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments of a call of a custom tool."""
     return json.dumps({_INPUT: text}, ensure_ascii=False)
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a custom tool from the arguments that the model wrote; arguments of another form are the input."""
+    """The input in a call's arguments; arguments of another form are the input."""
     try:
         found = json.loads(arguments)
         text = found.get(_INPUT) if isinstance(found, dict) else None
@@ -128,7 +122,6 @@ def custom_input(arguments: str) -> str:
 def _functions(
     tools: Sequence[ResponseTool], field: str = "tools", namespace: str | None = None
 ) -> Iterator[tuple[ResponseTool, CalledName]]:
-    """Each tool that the model is shown. Raises `RequestError` with the field of another."""
     for index, tool in enumerate(tools):
         here = f"{field}[{index}]"
         if tool.type in _RUN_ELSEWHERE and namespace is None:
