@@ -163,7 +163,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     - `control_addresses`: one per rank; empty if the engine takes no handoffs.
     - `fingerprint`: JSON of the facts that must be equal on P and D.
     - `clock`: its monotonic clock in seconds when it answered. Tickets expire by this clock.
-    - `data_parallel_rank`: its rank among the engines started together, or in a vLLM server.
+    - `data_parallel_rank`: its rank among the engines started together, or in a server of vLLM or SGLang.
     - `sampling_defaults`: for parameters that the client leaves out, applied by the API layer.
     - `kv_transport`: the `transports.registry.transport_name` of what moves its KV; empty: it does not tell, or hands
       nothing off.
@@ -247,8 +247,8 @@ class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
 
 
 class SglangIdentity(EngineIdentity, frozen=True, kw_only=True):
-    """An SGLang server with the transfer backend `baton`, under `internal_states[0]["baton"]` of its `GET
-    /server_info`. `role`: prefill or decode."""
+    """An SGLang server with the transfer backend `baton`, or one of its data-parallel ranks, under
+    `internal_states[i]["baton"]` of its `GET /server_info`. `role`: prefill or decode."""
 
     role: str
     max_model_len: int

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from baton.engines.memory import host_region
 from baton.errors import ConfigError, ProtocolError
+from baton.handoff.plan.topology import Instance
 from baton.handoff.protocol.messages import Seeds
 from baton.kv.interval import Interval
-from baton.sglang.geometry import BufferLayout, KvBuffer, describe_buffers
+from baton.kv.spec import Owner
+from baton.sglang.geometry import BufferLayout, KvBuffer, PagePart, RequestPages, describe_buffers, rules_of
 from baton.sglang.seeds import MetadataRows
 
 PAGES, PAGE, HEADS, DIM = 6, 4, 2, 8
 TOKEN = HEADS * DIM * 4
 
 
+def buffer(owner: Owner, part: str, layer: int, array: np.ndarray, page_size: int) -> KvBuffer:
+    parts = (PagePart(part, "float32", "heads", HEADS, DIM),)
+    place = (array.ctypes.data, array.nbytes, page_size * TOKEN)
+    return KvBuffer(owner, part, layer, *place, parts, rules_of(owner, "full"))
+
+
 def layout(arrays: list[np.ndarray], page_size: int = PAGE) -> BufferLayout:
     """K and V of a target's layer, and a drafter's K."""
-    names = [("target", "k", 0), ("target", "v", 0), ("draft", "k", 0)]
-    buffers = [
-        KvBuffer(owner, part, layer, array.ctypes.data, array.nbytes, page_size * TOKEN, "float32", HEADS, DIM)
-        for (owner, part, layer), array in zip(names, arrays, strict=True)
-    ]
+    names: list[tuple[Owner, str]] = [("target", "k"), ("target", "v"), ("draft", "k")]
+    buffers = [buffer(*name, 0, array, page_size) for name, array in zip(names, arrays, strict=True)]
     return describe_buffers(buffers, page_size, 0, host_region)
 
 
@@ -55,11 +61,41 @@ def test_the_drafters_last_entry_is_final_with_the_first_token_only() -> None:
 
 def test_pages_of_another_size_than_the_buffers_are_refused() -> None:
     made = arrays()
-    good = KvBuffer("target", "k", 0, made[0].ctypes.data, made[0].nbytes, PAGE * TOKEN, "float32", HEADS, DIM)
+    good = buffer("target", "k", 0, made[0], PAGE)
     with pytest.raises(ConfigError, match="no page of 8 tokens"):
         describe_buffers([good], 8, 0, host_region)
     with pytest.raises(ConfigError, match=r"two buffers are target\.k\.0"):
         describe_buffers([good, good], PAGE, 0, host_region)
+
+
+def test_pages_of_windows_and_slots_of_states_come_last() -> None:
+    array = np.zeros((PAGES * PAGE, HEADS, DIM), dtype=np.float32)
+    state = np.zeros((3, HEADS, DIM), dtype=np.float32)
+    place = (array.ctypes.data, array.nbytes, PAGE * TOKEN)
+    part = PagePart("k", "float32", "heads", HEADS, DIM)
+    slot = (state.ctypes.data, state.nbytes, TOKEN)
+    buffers = [
+        KvBuffer("target", "k", 0, *place, (part,), rules_of("target", "full")),
+        KvBuffer("target", "window_k", 0, *place, (part,), rules_of("target", "sliding_window", 6)),
+        KvBuffer("target", "ssm", 0, *slot, (part,), rules_of("target", "state")),
+    ]
+    found = describe_buffers(buffers, PAGE, 0, host_region)
+    assert found.final(18, 16) == {"target.k.0": 16}
+    assert found.final(18, 18) == {"target.k.0": 18, "target.window_k.0": 18, "target.ssm.0": 1}
+    # The query at 18 attends to 13 and later; a state moves whole after any hit.
+    assert found.wanted(18, 18)["target.ssm.0"] == Interval(0, 1)
+    wanted = found.wanted(18, 4)
+    assert wanted == {
+        "target.k.0": Interval(4, 18),
+        "target.window_k.0": Interval(13, 18),
+        "target.ssm.0": Interval(0, 1),
+    }
+    assert not found.below(wanted, 4)
+    assert found.tables(18, RequestPages([1, 2, 3, 4, 5], [3, 1], [2])) == {
+        "target.k.0": [1, 2, 3, 4, 5],
+        "target.window_k.0": [0, 0, 0, 3, 1],
+        "target.ssm.0": [2],
+    }
 
 
 def rows(tokens: np.ndarray, hidden: np.ndarray) -> MetadataRows:
@@ -97,3 +133,15 @@ def test_seeds_of_another_shape_or_token_change_nothing() -> None:
         rows(*target).write(2, good)
     assert not target[0].any()
     assert not target[1].any()
+
+
+def test_a_hello_has_room_for_a_model_of_80_layers_on_8_ranks() -> None:
+    """Each buffer is a group; with 64 groups at most, models of more than 31 layers and a drafter could not connect."""
+    array = np.zeros((PAGES * PAGE, HEADS, DIM), dtype=np.float32)
+    buffers = [buffer("target", part, layer, array, PAGE) for layer in range(80) for part in "kv"]
+    buffers += [buffer("draft", part, 0, array, PAGE) for part in "kv"]
+    ranks = [describe_buffers(buffers, PAGE, rank, host_region).geometries for rank in range(8)]
+    groups = {name: [geometries[name] for geometries in ranks] for name in ranks[0]}
+    encoded = msgspec.msgpack.encode(Instance(rank=0, groups=groups, apart=True))
+    assert msgspec.msgpack.decode(encoded, type=Instance).num_ranks == 8
+    assert len(encoded) < 0.9 * 2**20  # of the frame's 1 MiB

@@ -14,7 +14,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import Redeemer, Ticket, mint
 from baton.kv.interval import Interval, Rules
-from baton.sglang.geometry import BufferLayout
+from baton.sglang.geometry import BufferLayout, RequestPages
 from baton.sglang.legs import RankLegs, ReceiverLeg, SenderLeg, prompt_digest
 from baton.wire import EngineIdentity
 
@@ -74,8 +74,8 @@ def test_a_prompt_is_declared_chunk_by_chunk_and_its_seeds_come_last() -> None:
     assert agent.names() == ["open_prefill"]
     legs.scheduled(leg)
     legs.scheduled(leg)
-    legs.computed(leg, [3, 5], 8, lambda: pytest.fail("the prompt is not computed yet"))
-    legs.computed(leg, [9], 2, lambda: SEEDS)
+    legs.computed(leg, RequestPages([3, 5]), 8, lambda: pytest.fail("the prompt is not computed yet"))
+    legs.computed(leg, RequestPages([9]), 2, lambda: SEEDS)
     assert agent.names() == ["open_prefill", "admit_prefill", "declare_final", "declare_final", "finish_prefill"]
     assert agent.calls[2][3:] == (
         {"target.k.0": [3, 5], "draft.k.0": [3, 5]},
@@ -92,7 +92,7 @@ def test_a_decode_leg_gets_pages_after_admission_only() -> None:
     assert legs.poll(leg) == "waiting"
     legs.post(ev.DecodeAdmitted(key_of(leg)))
     assert legs.poll(leg) == "ready"
-    legs.place(leg, 4, [6, 7])
+    legs.place(leg, 4, RequestPages([6, 7]))
     name, _, length, wanted, pages = agent.calls[-1]
     assert (name, length) == ("open_decode", 10)
     assert wanted == {"target.k.0": Interval(4, 10), "draft.k.0": Interval(4, 10)}
@@ -109,7 +109,7 @@ def test_an_aborted_decode_legs_pages_stay_until_no_copy_can_write_to_them() -> 
     leg = legs.open_decode(ticket(), PROMPT)
     legs.post(ev.DecodeAdmitted(key_of(leg)))
     legs.poll(leg)
-    legs.place(leg, 0, [1, 2, 3])
+    legs.place(leg, 0, RequestPages([1, 2, 3]))
     legs.abort(leg)
     assert agent.names()[-1] == "abort"
     assert legs.poll(leg) == "moving"
@@ -123,7 +123,7 @@ def test_a_hit_on_the_whole_prompt_is_refused_if_the_drafters_last_entry_must_mo
     leg = legs.open_decode(ticket(), PROMPT)
     legs.post(ev.DecodeAdmitted(key_of(leg)))
     legs.poll(leg)
-    legs.place(leg, 10, [])
+    legs.place(leg, 10, RequestPages([]))
     assert agent.names() == ["announce_decode", "abort"]
     legs.post(ev.DecodeReleased(key_of(leg)))
     assert legs.poll(leg) == "failed"
@@ -138,7 +138,7 @@ def test_an_aborted_leg_without_pages_gets_none(admitted: bool) -> None:
     if admitted:  # it had been on its way
         legs.post(ev.DecodeAdmitted(key_of(leg)))
     assert legs.poll(leg) == "waiting"
-    legs.place(leg, 0, [1, 2, 3])
+    legs.place(leg, 0, RequestPages([1, 2, 3]))
     assert "open_decode" not in agent.names()
 
 
@@ -148,7 +148,7 @@ def test_a_dead_peer_fails_the_leg_by_name_after_its_pages_are_quiet() -> None:
     leg = legs.open_decode(ticket(), PROMPT)
     legs.post(ev.DecodeAdmitted(key_of(leg)))
     legs.poll(leg)
-    legs.place(leg, 0, [1, 2, 3])
+    legs.place(leg, 0, RequestPages([1, 2, 3]))
     legs.post(ev.DecodeFailed(key_of(leg), "peer_lost", "P is silent", recoverable=True))
     assert legs.poll(leg) == "moving"
     legs.post(ev.DecodeReleased(key_of(leg)))
@@ -168,10 +168,10 @@ def test_a_commitment_that_crosses_an_abort_is_not_used() -> None:
 def test_a_prefill_leg_that_was_given_up_declares_nothing_more() -> None:
     legs, agent = rank("P")
     leg = legs.open_prefill(ticket(), PROMPT)
-    legs.computed(leg, [1, 2], 8, lambda: SEEDS)
+    legs.computed(leg, RequestPages([1, 2]), 8, lambda: SEEDS)
     legs.abort(leg)
     calls = len(agent.calls)
-    legs.computed(leg, [3], 2, lambda: SEEDS)
+    legs.computed(leg, RequestPages([3]), 2, lambda: SEEDS)
     assert len(agent.calls) == calls
     legs.post(ev.PrefillReleased(key_of(leg), "aborted"))
     assert legs.poll(leg) == "failed"
@@ -213,3 +213,55 @@ def test_a_ticket_serves_one_request() -> None:
     again = legs.open_decode(text, PROMPT)
     assert legs.poll(again) == "failed"
     assert "used before" in again.why
+
+
+def agreed(phases: list[tuple[RankLegs, SenderLeg | ReceiverLeg]]) -> list[str]:
+    """What each tensor rank may act on. The ranks run one after the other: first each says what it has."""
+    said: list[list[int]] = []
+
+    def note(values: list[int]) -> list[int]:
+        said.append(values)
+        raise InterruptedError
+
+    for legs, leg in phases:
+        with pytest.raises(InterruptedError):
+            legs.agree([leg], note)
+    least = [min(values) for values in zip(*said, strict=True)]
+    for legs, leg in phases:
+        legs.agree([leg], lambda _: least)
+    return [leg.agreed for _, leg in phases]
+
+
+def test_no_rank_reports_a_failure_while_another_ranks_pages_are_written_to() -> None:
+    """SGLang takes the least of all ranks' states, and a failure is the least: it would free the pages of all."""
+    ranks = []
+    for _ in range(2):
+        legs, agent = rank("D")
+        leg = legs.open_decode(ticket(), PROMPT)
+        legs.post(ev.DecodeAdmitted(key_of(leg)))
+        legs.poll(leg)
+        legs.place(leg, 0, RequestPages([1, 2, 3]))
+        ranks.append((legs, leg, agent))
+    both = [(legs, leg) for legs, leg, _ in ranks]
+    assert agreed(both) == ["moving", "moving"]
+    (first, one, _), (second, other, busy) = ranks
+    first.post(ev.DecodeReleased(key_of(one)))
+    assert agreed(both) == ["moving", "moving"]
+    assert busy.names()[-1] == "abort", "the other rank's part is given up"
+    second.post(ev.DecodeReleased(key_of(other)))
+    assert agreed(both) == ["failed", "failed"]
+    assert other.why == "the request failed on another tensor rank"
+
+
+def test_a_commitment_on_one_rank_is_not_used_if_another_rank_failed() -> None:
+    ranks = []
+    for _ in range(2):
+        legs, _ = rank("D")
+        leg = legs.open_decode(ticket(), PROMPT)
+        ranks.append((legs, leg))
+    (first, one), (second, other) = ranks
+    first.post(ev.DecodeCommitted(key_of(one), SEEDS, 1, 1))
+    assert agreed(ranks) == ["done", "waiting"]
+    second.post(ev.DecodeReleased(key_of(other)))
+    # The least of both is a failure.
+    assert agreed(ranks) == ["done", "failed"]

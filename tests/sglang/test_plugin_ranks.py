@@ -13,14 +13,15 @@ from baton.engines.memory import host_region
 from baton.handoff.plan.planner import plan
 from baton.handoff.plan.topology import senders
 from baton.kv.interval import Interval
-from baton.sglang.geometry import BufferLayout, KvBuffer, describe_buffers
+from baton.kv.spec import Owner
+from baton.sglang.geometry import BufferLayout, KvBuffer, PagePart, describe_buffers, rules_of
 
 TOKENS, HEADS, DIM, LATENT = 21, 4, 8, 12
 HIT = 3
 Arrays = dict[str, np.ndarray]
 
 
-def engine(num_ranks: int, page_size: int, num_pages: int) -> list[tuple[BufferLayout, Arrays]]:
+def engine(num_ranks: int, page_size: int, num_pages: int, data_rank: int = 0) -> list[tuple[BufferLayout, Arrays]]:
     """Per tensor rank its layout and zeroed buffers: latents whole, the drafter's K and V by heads."""
     share = HEADS // num_ranks
     shapes = {"target.latent.0": (1, LATENT), "draft.k.0": (share, DIM), "draft.v.0": (share, DIM)}
@@ -29,13 +30,16 @@ def engine(num_ranks: int, page_size: int, num_pages: int) -> list[tuple[BufferL
         arrays = {name: np.zeros((num_pages * page_size, *shape), dtype=np.float32) for name, shape in shapes.items()}
         buffers = []
         for name, array in arrays.items():
-            owner, part, _ = name.split(".")
-            heads, dim = shapes[name]
-            first = 0 if part == "latent" else rank * share
-            size = page_size * heads * dim * 4
-            place = (array.ctypes.data, array.nbytes, size)
-            buffers.append(KvBuffer(owner, part, 0, *place, "float32", heads, dim, first))  # type: ignore[arg-type]
-        found.append((describe_buffers(buffers, page_size, rank, host_region), arrays))
+            owner: Owner = "target" if name.startswith("target") else "draft"
+            part, (heads, dim) = name.split(".")[1], shapes[name]
+            whole = part == "latent"
+            parts = (
+                PagePart(part, "float32", "whole" if whole else "heads", heads, dim, 0 if whole else rank * share),
+            )
+            place = (array.ctypes.data, array.nbytes, page_size * heads * dim * 4)
+            buffers.append(KvBuffer(owner, part, 0, *place, parts, rules_of(owner, "mla" if whole else "full")))
+        turn = data_rank * num_ranks + rank
+        found.append((describe_buffers(buffers, page_size, rank, host_region, turn), arrays))
     return found
 
 
@@ -43,6 +47,30 @@ def slots(pages: list[int], page_size: int) -> np.ndarray:
     """The slot of each token."""
     tokens = np.arange(TOKENS)
     return np.asarray(pages)[tokens // page_size] * page_size + tokens % page_size
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "latents_from", "heads_from"),
+    [
+        # P with attention over 2 ranks; D with 2 data-parallel ranks of 1.
+        (2, (1, 1), [(0,), (1,)], [(0, 1), (0, 1)]),
+        # P is one of 2 data-parallel ranks of 1; D attends over 2 ranks.
+        (1, (2,), [(0,), (0,)], [(0,), (0,)]),
+        # 4 ranks as 2 data-parallel ranks of 2 on D, 1 of 4 on P.
+        (4, (2, 2), [(0,), (1,), (2,), (3,)], [(0, 1), (2, 3), (0, 1), (2, 3)]),
+    ],
+)
+def test_data_parallel_ranks_of_attention_get_their_latents_from_different_ranks(
+    prefill: int, decode: tuple[int, ...], latents_from: list[tuple[int, ...]], heads_from: list[tuple[int, ...]]
+) -> None:
+    """Each data-parallel rank is an engine of its own; without turns all would load P's rank 0."""
+    sources = [layout for layout, _ in engine(prefill, 4, 8)]
+    found: dict[str, list[tuple[int, ...]]] = {"target.latent.0": [], "draft.k.0": []}
+    for data_rank, num_ranks in enumerate(decode):
+        for layout, _ in engine(num_ranks, 2, 16, data_rank):
+            for name, of in found.items():
+                of.append(senders([each.geometries[name] for each in sources], layout.geometries[name]))
+    assert found == {"target.latent.0": latents_from, "draft.k.0": heads_from}
 
 
 @pytest.mark.parametrize(

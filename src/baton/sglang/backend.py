@@ -18,21 +18,30 @@ from baton.sglang import compat
 from baton.sglang.config import read_config
 from baton.sglang.geometry import describe_buffers
 from baton.sglang.legs import RankLegs
+from baton.sglang.pools import buffers
 from baton.sglang.seeds import MetadataRows
 from baton.transports.base import Transport
 from baton.transports.registry import transport_name
 from baton.wire import SglangIdentity
 
+_AGENT_COUNTS = ("retries", "repairs", "bad_pieces", "lost_leases", "outstanding", "quarantined")
+
 
 @dataclass(frozen=True, slots=True)
 class RankBackend:
-    """One rank's running backend. `identity`: the engine's."""
+    """One rank's running backend. `identity`: the engine's. `num_ranks`: its tensor ranks."""
 
+    num_ranks: int
     legs: RankLegs
     rows: MetadataRows
     identity: SglangIdentity
     agent: HandoffAgent
     transport: Transport
+
+    def counts(self) -> dict[str, int]:
+        """Handoffs by outcome, and the agent's counters and gauges as `AgentStats` has them."""
+        stats = self.agent.stats()
+        return {**self.legs.counts, **{name: getattr(stats, name) for name in _AGENT_COUNTS}}
 
     def close(self) -> None:
         """Stop the agent, which tells the peers, and release the memory."""
@@ -48,26 +57,27 @@ def start(args: Any, mode: str, server: Any, queue: Any) -> RankBackend:
     """
     settings = read_config(os.environ)
     version, model = compat.check_version(), queue.scheduler.model_config
-    rank, _ = compat.tensor_rank()
-    layout = describe_buffers(compat.buffers(args, queue), args.page_size, rank, compat.region_maker(server, args))
+    rank, num_ranks = compat.tensor_rank()
+    data_rank = compat.data_rank()
+    engine_id = settings.engine_id if data_rank is None else f"{settings.engine_id}_dp{data_rank}"
+    region, turn = compat.region_maker(server, args), (data_rank or 0) * num_ranks + rank
+    layout = describe_buffers(buffers(args, compat.pools_of(queue)), args.page_size, rank, region, turn)
     part = WorkerPart(
         rank=rank,
         incarnation=secrets.token_hex(8),
         geometries=layout.geometries,
         facts=compat.facts(server, model, args, version),
-        has_states=False,
+        has_states=any(rules.kind == "state" for rules in layout.rules.values()),
     )
     whole = join(part, lambda own: compat.gather_ranks(queue, own))
     key = settings.ticket_key()
-    legs = RankLegs(layout, Redeemer(key, settings.engine_id, whole.incarnation), compat.settle_of(server))
+    legs = RankLegs(layout, Redeemer(key, engine_id, whole.incarnation), compat.settle_of(server))
     together = InstanceAgent(whole.instance, legs.post)
-    agent, transport = start_agent(
-        settings, settings.engine_id, key, rank, whole, layout.regions, layout.geometries, together
-    )
+    agent, transport = start_agent(settings, engine_id, key, turn, whole, layout.regions, layout.geometries, together)
     legs.bind(together)
     addresses = [each.decode() for each in compat.gather_ranks(queue, agent.address.encode())]
     identity = SglangIdentity(
-        engine_id=settings.engine_id,
+        engine_id=engine_id,
         incarnation=whole.incarnation,
         control_addresses=addresses,
         fingerprint=msgspec.json.encode(whole.facts, order="deterministic").decode(),
@@ -77,5 +87,6 @@ def start(args: Any, mode: str, server: Any, queue: Any) -> RankBackend:
         num_speculative_tokens=compat.num_speculative_tokens(server),
         max_model_len=int(model.context_len),
         kv_transport=transport_name(settings.kv_transport),
+        data_parallel_rank=data_rank,
     )
-    return RankBackend(legs, compat.metadata_rows(args), identity, agent, transport)
+    return RankBackend(num_ranks, legs, compat.metadata_rows(args), identity, agent, transport)

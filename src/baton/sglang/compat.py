@@ -1,4 +1,4 @@
-"""All code that depends on SGLang's version or reads its objects, besides `hooks` and `conn`.
+"""All code that depends on SGLang's version or reads its objects, besides `hooks`, `conn` and `pools`.
 
 0.5.23 is tested; other versions are refused.
 """
@@ -12,8 +12,10 @@ from typing import Any
 
 from baton.engines.memory import cuda_region, host_region
 from baton.errors import ConfigError
+from baton.kv.spec import Owner
 from baton.models.loading.loader import fingerprint, tokenizer_hash
-from baton.sglang.geometry import BufferPart, KvBuffer
+from baton.sglang.geometry import RequestPages
+from baton.sglang.pools import RankPools
 from baton.sglang.seeds import MetadataRows
 from baton.transports.base import Region
 
@@ -32,11 +34,10 @@ def check_version() -> str:
 
 def check_server(server: Any, parallel: Any) -> None:
     """Raise `ConfigError`, naming the setting, for a configuration that the plug-in does not support."""
-    for name in ("pp_size", "attn_cp_size", "attn_dcp_size", "dp_size", "attn_dp_size"):
+    # `dp_size` counts copies of the whole server, and `attn_dp_size` data-parallel ranks of attention.
+    for name in ("pp_size", "attn_cp_size", "attn_dcp_size", "dp_size"):
         if (size := int(getattr(parallel, name, 1) or 1)) != 1:
             raise ConfigError(name, f"the plug-in hands off between servers without ranks of this kind, got {size}")
-    if (size := int(parallel.attn_tp_size)) != 1:
-        raise ConfigError("tp_size", f"tensor ranks have not been run with this plug-in yet, got {size}")
     if server.device not in ("cpu", "cuda"):
         raise ConfigError("device", f"the plug-in knows CPUs and CUDA devices, got {server.device}")
     if (method := server.speculative_algorithm) not in (None, *DRAFT_METHODS):
@@ -47,65 +48,16 @@ def check_server(server: Any, parallel: Any) -> None:
         raise ConfigError("disaggregation_decode_allocation_policy", "the plug-in decides when D allocates: use early")
 
 
-def buffers(args: Any, queue: Any) -> list[KvBuffer]:
-    """The KV buffers that `args` (SGLang's `KVArgs`) names, target before drafter. `queue`: the scheduler's queue that
-    makes them. Raises `ConfigError` for kinds of caches that the plug-in does not know."""
-    if args.state_types:
-        kinds = ", ".join(str(kind) for kind in args.state_types)
-        raise ConfigError("model", f"the plug-in does not hand off state of kind {kinds}")
-    num_draft = args.num_draft_entries
-    split = len(args.kv_data_ptrs) - num_draft
-    found = _pool_buffers(args, range(split), queue.token_to_kv_pool, "target", queue)
-    if num_draft:
-        found += _pool_buffers(args, range(split, split + num_draft), queue.draft_token_to_kv_pool, "draft", queue)
-    return found
+def pools_of(queue: Any) -> RankPools:
+    """The KV pools of this rank. `queue`: the scheduler's queue that makes the manager."""
+    scheduler, draft = queue.scheduler, queue.draft_token_to_kv_pool
+    heads: dict[Owner, int] = {"target": int(scheduler.model_config.get_total_num_kv_heads())}
+    if draft is not None:
+        heads["draft"] = int(_draft_config(scheduler.server_args).get_total_num_kv_heads())
+    return RankPools(queue.token_to_kv_pool, draft, *tensor_rank(), heads, scheduler.sliding_window_size)
 
 
-def _pool_buffers(args: Any, entries: range, pool: Any, owner: Any, queue: Any) -> list[KvBuffer]:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-
-    # Exact types: a subclass's buffers may hold other things.
-    parts: dict[type, tuple[BufferPart, ...]] = {MHATokenToKVPool: ("k", "v"), MLATokenToKVPool: ("latent",)}
-    if type(pool) not in parts:
-        raise ConfigError("model", f"the plug-in does not know the {owner}'s KV pool {type(pool).__name__}")
-    names = parts[type(pool)]
-    num_layers = len(entries) // len(names)
-    heads, whole = (1, True) if names == ("latent",) else (int(pool.head_num), False)
-    out = []
-    for index, entry in enumerate(entries):
-        part = names[index // num_layers]
-        tensor = {"k": "k_buffer", "v": "v_buffer", "latent": "kv_buffer"}[part]
-        buffer = getattr(pool, tensor)[index % num_layers]
-        out.append(
-            KvBuffer(
-                owner=owner,
-                part=part,
-                layer=int(pool.start_layer or 0) + index % num_layers,
-                address=int(args.kv_data_ptrs[entry]),
-                nbytes=int(args.kv_data_lens[entry]),
-                page_bytes=int(args.kv_item_lens[entry]),
-                dtype=str(buffer.dtype).removeprefix("torch."),
-                num_heads=heads,
-                head_dim=int(buffer.shape[-1]),
-                first_head=0 if whole else first_head(queue, owner, heads),
-            )
-        )
-    return out
-
-
-def first_head(queue: Any, owner: str, num_heads: int) -> int:
-    """The model's number of this rank's first head, if it has `num_heads`. Raises `ConfigError` if that is no share."""
-    rank, size = tensor_rank()
-    config = queue.scheduler.model_config if owner == "target" else draft_config(queue.scheduler.server_args)
-    total = int(config.get_total_num_kv_heads())
-    if size == 1 or num_heads == total:
-        return 0
-    if num_heads != max(total // size, 1):
-        raise ConfigError("tp_size", f"a rank of {size} has {num_heads} of {total} KV heads")
-    return rank * min(size, total) // size * num_heads
-
-
-def draft_config(server: Any) -> Any:
+def _draft_config(server: Any) -> Any:
     from sglang.srt.configs.model_config import ModelConfig
 
     path, revision = server.speculative_draft_model_path, server.speculative_draft_model_revision
@@ -118,6 +70,24 @@ def tensor_rank() -> tuple[int, int]:
 
     parallel = get_parallel()
     return int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
+
+
+def data_rank() -> int | None:
+    """This process's data-parallel rank of attention, each of which is an engine of its own. None if there is one."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int(parallel.attn_dp_rank) if int(parallel.attn_dp_size) > 1 else None
+
+
+def least(values: list[int], group: Any) -> list[int]:
+    """The least of each value over the ranks of `group`. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    found = torch.tensor(values, dtype=torch.uint8)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+    return [int(value) for value in found.tolist()]
 
 
 def gather_ranks(queue: Any, own: bytes) -> list[bytes]:
@@ -134,6 +104,17 @@ def region_maker(server: Any, args: Any) -> Callable[[int, int], Region]:
     if server.device == "cpu":
         return host_region
     return lambda address, nbytes: cuda_region(address, nbytes, int(args.gpu_id))
+
+
+def request_pages(args: Any, pages: Any, states: Any) -> RequestPages:
+    """A request's pages as SGLang names them. `states`: per entry of `KVArgs.state_types`, or None."""
+    window: list[int] = []
+    slots: list[int] = []
+    for kind, found in zip(args.state_types, states or (), strict=bool(states)):
+        if kind.value in ("swa", "mamba"):
+            own = window if kind.value == "swa" else slots
+            own.extend(int(page) for page in found)
+    return RequestPages([int(page) for page in pages], window, slots)
 
 
 def metadata_rows(args: Any) -> MetadataRows:

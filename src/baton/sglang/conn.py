@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, KVPoll, KVTransferMetric
@@ -53,6 +54,17 @@ class BatonKVManager(CommonKVManager):
     def register_to_bootstrap(self) -> None:
         """Routers ask the server for its identity instead (`hooks`)."""
 
+    def phase_of(self, leg: RankLeg) -> LegPhase:
+        """With several tensor ranks, that of the last `agree`."""
+        return leg.agreed if self.backend.num_ranks > 1 else self.backend.legs.poll(leg)
+
+
+def agree(pollers: Sequence[Any], group: Any) -> None:
+    """Let the tensor ranks of `group` agree on the phases that they are about to report. Collective."""
+    ours = [each for each in pollers if isinstance(each, BatonKVSender | BatonKVReceiver)]
+    if ours and (backend := ours[0].kv_mgr.backend).num_ranks > 1:
+        backend.legs.agree([each.leg for each in ours], lambda values: compat.least(values, group))
+
 
 class BatonKVSender(CommonKVSender):
     """A prefill leg. `bind` must follow the construction."""
@@ -67,33 +79,34 @@ class BatonKVSender(CommonKVSender):
         self.kv_mgr = mgr
         self.bootstrap_room = bootstrap_room
         self._row: int | None = None
-        self._leg: SenderLeg
+        self.leg: SenderLeg
 
     def bind(self, request: Any) -> None:
-        self._leg = self.kv_mgr.backend.legs.open_prefill(compat.ticket_of(request), compat.prompt_of(request))
+        self.leg = self.kv_mgr.backend.legs.open_prefill(compat.ticket_of(request), compat.prompt_of(request))
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._row = aux_index
 
     def scheduled(self) -> None:
-        self.kv_mgr.backend.legs.scheduled(self._leg)
+        self.kv_mgr.backend.legs.scheduled(self.leg)
 
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None) -> None:
-        pages, rows, row = [int(page) for page in kv_indices], self.kv_mgr.backend.rows, self._row
+        pages = compat.request_pages(self.kv_mgr.kv_args, kv_indices, state_indices)
+        rows, row = self.kv_mgr.backend.rows, self._row
         assert num_kv_tokens is not None
         assert row is not None
-        self.kv_mgr.backend.legs.computed(self._leg, pages, num_kv_tokens, lambda: rows.read(row))
+        self.kv_mgr.backend.legs.computed(self.leg, pages, num_kv_tokens, lambda: rows.read(row))
 
     def poll(self) -> int:
-        phase = self.kv_mgr.backend.legs.poll(self._leg)
+        phase = self.kv_mgr.phase_of(self.leg)
         if phase == "failed":
             return int(KVPoll.Failed)
         if self._row is None:  # SGLang knows no other phases before `init`
-            return int(KVPoll.Bootstrapping if self._leg.aborted else KVPoll.WaitingForInput)
+            return int(KVPoll.Bootstrapping if self.leg.aborted else KVPoll.WaitingForInput)
         return int(_PHASES[phase])
 
     def abort(self) -> None:
-        self.kv_mgr.backend.legs.abort(self._leg)
+        self.kv_mgr.backend.legs.abort(self.leg)
 
     def pop_decode_prefix_len(self) -> int:
         """All tokens are declared; D asks for those that it lacks."""
@@ -112,7 +125,7 @@ class BatonKVSender(CommonKVSender):
         pass
 
     def failure_exception(self) -> None:
-        raise _error(self.bootstrap_room, self._leg)
+        raise _error(self.bootstrap_room, self.leg)
 
 
 class BatonKVReceiver(CommonKVReceiver):
@@ -126,10 +139,10 @@ class BatonKVReceiver(CommonKVReceiver):
         self.abort_notified = False
         self._row: int | None = None
         self._written = False
-        self._leg: ReceiverLeg
+        self.leg: ReceiverLeg
 
     def bind(self, request: Any) -> None:
-        self._leg = self.kv_mgr.backend.legs.open_decode(compat.ticket_of(request), compat.prompt_of(request))
+        self.leg = self.kv_mgr.backend.legs.open_decode(compat.ticket_of(request), compat.prompt_of(request))
 
     def init(self, prefill_dp_rank: int) -> None:
         pass
@@ -143,10 +156,11 @@ class BatonKVReceiver(CommonKVReceiver):
         **further: Any,
     ) -> None:
         self._row = aux_index
-        self.kv_mgr.backend.legs.place(self._leg, decode_prefix_len or 0, [int(page) for page in kv_indices])
+        pages = compat.request_pages(self.kv_mgr.kv_args, kv_indices, state_indices)
+        self.kv_mgr.backend.legs.place(self.leg, decode_prefix_len or 0, pages)
 
     def poll(self) -> int:
-        phase = self.kv_mgr.backend.legs.poll(self._leg)
+        phase = self.kv_mgr.phase_of(self.leg)
         if phase == "done" and not self._written:
             phase = self._fill_row()
         if phase in ("failed", "done"):
@@ -154,11 +168,11 @@ class BatonKVReceiver(CommonKVReceiver):
         if self._row is not None:
             return int(KVPoll.Transferring)
         # SGLang knows no other phases before `send_metadata`.
-        waits = phase == "waiting" or self._leg.aborted
+        waits = phase == "waiting" or self.leg.aborted
         return int(KVPoll.Bootstrapping if waits else KVPoll.WaitingForInput)
 
     def _fill_row(self) -> LegPhase:
-        leg, self._written = self._leg, True
+        leg, self._written = self.leg, True
         assert leg.seeds is not None
         assert self._row is not None
         try:
@@ -168,7 +182,7 @@ class BatonKVReceiver(CommonKVReceiver):
         return leg.phase
 
     def abort(self) -> None:
-        self.kv_mgr.backend.legs.abort(self._leg)
+        self.kv_mgr.backend.legs.abort(self.leg)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """A leg fails only when its pages are quiet, so nothing is deferred."""
@@ -177,7 +191,7 @@ class BatonKVReceiver(CommonKVReceiver):
         pass
 
     def failure_exception(self) -> None:
-        raise _error(self.bootstrap_room, self._leg)
+        raise _error(self.bootstrap_room, self.leg)
 
 
 class BatonKVBootstrapServer(BaseKVBootstrapServer):

@@ -1,50 +1,74 @@
 """Describes SGLang's KV buffers as regions and geometries, without a copy.
 
-SGLang keeps one buffer `[slots, heads, elements]` per layer for K, one for V, or one for MLA's latents. Page p holds
-the slots [p * page_size, (p + 1) * page_size). All layers share a request's pages; page 0 belongs to no request. Each
-buffer is an allocation, so a region and a group of its own.
+SGLang has buffers for each layer: K and V, MLA's latents, keys of an index, K and V of a window, parts of a state. Page
+p of a buffer is its bytes [p * page_bytes, (p + 1) * page_bytes). Layers with full attention share a request's pages,
+and so do those with a window; a state has one slot. Page 0 belongs to no request. Each buffer is an allocation, so a
+region and a group of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from baton.errors import ConfigError
 from baton.handoff.plan.topology import RankGeometry
-from baton.kv.geometry import Geometry, Plane
-from baton.kv.interval import Interval, Rules
-from baton.kv.spec import ITEMSIZE, Owner
+from baton.kv.geometry import NULL_PAGE, Geometry, Plane
+from baton.kv.interval import Interval, Kind, Rules
+from baton.kv.spec import ITEMSIZE, Cut, Owner
 from baton.transports.base import Region
 
-BufferPart = Literal["k", "v", "latent"]
+# SGLang names the pages of these with a prompt's last chunk.
+NAMED_LAST: tuple[Kind, ...] = ("sliding_window", "state")
 
 
 @dataclass(frozen=True, slots=True)
-class KvBuffer:
-    """One buffer at `address`, of `page_bytes` per page. `layer`: the number in its model. `first_head`: the model's
-    number of this rank's first head; latents have one head, whole on every rank."""
+class PagePart:
+    """A tensor `[tokens of the page, num_heads, head_dim]` of a page; a page is its parts, one after the other.
+    `first_head`: the model's number of this rank's first head, or channel."""
 
-    owner: Owner
-    part: BufferPart
-    layer: int
-    address: int
-    nbytes: int
-    page_bytes: int
+    name: str
     dtype: str
+    cut: Cut
     num_heads: int
     head_dim: int
     first_head: int = 0
 
     @property
-    def name(self) -> str:
-        return f"{self.owner}.{self.part}.{self.layer}"
+    def token_bytes(self) -> int:
+        return self.num_heads * self.head_dim * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class KvBuffer:
+    """One buffer at `address`, of `page_bytes` per page. `name` and `layer` tell it from the owner's others."""
+
+    owner: Owner
+    name: str
+    layer: int
+    address: int
+    nbytes: int
+    page_bytes: int
+    parts: tuple[PagePart, ...]
+    rules: Rules
 
     @property
-    def rules(self) -> Rules:
-        # An entry of EAGLE and MTP heads depends on the next token too.
-        return Rules("mla" if self.part == "latent" else "full", 0 if self.owner == "target" else 1)
+    def group(self) -> str:
+        return f"{self.owner}.{self.name}.{self.layer}"
+
+
+def rules_of(owner: Owner, kind: Kind, window: int | None = None) -> Rules:
+    """An entry of EAGLE and MTP heads depends on the next token too."""
+    return Rules(kind, 0 if owner == "target" else 1, window)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPages:
+    """A request's pages, those of its window (the last ones of the prompt), and the slot of its state."""
+
+    all: Sequence[int]
+    window: Sequence[int] = ()
+    slots: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,62 +81,91 @@ class BufferLayout:
     rules: dict[str, Rules]
 
     def final(self, num_tokens: int, num_computed: int) -> dict[str, int]:
-        """Per group, the final tokens of a prompt of `num_tokens` of which `num_computed` are computed. At the end the
-        drafter has run with the first output token."""
+        """Per group with named pages, the final tokens of a prompt of `num_tokens` of which `num_computed` are
+        computed. At the end the drafter has run with the first output token."""
         ended = num_computed == num_tokens
-        return {name: rules.final(num_tokens, num_computed, seeded=ended) for name, rules in self.rules.items()}
+        return {
+            name: rules.final(num_tokens, num_computed, seeded=ended)
+            for name, rules in self.rules.items()
+            if ended or rules.kind not in NAMED_LAST
+        }
 
     def wanted(self, num_tokens: int, hit: int) -> dict[str, Interval]:
-        """Per group, the entries of a prompt of `num_tokens` that D needs after a prefix hit of `hit` tokens."""
-        return {name: rules.wanted(num_tokens, hit) for name, rules in self.rules.items()}
+        """Per group, the entries of a prompt of `num_tokens` that D needs after a prefix hit of `hit` tokens. A state
+        always moves: SGLang gives each request a new slot."""
+        return {
+            name: rules.wanted(num_tokens, 0 if rules.kind == "state" else hit) for name, rules in self.rules.items()
+        }
 
-    def tables(self, pages: Sequence[int]) -> dict[str, list[int]]:
-        table = list(pages)
-        return dict.fromkeys(self.rules, table)
+    def below(self, wanted: dict[str, Interval], hit: int) -> bool:
+        """Whether an entry below `hit` must move."""
+        moved = [tokens for name, tokens in wanted.items() if self.rules[name].kind != "state"]
+        return any(not tokens.empty and tokens.start < hit for tokens in moved)
+
+    def tables(self, num_tokens: int, pages: RequestPages) -> dict[str, list[int]]:
+        """The block table of each group, for a prompt of `num_tokens`."""
+        missing = -(-num_tokens // self.page_size) - len(pages.window)
+        window = [NULL_PAGE] * missing + list(pages.window) if pages.window else []
+        whole = list(pages.all)
+        tables: dict[Kind, list[int]] = {"full": whole, "mla": whole, "sliding_window": window}
+        tables["state"] = list(pages.slots)
+        return {name: tables[rules.kind] for name, rules in self.rules.items()}
 
 
 def describe_buffers(
-    buffers: Sequence[KvBuffer], page_size: int, rank: int, region: Callable[[int, int], Region]
+    buffers: Sequence[KvBuffer],
+    page_size: int,
+    rank: int,
+    region: Callable[[int, int], Region],
+    turn: int | None = None,
 ) -> BufferLayout:
-    """`region` makes one of an address and a number of bytes.
+    """`region` makes one of an address and a number of bytes. `turn`: as in `RankGeometry`.
 
     Raises `ConfigError` for a buffer that is not whole pages of whole tokens.
     """
     layout = BufferLayout(page_size, [], {}, {})
     for buffer in buffers:
-        token_bytes = buffer.num_heads * buffer.head_dim * ITEMSIZE[buffer.dtype]
-        if buffer.page_bytes != token_bytes * page_size or buffer.nbytes % buffer.page_bytes:
-            raise ConfigError("kv_cache", f"{buffer.name}: {buffer.page_bytes} bytes are no page of {page_size} tokens")
-        if buffer.name in layout.geometries:
-            raise ConfigError("kv_cache", f"two buffers are {buffer.name}")
-        geometry = _geometry(buffer, page_size, len(layout.regions)).check()
-        layout.geometries[buffer.name] = RankGeometry(rank=rank, geometry=geometry)
-        layout.rules[buffer.name] = buffer.rules
+        tokens = 1 if buffer.rules.kind == "state" else page_size
+        known = sum(part.token_bytes for part in buffer.parts)
+        if buffer.page_bytes != known * tokens or buffer.nbytes % buffer.page_bytes:
+            problem = f"{buffer.group}: {buffer.page_bytes} bytes are no page of {tokens} tokens of {known} bytes"
+            raise ConfigError("kv_cache", problem)
+        if buffer.group in layout.geometries:
+            raise ConfigError("kv_cache", f"two buffers are {buffer.group}")
+        geometry = _geometry(buffer, tokens, len(layout.regions)).check()
+        layout.geometries[buffer.group] = RankGeometry(rank=rank, geometry=geometry, turn=turn)
+        layout.rules[buffer.group] = buffer.rules
         layout.regions.append(region(buffer.address, buffer.nbytes))
     return layout
 
 
 def _geometry(buffer: KvBuffer, page_size: int, region: int) -> Geometry:
-    element = ITEMSIZE[buffer.dtype]
-    plane = Plane(
-        name=buffer.part,
-        dtype=buffer.dtype,
-        cut="whole" if buffer.part == "latent" else "heads",
-        num_heads=buffer.num_heads,
-        head_dim=buffer.head_dim,
-        layer_stride=buffer.nbytes,
-        page_stride=buffer.page_bytes,
-        token_stride=buffer.page_bytes // page_size,
-        head_stride=buffer.head_dim * element,
-        element_stride=element,
-        first_head=buffer.first_head,
-    )
+    planes, base = [], 0
+    for part in buffer.parts:
+        element = ITEMSIZE[part.dtype]
+        planes.append(
+            Plane(
+                name=part.name,
+                dtype=part.dtype,
+                cut=part.cut,
+                num_heads=part.num_heads,
+                head_dim=part.head_dim,
+                layer_stride=buffer.nbytes,
+                page_stride=buffer.page_bytes,
+                token_stride=part.token_bytes,
+                head_stride=part.head_dim * element,
+                element_stride=element,
+                first_head=part.first_head,
+                base=base,
+            )
+        )
+        base += page_size * part.token_bytes
     return Geometry(
-        group=buffer.name,
+        group=buffer.group,
         region=region,
         region_bytes=buffer.nbytes,
         num_pages=buffer.nbytes // buffer.page_bytes,
         page_size=page_size,
         layer_ids=(buffer.layer,),
-        planes=(plane,),
+        planes=tuple(planes),
     )

@@ -26,6 +26,7 @@ def install() -> None:
     HookRegistry.register(f"{_DISAGGREGATION}.utils.TransferBackend", extended, HookType.REPLACE)
     hooks: list[tuple[str, Callable[..., Any], Any]] = [
         (f"{_DISAGGREGATION}.utils.get_kv_class", _kv_class, HookType.AROUND),
+        (f"{_DISAGGREGATION}.utils.poll_and_all_reduce", _poll_together, HookType.AROUND),
         (f"{_DISAGGREGATION}.decode._bootstrap_addr", _address, HookType.AROUND),
         (f"{_PREFILL_QUEUE}._init_kv_manager", _with_queue, HookType.AROUND),
         (f"{_DECODE_QUEUE}._init_kv_manager", _with_queue, HookType.AROUND),
@@ -50,6 +51,13 @@ def _kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> An
         "receiver": conn.BatonKVReceiver,
         "bootstrap_server": conn.BatonKVBootstrapServer,
     }[class_type.value]
+
+
+def _poll_together(original: Callable[..., Any], pollers: Any, gloo_group: Any, *args: Any, **kwargs: Any) -> Any:
+    from baton.sglang.conn import agree
+
+    agree(pollers, gloo_group)
+    return original(pollers, gloo_group, *args, **kwargs)
 
 
 def _address(original: Callable[..., Any], request: Any) -> str:
@@ -115,5 +123,5 @@ def _add_identity(answer: Any, scheduler: Any, *args: Any) -> None:
         identity = msgspec.structs.replace(manager.backend.identity, clock=time.monotonic())
         answer.internal_state[NAME] = {
             **msgspec.to_builtins(identity),
-            "counts": dict(manager.backend.legs.counts),
+            "counts": manager.backend.counts(),
         }

@@ -1,7 +1,8 @@
 """The legs of requests: SGLang's scheduler calls them and polls; the handoff agent's events decide their phase.
 
-A leg ends only when no copy touches its pages any more, so SGLang may free them whenever it polls an end. Calls come
-from the scheduler's thread, `post` from the agent's.
+A leg ends only when no copy touches its pages any more, so SGLang may free them whenever it polls an end. SGLang frees
+a request's pages on all tensor ranks when one of them says that it failed, so the ranks agree first (`agree`). Calls
+come from the scheduler's thread, `post` from the agent's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from baton.errors import HandoffError, ProtocolError, reason_label
@@ -22,7 +23,7 @@ from baton.handoff.protocol.ticket import Redeemer, SignedTicket, request_digest
 from baton.kv.geometry import NULL_PAGE
 from baton.log_limit import LogLimit
 from baton.sampling_params import SamplingParams
-from baton.sglang.geometry import BufferLayout
+from baton.sglang.geometry import BufferLayout, RequestPages
 from baton.wire import LegRole
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ ABORT_TIMEOUT_S = 60.0
 
 # waiting: for the peer. ready: D may allocate pages; P may compute. moving: pages are named. Then one of two ends.
 LegPhase = Literal["waiting", "ready", "moving", "done", "failed"]
+# The least of each entry over the tensor ranks. Collective.
+Least = Callable[[list[int]], list[int]]
 
 
 def prompt_digest(tokens: Sequence[int]) -> bytes:
@@ -42,13 +45,15 @@ def prompt_digest(tokens: Sequence[int]) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class RankLeg:
-    """`why`: the reason of a failure. A leg without a `ticket` was refused."""
+    """`why`: the reason of a failure. A leg without a `ticket` was refused. `agreed`: the phase that all tensor ranks
+    may act on."""
 
     num_tokens: int
     ticket: SignedTicket | None
     phase: LegPhase = "waiting"
     why: str = ""
     aborted: bool = False
+    agreed: LegPhase = "waiting"
 
     def fail(self, why: str) -> None:
         self.phase, self.why = "failed", self.why or why
@@ -112,6 +117,24 @@ class RankLegs:
             except queue.Empty:
                 return leg.phase
 
+    def agree(self, legs: Sequence[RankLeg], least: Least) -> None:
+        """Set `agreed` to the phase, but of a leg that failed on some rank only when it has ended on all; until then it
+        is given up here too. All ranks call this with the same requests.
+        """
+        phases = [self.poll(leg) for leg in legs]
+        sound = [int(phase != "failed") for phase in phases]
+        ended = [int(phase in ("done", "failed")) for phase in phases]
+        found = least(sound + ended)
+        for index, (leg, phase) in enumerate(zip(legs, phases, strict=True)):
+            if found[index] or found[len(legs) + index]:
+                leg.agreed = phase
+                continue
+            if not ended[index]:
+                leg.why = leg.why or "the request failed on another tensor rank"
+                self.abort(leg)
+            if phase != "failed":
+                leg.agreed = "moving" if phase == "done" else phase
+
     # ------------------------------------------------------------ prefill
 
     def open_prefill(self, ticket: str | None, tokens: Sequence[int]) -> SenderLeg:
@@ -130,17 +153,18 @@ class RankLegs:
             leg.admitted = True
             self.agent.admit_prefill(leg.ticket.key)
 
-    def computed(self, leg: SenderLeg, pages: Sequence[int], num_tokens: int, seeds: Callable[[], Seeds]) -> None:
-        """`num_tokens` more tokens are computed, in `pages`. All but the last call end with whole pages. `seeds` is
-        called with the last."""
+    def computed(self, leg: SenderLeg, pages: RequestPages, num_tokens: int, seeds: Callable[[], Seeds]) -> None:
+        """`num_tokens` more tokens are computed, in `pages`. All but the last call end with whole pages. The last names
+        the pages of windows and states too, and calls `seeds`."""
         if leg.ticket is None or leg.aborted or leg.phase == "failed":
             return
         self.scheduled(leg)
-        leg.pages.extend(pages)
+        leg.pages.extend(pages.all)
         leg.num_sent += num_tokens
         self._settle()
         key, final = leg.ticket.key, self._layout.final(leg.num_tokens, leg.num_sent)
-        self.agent.declare_final(key, leg.num_tokens, self._layout.tables(leg.pages), final)
+        tables = self._layout.tables(leg.num_tokens, replace(pages, all=leg.pages))
+        self.agent.declare_final(key, leg.num_tokens, tables, final)
         leg.phase = "moving"
         if leg.num_sent == leg.num_tokens:
             self.agent.finish_prefill(key, seeds(), False, {})
@@ -155,20 +179,21 @@ class RankLegs:
             self.agent.announce_decode(leg.ticket)
         return leg
 
-    def place(self, leg: ReceiverLeg, hit: int, pages: Sequence[int]) -> None:
+    def place(self, leg: ReceiverLeg, hit: int, pages: RequestPages) -> None:
         """The leg has pages for its tokens from `hit` on, which begins a page."""
         if leg.ticket is None or leg.aborted or leg.phase == "failed":
             return
         wanted = self._layout.wanted(leg.num_tokens, hit)
-        if any(not each.empty and each.start < hit for each in wanted.values()):
+        if self._layout.below(wanted, hit):
             # The drafter's entry of the last prompt token is another prompt's, and its page is shared.
             leg.why = "the decode server's prefix hit covers the whole prompt, and the drafter's last entry must move"
             self.abort(leg)
             return
         self._settle()
         leg.opened, leg.phase = True, "moving"
-        table = [NULL_PAGE] * (hit // self._layout.page_size) + list(pages)
-        self.agent.open_decode(leg.ticket, leg.num_tokens, wanted, self._layout.tables(table))
+        table = [NULL_PAGE] * (hit // self._layout.page_size) + list(pages.all)
+        tables = self._layout.tables(leg.num_tokens, replace(pages, all=table))
+        self.agent.open_decode(leg.ticket, leg.num_tokens, wanted, tables)
 
     # ------------------------------------------------------------ both
 

@@ -232,8 +232,12 @@ class FaultyTransport:
 
     def _invert(self, operation: _FaultyOperation) -> str | None:
         copies, peer = operation.copies, operation.peer
-        if not isinstance(peer, MemoryPeer):
-            return "corrupt needs mapped memory"
+        if operation.direction == "read":
+            dests = self._regions
+        elif isinstance(peer, MemoryPeer):
+            dests = peer.regions
+        else:
+            return "corrupt needs mapped memory to write to"
         run = int(np.argmax(copies.nbytes))
         count = min(self._spec.nbytes, int(copies.nbytes[run]))
         # The run's last byte holds sign and exponent of a little-endian float.
@@ -241,7 +245,6 @@ class FaultyTransport:
         with operation.guard:
             if operation.flags[0]:
                 return "cancelled"
-            dests = peer.regions if operation.direction == "write" else self._regions
             dests[copies.dest_region][stop - count : stop] ^= 0xFF
         return None
 

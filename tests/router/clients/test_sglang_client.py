@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from baton.errors import EngineUnavailableError, HandoffError, ProtocolError, RequestError
-from baton.router.clients.sglang_client import _Event, generate_body, to_token_chunk
+from baton.router.clients.sglang_client import _Event, chosen, generate_body, to_token_chunk
 from baton.router.connectors import create_connector
 from baton.router.connectors.base import ConnectorConfig
 from baton.sampling_params import SamplingParams
-from baton.wire import GenerateRequest
+from baton.wire import GenerateRequest, SglangIdentity
 
 
 def request(**params: object) -> GenerateRequest:
@@ -82,3 +82,20 @@ def test_no_server_computes_a_request_alone() -> None:
     connector = create_connector("sglang", ConnectorConfig(b"k" * 32))
     with pytest.raises(EngineUnavailableError, match="one leg"):
         connector.alone(request(), SimpleNamespace(url="http://d"))  # type: ignore[arg-type]
+
+
+def identity(rank: int | None) -> SglangIdentity:
+    name = "P" if rank is None else f"P_dp{rank}"
+    return SglangIdentity(name, "i", [], "{}", 99, [], 0, data_parallel_rank=rank, role="prefill", max_model_len=99)
+
+
+def test_each_data_parallel_rank_is_an_engine_that_a_url_names() -> None:
+    ranks = [identity(1), identity(0)]  # in the order in which they answered
+    assert chosen(ranks, "http://p#dp_rank=0", 0).engine_id == "P_dp0"
+    assert chosen([identity(None)], "http://p", None).engine_id == "P"
+    with pytest.raises(RequestError, match="name each"):
+        chosen(ranks, "http://p", None)
+    with pytest.raises(RequestError, match="no such rank"):
+        chosen(ranks, "http://p", 2)
+    with pytest.raises(ProtocolError, match="does not run"):
+        chosen([], "http://p", None)

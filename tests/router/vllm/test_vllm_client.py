@@ -101,7 +101,7 @@ async def test_a_data_parallel_rank_is_an_engine_of_its_own(
     assert (await client(session, f"{url}#dp_rank=0").info()).engine_id == "P_dp0"
     with pytest.raises(RequestError, match="without data-parallel ranks"):
         await client(session, f"{url}#dp_rank=0", kind="NixlConnector").info()
-    with pytest.raises(RequestError, match="only vLLM servers with BatonConnector"):
+    with pytest.raises(RequestError, match="only vLLM and SGLang servers"):
         BatonClient(session, f"{url}#dp_rank=0", RouterTimers())
 
 

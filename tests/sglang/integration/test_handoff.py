@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sglang.integration.kit.servers import MODEL, Mode, Pair, Server, ask, handoff, prompts, serve_pair, session
+from testkit.sglang.servers import MODEL, Mode, Pair, Server, ask, handoff, prompts, serve_pair, session
 
 pytestmark = pytest.mark.timeout(900)
 NUM = 12

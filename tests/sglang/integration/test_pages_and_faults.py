@@ -5,27 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
-from tests.sglang.integration.kit.servers import MODEL, Pair, handoff, prompts, serve_pair, session, wait_idle
+from testkit.sglang.servers import Pair, greedy, handoff, prompts, serve_pair, session, wait_idle
 
 pytestmark = pytest.mark.timeout(1200)
 NUM = 12
-
-
-def expected(found: Sequence[Sequence[int]]) -> list[list[int]]:
-    """What transformers generates."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    outputs = [
-        model.generate(torch.tensor([list(p)]), max_new_tokens=NUM, do_sample=False, pad_token_id=0) for p in found
-    ]
-    return [output[0, len(p) :].tolist() for output, p in zip(outputs, found, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +27,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def test_every_residue_of_the_prompts_length_in_both_modes(pair: Pair) -> None:
     """Field classes B and E: a shifted block, or an entry that stays behind, changes the tokens."""
     found = prompts([*range(1, 18), 63, 64, 65, 130], seed=5)
-    want = expected(found)
+    want = greedy(found, NUM)
 
     async def run() -> None:
         async with session() as http:
@@ -58,7 +45,7 @@ def test_every_residue_of_the_prompts_length_in_both_modes(pair: Pair) -> None:
 def test_clients_that_leave_change_no_other_answer_and_leave_no_page_behind(pair: Pair) -> None:
     """Field classes F and K."""
     found = prompts([3, 16, 40, 64, 90, 129], seed=6)
-    want = expected(found)
+    want = greedy(found, NUM)
     rng = random.Random(1)
 
     async def one(http: object, index: int, turn: asyncio.Semaphore) -> None:

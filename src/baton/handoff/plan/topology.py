@@ -23,7 +23,8 @@ from baton.kv.geometry import Geometry, Plane
 from baton.kv.interval import ALL_LAYERS, Interval
 
 GroupName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[ -~]*\Z")]
-MAX_GROUPS = 64
+# An engine with a tensor per layer and plane has a group of each.
+MAX_GROUPS = 512
 MAX_RANKS = 64
 _MAX_TURN = (1 << 16) - 1
 

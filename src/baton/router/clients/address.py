@@ -1,4 +1,4 @@
-"""Engine URLs. The suffix `#dp_rank=N` names a data-parallel rank of a vLLM server, an engine of its own."""
+"""Engine URLs. The suffix `#dp_rank=N` names a data-parallel rank of a vLLM or SGLang server, an engine of its own."""
 
 from __future__ import annotations
 

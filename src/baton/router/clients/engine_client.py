@@ -64,7 +64,9 @@ class EngineClient(ABC):
         self.url = url
         self._base, self.rank = split_rank(url)
         if self.rank is not None and not self.has_ranks:
-            raise RequestError(f"{url}: only vLLM servers with BatonConnector have data-parallel ranks", "url")
+            raise RequestError(
+                f"{url}: only vLLM and SGLang servers with Baton's plug-in have data-parallel ranks", "url"
+            )
         self._headers = {} if self.rank is None else {"X-data-parallel-rank": str(self.rank)}
         self._ask_timeout = aiohttp.ClientTimeout(total=timers.answer)
         # A leg may wait long for its turn: `info` shows whether its engine is alive.

@@ -1,9 +1,10 @@
-"""The HTTP client of an SGLang server with Baton's plug-in: identity and legs, over SGLang's own API."""
+"""The HTTP client of an SGLang server with Baton's plug-in, or of one data-parallel rank: identity and legs, over
+SGLang's own API."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _MAX_BODY_BYTES = 16 * 2**20
 _EVENT, _DONE = b"data:", b"[DONE]"
+RANK_FIELD = "routed_dp_rank"
 
 
 class _State(msgspec.Struct):
@@ -75,6 +77,8 @@ class _Event(msgspec.Struct):
 
 
 class SglangClient(EngineClient):
+    has_ranks = True
+
     def __init__(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> None:
         super().__init__(session, url, timers)
         self._role = role
@@ -90,9 +94,9 @@ class SglangClient(EngineClient):
         found = decode(
             await self._get("/server_info", _MAX_BODY_BYTES), _ServerInfo, f"{self.url} is not an SGLang server"
         )
-        identity = found.internal_states[0].baton if found.internal_states else None
-        if identity is None:
-            raise ProtocolError(f"{self.url} does not run SGLang with --disaggregation-transfer-backend baton")
+        identity = chosen(
+            [state.baton for state in found.internal_states if state.baton is not None], self.url, self.rank
+        )
         if self._role != identity.role:
             raise RequestError(f"{self.url} has role {identity.role!r}, not {self._role!r}", "role")
         own = {name: getattr(identity, name) for name in EngineIdentity.__struct_fields__}
@@ -131,7 +135,8 @@ class SglangClient(EngineClient):
         """
         params, sent = request.sampling_params, 0
         left = params.max_tokens - request.num_known
-        body = msgspec.json.encode({**generate_body(request, left), **handoff})
+        rank = {} if self.rank is None else {RANK_FIELD: self.rank}
+        body = msgspec.json.encode({**generate_body(request, left), **rank, **handoff})
         async with self._answer("/generate", [body], self._leg_timeout, _MAX_BODY_BYTES) as response:
             async for line in response.content:
                 data = line.strip().removeprefix(_EVENT).lstrip()
@@ -146,6 +151,18 @@ class SglangClient(EngineClient):
                     chunk = msgspec.structs.replace(chunk, finish_reason=None)
                 yield chunk
         raise EngineLostError(f"engine {self.url} went away in mid-stream")
+
+
+def chosen(found: Sequence[SglangIdentity], url: str, rank: int | None) -> SglangIdentity:
+    """The identity of `rank`. Raises `ProtocolError` for a server without the plug-in, `RequestError` for another
+    rank."""
+    if not found:
+        raise ProtocolError(f"{url} does not run SGLang with --disaggregation-transfer-backend baton")
+    for identity in found:
+        if identity.data_parallel_rank == rank:
+            return identity
+    problem = "has data-parallel ranks: name each, as URL#dp_rank=0" if rank is None else "has no such rank"
+    raise RequestError(f"{url} {problem}", "url")
 
 
 def generate_body(request: GenerateRequest, left: int) -> dict[str, Any]:

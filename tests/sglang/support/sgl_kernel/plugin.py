@@ -1,6 +1,8 @@
 """A plug-in for SGLang: `torch_native` stands for `intel_amx`, whose attention kernels `attention` replaces.
 
-SGLang's own `torch_native` has no path for drafts, and a CPU without AMX cannot choose `intel_amx`.
+SGLang's own `torch_native` has no path for drafts, and a CPU without AMX cannot choose `intel_amx`. With
+`BATON_TEST_FAULT=boundary` a decode server does not ask for the drafter's entry of the last prompt token, which depends
+on the first output token: a defect on purpose.
 """
 
 from __future__ import annotations
@@ -10,9 +12,14 @@ from typing import Any
 
 
 def register() -> None:
-    """The entry point. Does nothing for a server without speculation."""
+    """The entry point. Does nothing for a server without speculation and faults."""
+    import os
     import sys
 
+    if os.environ.get("BATON_TEST_FAULT") == "boundary":
+        _leave_boundary_out()
+    if "mooncake_tcp" in sys.argv:
+        _without_cuda_events()
     if not any(word.startswith("--speculative") for word in sys.argv):
         return
     from sglang.srt.layers.attention.intel_amx_backend import IntelAMXAttnBackend
@@ -28,3 +35,28 @@ def _create(
     original: Callable[..., Any], factory: Any, name: str, backends: dict[str, Any], *rest: Any, **more: Any
 ) -> Any:
     return original(factory, name, {**backends, "torch_native": backends["intel_amx"]}, *rest, **more)
+
+
+def _without_cuda_events() -> None:
+    """SGLang's `mooncake_tcp` lets the scheduler record a CUDA event for each chunk."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def made(result: None, sender: Any, *args: Any, **kwargs: Any) -> None:
+        sender.supports_host_tensor_indices = False
+
+    name = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVSender.__init__"
+    HookRegistry.register(name, made, HookType.AFTER)
+
+
+def _leave_boundary_out() -> None:
+    from baton.kv.interval import Interval
+    from baton.sglang.geometry import BufferLayout
+
+    complete = BufferLayout.wanted
+
+    def wanted(layout: BufferLayout, num_tokens: int, hit: int) -> dict[str, Interval]:
+        found = complete(layout, num_tokens, hit)
+        cut = {name: Interval(tokens.start, tokens.stop - 1) for name, tokens in found.items() if "draft" in name}
+        return {**found, **cut}
+
+    BufferLayout.wanted = wanted  # type: ignore[method-assign]

@@ -13,10 +13,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -25,16 +25,16 @@ from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.parent import die_with_parent
 from baton.sglang.legs import prompt_digest
-from baton.wire import SglangIdentity
+from baton.wire import Mode, SglangIdentity
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "baton-demo-llama"
 SUPPORT = ROOT / "tests" / "sglang" / "support"
 # These only end a hang. Starting takes 25 s on an idle machine, and minutes on a busy one.
 LIMIT_S = 600.0
 FLAGS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "8192"),
-    *("--disable-overlap-schedule", "--skip-server-warmup", "--disable-cuda-graph"),
+    *("--disable-overlap-schedule", "--skip-server-warmup", "--disable-cuda-graph", "--sleep-on-idle"),
 ]
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -42,27 +42,34 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     # It would compile small functions of the sampler and the drafter at the first request, for a minute.
     "TORCHDYNAMO_DISABLE": "1",
+    # Of each tensor rank; the default is a NUMA node, of which there may be one.
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    # SGLang would use NCCL, which comes with PyTorch, between ranks on a CPU too.
+    "SGLANG_NCCL_SO_PATH": "none",
 }
 # On a decode server; SGLang's default registers memory with CUDA.
 RETRACTION = ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
 # SGLang's attention in PyTorch has no path for drafts; the stand-in's has.
 KERNELS = "baton_test_kernels = sgl_kernel.plugin:register\n"
-Mode = Literal["push", "pull"]
+# What both legs' bodies have besides a request's own, for a prompt.
+Legs = Callable[[Sequence[int]], dict[str, Any]]
 
 
 @dataclass(slots=True)
 class Server:
-    """One server: all its processes are one session (setsid)."""
+    """One server, or with `data_rank` one of its data-parallel ranks. All its processes are one session (setsid)."""
 
     name: str
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    data_rank: int | None = None
 
     def info(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.url}/server_info", timeout=LIMIT_S) as answer:
-            state: dict[str, Any] = json.load(answer)["internal_states"][0]
-        return state
+            states: list[dict[str, Any]] = json.load(answer)["internal_states"]
+        ranks = {state.get("baton", {}).get("data_parallel_rank"): state for state in states}
+        return ranks[self.data_rank] if self.data_rank is not None else states[0]
 
     def identity(self) -> SglangIdentity:
         return msgspec.convert(self.info()["baton"], SglangIdentity)
@@ -83,13 +90,21 @@ class Pair:
     decode: Server
     key: bytes
 
-    def legs(self, prompt: Sequence[int], mode: Mode, life_s: float = LIMIT_S) -> dict[str, Any]:
+    def legs(self, prompt: Sequence[int], mode: Mode) -> dict[str, Any]:
         """What both legs' bodies have besides a request's own."""
-        expiry = time.monotonic() + life_s  # for every server on this host
+        return self.minter(mode)(prompt)
+
+    def minter(self, mode: Mode) -> Legs:
+        """As `legs`, for any prompts, with identities that are asked for once."""
         p, d = self.prefill.identity(), self.decode.identity()
-        ticket = Ticket.between(p, d, mode, prompt_digest(prompt), (expiry, expiry))
-        room = int.from_bytes(ticket.transfer_id[:8], "big") >> 1 or 1
-        return {"bootstrap_host": mint(self.key, ticket), "bootstrap_room": room}
+
+        def legs(prompt: Sequence[int]) -> dict[str, Any]:
+            expiry = time.monotonic() + LIMIT_S  # for every server on this host
+            ticket = Ticket.between(p, d, mode, prompt_digest(prompt), (expiry, expiry))
+            room = int.from_bytes(ticket.transfer_id[:8], "big") >> 1 or 1
+            return {"bootstrap_host": mint(self.key, ticket), "bootstrap_room": room}
+
+        return legs
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,24 +145,37 @@ def serve_pair(
 ) -> Iterator[tuple[Pair, Server | None]]:
     """One prefill and one decode server, and with `alone` also one that does both, with these flags. `settings`: the
     plug-in's."""
-    make_keys(folder / "keys", ["P", "D"])
-    key = load_or_create_key(ticket_key_file(folder / "keys"))
-    backend = ["--disaggregation-transfer-backend", "baton", "--disaggregation-mode"]
-    common = {"keys": str(folder / "keys"), "lease": 20.0} | (settings or {})
-    configs = [
-        Config("P", [*backend, "prefill", *both, *prefill], {"engine_id": "P", **common}),
-        Config("D", [*backend, "decode", *RETRACTION, *both, *decode], {"engine_id": "D", **common}),
-    ]
+    configs = pair_configs(folder, prefill, decode, both, settings)
     if alone is not None:
         configs.append(Config("one", [*both, *alone]))
     with serve(folder, configs, model) as found:
-        yield Pair(found[0], found[1], key), found[2] if alone is not None else None
+        yield Pair(found[0], found[1], ticket_key(folder)), found[2] if alone is not None else None
+
+
+def pair_configs(
+    folder: Path,
+    prefill: Sequence[str] = (),
+    decode: Sequence[str] = (),
+    both: Sequence[str] = (),
+    settings: dict[str, Any] | None = None,
+) -> list[Config]:
+    """Of a prefill and a decode server with keys in `folder`, also for two data-parallel ranks of each."""
+    if not (folder / "keys").exists():
+        make_keys(folder / "keys", ["P", "D", *(f"{name}_dp{rank}" for name in "PD" for rank in range(2))])
+    backend = ["--disaggregation-transfer-backend", "baton", "--disaggregation-mode"]
+    common = {"keys": str(folder / "keys"), "lease": 20.0} | (settings or {})
+    return [
+        Config("P", [*backend, "prefill", *both, *prefill], {"engine_id": "P", **common}),
+        Config("D", [*backend, "decode", *RETRACTION, *both, *decode], {"engine_id": "D", **common}),
+    ]
+
+
+def ticket_key(folder: Path) -> bytes:
+    return load_or_create_key(ticket_key_file(folder / "keys"))
 
 
 def _start(folder: Path, config: Config, model: Path) -> Server:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     path = [str(_announce(folder)), str(SUPPORT), str(ROOT / "src"), str(ROOT)]
     environment = {**os.environ, **ENVIRONMENT, **config.environment, "PYTHONPATH": os.pathsep.join(path)}
     if config.settings is not None:
@@ -164,6 +192,13 @@ def _start(folder: Path, config: Config, model: Path) -> Server:
             preexec_fn=die_with_parent,
         )
     return Server(config.name, f"http://127.0.0.1:{port}", process, log)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def _announce(folder: Path) -> Path:
@@ -191,6 +226,8 @@ async def ask(session: aiohttp.ClientSession, server: Server, prompt: Sequence[i
     """A greedy completion of `num` tokens, whatever they are: SGLang's answer."""
     sampling = {"temperature": 0, "max_new_tokens": num, "ignore_eos": True}
     body = {"input_ids": list(prompt), "sampling_params": sampling, **more}
+    if server.data_rank is not None:
+        body["routed_dp_rank"] = server.data_rank
     async with session.post(f"{server.url}/generate", json=body) as response:
         return await response.json()
 
@@ -210,6 +247,38 @@ async def handoff(
     tokens: list[int] = answer["output_ids"]
     assert first["output_ids"] == tokens[:1], (first, answer)
     return tokens
+
+
+async def outcome(
+    http: aiohttp.ClientSession, pair: Pair, prompt: Sequence[int], num: int, legs: Legs
+) -> list[int] | str:
+    """The decode server's tokens, or the error that it named. `legs`: made while both servers answered."""
+    more = legs(prompt)
+    asked = (ask(http, server, prompt, num, **more) for server in (pair.prefill, pair.decode))
+    _, answer = await asyncio.gather(*asked, return_exceptions=True)
+    if isinstance(answer, BaseException):
+        return f"connection: {type(answer).__name__}"
+    if "error" in answer:
+        return f"error: {answer['error']}"
+    finish = answer["meta_info"]["finish_reason"]
+    if finish["type"] == "abort":
+        return f"abort: {finish['message']}"
+    tokens: list[int] = answer["output_ids"]
+    return tokens
+
+
+def greedy(found: Sequence[Sequence[int]], num: int, model: Path = MODEL) -> list[list[int]]:
+    """What transformers generates after each prompt."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    made.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        outputs = [
+            made.generate(torch.tensor([list(p)]), max_new_tokens=num, do_sample=False, pad_token_id=0) for p in found
+        ]
+    return [output[0, len(p) :].tolist() for output, p in zip(outputs, found, strict=True)]
 
 
 def demo_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:
@@ -241,6 +310,19 @@ def wait_idle(*servers: Server) -> None:
     while busy := {server.name: used for server in servers if (used := _used(server))}:
         assert time.monotonic() < until, f"pages are held: {busy}"
         time.sleep(0.2)
+
+
+def check_whole(*servers: Server) -> None:
+    """Every page is free once the prefix cache is emptied, and no attempt is left."""
+    for server in servers:
+        wait_idle(server)
+        with urllib.request.urlopen(f"{server.url}/flush_cache", data=b"", timeout=LIMIT_S) as answer:
+            assert answer.status == 200, answer.read()
+        with urllib.request.urlopen(f"{server.url}/v1/loads?include=all", timeout=LIMIT_S) as answer:
+            (load,) = json.load(answer)["loads"]
+        assert (load["num_used_tokens"], load["token_usage"]) == (0, 0.0), f"{server.name}: {load}"
+        counts = server.counts()
+        assert (counts["outstanding"], counts["quarantined"]) == (0, 0), f"{server.name}: {counts}"
 
 
 def _used(server: Server) -> Any:

@@ -1,0 +1,1 @@
+"""Baton's plug-in in SGLang beside SGLang's own transfer backend."""

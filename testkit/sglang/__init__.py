@@ -1,0 +1,1 @@
+"""Real SGLang servers on a CPU."""
