@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
@@ -76,23 +76,20 @@ async def read_refusal(response: aiohttp.ClientResponse) -> bytes:
     return (await _read_start(response, _MAX_REFUSAL_BYTES))[:_MAX_REFUSAL_BYTES]
 
 
-async def read_events(response: aiohttp.ClientResponse, url: str) -> AsyncGenerator[Completion, None]:
-    """The events of a streamed completion up to `[DONE]`.
+def read_event(line: bytes, url: str) -> Completion | Literal["done"] | None:
+    """A line of a streamed completion: an event, or its end. None: neither.
 
-    Raises `HandoffError` for an error event, `EngineLostError` if the stream ends early, msgspec's errors for a
-    malformed event.
+    Raises `HandoffError` for an error event, msgspec's errors for a malformed one.
     """
-    async for line in response.content:
-        data = line.strip().removeprefix(_EVENT).lstrip()
-        if data == _DONE:
-            return
-        if not data or data.startswith(b":"):
-            continue
-        event = msgspec.json.decode(data, type=Completion)
-        if event.error is not None:
-            raise HandoffError("engine_error", f"{url}: {event.error.get('message')}")
-        yield event
-    raise EngineLostError(f"{url} went away in mid-stream")
+    data = line.strip().removeprefix(_EVENT).lstrip()
+    if data == _DONE:
+        return "done"
+    if not data or data.startswith(b":"):
+        return None
+    event = msgspec.json.decode(data, type=Completion)
+    if event.error is not None:
+        raise HandoffError("engine_error", f"{url}: {event.error.get('message')}")
+    return event
 
 
 def read_samples(text: str) -> list[Sample]:
@@ -151,8 +148,13 @@ class OpenAIClient:
         """The events of `POST /v1/completions`. Raises `HandoffError` for an error event."""
         url = f"{self.url}/v1/completions"
         async with self._answer("POST", url, {**body, "stream": True}) as response:
-            async for event in read_events(response, url):
-                yield event
+            async for line in response.content:
+                event = read_event(line, url)
+                if event == "done":
+                    return
+                if event is not None:
+                    yield event
+        raise EngineLostError(f"{url} went away in mid-stream")
 
     async def tokenize(self, model: str, prompt: str, add_special_tokens: bool = True) -> list[int]:
         body = {"model": model, "prompt": prompt, "add_special_tokens": add_special_tokens}

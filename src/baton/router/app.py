@@ -30,7 +30,7 @@ from baton.router.dashboard import add_dashboard
 from baton.router.discovery import Discovery, Service, read_services
 from baton.router.hand_back import HandBacks
 from baton.router.index.readers import EventReaders, read_sources
-from baton.router.observed import ObservedBackend
+from baton.router.observer import RequestObserver
 from baton.router.policies import create_policies
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import PooledEngine
@@ -109,11 +109,11 @@ async def build_app(config: RouterConfig) -> web.Application:
         config.access,
         families=Shared(lambda: families(metrics.registry.collect(), pool.engines)).get,
     )
-    observed = ObservedBackend(backend, tracer)
-    service = OpenAIService(observed, metrics, config.max_queued_requests, config.parsing, config.per_request)
+    backend.observer = RequestObserver(tracer, lambda: backend.model().name)
+    service = OpenAIService(backend, metrics, config.max_queued_requests, config.parsing, config.per_request)
     add_openai_routes(app, service)
-    metrics.registry.register(RowCollector(lambda: [*_rows(backend, service.queue), *observed.rows()]))
-    _add_router_routes(app, observed, Admin(config.admin_token, config.host_names))
+    metrics.registry.register(RowCollector(lambda: [*_rows(backend, service.queue), *backend.observer.rows()]))
+    _add_router_routes(app, backend, Admin(config.admin_token, config.host_names))
     app.cleanup_ctx.append(lambda _: _lifetime(session, backend, tracer))
     if services:
         discovery = Discovery(pool, services)
@@ -164,9 +164,8 @@ async def _lifetime(
         await asyncio.to_thread(tracer.close)
 
 
-def _add_router_routes(app: web.Application, observed: ObservedBackend, admin: Admin) -> None:
-    backend = observed.backend
-    pool, shown = backend.pool, Shared(lambda: _status(observed))
+def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admin) -> None:
+    pool, shown = backend.pool, Shared(lambda: _status(backend))
 
     async def health(request: web.Request) -> web.StreamResponse:
         """Whether requests are served."""
@@ -195,7 +194,7 @@ def _add_router_routes(app: web.Application, observed: ObservedBackend, admin: A
         admin.check(request)
         await _body(request, _Nothing)
         await pool.rebind()
-        return json_response(await _status(observed))
+        return json_response(await _status(backend))
 
     async def drain(request: web.Request) -> web.StreamResponse:
         """Remove an engine once its requests have ended."""
@@ -204,7 +203,7 @@ def _add_router_routes(app: web.Application, observed: ObservedBackend, admin: A
         return json_response(_describe(pool.drain(asked.url), None))
 
     add_health(app, health)
-    add_dashboard(app, observed, shown.get, admin.enabled)
+    add_dashboard(app, backend, shown.get, admin.enabled)
     app.router.add_get("/status", status)
     app.router.add_post("/instances/add", add)
     app.router.add_post("/instances/remove", remove)
@@ -220,9 +219,7 @@ async def _body(request: web.Request, kind: type[T]) -> T:
         raise RequestError(f"the request body is malformed: {error}") from None
 
 
-async def _status(observed: ObservedBackend) -> dict[str, object]:
-    backend = observed.backend
-
+async def _status(backend: RouterBackend) -> dict[str, object]:
     async def load(engine: PooledEngine) -> EngineLoad | None:
         try:
             return await engine.client.load()
@@ -243,7 +240,7 @@ async def _status(observed: ObservedBackend) -> dict[str, object]:
         "hand_backs": backend.hand_backs.describe(),
         "recoveries": dict(backend.recoveries),
         "near_ties": backend.near_ties,
-        "acceptance": observed.describe(),
+        "acceptance": backend.observer.describe(),
     }
 
 

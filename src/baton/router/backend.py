@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from typing import Any, get_args
 
 import msgspec
@@ -29,9 +28,11 @@ from baton.openai.http.caller import CALLER, session_of
 from baton.router.attempt import RequestProgress, RunningAttempt
 from baton.router.concurrency import ConcurrencyLimit
 from baton.router.connectors.base import Connector, HandoffOutcome, Legs
-from baton.router.hand_back import HandBacks
-from baton.router.join import Chunks, Joined, LegFailed, LegItems, TokenMismatch, join_legs
+from baton.router.hand_back import HandBacks, HandBackWatch
+from baton.router.join import Joined, LegFailed, TokenMismatch, join_legs
+from baton.router.leg_tasks import Chunks, LegItems
 from baton.router.near_tie import measure_gap
+from baton.router.observer import RequestObserver
 from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import Charge, OnLost, PooledEngine
@@ -46,9 +47,6 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 _PATIENCE_STEP_S = 0.1
 MayMove = Callable[[PooledEngine], bool]
-OnRecovery = Callable[[str, Recovery, BaseException], None]
-# Request id, legs, their engines, mode: returns the legs to read.
-OnLegs = Callable[[str, Legs, Mapping[LegRole, PooledEngine], Mode], Legs]
 
 
 class RouterBackend:
@@ -58,8 +56,7 @@ class RouterBackend:
     the first token, `source` if the decode engine asks for another source or was never reached, `full` if it was lost.
     `handoffs` counts attempts by outcome: `started`, `completed`, `finished_early` (the first token was the last),
     `aborted` (a stop string was found, the client left, or tokens did not match), `failed` (by reason in `failures`).
-    `recoveries` counts by rung; `on_recovery` is called with the request's id, the rung and the cause, `on_legs` with
-    the attempt's id and legs before they are read.
+    `recoveries` counts by rung. `observer` may be replaced before the first request.
 
     If two engines sample different tokens, the client keeps the one it has. The decode engine continues from there if
     the prefill engine sees a near-tie (at most `near_tie` nats, counted in `near_ties`); otherwise the request fails.
@@ -89,8 +86,7 @@ class RouterBackend:
         self.handoffs: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.recoveries: Counter[str] = Counter()
-        self.on_legs: OnLegs = lambda request_id, legs, engines, mode: legs
-        self.on_recovery: OnRecovery = lambda request_id, rung, cause: None
+        self.observer = RequestObserver()
         self.near_ties = 0
         self.num_active_handoffs = 0
         self._connector = connector
@@ -109,17 +105,20 @@ class RouterBackend:
         self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
         """Wait for room, then yield the request's chunks over all attempts. Raises the last attempt's error."""
-        self.pool.identity.bind()
-        progress = RequestProgress(Joined(request), hand_off=kv_mode is not None)
-        joined = progress.joined
-        async with self.concurrency.slot():
+        async with contextlib.AsyncExitStack() as held:
+            observed = held.enter_context(self.observer.observing(request))
+            self.pool.identity.bind()
+            progress = RequestProgress(Joined(observed.request), hand_off=kv_mode is not None)
+            joined = progress.joined
+            await held.enter_async_context(self.concurrency.slot())
             now = asyncio.get_running_loop().time
             began = now()
             while True:
                 rest = joined.rest(progress.attempt, now() - began)
                 route = await self._next_route(progress, rest)
+                observed.on_route(route.why, route.names)
                 if on_route is not None:
-                    on_route(route.why, [engine.name for engine in (route.prefill, route.decode) if engine is not None])
+                    on_route(route.why, route.names)
                 num_known = len(joined.token_ids)
                 try:
                     may_move = functools.partial(self._may_move, joined, rest, progress.fruitless)
@@ -131,6 +130,7 @@ class RouterBackend:
                                 self.decisions.took(route.why)
                             new = joined.push(chunk)
                             if new is not None:
+                                observed.on_chunk(new)
                                 yield new
                     return
                 except TokenMismatch as mismatch:
@@ -195,7 +195,7 @@ class RouterBackend:
         if joined.token_ids and not self._connector.can_resume(joined.request.sampling_params):
             raise error
         self.recoveries[rung] += 1
-        self.on_recovery(joined.request.request_id, rung, failed)
+        self.observer.on_recovery(joined.request.request_id, rung, failed)
         logger.warning("%s: going on from %d tokens: %s", joined.request.request_id, len(joined.token_ids), failed)
         progress.tried.append(lost)
 
@@ -242,24 +242,15 @@ class RouterBackend:
             if route.max_prefill_tokens is not None:
                 request = msgspec.structs.replace(request, max_prefill_tokens=route.max_prefill_tokens)
             alone = Legs({"decode": self._connector.alone(request, decode)})
-            engines: dict[LegRole, PooledEngine] = {"decode": decode}
-            alone = self.on_legs(request.request_id, alone, engines, kv_mode)
-            async with self._joining(route, alone, may_move) as attempt:
+            async with self._joining(request, route, alone, kv_mode, may_move) as attempt:
                 yield attempt
             return
-        engines = {"prefill": prefill, "decode": decode}
         legs = self._connector.legs(request, prefill, decode, kv_mode)
-        if self.hand_backs.enabled and "prefill" in legs.chunks:
-            first = self.hand_backs.before(
-                legs.chunks["prefill"], request, prefill, route.hand_back, kv_mode, self._drain
-            )
-            legs = dataclasses.replace(legs, chunks={**legs.chunks, "prefill": first})
-        legs = self.on_legs(request.request_id, legs, engines, kv_mode)
         self.handoffs["started"] += 1
         self.num_active_handoffs += 1
         outcome: HandoffOutcome = "aborted"
         try:
-            async with self._joining(route, legs, may_move) as attempt:
+            async with self._joining(request, route, legs, kv_mode, may_move) as attempt:
                 attempt.failures = self.failures
                 try:
                     yield attempt
@@ -279,21 +270,28 @@ class RouterBackend:
                 self._do(functools.partial(legs.on_end, outcome), self.pool.timers.tell)
 
     @contextlib.asynccontextmanager
-    async def _joining(self, route: Route, legs: Legs, may_move: MayMove) -> AsyncIterator[RunningAttempt]:
+    async def _joining(
+        self, request: GenerateRequest, route: Route, legs: Legs, kv_mode: Mode, may_move: MayMove
+    ) -> AsyncIterator[RunningAttempt]:
         """The chunks of all legs, which meanwhile count as their engines' load."""
         items: LegItems = asyncio.Queue()
+        engines = {leg: route.engine(leg) for leg in legs.chunks}
+        watches = self.observer.watch_legs(request.request_id, engines, kv_mode)
+        if self.hand_backs.enabled and "prefill" in engines:
+            prefill = engines["prefill"]
+            back = HandBackWatch(self.hand_backs, request, prefill, route.hand_back, kv_mode, self._drain)
+            watches["prefill"].append(back)
 
         def on_lost(leg: LegRole) -> OnLost:
             return lambda error: items.put_nowait((leg, error))
 
         with contextlib.ExitStack() as counted:
             prefilled = []
-            for leg in legs.chunks:
-                engine = route.engine(leg)
+            for leg, engine in engines.items():
                 charge = route.charges.get(leg, Charge())
                 counting = engine.leg(on_lost(leg), functools.partial(may_move, engine), charge)
                 prefilled.append(counted.enter_context(counting))
-            joining = join_legs(legs.chunks, items, self._drain, legs.notices, legs.first_token_wait_s)
+            joining = join_legs(legs.chunks, items, self._drain, legs.notices, legs.first_token_wait_s, watches)
             async with contextlib.aclosing(joining) as joined:
                 yield RunningAttempt(joined, prefilled)
 

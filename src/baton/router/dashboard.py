@@ -14,7 +14,7 @@ from baton.errors import BatonError
 from baton.observe.dashboard import dashboard_page
 from baton.openai.http.app import DRAIN, json_response
 from baton.openai.http.connections import Stream
-from baton.router.observed import ObservedBackend
+from baton.router.backend import RouterBackend
 
 _BUSY_S, _IDLE_S, _POLL_S = 1.0, 3.0, 0.25
 _MAX_PAGES = 32  # that are open at the same time
@@ -22,18 +22,18 @@ _MAX_PAGES = 32  # that are open at the same time
 
 def add_dashboard(
     app: web.Application,
-    observed: ObservedBackend,
+    backend: RouterBackend,
     status: Callable[[], Awaitable[dict[str, object]]],
     admin_enabled: bool,
 ) -> None:
     """Add `/dashboard`. `status` returns `/status`, shared by all open pages."""
-    num_open = 0
+    num_open, recent = 0, backend.observer.recent
 
     async def snapshot() -> bytes:
         told = {
             **await status(),
-            **observed.recent.describe(time.monotonic()),
-            "model": _model(observed),
+            **recent.describe(time.monotonic()),
+            "model": _model(backend),
             "version": __version__,
             "admin": admin_enabled,
             "now": time.time(),
@@ -50,13 +50,13 @@ def add_dashboard(
             response = Stream(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
             while not app[DRAIN].begun:
-                num_seen = observed.recent.num_begun
+                num_seen = recent.num_begun
                 await response.send(request, b"data: " + await snapshot() + b"\n\n")
                 waited = 0.0
                 while waited < _IDLE_S and not app[DRAIN].begun:
                     await asyncio.sleep(_POLL_S)
                     waited += _POLL_S
-                    busy = observed.recent.num_running or observed.recent.num_begun != num_seen
+                    busy = recent.num_running or recent.num_begun != num_seen
                     if busy and waited >= _BUSY_S:
                         break
             await response.write_eof()
@@ -67,7 +67,7 @@ def add_dashboard(
     async def one_request(request: web.Request) -> web.StreamResponse:
         """The timeline of a recent request, by its id or `X-Request-Id`."""
         now = time.monotonic()
-        found = observed.recent.find(request.match_info["id"])
+        found = recent.find(request.match_info["id"])
         if not found:
             raise web.HTTPNotFound(reason="no recent request has this id")
         return json_response({"choices": [one.describe(now) for one in found]})
@@ -84,8 +84,8 @@ async def _page(request: web.Request) -> web.StreamResponse:
     return web.Response(text=made.html, content_type="text/html", headers=headers)
 
 
-def _model(observed: ObservedBackend) -> str | None:
+def _model(backend: RouterBackend) -> str | None:
     try:
-        return observed.model().name
+        return backend.model().name
     except BatonError:
         return None

@@ -16,12 +16,12 @@ from baton.errors import BatonError, EngineUnavailableError, HandoffError
 from baton.openai.http.errors import error_of_chunk
 from baton.openai.http.metrics import Row, counter
 from baton.router.connectors.base import Connector, PrefixLeg
-from baton.router.join import Chunks
+from baton.router.leg_tasks import Chunks, LegWatch
 from baton.router.policies import PolicyConfig
 from baton.router.pooled_engine import PooledEngine
 from baton.router.prefixes import PromptBlocks
 from baton.timeouts import timeout
-from baton.wire import GenerateRequest, Mode
+from baton.wire import GenerateRequest, Mode, TokenChunk
 
 # How much the last measurement counts.
 _WEIGHT = 0.25
@@ -103,31 +103,7 @@ class HandBacks:
 
     # ------------------------------------------------------------ the move
 
-    async def before(
-        self,
-        leg: Chunks,
-        request: GenerateRequest,
-        prefill: PooledEngine,
-        back: HandBack | None,
-        mode: Mode,
-        drain: Callable[[Chunks], None],
-    ) -> Chunks:
-        """The chunks of the prefill `leg`, which begins after the hand-back. `drain` reads a leg to its end."""
-        now = asyncio.get_running_loop().time
-        if back is not None:
-            await self._hand_back(request, prefill, back, mode, drain)
-        began, measured = now(), False
-        async with contextlib.aclosing(leg):
-            async for chunk in leg:
-                if not measured and chunk.token_ids:
-                    measured = True
-                    num_computed = len(request.prompt_token_ids) - chunk.num_cached_tokens
-                    if num_computed >= _MEASURED_TOKENS:
-                        seconds = now() - began - (chunk.queued_s or 0.0)
-                        self._compute_pace(prefill).measure(max(seconds, 0.0), num_computed)
-                yield chunk
-
-    async def _hand_back(
+    async def run(
         self,
         request: GenerateRequest,
         prefill: PooledEngine,
@@ -135,6 +111,7 @@ class HandBacks:
         mode: Mode,
         drain: Callable[[Chunks], None],
     ) -> None:
+        """Do the hand-back, whatever comes of it. `drain` reads a leg to its end."""
         now = asyncio.get_running_loop().time
         began, computing = now(), self._compute_pace(prefill).seconds
         limit_s = _LIMIT_S
@@ -158,6 +135,14 @@ class HandBacks:
             self.counts["completed"] += 1
             self.num_tokens += num_tokens
             self._pace_of(back.source, prefill).measure(now() - began, max(1, num_tokens))
+
+    def on_first_token(
+        self, request: GenerateRequest, prefill: PooledEngine, first: TokenChunk, seconds: float
+    ) -> None:
+        """Measure computing by the chunk with the first token, `seconds` after the prefill leg's request."""
+        num_computed = len(request.prompt_token_ids) - first.num_cached_tokens
+        if num_computed >= _MEASURED_TOKENS:
+            self._compute_pace(prefill).measure(max(seconds - (first.queued_s or 0.0), 0.0), num_computed)
 
     async def _move(self, leg: PrefixLeg, num_prompt: int, held: int, drain: Callable[[Chunks], None]) -> int:
         """Move what the source holds. Returns by how many tokens the destination holds more than `held`."""
@@ -212,3 +197,28 @@ class HandBacks:
             yield counter("router_hand_backs", text, self.counts[outcome], outcome=outcome)
         text = "Prompt tokens that prefill engines got from other engines' caches."
         yield counter("router_handed_back_tokens", text, self.num_tokens)
+
+
+@dataclass(slots=True)
+class HandBackWatch(LegWatch):
+    """Of a prefill leg: does the hand-back `back` before it, if there is one, and measures how fast the rest is
+    computed. `drain` reads a leg to its end."""
+
+    hand_backs: HandBacks
+    request: GenerateRequest
+    prefill: PooledEngine
+    back: HandBack | None
+    mode: Mode
+    drain: Callable[[Chunks], None]
+    _began: float | None = None
+
+    async def begin(self) -> None:
+        if self.back is not None:
+            await self.hand_backs.run(self.request, self.prefill, self.back, self.mode, self.drain)
+        self._began = asyncio.get_running_loop().time()
+
+    def on_chunk(self, chunk: TokenChunk) -> None:
+        if self._began is not None and chunk.token_ids:
+            seconds = asyncio.get_running_loop().time() - self._began
+            self.hand_backs.on_first_token(self.request, self.prefill, chunk, seconds)
+            self._began = None

@@ -7,20 +7,15 @@ it has the KV, and then all others. The client gets whichever comes first. Later
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 import msgspec
 
 from baton.errors import BatonError, EngineLostError, HandoffError, ProtocolError, is_refusal
-from baton.timeouts import timeout
+from baton.router.leg_tasks import Chunks, LegItems, LegSource, LegWatch, rest_of_leg, start_legs
 from baton.wire import MAX_WAITED_S, GenerateRequest, LegRole, TokenChunk
 
-# After the first token, so that it is sent to the client before the decode leg's request.
-_THEN_S = 0.001
-Chunks = AsyncGenerator[TokenChunk, None]
 LegChunks = AsyncGenerator[tuple[TokenChunk, LegRole], None]
-LegItems = asyncio.Queue["tuple[LegRole, TokenChunk | BaseException | None]"]  # None: the leg has ended
 
 
 class LegFailed(Exception):
@@ -100,44 +95,27 @@ class Joined:
         )
 
 
-class _FirstToken:
-    """When a decode leg begins: with the first chunk or the end of the prefill leg, or after `wait_s`."""
-
-    def __init__(self, wait_s: float) -> None:
-        self._wait_s, self._came = wait_s, asyncio.Event()
-
-    async def wait(self) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            async with timeout(self._wait_s):
-                await self._came.wait()
-
-    def came(self) -> None:
-        asyncio.get_running_loop().call_later(_THEN_S, self._came.set)
-
-    def ended(self) -> None:
-        self._came.set()
-
-
 async def join_legs(
-    legs: Mapping[LegRole, Chunks],
+    legs: Mapping[LegRole, LegSource],
     items: LegItems,
     drain: Callable[[Chunks], None],
     notices: bool = True,
     first_token_wait_s: float | None = None,
+    watches: Mapping[LegRole, Sequence[LegWatch]] | None = None,
 ) -> LegChunks:
     """Yield (chunk, its leg) until a chunk with `finish_reason`. A single leg, of either kind, must send all tokens.
 
-    Closing the generator closes the legs. Others report a lost leg by putting an error into `items`. A leg that its
-    engine will end is handed to `drain` instead: the decode leg, if the prefill leg ended the request (P tells D), and
-    the prefill leg, if the decode leg ended it well (P then waits for its pages to be free). If P refuses the request,
-    no engine can compute it, and P's error ends the stream.
+    Closing the generator closes the legs. `watches` accompany them. Others report a lost leg by an error in `items`. A
+    leg that its engine will end is handed to `drain` instead: the decode leg, if the prefill leg ended the request (P
+    tells D), and the prefill leg, if the decode leg ended it well (P then waits for its pages to be free). If P refuses
+    the request, no engine can compute it, and P's error ends the stream.
 
     Raises `LegFailed` if the decode leg, or the only one, is lost, or if no engine took the prefill leg. A prefill leg
     that is lost later is closed when the request ends, not drained, if the decode engine `notices` (it recovers, or
     reports what it misses) or has sent tokens; otherwise this raises `LegFailed`.
     """
     alone = len(legs) == 1
-    tasks = _pumps(legs, items, first_token_wait_s)
+    tasks = start_legs(legs, items, watches or {}, first_token_wait_s)
     ended: set[LegRole] = set()
     drained: LegRole | None = None
     decoding = False
@@ -170,7 +148,7 @@ async def join_legs(
                 raise _failure(leg, item)
     finally:
         if drained is not None:
-            drain(_rest(drained, tasks[drained], items, drained in ended))
+            drain(rest_of_leg(drained, tasks[drained], items, drained in ended))
         ending = [task for leg, task in tasks.items() if leg != drained]
         for task in ending:
             task.cancel()
@@ -193,61 +171,3 @@ def _failure(leg: LegRole, error: BaseException | None) -> BaseException:
     if isinstance(error, BatonError):
         return LegFailed(leg, error, reported=isinstance(error, HandoffError))
     return error
-
-
-def _pumps(
-    legs: Mapping[LegRole, Chunks], items: LegItems, first_token_wait_s: float | None
-) -> dict[LegRole, asyncio.Task[None]]:
-    """Start a task for each leg. The first token depends on the prefill leg alone, so its request is sent first."""
-    first = _FirstToken(first_token_wait_s) if first_token_wait_s is not None and len(legs) > 1 else None
-
-    async def begin_second() -> None:
-        await asyncio.sleep(0)
-        if first is not None:
-            await first.wait()
-
-    tasks: dict[LegRole, asyncio.Task[None]] = {}
-    for leg, chunks in legs.items():
-        second = leg == "decode" and len(legs) > 1
-        pump = _pump(leg, chunks, items, begin_second if second else None, None if second else first)
-        tasks[leg] = asyncio.create_task(pump)
-    return tasks
-
-
-async def _pump(
-    leg: LegRole,
-    chunks: Chunks,
-    items: LegItems,
-    begin: Callable[[], Awaitable[None]] | None,
-    first: _FirstToken | None,
-) -> None:
-    """Put a leg's chunks and its end into `items`, after `begin`. `first`: told of the chunks and of the end."""
-    try:
-        if begin is not None:
-            await begin()
-        try:
-            async for chunk in chunks:
-                items.put_nowait((leg, chunk))
-                if first is not None:
-                    first.came()
-        finally:
-            if first is not None:
-                first.ended()
-            await chunks.aclose()
-        items.put_nowait((leg, None))
-    except Exception as error:
-        items.put_nowait((leg, error))
-
-
-async def _rest(which: LegRole, task: asyncio.Task[None], items: LegItems, ended: bool) -> Chunks:
-    """A leg's remaining chunks. Closing the generator closes the leg."""
-    try:
-        while not ended:
-            leg, item = await items.get()
-            if leg == which:
-                if not isinstance(item, TokenChunk):
-                    return
-                yield item
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

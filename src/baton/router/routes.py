@@ -44,6 +44,11 @@ class Route:
     hand_back: HandBack | None = None
     charges: Mapping[LegRole, Charge] = field(default_factory=dict)
 
+    @property
+    def names(self) -> list[str]:
+        """Of the engines, in the order of their legs."""
+        return [engine.name for engine in (self.prefill, self.decode) if engine is not None]
+
     def engine(self, leg: LegRole) -> PooledEngine:
         return self.prefill if leg == "prefill" and self.prefill is not None else self.decode
 

@@ -11,8 +11,8 @@ import pytest
 
 from baton.errors import BatonError, EngineLostError
 from baton.router.connectors.base import Connector, ConnectorConfig, PrefixLeg
-from baton.router.hand_back import HandBack, HandBacks
-from baton.router.join import Chunks
+from baton.router.hand_back import HandBack, HandBacks, HandBackWatch
+from baton.router.leg_tasks import Chunks
 from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pooled_engine import Charge
 from baton.router.prefixes import PromptBlocks
@@ -139,8 +139,10 @@ async def moved(script: Script, directory: Path) -> tuple[HandBacks, Pool]:
         yield chunk(300, token_ids=[1], position=0)
 
     back = HandBack(pool.decode[0], 320)
-    chunks = backs.before(leg(), asked(NEXT), pool.prefill[0], back, "push", drained.append)
-    assert [found.token_ids async for found in chunks] == [[1]]
+    watch = HandBackWatch(backs, asked(NEXT), pool.prefill[0], back, "push", drained.append)
+    await watch.begin()
+    async for found in leg():
+        watch.on_chunk(found)
     for rest in drained:
         assert [found async for found in rest] == []
     return backs, pool
@@ -195,14 +197,9 @@ async def test_whatever_fails_the_prefill_engine_computes(
 
 async def test_a_client_that_leaves_ends_both_legs(directory: Path) -> None:
     pool, script = Pool(directory), Script(prefill=[chunk(304)], decode=["hang"])
-
-    async def leg() -> AsyncGenerator[TokenChunk, None]:
-        raise AssertionError
-        yield chunk()
-
     back = HandBack(pool.decode[0], 320)
-    chunks = on(script).before(leg(), asked(NEXT), pool.prefill[0], back, "pull", lambda _: None)
-    task = asyncio.ensure_future(chunks.__anext__())
+    watch = HandBackWatch(on(script), asked(NEXT), pool.prefill[0], back, "pull", lambda _: None)
+    task = asyncio.ensure_future(watch.begin())
     while "decode 304 None" not in script.log:
         await asyncio.sleep(0)
     await asyncio.sleep(0)

@@ -14,7 +14,7 @@ import aiohttp
 from baton.errors import ConfigError, EngineLostError, EngineUnavailableError, RequestError
 from baton.handoff.protocol.ticket import TICKET_LIFE_S, new_transfer_id
 from baton.router.clients.engine_client import EngineClient
-from baton.router.join import Chunks
+from baton.router.leg_tasks import Chunks, LegSource
 from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
@@ -50,7 +50,7 @@ class Legs:
     for the first token before it begins; None: not at all. `on_end` is awaited after the attempt, with its legs
     closed; if it fails, the engines' own timeouts free what it would have freed."""
 
-    chunks: Mapping[LegRole, Chunks]
+    chunks: Mapping[LegRole, LegSource]
     notices: bool = True
     first_token_wait_s: float | None = None
     on_end: Callable[[HandoffOutcome], Coroutine[Any, Any, None]] | None = None
@@ -115,7 +115,7 @@ class Connector(ABC):
 
 def in_turn(
     first: Callable[[asyncio.Future[_T | None]], Chunks], then: Callable[[_T], Chunks]
-) -> dict[LegRole, Chunks]:
+) -> dict[LegRole, LegSource]:
     """Legs in sequence: the decode leg `then` begins when the prefill leg `first` has set its future to the argument
     of `then`. A prefill leg that ends the request does not set it."""
     found: asyncio.Future[_T | None] = asyncio.get_running_loop().create_future()
@@ -138,14 +138,11 @@ def in_turn(
             if not found.done():
                 found.set_result(None)
 
-    async def decode() -> Chunks:
+    async def decode() -> Chunks | None:
         needed = await found
-        if needed is not None:
-            async with contextlib.aclosing(then(needed)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+        return None if needed is None else then(needed)
 
-    return {"prefill": prefill(), "decode": decode()}
+    return {"prefill": prefill(), "decode": decode}
 
 
 async def muted(leg: Chunks) -> Chunks:

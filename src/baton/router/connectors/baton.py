@@ -11,7 +11,7 @@ from baton.handoff.protocol.ticket import prefix_digest, request_digest
 from baton.router.clients.engine_client import BatonClient
 from baton.router.connectors.base import Connector, Legs, PrefixLeg
 from baton.router.connectors.tickets import mint_ticket
-from baton.router.join import Chunks
+from baton.router.leg_tasks import Chunks, LegSource
 from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
@@ -46,7 +46,7 @@ class EngineConnector(Connector):
                 msgspec.structs.replace(request, handoff=HandoffParams(role=role, ticket=ticket))
             )
 
-        legs: dict[LegRole, Chunks] = {"prefill": leg("prefill", prefill), "decode": leg("decode", decode)}
+        legs: dict[LegRole, LegSource] = {"prefill": leg("prefill", prefill), "decode": leg("decode", decode)}
         one_host = urlsplit(prefill.url).hostname == urlsplit(decode.url).hostname
         return Legs(legs, first_token_wait_s=FIRST_TOKEN_WAIT_S if one_host else None)
 

@@ -14,7 +14,7 @@ from baton.handoff.protocol.ticket import request_digest
 from baton.router.clients.sglang_client import SglangClient
 from baton.router.connectors.base import Connector, Legs
 from baton.router.connectors.tickets import mint_ticket
-from baton.router.join import Chunks
+from baton.router.leg_tasks import Chunks
 from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams

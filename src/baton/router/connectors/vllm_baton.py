@@ -17,7 +17,7 @@ from baton.router.clients.vllm_client import VllmClient
 from baton.router.connectors.base import ConnectorConfig, HandoffOutcome, Legs, in_turn, muted
 from baton.router.connectors.tickets import mint_ticket
 from baton.router.connectors.vllm import VllmConnector, draws_anew
-from baton.router.join import Chunks
+from baton.router.leg_tasks import Chunks, LegSource
 from baton.router.pooled_engine import PooledEngine
 from baton.sampling_params import SamplingParams
 from baton.wire import BATON_PARAM, GenerateRequest, LegParams, LegRole, Mode, Role, VllmIdentity
@@ -57,7 +57,7 @@ class VllmBatonConnector(VllmConnector):
 
     def _in_turn(
         self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, ticket: str
-    ) -> dict[LegRole, Chunks]:
+    ) -> dict[LegRole, LegSource]:
         p, d = VllmClient.of(prefill), VllmClient.of(decode)
 
         async def first(found: asyncio.Future[list[int] | None]) -> Chunks:
@@ -78,7 +78,7 @@ class VllmBatonConnector(VllmConnector):
 
     def _at_once(
         self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, ticket: str
-    ) -> dict[LegRole, Chunks]:
+    ) -> dict[LegRole, LegSource]:
         p, d = VllmClient.of(prefill), VllmClient.of(decode)
         tokens, offered = request.prompt_token_ids, _params(LegParams(role="prefill", ticket=ticket))
         decoding = d.leg(request, _params(LegParams(role="decode", ticket=ticket)))

@@ -18,7 +18,7 @@ from baton.errors import EngineUnavailableError, ProtocolError, RequestError
 from baton.router.clients.vllm_client import VllmClient
 from baton.router.connectors.base import ConnectorConfig, HandoffOutcome, Legs, in_turn
 from baton.router.connectors.vllm import VllmConnector, draws_anew
-from baton.router.join import Chunks
+from baton.router.leg_tasks import Chunks, LegSource
 from baton.router.pooled_engine import PooledEngine
 from baton.sampling_params import NO_DEFAULTS
 from baton.wire import EngineIdentity, GenerateRequest, LegRole, Mode, Role, TokenChunk
@@ -63,7 +63,9 @@ class _NixlConnector(VllmConnector):
 
         return Legs(self._chunks(request, prefill, decode), notices=False, on_end=on_end)
 
-    def _chunks(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine) -> dict[LegRole, Chunks]:
+    def _chunks(
+        self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine
+    ) -> dict[LegRole, LegSource]:
         async def first(found: asyncio.Future[dict[str, object] | None]) -> Chunks:
             chunk, params, is_first = await self._first(request, prefill)
             if not is_first or chunk.finish_reason is None:
@@ -134,7 +136,9 @@ class NixlPushConnector(_NixlConnector):
 
     mode = "push"
 
-    def _chunks(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine) -> dict[LegRole, Chunks]:
+    def _chunks(
+        self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine
+    ) -> dict[LegRole, LegSource]:
         address = self._addresses.get(prefill.url)
         if address is None:
             return super()._chunks(request, prefill, decode)

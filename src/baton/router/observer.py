@@ -1,11 +1,12 @@
-"""The router's backend with observers: each request has a timeline, and its verifications are counted."""
+"""The router's observer: each request has a timeline, and its verifications are counted."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -13,76 +14,64 @@ from baton.observe.acceptance import HANDED_OFF, AcceptanceTotals, Group, Reques
 from baton.observe.alarm import AcceptanceAlarms
 from baton.observe.recent import RecentRequests
 from baton.observe.timeline import RequestTimeline
-from baton.observe.tracing.request_trace import RequestTrace
+from baton.observe.tracing.request_trace import LegTrace, RequestTrace
 from baton.observe.tracing.span import Value
 from baton.observe.tracing.tracer import Tracer
-from baton.openai import ServedModel
-from baton.openai.backend import OnRoute
 from baton.openai.http.caller import CALLER
 from baton.openai.http.metrics import Row, gauge, histogram
-from baton.openai.http.tracing import TRACE
-from baton.router.backend import RouterBackend
-from baton.router.connectors.base import Legs
+from baton.openai.http.tracing import TRACE, Trace
+from baton.router.leg_tasks import LegWatch
 from baton.router.pooled_engine import PooledEngine
-from baton.router.traced_legs import traced_legs
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, LegRole, Mode, TokenChunk
 
 
-class ObservedBackend:
-    """A `Backend` that passes everything on to a `RouterBackend`.
+@dataclass(frozen=True, slots=True)
+class ObservedRequest:
+    """A request that runs. `request`: what its engines get."""
+
+    request: GenerateRequest
+    timeline: RequestTimeline
+    _observer: RequestObserver
+
+    def on_route(self, why: str, engines: Sequence[str]) -> None:
+        self.timeline.on_route(time.monotonic(), why, engines)
+
+    def on_chunk(self, chunk: TokenChunk) -> None:
+        """Call it before the chunk goes to the client."""
+        self.timeline.on_tokens(time.monotonic(), len(chunk.token_ids), chunk.accepted, chunk.drafted)
+        if chunk.finish_reason is not None:
+            self._observer.on_last_chunk(self.timeline, chunk)
+
+
+class RequestObserver:
+    """Keeps the timelines of requests, and counts acceptance.
 
     Acceptance is counted for requests whose tokens after the first all come from one attempt: drafts of a resumed
-    request are not compared. With a `tracer`, requests have spans too.
+    request are not compared. With a `tracer`, requests have spans too. `model_name`: of the served model.
     """
 
-    def __init__(self, backend: RouterBackend, tracer: Tracer | None = None) -> None:
-        self.backend = backend
-        self.tracer = tracer
+    def __init__(self, tracer: Tracer | None = None, model_name: Callable[[], str] = lambda: "") -> None:
+        self._tracer, self._model_name = tracer, model_name
         self._traces: dict[str, RequestTrace] = {}
         self.totals = AcceptanceTotals()
         self.alarms = AcceptanceAlarms()
         self.recent = RecentRequests()
         self._running: dict[str, RequestTimeline] = {}
-        backend.on_recovery = self._on_recovery
-        if tracer is not None:
-            backend.on_legs = self._on_legs
 
-    @property
-    def allows_kv_mode(self) -> bool:
-        return self.backend.allows_kv_mode
-
-    def model(self) -> ServedModel:
-        return self.backend.model()
-
-    def check(self, params: SamplingParams) -> None:
-        self.backend.check(params)
-
-    async def generate(
-        self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
-    ) -> AsyncGenerator[TokenChunk, None]:
+    @contextlib.contextmanager
+    def observing(self, request: GenerateRequest) -> Iterator[ObservedRequest]:
+        """Observe a request until the block ends, by its error or otherwise."""
         caller, name = CALLER.get(), request.request_id
         http_id = "" if caller is None else caller.request_id
-        num_prompt = len(request.prompt_token_ids)
-        timeline = RequestTimeline(name, http_id, time.monotonic(), time.time(), num_prompt)
-
-        def routed(why: str, engines: Sequence[str] = ()) -> None:
-            timeline.on_route(time.monotonic(), why, engines)
-            if on_route is not None:
-                on_route(why, engines)
-
+        timeline = RequestTimeline(name, http_id, time.monotonic(), time.time(), len(request.prompt_token_ids))
         self._running[name] = timeline
         self.recent.begin(timeline)
         trace = self._begin_trace(timeline)
         if trace is not None:
             request = msgspec.structs.replace(request, timings=True)
         try:
-            async with contextlib.aclosing(self.backend.generate(request, kv_mode, routed)) as chunks:
-                async for chunk in chunks:
-                    timeline.on_tokens(time.monotonic(), len(chunk.token_ids), chunk.accepted, chunk.drafted)
-                    if chunk.finish_reason is not None:
-                        self._ended(timeline, chunk)
-                    yield chunk
+            yield ObservedRequest(request, timeline, self)
         except (asyncio.CancelledError, GeneratorExit):
             timeline.on_end(time.monotonic(), "abort")
             raise
@@ -97,7 +86,7 @@ class ObservedBackend:
                 del self._traces[name]
                 trace.end(self._request_attributes(request.sampling_params))
 
-    def _ended(self, timeline: RequestTimeline, chunk: TokenChunk) -> None:
+    def on_last_chunk(self, timeline: RequestTimeline, chunk: TokenChunk) -> None:
         timeline.on_end(time.monotonic(), chunk.finish_reason or "", chunk.error or "")
         if chunk.finish_reason not in ("stop", "length") or timeline.resumed or not any(timeline.drafted):
             return
@@ -107,29 +96,35 @@ class ObservedBackend:
         self.totals.observe(acceptance)
         self.alarms.observe(acceptance)
 
-    def _on_recovery(self, request_id: str, rung: str, cause: BaseException) -> None:
+    def on_recovery(self, request_id: str, rung: str, cause: BaseException) -> None:
         if (timeline := self._running.get(request_id)) is not None:
             timeline.on_recovery(time.monotonic(), rung, str(cause))
         if (trace := self._traces.get(request_id)) is not None:
             trace.on_recovery(rung, str(cause))
 
     def _begin_trace(self, timeline: RequestTimeline) -> RequestTrace | None:
-        if self.tracer is None:
+        if self._tracer is None:
             return None
         client = TRACE.get()
-        trace = self.tracer.begin(timeline, None if client is None else client.traceparent)
+        trace = self._tracer.begin(timeline, None if client is None else client.traceparent)
         if trace is not None:
             self._traces[timeline.id] = trace
         return trace
 
-    def _on_legs(self, attempt_id: str, legs: Legs, engines: Mapping[LegRole, PooledEngine], mode: Mode) -> Legs:
+    def watch_legs(
+        self, attempt_id: str, engines: Mapping[LegRole, PooledEngine], mode: Mode
+    ) -> dict[LegRole, list[LegWatch]]:
+        """The watches of an attempt's legs, on `engines`."""
         # The ids of later attempts end with their number.
         trace = self._traces.get(attempt_id) or self._traces.get(attempt_id.rpartition(".")[0])
-        return legs if trace is None else traced_legs(trace, legs, engines, mode)
+        if trace is None:
+            return {leg: [] for leg in engines}
+        alone = len(engines) == 1
+        return {leg: [_TracedLeg(trace, leg, engine, alone, mode)] for leg, engine in engines.items()}
 
     def _request_attributes(self, params: SamplingParams) -> dict[str, Value]:
         return {
-            "gen_ai.response.model": self.backend.model().name,
+            "gen_ai.response.model": self._model_name(),
             "gen_ai.request.max_tokens": params.max_tokens,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
@@ -154,3 +149,29 @@ class ObservedBackend:
             yield histogram("router_later_verifications_accepted", text, totals.later.histogram, **labels)
         text = "Alarms on acceptance that hold now."
         yield gauge("router_acceptance_alarms", text, len(self.alarms.alarms()))
+
+
+@dataclass(slots=True)
+class _TracedLeg(LegWatch):
+    """The leg's request carries the `traceparent` of its span."""
+
+    trace: RequestTrace
+    role: LegRole
+    engine: PooledEngine
+    alone: bool
+    mode: Mode
+    _leg: LegTrace | None = None
+
+    async def begin(self) -> None:
+        # In the leg's own task, so no other request's trace is changed.
+        self._leg = self.trace.begin_leg(self.role, self.engine.name, self.engine.url, self.alone, self.mode)
+        given = TRACE.get()
+        TRACE.set(Trace(self._leg.span.traceparent, None if given is None else given.tracestate))
+
+    def on_chunk(self, chunk: TokenChunk) -> None:
+        if self._leg is not None:
+            self.trace.on_chunk(self._leg, chunk)
+
+    def on_end(self, error: Exception | None) -> None:
+        if self._leg is not None:
+            self.trace.end_leg(self._leg, "" if error is None else str(error) or type(error).__name__)

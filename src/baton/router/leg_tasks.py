@@ -1,0 +1,119 @@
+"""The tasks that read the legs of an attempt, and what accompanies a leg in its task."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+
+from baton.timeouts import timeout
+from baton.wire import LegRole, TokenChunk
+
+# After the first token, so that it is sent to the client before the decode leg's request.
+_THEN_S = 0.001
+Chunks = AsyncGenerator[TokenChunk, None]
+# A leg, or what waits in the leg's task for all that its request needs. None: there is no leg after all.
+LegSource = Chunks | Callable[[], Awaitable[Chunks | None]]
+LegItems = asyncio.Queue["tuple[LegRole, TokenChunk | BaseException | None]"]  # None: the leg has ended
+
+
+class LegWatch:
+    """Accompanies one leg, in the leg's task. An error of `begin` or `on_chunk` is the leg's.
+
+    A watch costs a call for each chunk, where a generator around the leg's would cost a turn of its own.
+    """
+
+    async def begin(self) -> None:
+        """Called before the leg's request is sent."""
+
+    def on_chunk(self, chunk: TokenChunk) -> None:
+        """Called with each chunk."""
+
+    def on_end(self, error: Exception | None) -> None:
+        """Called once, also if `begin` was not. `error` None: the leg ended well, or was closed."""
+
+
+class _FirstToken(LegWatch):
+    """Of the prefill leg: its first chunk or its end lets the decode leg begin, which waits for up to `wait_s`."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s, self._came = wait_s, asyncio.Event()
+
+    async def wait(self) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with timeout(self._wait_s):
+                await self._came.wait()
+
+    def on_chunk(self, chunk: TokenChunk) -> None:
+        asyncio.get_running_loop().call_later(_THEN_S, self._came.set)
+
+    def on_end(self, error: Exception | None) -> None:
+        self._came.set()
+
+
+class _Second(LegWatch):
+    """Of the decode leg: the first token depends on the prefill leg alone, so its request is sent first."""
+
+    def __init__(self, first: _FirstToken | None) -> None:
+        self._first = first
+
+    async def begin(self) -> None:
+        await asyncio.sleep(0)
+        if self._first is not None:
+            await self._first.wait()
+
+
+def start_legs(
+    legs: Mapping[LegRole, LegSource],
+    items: LegItems,
+    watches: Mapping[LegRole, Sequence[LegWatch]],
+    first_token_wait_s: float | None,
+) -> dict[LegRole, asyncio.Task[None]]:
+    """Start a task for each leg, which puts the leg's chunks and its end into `items`."""
+    own = {leg: list(watches.get(leg, ())) for leg in legs}
+    if len(legs) > 1:
+        first = None if first_token_wait_s is None else _FirstToken(first_token_wait_s)
+        own["prefill"] += [] if first is None else [first]
+        own["decode"].insert(0, _Second(first))
+    return {leg: asyncio.create_task(_read(leg, source, items, own[leg])) for leg, source in legs.items()}
+
+
+async def _read(leg: LegRole, source: LegSource, items: LegItems, watches: Sequence[LegWatch]) -> None:
+    try:
+        error: Exception | None = None
+        chunks = source if isinstance(source, AsyncGenerator) else None
+        try:
+            for watch in watches:
+                await watch.begin()
+            if callable(source):
+                chunks = await source()
+            if chunks is not None:
+                async for chunk in chunks:
+                    items.put_nowait((leg, chunk))
+                    for watch in watches:
+                        watch.on_chunk(chunk)
+        except Exception as failed:
+            error = failed
+            raise
+        finally:
+            for watch in watches:
+                watch.on_end(error)
+            if chunks is not None:
+                await chunks.aclose()
+        items.put_nowait((leg, None))
+    except Exception as failed:
+        items.put_nowait((leg, failed))
+
+
+async def rest_of_leg(which: LegRole, task: asyncio.Task[None], items: LegItems, ended: bool) -> Chunks:
+    """A leg's remaining chunks. Closing the generator closes the leg."""
+    try:
+        while not ended:
+            leg, item = await items.get()
+            if leg == which:
+                if not isinstance(item, TokenChunk):
+                    return
+                yield item
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
