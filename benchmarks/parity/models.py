@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.torch import load_file, save_file
 
+from baton.engine.request import Request
+from baton.engine.speculation.adaptive import AdaptiveDrafts
+from baton.engine.speculation.choice import IntArray
 from testkit.checkpoints import kinds
 from testkit.checkpoints.common import make_checkpoint, make_drafter
 from testkit.checkpoints.drafters_layers import latent_head, make_mtp_checkpoint, mtp
@@ -19,10 +24,12 @@ from testkit.checkpoints.gpt_oss import make_gpt_oss
 from testkit.checkpoints.granite import make_granite
 from testkit.checkpoints.moe import make_moe_checkpoint
 from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid
+from testkit.checkpoints.written import make_written
+from testkit.engines import Stepped
 
 NUM_DRAFTS = 3
 THREE_MODULES = "deepseek_v3, three modules"
-WITH_ONE_MODULE = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "qwen3_5_text", "qwen3_next")
+WITH_ONE_MODULE = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "nemotron_h", "qwen3_5_text", "qwen3_next")
 WINDOW = 9
 # Small enough that thousands of requests take minutes. All contexts are far below the maximum.
 TINY: dict[str, Any] = {
@@ -44,12 +51,38 @@ MakeDrafter = Callable[[Path, Path, int], dict[str, Any]]
 @dataclass(frozen=True, slots=True)
 class DrafterEntry:
     """`needs` returns why a drafter does not fit a target, by the target's name, or None if it fits. `settings`: of
-    engines that use it.
+    engines that use it, each of which is given to `prepare` before its first request.
     """
 
     make: MakeDrafter | None
     needs: Callable[[str], str | None] = lambda target: "as for deepseek_v3" if target == THREE_MODULES else None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Stepped], None] = lambda engine: None
+
+
+class ByLength(AdaptiveDrafts):
+    """Another k for each request and step, as an engine chooses it, but from the number of tokens alone: engines that
+    measure choose unlike each other."""
+
+    def choose(self, requests: Sequence[Request], most: Sequence[int]) -> IntArray:
+        counts = [7 * len(request.token_ids) // 3 % (NUM_DRAFTS + 1) for request in requests]
+        return np.minimum(counts, np.maximum(most, 0))
+
+
+def chosen_by_length(engine: Stepped) -> None:
+    assert engine.core.steps.adaptive is not None
+    engine.core.steps.adaptive = ByLength(NUM_DRAFTS)
+
+
+def auto(entry: DrafterEntry) -> DrafterEntry:
+    """A drafter with `num_speculative_tokens` "auto"."""
+    make = entry.make
+    assert make is not None
+
+    def with_auto(path: Path, target: Path, seed: int) -> dict[str, Any]:
+        return {**make(path, target, seed), "num_speculative_tokens": "auto"}
+
+    return dataclasses.replace(entry, make=with_auto, prepare=chosen_by_length)
 
 
 def louder(checkpoint: Path) -> Path:
@@ -76,6 +109,11 @@ def tiny_moe(shape: str, **overrides: Any) -> MakeTarget:
 def with_modules(shape: str, num: int = 1) -> MakeTarget:
     """As `tiny_moe`, with MTP modules."""
     return lambda path, seed: louder(make_mtp_checkpoint(path, shape, seed, num, **TINY))
+
+
+def written(name: str, **overrides: Any) -> MakeTarget:
+    """A random target that transformers writes."""
+    return lambda path, seed: louder(make_written(path, name, seed, **overrides))
 
 
 def head(method: str, **overrides: Any) -> DrafterEntry:
@@ -123,6 +161,9 @@ TARGETS: Mapping[str, MakeTarget] = {
     "granitemoehybrid": lambda path, seed: louder(make_granite(path, seed)),
     "qwen3_5_text": lambda path, seed: louder(make_qwen_hybrid(path, seed=seed, with_mtp=True)),
     "qwen3_next": lambda path, seed: louder(make_qwen_hybrid(path, "qwen3_next", seed, with_mtp=True)),
+    "minimax_m2": written("minimax_m2"),
+    "nemotron_h": written("nemotron_h"),
+    "kimi_linear": written("kimi_linear"),
     "latents, window and states": every_kind,
     THREE_MODULES: with_modules("deepseek_v3", 3),
 }
@@ -146,6 +187,8 @@ DRAFTERS: Mapping[str, DrafterEntry] = {
         lambda path, target, seed: make_assistant(path, target, seed),
         lambda target: None if target == "gemma4_text" else "an assistant is for Gemma 4",
     ),
+    "eagle3, auto k": auto(head("eagle3")),
+    "draft_model, auto k": auto(whole(tiny("llama", num_hidden_layers=1, num_key_value_heads=1))),
     "ngram": DrafterEntry(lambda path, target, seed: ngram()),
     "draft_model": whole(tiny("llama", num_hidden_layers=1, num_key_value_heads=1)),
     "draft_model, window": DrafterEntry(lambda path, target, seed: windowed_draft_model(path)),

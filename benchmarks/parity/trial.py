@@ -69,7 +69,7 @@ class Trial:
         dtype: str = "auto",
         maker: MakeTarget | None = None,
     ) -> None:
-        self.folder = folder
+        self.folder, self.prepare = folder, DRAFTERS[drafter].prepare
         model = (maker or TARGETS[target])(folder / "target", seed)
         make, spec = DRAFTERS[drafter].make, None
         if make is not None:
@@ -88,6 +88,7 @@ class Trial:
     def alone(self, cases: Sequence[Case]) -> dict[Case, Stream]:
         """One engine's stream for each case: accepted drafts with the drafter, all else from a run without it."""
         with stepped(**self.settings) as single:
+            self.prepare(single)
             self._groups = [name for name, rules in single.core.cache.rules.items() if rules.kind != "state"]
             streams = _said(single, cases)
         if self.settings["speculative_config"] is None:
@@ -104,6 +105,8 @@ class Trial:
         """P and D with pages of these sizes. `alone` must have run before."""
         p, d = block_sizes(sizes, self._groups)
         with pair(self.folder, {"block_size": d}, **self.settings, block_size=p) as two:
+            self.prepare(two.prefill)
+            self.prepare(two.decode)
             yield two
 
 

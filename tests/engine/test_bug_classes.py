@@ -296,6 +296,8 @@ MUTANTS = [
     Mutant("E", send_no_state, EVERY_KIND),
     Mutant("E", send_no_latents, EVERY_KIND),
     Mutant("E", send_a_scratch_slot, EVERY_KIND),
+    Mutant("E", send_no_state, "nemotron_h", "mtp"),
+    Mutant("E", send_no_latents, "kimi_linear"),
 ]
 LENGTHS = (1, 2, 8, 9, 15, 16, 22, 23, 24, 31, 35, 48)
 

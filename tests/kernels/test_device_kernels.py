@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.kernels.device import square_sums
 from baton.models.cache import ScanRows
 from baton.models.layers.causal_conv import CausalConv
-from baton.models.layers.gated_delta import GatedDeltaNet, GatedDeltaSpec
+from baton.models.layers.gated_delta import GatedDeltaSpec, delta_rule
 from baton.models.layers.layernorm import Fp32RMSNorm, RMSNorm
 from baton.models.layers.linear import Build
 from baton.models.layers.mamba2 import Mamba2, Mamba2Spec
@@ -81,17 +81,20 @@ def run(kind: str, where: torch.device, begin: int, stop: int, state: Tensor, ke
         conv = filled(CausalConv({"x": Share(0, 10, 10)}, 4, True, build))
         mixed, last = conv(numbers(70, 14, seed=9)[begin:stop].to(where), 2, before, rows)
         return mixed, last
-    wide, first, heads = (sum(MAMBA.conv_sizes), 48, 6) if kind == "mamba2" else (sum(DELTA.conv_sizes), 40, 8)
+    # b and a after the rows of the convolution; a for each channel of a key in "kimi".
+    ends = {"mamba2": (48, 6), "delta": (40, 8), "kimi": (0, 4 + 4 * 12)}
+    wide, (first, heads) = sum((MAMBA if kind == "mamba2" else DELTA).conv_sizes), ends[kind]
     mixed = numbers(70, wide, seed=8)[begin:stop].to(where)
     projected = numbers(70, first + wide + heads, seed=9)[begin:stop].to(where)
     if kind == "mamba2":
         mamba = filled(Mamba2(MAMBA, 32, 1e-6, 0, build))
         return (mamba._scan_torch if on_device else mamba._scan_cpu)(projected, mixed, before, rows)
-    delta = filled(GatedDeltaNet(DELTA, 32, 1e-6, 0, build))
-    return (delta._scan_torch if on_device else delta._scan_cpu)(projected, mixed, before, rows)
+    rate, dt_bias = -numbers(4, seed=6).exp().to(where), numbers(heads - 4, seed=7).to(where)
+    first = projected.shape[1] - heads
+    return delta_rule(not on_device)(DELTA, (rate, dt_bias), projected, first, mixed, before, rows)
 
 
-SHAPES = {"conv": (4, 10, 3), "mamba2": (4, 6, 96), "delta": (4, 4, 120)}
+SHAPES = {"conv": (4, 10, 3), "mamba2": (4, 6, 96), "delta": (4, 4, 120), "kimi": (4, 4, 120)}
 
 
 @pytest.mark.parametrize("kind", SHAPES)

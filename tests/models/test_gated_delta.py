@@ -1,11 +1,14 @@
-"""Gated delta nets: the implementations agree, and the CPU one gives a row the same bits in every batch."""
+"""Gated delta nets and Kimi Delta Attention: the implementations agree, and the CPU one gives a row the same bits in
+every batch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from baton.models.cache import LayerCache
 from baton.models.layers.gated_delta import GatedDeltaNet, GatedDeltaSpec
+from baton.models.layers.kimi_delta import KimiDeltaNet
 from baton.models.layers.linear import Build
 from testkit.recurrences import (
     HIDDEN,
@@ -20,11 +23,19 @@ from testkit.recurrences import (
 SPECS = {
     "usual": GatedDeltaSpec(key_heads=2, key_dim=16, value_heads=4, value_dim=16, taps=4),
     "odd": GatedDeltaSpec(1, 5, 3, 7, 2),
+    "kimi": GatedDeltaSpec(4, 16, 4, 16, 4),
+    "kimi, odd": GatedDeltaSpec(3, 7, 3, 7, 2),
 }
 
 
-def layer(spec: GatedDeltaSpec, dtype: torch.dtype = torch.float32) -> GatedDeltaNet:
-    built = GatedDeltaNet(spec, HIDDEN, 1e-6, 0, Build(dtype, torch.device("cpu"), True))
+class WithoutPositions(KimiDeltaNet):
+    def forward(self, x: torch.Tensor, cache: LayerCache) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, (x, x), cache)
+
+
+def layer(name: str, dtype: torch.dtype = torch.float32) -> GatedDeltaNet | KimiDeltaNet:
+    kind = WithoutPositions if name.startswith("kimi") else GatedDeltaNet
+    built = kind(SPECS[name], HIDDEN, 1e-6, 0, Build(dtype, torch.device("cpu"), True))
     fill(built)
     return built
 
@@ -33,7 +44,7 @@ def layer(spec: GatedDeltaSpec, dtype: torch.dtype = torch.float32) -> GatedDelt
 @pytest.mark.parametrize("name", SPECS)
 def test_implementations_agree(name: str, dtype: torch.dtype) -> None:
     spec, x = SPECS[name], inputs(dtype)
-    one = layer(spec, dtype)
+    one = layer(name, dtype)
     kept = [0, 1, 63, 64, LENGTH - 1]
     expected, states = run(one, x, begin(spec.state_spec, dtype), [0, LENGTH], kept)
     one._on_cpu = one.conv1d._on_cpu = False
@@ -47,12 +58,12 @@ def test_implementations_agree(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SPECS)
 def test_neither_chunks_nor_neighbours_change_a_bit(name: str, dtype: torch.dtype) -> None:
-    assert_rows_have_the_bits_of_any_batch(layer(SPECS[name], dtype), SPECS[name].state_spec, dtype)
+    assert_rows_have_the_bits_of_any_batch(layer(name, dtype), SPECS[name].state_spec, dtype)
 
 
 def test_a_row_that_is_not_finite_spoils_no_row_before_it() -> None:
     spec, x = SPECS["usual"], inputs()
-    one = layer(spec)
+    one = layer("usual")
     whole, _ = run(one, x, begin(spec.state_spec, x.dtype), [0, LENGTH], [])
     spoiled = x.clone()
     spoiled[70] = torch.nan

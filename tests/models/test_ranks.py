@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from baton.engine.attention.registry import get_backend
 from baton.engine.config import EngineConfig
 from baton.engine.loading.facts import numeric_probe
 from baton.engine.memory.kv_memory import model_groups, parts_of
 from baton.errors import ConfigError
+from baton.models.architectures.minimax_m2 import HeadsNorm
+from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import MergedLinear
 from baton.models.layers.parallel import Stage, TensorRank
 from baton.models.loading.loader import load_model, weight_table
@@ -22,6 +25,7 @@ from testkit.checkpoints.gemma4 import make_gemma4
 from testkit.checkpoints.gpt_oss import make_gpt_oss
 from testkit.checkpoints.granite import make_granite
 from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid
+from testkit.checkpoints.written import make_written
 from testkit.handoffs.rank_threads import on_ranks
 
 Checkpoint = Callable[..., Path]
@@ -52,6 +56,9 @@ STACKED: dict[str, Callable[[Path], Path]] = {
     "granite": functools.partial(make_granite, mamba_n_heads=8),
     "granite, experts": functools.partial(make_granite, mamba_n_heads=8, mamba_n_groups=4, num_local_experts=4),
     "qwen3_next": functools.partial(make_qwen_hybrid, kind="qwen3_next", **FOUR_HEADS),
+    "minimax_m2": functools.partial(make_written, name="minimax_m2"),
+    "nemotron_h": functools.partial(make_written, name="nemotron_h", mamba_num_heads=8, n_groups=4, moe_latent_size=20),
+    "kimi_linear": functools.partial(make_written, name="kimi_linear"),
 }
 
 
@@ -83,6 +90,27 @@ def test_any_number_of_ranks_gives_the_same_bits(path_of: Callable[[str], Path],
     one = probe(path, dtype, TensorRank(num_slices=4))
     for size in (2, 4):
         assert on_ranks(size, 4, lambda ranks: probe(path, dtype, ranks)) == [one] * size
+
+
+def norm_own_heads_alone(norm: HeadsNorm, x: Tensor) -> Tensor:
+    return RMSNorm.forward(norm, x.flatten(1)).view(x.shape)
+
+
+def count_each_copy_of_a_head(norm: HeadsNorm, x: Tensor) -> Tensor:
+    parts = norm._ranks.gather(x.float().square().sum(-1))
+    mean = torch.cat(tuple(parts), dim=1).sum(1) / norm._size
+    return norm.weight.view(x.shape[1:]) * (x.float() * mean.rsqrt()[:, None, None]).to(x.dtype)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("breaks", [norm_own_heads_alone, count_each_copy_of_a_head])
+def test_a_norm_that_forgets_the_ranks_is_seen(
+    path_of: Callable[[str], Path], breaks: Callable[[HeadsNorm, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = path_of("minimax_m2")
+    one = probe(path, "float32", TensorRank(num_slices=4))
+    monkeypatch.setattr(HeadsNorm, "forward", breaks)
+    assert one not in on_ranks(4, 4, lambda ranks: probe(path, "float32", ranks))
 
 
 @pytest.mark.usefixtures("one_thread", "unpacked")

@@ -107,7 +107,7 @@ class Prepared(Trial):
     """A pair whose checkpoints exist, on a device."""
 
     def __init__(self, place: Place, device: str, dtype: str) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="baton-matrix-"))
+        self.folder, self.prepare = Path(tempfile.mkdtemp(prefix="baton-matrix-")), DRAFTERS[place.drafter].prepare
         transport = "local://" if device == "cpu" else "cuda_ipc://"
         self.settings: dict[str, Any] = {
             "model": str(place.model),

@@ -391,15 +391,17 @@ def _gated(random: Random, dtype: torch.dtype) -> None:
 
 
 def deltas(random: Random) -> None:
-    """Recurrence and gated norm of gated delta nets. For the convolution see `states`."""
+    """Recurrence and gated norms of gated delta nets, with a decay for each head or for each channel of its key. For
+    the convolution see `states`."""
     key_heads, each, dtype = int(random.integers(1, 3)), int(random.integers(1, 4)), _dtype(random)
     size, width, heads = int(random.integers(1, 20)), int(random.integers(1, 20)), key_heads * each
     counts = [int(random.integers(1, 12)) for _ in range(int(random.integers(1, 4)))]
     starts = np.cumsum([0, *counts]).astype(np.int32)
     total, inner, keys = int(starts[-1]), heads * size, key_heads * width
-    rows_TX = _normal(random, total, inner + 2 * heads, dtype=dtype)
+    num_decays = heads * int(random.choice([1, width]))
+    rows_TX = _normal(random, total, inner + heads + num_decays, dtype=dtype)
     mixed, state = _normal(random, total, 2 * keys + inner), _normal(random, len(counts), heads, width * size)
-    rate, dt_bias = -_normal(random, heads).abs(), _normal(random, heads)
+    rate, dt_bias = -_normal(random, heads).abs(), _normal(random, num_decays)
     kept = np.flatnonzero(random.random(total) < 0.5).astype(np.int64)
     out, kept_states = _empty(total, inner), _empty(len(kept), heads, width * size)
     before = state.double().clone()
@@ -409,8 +411,9 @@ def deltas(random: Random) -> None:
             starts, kept, as_array(out), as_array(kept_states),
         )  # fmt: skip
     place = {int(row): i for i, row in enumerate(kept)}
-    b, a = rows_TX[:, inner:].double().split(heads, dim=1)
-    beta, decay = b.sigmoid(), (F.softplus(a + dt_bias.double()) * rate.double()).exp()
+    b, a = rows_TX[:, inner:].double().split([heads, num_decays], dim=1)
+    steps = F.softplus(a + dt_bias.double()).view(total, heads, -1)
+    beta, decay = b.sigmoid(), (steps * rate.double()[:, None]).exp()
     q, k, v = mixed.double().split([keys, keys, inner], dim=1)
     q, k = (
         (part / (part.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(each, dim=1)
@@ -420,7 +423,7 @@ def deltas(random: Random) -> None:
     for r, count in enumerate(counts):
         s, grown = before[r].view(heads, width, size).clone(), before[r].abs().amax()
         for t in range(int(starts[r]), int(starts[r]) + count):
-            s = s * decay[t][:, None, None]
+            s = s * decay[t][:, :, None]
             new = (v[t] - (s * k[t][:, :, None]).sum(1)) * beta[t][:, None]
             s = s + k[t][:, :, None] * new[:, None]
             grown = torch.maximum(grown, s.abs().amax()) + v[t].abs().amax()
@@ -433,8 +436,17 @@ def deltas(random: Random) -> None:
         gated_delta.gated_norm(as_array(out), as_array(rows_TX), as_array(weight), np.float32(eps), as_array(normed))
     by_head = out.double().view(total, heads, size)
     by_head = by_head * torch.rsqrt(by_head.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
-    gates = F.silu(rows_TX[:, :inner].double())
-    expected = by_head.flatten(1) * gates
+    _norm_of_deltas(by_head.flatten(1), F.silu(rows_TX[:, :inner].double()), weight, normed, heads)
+    gates = _normal(random, total, inner, dtype=dtype)
+    with guard:
+        gated_delta.sigmoid_gated_norm(
+            as_array(out), as_array(gates), as_array(weight), np.float32(eps), as_array(normed)
+        )
+    _norm_of_deltas(by_head.flatten(1), gates.double().sigmoid(), weight, normed, heads)
+
+
+def _norm_of_deltas(by_head: Tensor, gates: Tensor, weight: Tensor, normed: Tensor, heads: int) -> None:
+    size, dtype, expected = len(weight), weight.dtype, by_head * gates
     # Rounded to the dtype three more times on the way, which weighs more than the additions.
     magnitude = 8 * (weight.double().abs() * size).repeat(heads) * (1 + gates.abs())
     magnitude += 2.0**22 * 4 * _EPSILON[dtype] * expected.abs()

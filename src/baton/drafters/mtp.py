@@ -1,4 +1,5 @@
-"""Drafting with a target's own multi-token prediction modules (DeepSeek-V3, GLM-4.5, Qwen3.5), stored beside it.
+"""Drafting with a target's own multi-token prediction modules (DeepSeek-V3, GLM-4.5, Qwen3.5, Nemotron 3), stored
+beside it.
 
 The last module runs again on its own output, as in vLLM with one module (transformers stops at one draft per module).
 """
@@ -72,12 +73,23 @@ def _of_qwen(name: str, num_layers: int) -> tuple[int, str] | None:
     return 0, rest  # unknown, which `fill` refuses by name
 
 
+def _of_nemotron(name: str, num_layers: int) -> tuple[int, str] | None:
+    """Nemotron-H: one module, whose blocks are `mtp.layers.0`, `mtp.layers.1` and so on."""
+    block, _, rest = name.removeprefix("mtp.layers.").partition(".")
+    if not name.startswith("mtp.layers.") or rest.startswith(_SHARED):
+        return None
+    if rest.startswith("final_layernorm."):
+        return 0, rest.removeprefix("final_layer")
+    return 0, rest if rest.startswith(_PARTS) else f"layer.{block}.{rest}"
+
+
 # Where checkpoints store a module's tensors, by type of target.
 _PLACES: dict[str, Callable[[str, int], tuple[int, str] | None]] = {
     "deepseek_v3": _after_the_last_layer,
     "deepseek_v32": _after_the_last_layer,
     "glm4_moe": _after_the_last_layer,
     "glm_moe_dsa": _after_the_last_layer,
+    "nemotron_h": _of_nemotron,
     "qwen3_5_moe_text": _of_qwen,
     "qwen3_5_text": _of_qwen,
     "qwen3_next": _of_qwen,
@@ -101,6 +113,7 @@ def _num_modules(raw: RawConfig) -> tuple[int, Callable[[str, int], tuple[int, s
         return 1, place
     # transformers reads the second name too.
     num = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 1))
-    if type(num) is not int or not 1 <= num <= MAX_MODULES:
-        raise CheckpointError(f"drafter: config.json: num_nextn_predict_layers is {num!r}, expected 1 to {MAX_MODULES}")
+    most = 1 if place is _of_nemotron else MAX_MODULES
+    if type(num) is not int or not 1 <= num <= most:
+        raise CheckpointError(f"drafter: config.json: num_nextn_predict_layers is {num!r}, expected 1 to {most}")
     return num, place

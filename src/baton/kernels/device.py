@@ -97,10 +97,10 @@ def triton_convolve(rows_TC: Tensor, state: Tensor, weight_KC: Tensor, bias_C: T
 
 
 def triton_gated_delta(
-    mixed: Tensor, beta_TH: Tensor, decay_TH: Tensor, state: Tensor, sizes: tuple[int, int, int], where: DeviceRows
+    mixed: Tensor, beta_TH: Tensor, decay: Tensor, state: Tensor, sizes: tuple[int, int, int], where: DeviceRows
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule: [T, H V], and the states [kept, H, K V] after the rows to keep. `sizes`: key heads, K, V.
-    `mixed` float32 [T, 2 J K + H V], `state` float32 [R, H, K V]."""
+    `mixed` float32 [T, 2 J K + H V], `decay` [T, H] or [T, H K], `state` float32 [R, H, K V]."""
     key_heads, width, size = sizes
     heads = beta_TH.shape[1]
     out = mixed.new_empty(len(mixed), heads * size)
@@ -108,9 +108,9 @@ def triton_gated_delta(
     block_k = _power_of_two(width)
     block_v = min(_power_of_two(size), max(1, _STATE_NUMBERS // block_k))
     _kernels("recurrences").gated_delta[where.num_requests, heads, math.ceil(size / block_v)](
-        mixed, beta_TH.contiguous(), decay_TH.contiguous(), state.contiguous(), where.begins, where.kept, out, kept,
+        mixed, beta_TH.contiguous(), decay.contiguous(), state.contiguous(), where.begins, where.kept, out, kept,
         heads, width, size, width**-0.5, 1e-6,
-        GROUP=heads // key_heads, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
+        GROUP=heads // key_heads, BLOCK_K=block_k, BLOCK_V=block_v, BY_CHANNEL=decay.shape[1] > heads, num_warps=4,
     )  # fmt: skip
     return out, kept
 

@@ -60,7 +60,12 @@ class SharedLayerSpec:
     source: int
 
 
-LayerSpec = KVLayerSpec | LatentLayerSpec | StateLayerSpec | SharedLayerSpec
+@dataclass(frozen=True, slots=True)
+class EmptyLayerSpec:
+    """A layer that keeps nothing, such as one of an MLP alone."""
+
+
+LayerSpec = KVLayerSpec | LatentLayerSpec | StateLayerSpec | SharedLayerSpec | EmptyLayerSpec
 
 States = tuple[Tensor, ...]
 

@@ -18,7 +18,14 @@ from baton.errors import ConfigError
 from baton.kv.interval import Kind
 from baton.kv.spec import GroupSpec, Owner, Planes, PlaneSpec, kv_planes, latent_planes
 from baton.models.base import CausalLM
-from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerSpec, SharedLayerSpec, StateLayerSpec
+from baton.models.cache import (
+    EmptyLayerSpec,
+    KVLayerSpec,
+    LatentLayerSpec,
+    LayerSpec,
+    SharedLayerSpec,
+    StateLayerSpec,
+)
 from baton.models.layers.parallel import Share, share_of_heads, stage_layers
 from baton.transports.base import Region, Transport
 
@@ -137,10 +144,10 @@ def kv_memory(
 def _groups(
     layers: Sequence[LayerSpec], modules: Sequence[int | None], owner: Owner, sizes: Mapping[str, int], dtype: str
 ) -> list[GroupSpec]:
-    """Layers with the same spec and module form one group. Layers that share another's entries are in none."""
+    """Layers with the same spec and module form one group. Layers that keep nothing are in none."""
     by_spec: dict[tuple[LayerSpec, int | None], list[int]] = {}
     for layer_id, (layer, module) in enumerate(zip(layers, modules, strict=True)):
-        if not isinstance(layer, SharedLayerSpec):
+        if not isinstance(layer, SharedLayerSpec | EmptyLayerSpec):
             by_spec.setdefault((layer, module), []).append(layer_id)
     groups: list[GroupSpec] = []
     for (layer, module), ids in by_spec.items():
@@ -183,5 +190,5 @@ def _kept(layer: LayerSpec, dtype: str) -> tuple[Kind, Planes]:
         case StateLayerSpec(planes):
             parts = (PlaneSpec(p.name, p.dtype or dtype, p.num_heads, p.head_dim, p.cut) for p in planes)
             return "state", tuple(parts)
-        case SharedLayerSpec():
-            raise AssertionError("a layer that shares entries has no group")
+        case SharedLayerSpec() | EmptyLayerSpec():
+            raise AssertionError("a layer that keeps nothing has no group")

@@ -1,4 +1,4 @@
-"""CPU kernels of gated delta nets: the recurrence and the gated norm, row by row, so neither other rows nor chunks
+"""CPU kernels of gated delta nets: the recurrence and the gated norms, row by row, so neither other rows nor chunks
 change a bit. States are float32.
 
 Shapes: T rows of R requests, H value heads of V numbers, J key heads of K numbers, each for H / J value heads.
@@ -27,15 +27,16 @@ def scan(
     """The gated delta rule. Per row and value head: S = S exp(rate softplus(a + dt_bias)), u = sigmoid(b) (v - S^T k),
     S = S + k u^T, o = S^T q, with q and k of unit length and q divided by sqrt(K).
 
-    q | k | v = `mixed` float32 [T, 2 J K + H V]; b and a are columns `first` .. `first` + 2 H of `rows`; o goes to
-    `out` float32 [T, H V]. `state` float32 [R, H, K V] is S before the rows, and is overwritten. S after each of the
-    rows `kept` (ascending) goes to `kept_states` [len(kept), H, K V].
+    q | k | v = `mixed` float32 [T, 2 J K + H V]; `rows` has b [H], then a, from column `first` on: one for each head
+    [H], or for each channel of its key [H K], as `dt_bias`; o goes to `out` float32 [T, H V]. `state` float32
+    [R, H, K V] is S before the rows, and is overwritten. S after each of the rows `kept` (ascending) goes to
+    `kept_states` [len(kept), H, K V].
     """
-    heads = len(rate)
+    heads, num_decays = len(rate), len(dt_bias) // len(rate)
     size = out.shape[1] // heads
     width = state.shape[2] // size
     q, k = np.empty(width, np.float32), np.empty(width, np.float32)
-    u, o = np.empty(size, np.float32), np.empty(size, np.float32)
+    u, o, decays = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(num_decays, np.float32)
     scale = _ONE / np.sqrt(np.float32(width))
     first_kept = 0
     for r in range(len(query_start) - 1):
@@ -57,13 +58,15 @@ def scan(
                     q[n] = mixed[t, q_at + n] * q_factor
                     k[n] = mixed[t, k_at + n] * k_factor
                 beta = _ONE / (_ONE + exp32(-to_f32(rows[t, first + h])))
-                dt = softplus32(to_f32(rows[t, first + heads + h]) + dt_bias[h])
-                decay = np.float32(math.exp(dt * rate[h]))
+                for n in range(num_decays):
+                    at = h * num_decays + n
+                    dt = softplus32(to_f32(rows[t, first + heads + at]) + dt_bias[at])
+                    decays[n] = np.float32(math.exp(dt * rate[h]))
                 for p in range(size):
                     u[p] = np.float32(0.0)
                     o[p] = np.float32(0.0)
                 for n in range(width):
-                    at, factor = n * size, k[n]
+                    at, factor, decay = n * size, k[n], decays[min(n, num_decays - 1)]
                     for p in range(size):
                         value = s[at + p] * decay
                         s[at + p] = value
@@ -104,3 +107,22 @@ def gated_norm(o: Any, rows: Any, weight: Any, eps: Any, out: Any) -> None:
                 scaled = to_f32(from_f32(element, to_f32(weight[i]) * normed))
                 gate = to_f32(rows[t, start + i])
                 out[t, start + i] = from_f32(element, scaled * (gate / (_ONE + exp32(-gate))))
+
+
+@jit_contract
+def sigmoid_gated_norm(o: Any, gates: Any, weight: Any, eps: Any, out: Any) -> None:
+    """RMSNorm of each head of `o` float32 [T, H V], rounded to the dtype of `out` first, times `weight` [V], then times
+    sigmoid of `gates` [T, H V], to `out` [T, H V]."""
+    size = len(weight)
+    element = weight[0]
+    for t in range(o.shape[0]):
+        for start in range(0, o.shape[1], size):
+            total = np.float32(0.0)
+            for i in range(size):
+                value = to_f32(from_f32(element, o[t, start + i]))
+                total += value * value
+            factor = _ONE / np.sqrt(total / np.float32(size) + eps)
+            for i in range(size):
+                value = to_f32(from_f32(element, o[t, start + i])) * factor * to_f32(weight[i])
+                gate = _ONE / (_ONE + exp32(-to_f32(gates[t, start + i])))
+                out[t, start + i] = from_f32(element, value * gate)

@@ -34,10 +34,11 @@ def convolve(
 @triton.jit
 def gated_delta(
     mixed, beta, decay, state, begins, kept, out, kept_states, heads, width, size, scale, eps,
-    GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """The gated delta rule of one request, one value head and some of its numbers. `mixed`: q | k | v, float32; `beta`
-    and `decay` float32 [T, heads]; states [heads, width, size]; `GROUP` value heads share a key head."""
+    float32 [T, heads]; `decay` float32 [T, heads], or [T, heads, width] if `BY_CHANNEL`; states [heads, width, size];
+    `GROUP` value heads share a key head."""
     request, head = tl.program_id(0), tl.program_id(1)
     n, p = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     key_size, wide, narrow = heads // GROUP * width, n < width, p < size
@@ -53,7 +54,10 @@ def gated_delta(
         v = tl.load(row + 2 * key_size + head * size + p, mask=narrow, other=0.0)
         q = q / tl.sqrt(tl.sum(q * q, axis=0) + eps) * scale
         k = k / tl.sqrt(tl.sum(k * k, axis=0) + eps)
-        s = s * tl.load(decay + t * heads + head)
+        if BY_CHANNEL:
+            s = s * tl.load(decay + (t * heads + head).to(tl.int64) * width + n, mask=wide, other=0.0)[:, None]
+        else:
+            s = s * tl.load(decay + t * heads + head)
         u = (v - tl.sum(s * k[:, None], axis=0)) * tl.load(beta + t * heads + head)
         s += k[:, None] * u[None, :]
         o = tl.sum(s * q[:, None], axis=0)

@@ -88,11 +88,12 @@ def _parse(raw: RawConfig, indexer_interleaved: bool) -> ModelConfig:
         is_interleaved=indexer_interleaved,
         is_shared=_shared_layers(raw, num_layers) if indexer_interleaved else (False,) * num_layers,
     )
-    moe = replace(sigmoid_experts(raw, num_layers), layers=_expert_layers(raw, num_layers))
+    moe = replace(sigmoid_experts(raw, num_layers), layers=expert_kinds(raw, num_layers))
     return ModelConfig(**{**fields, "latent": replace(latent, index=index)}, moe=moe)
 
 
-def _expert_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
+def expert_kinds(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
+    """Which layers have experts, by `mlp_layer_types` or as in DeepSeek-V3."""
     kinds = raw.get("mlp_layer_types")
     if kinds is None:
         return expert_layers(raw, num_layers)

@@ -38,7 +38,12 @@ class Mixtral(CausalLM):
         return DecoderLayer(config, layer_id, build, mlp=feed_forward(config, layer_id, build))
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        name = name.replace(".block_sparse_moe.", ".mlp.")
-        for stored, layer in _LAYERS.items():
-            name = name.replace(stored, layer)
-        return ((name, tensor),)
+        return ((rename_expert(name), tensor),)
+
+
+def rename_expert(name: str) -> str:
+    """The usual name of a tensor that is named as Mixtral's experts."""
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    for stored, layer in _LAYERS.items():
+        name = name.replace(stored, layer)
+    return name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -89,8 +90,8 @@ class GatedDeltaNet(nn.Module):
         def recurrence(states: States, rows: ScanRows) -> tuple[Tensor, States]:
             conv, matrix = torch.cat(states[:3], dim=1), states[3]
             mixed, kept_conv = self.conv1d(projected, self._spec.conv_sizes[2], conv, rows)
-            scan = self._scan_cpu if self._on_cpu else self._scan_torch
-            out, kept = scan(projected, mixed, matrix, rows)
+            first, rule = projected.shape[1] - 2 * self._spec.value_heads, delta_rule(self._on_cpu)
+            out, kept = rule(self._spec, self._parameters32(), projected, first, mixed, matrix, rows)
             return out, (*torch.split(kept_conv, list(self._spec.conv_sizes), dim=1), kept)
 
         return self.out_proj(self._normed(cache.scan(self._layer_id, recurrence), projected))  # type: ignore[no-any-return]
@@ -100,42 +101,6 @@ class GatedDeltaNet(nn.Module):
         if self._wide is None:
             self._wide = -self.A_log.float().exp(), self.dt_bias.float()
         return self._wide
-
-    def _scan_cpu(self, projected: Tensor, mixed: Tensor, matrix: Tensor, rows: ScanRows) -> tuple[Tensor, Tensor]:
-        (rate, dt_bias), spec = self._parameters32(), self._spec
-        out = torch.empty(len(projected), spec.conv_sizes[2])
-        kept = matrix.new_empty(len(rows.kept), *matrix.shape[1:])
-        gated_delta_cpu.scan(
-            as_array(projected), projected.shape[1] - 2 * spec.value_heads, as_array(mixed), spec.key_heads,
-            as_array(matrix), as_array(rate), as_array(dt_bias), rows.query_start, rows.kept, as_array(out),
-            as_array(kept),
-        )  # fmt: skip
-        return out, kept
-
-    def _scan_torch(self, projected: Tensor, mixed: Tensor, matrix: Tensor, rows: ScanRows) -> tuple[Tensor, Tensor]:
-        """Row by row: chunks would round in another order than decoding."""
-        (rate, dt_bias), spec = self._parameters32(), self._spec
-        heads, each = spec.value_heads, spec.value_heads // spec.key_heads
-        b, a = torch.split(projected[:, -2 * heads :].float(), heads, dim=1)
-        beta, decay = b.sigmoid(), (rate * F.softplus(a + dt_bias)).exp()
-        if has_kernels(mixed.device.type):
-            where = DeviceRows.of(rows.query_start, rows.kept, mixed.device)
-            sizes = spec.key_heads, spec.key_dim, spec.value_dim
-            return triton_gated_delta(mixed, beta, decay, matrix, sizes, where)
-        parts = torch.split(mixed, list(spec.conv_sizes), dim=1)
-        q, k, v = (part.view(len(part), -1, size) for part, size in zip(parts, _widths(spec), strict=True))
-        q, k = (_unit(part).repeat_interleave(each, dim=1) for part in (q, k))
-        q, out, states, wanted = q * spec.key_dim**-0.5, torch.empty_like(v), [], set(rows.kept.tolist())
-        for r, (start, stop) in enumerate(itertools.pairwise(rows.query_start.tolist())):
-            state = matrix[r].view(heads, spec.key_dim, spec.value_dim)
-            for t in range(start, stop):
-                state = state * decay[t][:, None, None]
-                known = (state * k[t][:, :, None]).sum(dim=1)
-                state = state + k[t][:, :, None] * ((v[t] - known) * beta[t][:, None])[:, None]
-                out[t] = (state * q[t][:, :, None]).sum(dim=1)
-                if t in wanted:
-                    states.append(state.flatten(1))
-        return out.flatten(1), torch.stack(states) if states else matrix[:0]
 
     def _normed(self, o: Tensor, projected: Tensor) -> Tensor:
         weight, size = self.norm["weight"], self._spec.value_dim
@@ -150,6 +115,84 @@ class GatedDeltaNet(nn.Module):
         gate = F.silu(projected[:, : o.shape[1]].float())
         scaled: Tensor = (weight * wide.to(weight.dtype)).flatten(1) * gate
         return scaled.to(weight.dtype)
+
+
+Parameters = tuple[Tensor, Tensor]
+
+
+class DeltaRule(Protocol):
+    """The recurrence (see `kernels.cpu.gated_delta.scan`), on sizes of this rank."""
+
+    def __call__(
+        self,
+        spec: GatedDeltaSpec,
+        parameters: Parameters,
+        projected: Tensor,
+        first: int,
+        mixed: Tensor,
+        matrix: Tensor,
+        rows: ScanRows,
+    ) -> tuple[Tensor, Tensor]:
+        """`parameters`: the decay rate [H] and dt_bias. b and a are the columns of `projected` from `first` on. Returns
+        the output [T, H V], and `matrix` [R, H, K V] after the rows `kept`."""
+        ...
+
+
+def delta_rule(on_cpu: bool) -> DeltaRule:
+    return _rule_cpu if on_cpu else _rule_torch
+
+
+def _rule_cpu(
+    spec: GatedDeltaSpec,
+    parameters: Parameters,
+    projected: Tensor,
+    first: int,
+    mixed: Tensor,
+    matrix: Tensor,
+    rows: ScanRows,
+) -> tuple[Tensor, Tensor]:
+    rate, dt_bias = parameters
+    out = torch.empty(len(projected), spec.conv_sizes[2])
+    kept = matrix.new_empty(len(rows.kept), *matrix.shape[1:])
+    gated_delta_cpu.scan(
+        as_array(projected), first, as_array(mixed), spec.key_heads, as_array(matrix), as_array(rate),
+        as_array(dt_bias), rows.query_start, rows.kept, as_array(out), as_array(kept),
+    )  # fmt: skip
+    return out, kept
+
+
+def _rule_torch(
+    spec: GatedDeltaSpec,
+    parameters: Parameters,
+    projected: Tensor,
+    first: int,
+    mixed: Tensor,
+    matrix: Tensor,
+    rows: ScanRows,
+) -> tuple[Tensor, Tensor]:
+    """Row by row: chunks would round in another order than decoding."""
+    (rate, dt_bias), heads, each = parameters, spec.value_heads, spec.value_heads // spec.key_heads
+    b, a = torch.split(projected[:, first:].float(), [heads, len(dt_bias)], dim=1)
+    beta, steps = b.sigmoid(), F.softplus(a + dt_bias)
+    decay = (rate.repeat_interleave(len(dt_bias) // heads) * steps).exp()
+    if has_kernels(mixed.device.type):
+        where = DeviceRows.of(rows.query_start, rows.kept, mixed.device)
+        return triton_gated_delta(mixed, beta, decay, matrix, (spec.key_heads, spec.key_dim, spec.value_dim), where)
+    parts = torch.split(mixed, list(spec.conv_sizes), dim=1)
+    q, k, v = (part.view(len(part), -1, size) for part, size in zip(parts, _widths(spec), strict=True))
+    q, k = (_unit(part).repeat_interleave(each, dim=1) for part in (q, k))
+    q, out, states, wanted = q * spec.key_dim**-0.5, torch.empty_like(v), [], set(rows.kept.tolist())
+    decay = decay.view(len(decay), heads, -1, 1)
+    for r, (start, stop) in enumerate(itertools.pairwise(rows.query_start.tolist())):
+        state = matrix[r].view(heads, spec.key_dim, spec.value_dim)
+        for t in range(start, stop):
+            state = state * decay[t]
+            known = (state * k[t][:, :, None]).sum(dim=1)
+            state = state + k[t][:, :, None] * ((v[t] - known) * beta[t][:, None])[:, None]
+            out[t] = (state * q[t][:, :, None]).sum(dim=1)
+            if t in wanted:
+                states.append(state.flatten(1))
+    return out.flatten(1), torch.stack(states) if states else matrix[:0]
 
 
 def _widths(spec: GatedDeltaSpec) -> tuple[int, int, int]:

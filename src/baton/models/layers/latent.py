@@ -90,13 +90,16 @@ class LatentAttention(nn.Module):
         q_nope, q_rope = q.view(len(x), self._heads, -1).split([spec.nope_dim, spec.rope_dim], dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([spec.latent_dim, spec.rope_dim], dim=-1)
         # The shared key is rotated as one more head.
-        ropes = torch.cat((q_rope, k_rope[:, None]), dim=1)
-        ropes = rotate(deinterleaved(ropes) if spec.is_interleaved else ropes, self._heads + 1, *cos_sin)
+        ropes = self._rotated(torch.cat((q_rope, k_rope[:, None]), dim=1), cos_sin)
         q = torch.cat((q_nope, ropes[:, :-1]), dim=-1)
         out = cache.attend_latent(
             self._layer_id, q, self.kv_a_layernorm(latent), ropes[:, -1], self._scale, self.kv_b_proj, chosen
         )
         return self.o_proj(out.reshape(len(x), -1))  # type: ignore[no-any-return]
+
+    def _rotated(self, ropes: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """The rotated parts [T, H + 1, R] of queries and the key."""
+        return rotate(deinterleaved(ropes) if self._spec.is_interleaved else ropes, self._heads + 1, *cos_sin)
 
     def _chosen(
         self, x: Tensor, low_rank: Tensor | None, cos_sin: tuple[Tensor, Tensor], cache: LayerCache

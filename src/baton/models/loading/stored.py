@@ -25,6 +25,8 @@ SINGLE = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # What the names of a text model begin with in a checkpoint of text and images.
 _NESTED = ("model.language_model.", "language_model.model.")
+# How Nemotron-H's checkpoints begin names, and the usual names.
+_BACKBONE = {"backbone.": "model.", "model.embeddings.": "model.embed_tokens.", "model.norm_f.": "model.norm."}
 _PARTS = ("model.embed_tokens.", "model.norm.", "lm_head.")
 # Rows of two matrices compared at once.
 _ROWS = 4096
@@ -162,6 +164,8 @@ def _renaming(names: Collection[str]) -> Callable[[str], str]:
     alone, and removed if doubled."""
     if any(name.startswith(_NESTED) for name in names):
         return _without_nesting
+    if any(name.startswith("backbone.") for name in names):
+        return _of_backbone
     if any(name.startswith("model.model.") for name in names):
         return lambda name: name.removeprefix("model.") if name.startswith("model.model.") else name
     if "embed_tokens.weight" in names:
@@ -174,3 +178,10 @@ def _without_nesting(name: str) -> str:
         if name.startswith(prefix):
             return f"model.{name.removeprefix(prefix)}"
     return name.removeprefix("language_model.")
+
+
+def _of_backbone(name: str) -> str:
+    for prefix, usual in _BACKBONE.items():
+        if name.startswith(prefix):
+            name = usual + name.removeprefix(prefix)
+    return name

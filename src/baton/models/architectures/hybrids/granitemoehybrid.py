@@ -168,7 +168,7 @@ def _mamba(raw: RawConfig, hidden: int) -> Mamba2Spec:
         raise CheckpointError(f"config.json: mamba_n_heads {num_heads} of mamba_d_head {head_dim} are not {inner} wide")
     if num_heads % num_groups:
         raise CheckpointError(f"config.json: mamba_n_heads {num_heads} is no multiple of mamba_n_groups {num_groups}")
-    _refuse_limit(raw.get("time_step_limit"))
+    refuse_limit(raw.get("time_step_limit"))
     return Mamba2Spec(
         num_heads,
         head_dim,
@@ -180,7 +180,7 @@ def _mamba(raw: RawConfig, hidden: int) -> Mamba2Spec:
     )
 
 
-def _refuse_limit(limit: Any) -> None:
+def refuse_limit(limit: Any) -> None:
     """Refuse time step limits: the reference applies them to prompts but not to later tokens, so no result is right."""
     if limit is None:
         return

@@ -1,0 +1,167 @@
+"""Tiny random checkpoints of several architectures, written by transformers with the names of published ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from testkit.checkpoints.common import write_tokenizer
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "pad_token_id": None,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
+_NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "head_dim": 12,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "chunk_size": 16,
+    # Far below all steps: only those of prompts are clamped.
+    "time_step_min": 1e-9,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+    "num_nextn_predict_layers": 1,
+}
+_KIMI: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_heads": 4,
+    "linear_head_dim": 12,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+_ODD = {"num_attention_heads": 3, "num_key_value_heads": 1}
+# By name: transformers' class, and changes to the usual tiny config.
+WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral, window": (
+        "Mixtral",
+        {"num_local_experts": 3, "sliding_window": 19, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "phi3": ("Phi3", {}),
+    "phi3, window": (
+        "Phi3",
+        {"hidden_size": 64, "sliding_window": 19, "partial_rotary_factor": 0.5, "num_key_value_heads": 4},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 12, "rotary_dim": 6},
+    ),
+    "minimax_m2, odd": (
+        "MiniMaxM2",
+        {
+            **_ODD,
+            **{"num_local_experts": 1, "num_experts_per_tok": 1, "intermediate_size": 28, "head_dim": 22},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron_h": ("NemotronH", _NEMOTRON),
+    "nemotron_h, odd": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            **_ODD,
+            "layers_block_type": ["linear_attention", "full_attention", "moe", "moe", "linear_attention", "mlp"],
+            **{"n_groups": 3, "ssm_state_size": 7, "conv_kernel": 2, "mamba_head_dim": 9, "use_conv_bias": False},
+            **{"moe_latent_size": 20, "mlp_bias": True, "use_bias": True, "n_routed_experts": 6, "n_group": 2},
+            **{"norm_topk_prob": False, "routed_scaling_factor": 1.5, "num_experts_per_tok": 3},
+        },
+    ),
+    "nemotron_h, one expert": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["moe", "linear_attention", "full_attention"],
+            **{"n_groups": 1, "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_latent_size": 12},
+        },
+    ),
+    "kimi_linear": ("KimiLinear", _KIMI),
+    "kimi_linear, odd": (
+        "KimiLinear",
+        {
+            **_KIMI,
+            **{"num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 20, "qk_rope_head_dim": 6},
+            **{"kv_lora_rank": 21, "qk_nope_head_dim": 9, "v_head_dim": 13, "linear_num_heads": 3},
+            **{"linear_head_dim": 7, "linear_conv_kernel_dim": 2, "num_local_experts": 2, "num_experts_per_tok": 1},
+            "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+}
+
+
+def make_written(
+    path: str | Path, name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Path:
+    """Write a random model of `WRITTEN` to the directory `path`. Returns it. `overrides` replace fields of config.json.
+    A Nemotron gets an MTP module.
+
+    States decay slowly enough that one after a hundred tokens still depends on the first.
+    """
+    import transformers
+
+    directory, (cls, fields) = Path(path), WRITTEN[name]
+    config = getattr(transformers, f"{cls}Config")(**{**_TINY, **fields, **overrides})
+    model: Any = getattr(transformers, f"{cls}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor_name, tensor in sorted(model.state_dict().items()):
+            if tensor.is_floating_point():
+                tensor.copy_(_values(tensor_name, tensor.shape, generator))
+    model.to(dtype).save_pretrained(directory)
+    write_tokenizer(directory, config.vocab_size)
+    if getattr(config, "num_nextn_predict_layers", 0):
+        _add_mtp(directory, config, generator, dtype)
+    return directory
+
+
+def _values(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if "norm" in name or name.endswith(".D"):
+        return torch.add(1.0, noise, alpha=0.1)
+    if name.endswith("A_log"):
+        return noise - 2.0
+    if name.endswith("bias"):
+        return 0.1 * noise - (1.0 if name.endswith("dt_bias") else 0.0)
+    if "embed" in name or "lm_head" in name:
+        return 0.3 * noise
+    scaled: torch.Tensor = noise * shape[-1] ** -0.5
+    return scaled
+
+
+def _add_mtp(directory: Path, config: Any, generator: torch.Generator, dtype: torch.dtype) -> None:
+    """Add a module of two blocks with the shapes of the model's last attention and its last experts."""
+    file = directory / "model.safetensors"
+    tensors, size = load_file(file), config.hidden_size
+    shapes = {
+        **{f"mtp.layers.0.{part}.weight": torch.Size([size]) for part in ("enorm", "hnorm")},
+        "mtp.layers.0.eh_proj.weight": torch.Size([size, 2 * size]),
+        "mtp.layers.1.final_layernorm.weight": torch.Size([size]),
+    }
+    for block, kind in enumerate(("full_attention", "moe")):
+        prefix = f"layers.{config.layers_block_type.index(kind)}."
+        for name, tensor in tensors.items():
+            if (found := name.partition(prefix))[1] and not found[0].startswith("mtp"):
+                shapes[f"mtp.layers.{block}.{found[2]}"] = tensor.shape
+    tensors |= {name: _values(name, shape, generator).to(dtype) for name, shape in sorted(shapes.items())}
+    save_file(tensors, file, metadata={"format": "pt"})
