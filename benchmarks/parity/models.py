@@ -16,7 +16,7 @@ from baton.engine.speculation.adaptive import AdaptiveDrafts
 from baton.engine.speculation.choice import IntArray
 from testkit.checkpoints import kinds
 from testkit.checkpoints.common import make_checkpoint, make_drafter
-from testkit.checkpoints.drafters_layers import latent_head, make_mtp_checkpoint, mtp
+from testkit.checkpoints.drafters_layers import block_drafter, latent_head, make_mtp_checkpoint, mtp
 from testkit.checkpoints.drafters_tokens import ngram, windowed_draft_model
 from testkit.checkpoints.gemma3 import make_gemma3
 from testkit.checkpoints.gemma4 import make_assistant, make_gemma4
@@ -187,6 +187,8 @@ DRAFTERS: Mapping[str, DrafterEntry] = {
         lambda path, target, seed: make_assistant(path, target, seed),
         lambda target: None if target == "gemma4_text" else "an assistant is for Gemma 4",
     ),
+    "dflash": DrafterEntry(lambda path, target, seed: block_drafter(path, target, "dflash", NUM_DRAFTS)),
+    "dspark": DrafterEntry(lambda path, target, seed: block_drafter(path, target, "dspark", NUM_DRAFTS)),
     "eagle3, auto k": auto(head("eagle3")),
     "draft_model, auto k": auto(whole(tiny("llama", num_hidden_layers=1, num_key_value_heads=1))),
     "ngram": DrafterEntry(lambda path, target, seed: ngram()),

@@ -122,6 +122,18 @@ def test_a_prefill_engine_computes_no_block_and_no_attention(target_path: Path, 
         assert not set(calls) & set(layers[0])
 
 
+def test_a_block_has_a_place_for_the_token_before_it(target_path: Path, tmp_path: Path) -> None:
+    """Prompts that fill pages but for as many places as drafts, and one more."""
+    spec = SpeculativeConfig.parse(json.dumps(block_drafter(tmp_path, target_path, "dflash")))
+    prompts = [list(range(3, 3 + length)) for length in range(9, 13)]
+    settings = {"model": str(target_path), "kv_cache_memory": 4 << 20, "block_size": 4}
+    found = []
+    for drafter in (None, spec):
+        with stepped(**settings, speculative_config=drafter) as one:
+            found.append([stream.token_ids for stream in one.all_of(prompts, GREEDY)])
+    assert found[1] == found[0]
+
+
 def runner_of(engine: Stepped) -> Any:
     assert isinstance(engine.core.executor, LocalExecutor)
     return engine.core.executor.runner

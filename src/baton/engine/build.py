@@ -143,7 +143,7 @@ def _build(
     cache = KVCache(
         computing.whole,
         pool.size.num_pages,
-        config.num_drafts,
+        config.num_lookahead_slots,
         computing.executor.copy_page,
         config.enable_prefix_caching,
         config.mamba_block_size,

@@ -131,6 +131,13 @@ class EngineConfig(ServingSettings):
         return self.speculative_config.max_drafts if self.speculative_config else 0
 
     @property
+    def num_lookahead_slots(self) -> int:
+        """Token slots after the tokens of a step that target and drafter write to. A block of DFlash has a row for the
+        token before its drafts, which may be the one that the step has just given."""
+        spec = self.speculative_config
+        return self.num_drafts + (spec is not None and spec.method == "dflash")
+
+    @property
     def ticket_key_path(self) -> Path | None:
         if self.ticket_key_file is not None:
             return Path(self.ticket_key_file)

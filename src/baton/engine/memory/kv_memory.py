@@ -119,7 +119,7 @@ def kv_memory(
     device = torch.device(config.device)
     now = Memory.measure(device, uses_shm)
     one_rank = replace(config, engines_per_host=(config.engines_per_host or 1) * config.num_ranks)
-    size = pool_size(one_rank, before, now, groups, config.num_drafts, max_position)
+    size = pool_size(one_rank, before, now, groups, config.num_lookahead_slots, max_position)
     if size.lowered:
         log.warning("%s", size)
     num_bytes = sum(group.page_bytes * size.num_pages[group.name] for group in groups)
