@@ -99,6 +99,10 @@ class ModelConfig:
     latent: LatentSpec | None = None
 
 
+# Of any decoder, those of a single one included.
+ROPE_TYPES = (*_ROPE_PARAMS, "proportional")
+
+
 def get_int(raw: RawConfig, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
     """An integer in [minimum, maximum]. Raises `CheckpointError` naming the field."""
     value = raw.get(name)

@@ -46,6 +46,21 @@ def gguf(path: Path) -> None:
     (path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
 
 
+def truncated(path: Path) -> None:
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[:-3])
+
+
+def pointer(path: Path) -> None:
+    (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+
+
+def shards(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "model-1.safetensors")
+    weight_map = {"model.norm.weight": "model-1.safetensors", "lm_head.weight": "model-2.safetensors"}
+    file("model.safetensors.index.json", weight_map=weight_map)(path)
+
+
 def architecture(name: str) -> Callable[[Path], None]:
     return lambda path: config(path, architectures=[name])
 
@@ -69,6 +84,14 @@ REFUSED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "gptq": (file("quantize_config.json", bits=4), ["quantize_config.json", "full precision"]),
     "modelopt": (file("hf_quant_config.json", quantization={}), ["hf_quant_config.json"]),
     "fp8": (fp8, ["model.safetensors: tensor model.norm.weight is F8_E4M3", "full precision"]),
+    "truncated": (truncated, ["model.safetensors: truncated", "last 3 bytes", "download it again"]),
+    "pointer": (pointer, ["model.safetensors is a pointer", "git lfs pull"]),
+    "shards": (shards, ["model-2.safetensors: no such file", "index.json", "download it"]),
+    "rope": (lambda path: config(path, rope_scaling={"type": "dynamic"}), ["rope_scaling: 'dynamic'", "yarn"]),
+    "rope of layers": (
+        lambda path: config(path, rope_parameters={"full_attention": {"rope_type": "longrope"}}),
+        ["rope_parameters: 'longrope'"],
+    ),
     "named weights": (lambda path: config(path, transformers_weights="x.safetensors"), ["transformers_weights"]),
 }
 

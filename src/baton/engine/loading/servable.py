@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import CheckpointError
+from baton.models.config import ROPE_TYPES
 from baton.models.loading.config_json import text_config
 from baton.models.loading.quantization import quantization_of
 
@@ -31,6 +32,7 @@ _QUANTIZED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json
 _GENERATE = "Baton serves models that generate text"
 _FULL = "serve the checkpoint in full precision"
 _MAX_HEADER_BYTES = 100 << 20
+_LFS = b"version https://git-lfs"
 
 
 def check_servable(path: str | Path) -> None:
@@ -57,7 +59,7 @@ def _why(directory: Path, config: Mapping[str, Any]) -> str | None:
     if weights and not config and "params.json" in names:
         return f"{weights[0]} is in Mistral's own format, without a config.json: serve the one in Hugging Face's format"
     is_plain = not text_config(config).get("quantization_config")
-    return _of_config(config, names) or (_of_headers(directory, weights) if is_plain else None)
+    return _of_config(config, names) or _of_rope(text_config(config)) or _of_headers(directory, weights, is_plain)
 
 
 def _of_config(config: Mapping[str, Any], names: list[str]) -> str | None:
@@ -88,27 +90,57 @@ def _of_config(config: Mapping[str, Any], names: list[str]) -> str | None:
     return None
 
 
-def _of_headers(directory: Path, weights: list[str]) -> str | None:
+def _of_rope(config: Mapping[str, Any]) -> str | None:
+    for field in ("rope_parameters", "rope_scaling"):
+        section = config.get(field)
+        # Some models have one for each type of layer.
+        parts = [section, *section.values()] if isinstance(section, Mapping) else []
+        for kind in (part.get("rope_type", part.get("type")) for part in parts if isinstance(part, Mapping)):
+            if kind is not None and kind not in ROPE_TYPES:
+                instead = "; contexts of the original length need none of it" if kind == "dynamic" else ""
+                return f"config.json: {field}: {kind!r} is not supported, only {', '.join(ROPE_TYPES)}{instead}"
+    return None
+
+
+def _of_headers(directory: Path, weights: list[str], is_plain: bool) -> str | None:
     single = "model.safetensors"
     index = _object(directory / "model.safetensors.index.json").get("weight_map")
     used = {single} if single in weights else set(index.values()) if isinstance(index, Mapping) else set()
-    for name in weights:
-        header = _header(directory / name) if name in used else {}
-        for tensor, entry in header.items():
+    for name in sorted(name for name in used if isinstance(name, str)):
+        if name not in weights:
+            if not weights or "/" in name:
+                continue
+            return f"{name}: no such file, but model.safetensors.index.json has tensors in it: download it"
+        if _is_pointer(directory / name):
+            return f"{name} is a pointer of Git LFS, not the file itself: run git lfs pull"
+        header, missing = _header(directory / name)
+        if missing:
+            return f"{name}: truncated, its last {missing} bytes are missing: download it again"
+        for tensor, entry in header.items() if is_plain else ():
             if isinstance(entry, Mapping) and str(entry.get("dtype")).startswith("F8_"):
                 return f"{name}: tensor {tensor} is {entry['dtype']}, quantized weights are not supported: {_FULL}"
     return None
 
 
-def _header(path: Path) -> Mapping[str, Any]:
-    """A safetensors header. Empty for other files: loading them raises a better error."""
+def _is_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LFS)) == _LFS
+    except OSError:
+        return False
+
+
+def _header(path: Path) -> tuple[Mapping[str, Any], int]:
+    """A safetensors header, and how many bytes the file lacks. Empty for other files: loading raises a better error."""
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             value = json.loads(file.read(size)) if size <= _MAX_HEADER_BYTES else {}
-    except (OSError, ValueError, RecursionError, struct.error):
-        return {}
-    return value if isinstance(value, dict) else {}
+        header = value if isinstance(value, dict) else {}
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return header, max(0, 8 + size + max(ends) - path.stat().st_size) if ends else 0
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, struct.error):
+        return {}, 0
 
 
 def _object(path: Path) -> Mapping[str, Any]:
