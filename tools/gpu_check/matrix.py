@@ -40,7 +40,7 @@ CHECKPOINTS: Mapping[str, Callable[[Path, int], Path]] = {
     "qwen3_5_moe_text": lambda path, seed: louder(make_qwen_hybrid(path, "qwen3_5_moe_text", seed, with_mtp=True)),
 }
 # With every target; the other drafters with a llama alone.
-_USUAL = ("none", "eagle", "eagle3, d2t", "mtp", "mtp, three modules", "ngram", "draft_model")
+_USUAL = ("none", "eagle", "eagle3, d2t", "mtp", "mtp, three modules", "ngram", "draft_model", "assistant")
 _KV_BYTES = 64 << 20
 _ROWS = 70
 _SIZES = "per group"
