@@ -150,7 +150,7 @@ def whole_matrix(options: argparse.Namespace) -> bool:
     """`tools.gpu_check.matrix`, summed up by target."""
     with tempfile.TemporaryDirectory(prefix="baton-matrix-") as folder:
         root = options.prepared or Path(folder)
-        found = matrix.run(DEVICE, root, options.jobs, options.seconds, options.cases)
+        found = matrix.run(DEVICE, root, options.jobs, options.seconds, options.cases, options.targets)
     by_target: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for one in found:
         by_target[one["target"]].append(one)
@@ -194,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=6, help="of the ratios")
     parser.add_argument("--prepared", type=Path, help="what `tools.gpu_check.matrix --prepare` made")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 3), help="processes of the matrix")
+    parser.add_argument("--targets", nargs="*", default=[], help="of the matrix; default: all")
     parser.add_argument("--seconds", type=float, default=200.0, help="the matrix begins no pair later")
     parser.add_argument("--cases", type=int, default=2, help="requests of a pair by mode and condition, at most 2")
     options = parser.parse_args(arguments)

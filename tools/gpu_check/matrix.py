@@ -210,10 +210,15 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:300]} at {', '.join(places[-3:])}"
 
 
-def run(device: str, root: Path, jobs: int, seconds: float, num_cases: int) -> list[dict[str, Any]]:
-    """Check all pairs in `jobs` processes at a time, the slowest targets first. Returns what each found."""
+def run(
+    device: str, root: Path, jobs: int, seconds: float, num_cases: int, targets: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Check all pairs, or those of `targets`, in `jobs` processes at a time, the slowest targets first. Returns what
+    each found."""
     deadline = time.monotonic() + seconds
-    order = sorted(CHECKPOINTS, key=lambda name: next((i for i, slow in enumerate(_SLOW) if slow in name), len(_SLOW)))
+    order = sorted(
+        targets or CHECKPOINTS, key=lambda name: next((i for i, slow in enumerate(_SLOW) if slow in name), len(_SLOW))
+    )
     pieces = [(name, f"{i}/{_PIECES}") for name in order for i in range(_PIECES)]
 
     def one(piece: tuple[str, str]) -> list[dict[str, Any]]:
