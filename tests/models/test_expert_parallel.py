@@ -22,11 +22,12 @@ from baton.models.layers.parallel import TensorRank
 from baton.models.loading.loader import load_model, weight_table
 from testkit.checkpoints.gpt_oss import make_gpt_oss
 from testkit.checkpoints.granite import make_granite
+from testkit.checkpoints.written import WRITTEN, make_written
 from tests.models.test_ranks import CASES, FOUR
 
 R = TypeVar("R")
 Checkpoint = Callable[..., Path]
-KINDS = ("deepseek_v3", "qwen3_moe", "granitemoehybrid", "gpt_oss")
+KINDS = ("deepseek_v3", "qwen3_moe", "granitemoehybrid", "gpt_oss", "nemotron_h")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,8 @@ def path_of(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) ->
                 made[kind] = make_granite(folder, mamba_n_heads=8, mamba_n_groups=4, num_local_experts=4)
             elif kind == "gpt_oss":
                 made[kind] = make_gpt_oss(folder)
+            elif kind in WRITTEN:
+                made[kind] = make_written(folder, kind, moe_latent_size=12)
             else:
                 made[kind] = checkpoint(kind, **{**FOUR, **CASES[kind]})
         return made[kind]
