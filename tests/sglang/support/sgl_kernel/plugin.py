@@ -1,8 +1,8 @@
 """A plug-in for SGLang: `torch_native` stands for `intel_amx`, whose attention kernels `attention` replaces.
 
-SGLang's own `torch_native` has no path for drafts, and a CPU without AMX cannot choose `intel_amx`. With
-`BATON_TEST_FAULT=boundary` a decode server does not ask for the drafter's entry of the last prompt token, which depends
-on the first output token: a defect on purpose.
+SGLang's own `torch_native` has no path for drafts, and a CPU without AMX cannot choose `intel_amx`. While the file that
+`BATON_TEST_FAULT` names exists, a decode server does not ask for the drafter's entry of the last prompt token, which
+depends on the first output token: a defect on purpose.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def register() -> None:
     import os
     import sys
 
-    if os.environ.get("BATON_TEST_FAULT") == "boundary":
-        _leave_boundary_out()
+    if (fault := os.environ.get("BATON_TEST_FAULT")) is not None:
+        _leave_boundary_out(fault)
     if "mooncake_tcp" in sys.argv:
         _without_cuda_events()
     if not any(word.startswith("--speculative") for word in sys.argv):
@@ -48,7 +48,9 @@ def _without_cuda_events() -> None:
     HookRegistry.register(name, made, HookType.AFTER)
 
 
-def _leave_boundary_out() -> None:
+def _leave_boundary_out(while_exists: str) -> None:
+    import os
+
     from baton.kv.interval import Interval
     from baton.sglang.geometry import BufferLayout
 
@@ -56,6 +58,8 @@ def _leave_boundary_out() -> None:
 
     def wanted(layout: BufferLayout, num_tokens: int, hit: int) -> dict[str, Interval]:
         found = complete(layout, num_tokens, hit)
+        if not os.path.exists(while_exists):
+            return found
         cut = {name: Interval(tokens.start, tokens.stop - 1) for name, tokens in found.items() if "draft" in name}
         return {**found, **cut}
 
