@@ -11,12 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from baton.kernels.cpu.jit_cache import jit_contract
+from baton.kernels.cpu.jit_cache import jit_contract, jit_inline
 from baton.kernels.cpu.scalar import exp32, from_f32, softplus32, to_f32
 
 _ONE = np.float32(1.0)
 # Of the L2 norm of queries and keys, as in transformers.
 _EPS = np.float32(1e-6)
+
+
+@jit_inline
+def _scale_to(length: Any, row: Any, start: int, out: Any) -> None:
+    """Write the vector that begins at `start` in `row` to `out`, with this length."""
+    total = _EPS
+    for n in range(len(out)):
+        total += row[start + n] * row[start + n]
+    factor = length / np.sqrt(total)
+    for n in range(len(out)):
+        out[n] = row[start + n] * factor
 
 
 @jit_contract
@@ -49,14 +60,8 @@ def scan(
             v_at = 2 * key_heads * width + h * size
             next_kept = first_kept
             for t in range(begin, stop):
-                q_sum, k_sum = _EPS, _EPS
-                for n in range(width):
-                    q_sum += mixed[t, q_at + n] * mixed[t, q_at + n]
-                    k_sum += mixed[t, k_at + n] * mixed[t, k_at + n]
-                q_factor, k_factor = scale / np.sqrt(q_sum), _ONE / np.sqrt(k_sum)
-                for n in range(width):
-                    q[n] = mixed[t, q_at + n] * q_factor
-                    k[n] = mixed[t, k_at + n] * k_factor
+                _scale_to(scale, mixed[t], q_at, q)
+                _scale_to(_ONE, mixed[t], k_at, k)
                 beta = _ONE / (_ONE + exp32(-to_f32(rows[t, first + h])))
                 for n in range(num_decays):
                     at = h * num_decays + n
