@@ -97,7 +97,7 @@ ROOMS: dict[str, set[str]] = {
         "transports",
         "models",
     },
-    "testing": {"kv", "kvstore", "transports"},
+    "testing": {"kv", "kvstore", "transports", "handoff.protocol", "handoff.agent"},
     "deployment": {"handoff.session", "handoff.protocol", "transports", "engine"},
     "verify": {"engine", "openai", "text", "transports", "deployment"},
     "bench": {

@@ -7,11 +7,12 @@ import threading
 import msgspec
 import pytest
 
-from baton.handoff.agent.calls import Agent, DecodeLeg, DecodePages, GiveUp, LegEvent, PrefillLeg
+from baton.handoff.agent.calls import DecodeLeg, GiveUp, LegEvent, PrefillLeg
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol import events as ev
-from baton.handoff.protocol.messages import AttemptKey, Pair, Seeds
+from baton.handoff.protocol.messages import Pair, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, verify
+from baton.testing import RecordingAgent
 from baton.wire import HandoffParams
 from testkit.handoffs.ranks import Shape, wanted_of
 from testkit.inside import legs_of
@@ -20,23 +21,17 @@ KEY = b"k" * 32
 TWO = Shape(tp=2)
 
 
-class Noting(Agent):
-    """One rank's agent: records the pair of each attempt that is opened or placed."""
-
-    def __init__(self, rank: int, noted: list[tuple[str, bytes, Pair]]) -> None:
-        self.rank, self.noted = rank, noted
-
-    def post(self, key: AttemptKey, event: LegEvent) -> None:
-        names = {PrefillLeg: "opened", DecodeLeg: "announced", GiveUp: "aborted", DecodePages: "placed"}
-        self.noted.append((names[type(event)], key.transfer_id, key.pair))
+def noting(noted: list[tuple[type[LegEvent], bytes, Pair]]) -> RecordingAgent:
+    """One rank's agent. `noted`: events of all ranks, with their transfer and pair."""
+    return RecordingAgent(lambda key, event: noted.append((type(event), key.transfer_id, key.pair)))
 
 
 class OfTwo:
     def __init__(self) -> None:
-        self.noted: list[tuple[str, bytes, Pair]] = []
+        self.noted: list[tuple[type[LegEvent], bytes, Pair]] = []
         self.events: list[ev.HandoffEvent] = []
         self.agent = InstanceAgent(TWO.instance(0), self.events.append)
-        self.agent.bind([Noting(rank, self.noted) for rank in range(2)])
+        self.agent.bind([noting(self.noted) for _ in range(2)])
 
     def pairs(self, ticket: Ticket) -> set[Pair]:
         return {pair for _, transfer, pair in self.noted if transfer == ticket.transfer_id}
@@ -69,7 +64,7 @@ def test_pages_that_come_after_the_end_begin_nothing_anew() -> None:
     d.agent.on_peer(other.key, TWO.instance(0))
     d.agent.open_decode(ticket, 5, wanted_of(5, 0), {})
     assert d.pairs(ticket) == {(0, 0), (1, 0)}  # whose tombstones take no pages
-    assert d.noted[1:3] == [(what, ticket.transfer_id, (1, 0)) for what in ("announced", "aborted")]  # P's may be apart
+    assert d.noted[1:3] == [(what, ticket.transfer_id, (1, 0)) for what in (DecodeLeg, GiveUp)]  # P's may be apart
     assert d.pairs(other) == {(0, 0), (1, 1)}
     assert set(legs_of(d.agent)) == {other.key}
     assert [type(event) for event in d.events] == [ev.DecodeFailed, ev.DecodeReleased]
@@ -77,10 +72,10 @@ def test_pages_that_come_after_the_end_begin_nothing_anew() -> None:
 
 def test_a_rank_that_is_apart_asks_only_the_leading_rank_after_the_end() -> None:
     """P may have fewer ranks than D: there is no rank of P with this one's number."""
-    noted: list[tuple[str, bytes, Pair]] = []
+    noted: list[tuple[type[LegEvent], bytes, Pair]] = []
     here = msgspec.structs.replace(TWO.instance(1), apart=True)
     agent, ticket = InstanceAgent(here, lambda event: None), ticket_of(1, num_sources=1)
-    agent.bind([Noting(1, noted)])
+    agent.bind([noting(noted)])
     agent.announce_decode(ticket)
     agent.on_event(ev.DecodeFailed(ticket.key.of_pair((0, 1)), "peer_lost", "", True))
     agent.on_event(ev.DecodeReleased(ticket.key.of_pair((0, 1))))
@@ -134,24 +129,19 @@ def test_a_ticket_of_many_ranks_comes_with_a_request() -> None:
 
 def test_ranks_that_come_after_the_end_are_shown_no_pages() -> None:
     """P's engine was told that the pages are free: another request may have them."""
-    noted: list[type[LegEvent]] = []
-
-    class Second(Agent):
-        def post(self, key: AttemptKey, event: LegEvent) -> None:
-            noted.append(type(event))
-
     events: list[ev.HandoffEvent] = []
     ticket, one = ticket_of(1), Shape()
     p = InstanceAgent(one.instance(0), events.append)
-    p.bind([Second()])
+    second = RecordingAgent()
+    p.bind([second])
     p.open_prefill(ticket)
     p.admit_prefill(ticket.key)
     p.declare_final(ticket.key, 5, {"target": [1, 2]}, {"target": 5})
     p.finish_prefill(ticket.key, Seeds(7), True, {})
     p.on_event(ev.PrefillReleased(ticket.key, "finished"))
-    noted.clear()
+    second.posted.clear()
     p.on_peer(ticket.key, TWO.instance(0))
-    assert noted == [PrefillLeg, ev.PagesGiven, ev.Sampled]
+    assert second.kinds == [PrefillLeg, ev.PagesGiven, ev.Sampled]
     p.on_event(ev.PrefillReleased(ticket.key.of_pair((0, 1)), "finished"))
     assert events == [ev.PrefillReleased(ticket.key, "finished")]
     assert not legs_of(p)

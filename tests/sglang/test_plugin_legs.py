@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from baton.errors import HandoffError
+from baton.handoff.agent.calls import DecodeLeg, DecodePages, GiveUp, PrefillLeg
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import Redeemer, Ticket, mint
 from baton.kv.interval import Interval, Rules
 from baton.sglang.geometry import BufferLayout, RequestPages
 from baton.sglang.legs import RankLegs, ReceiverLeg, SenderLeg, prompt_digest
+from baton.testing import RecordingAgent
 from baton.wire import EngineIdentity
 
 KEY = b"k" * 32
 PROMPT = list(range(10, 20))
 SEEDS = Seeds(first_token=7)
-
-
-class ListAgent:
-    """Notes calls; an abort is accepted at once unless it `hangs`."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.hangs = False
-
-    def names(self) -> list[str]:
-        return [call[0] for call in self.calls]
-
-    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
-        self.calls.append(("abort", key, reason))
-        if taken is not None and not self.hangs:
-            threading.Thread(target=taken).start()
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args: self.calls.append((name, *args))
 
 
 def identity(name: str) -> EngineIdentity:
@@ -53,12 +34,12 @@ def ticket(prompt: list[int] = PROMPT) -> str:
     return mint(KEY, made)
 
 
-def rank(name: str, page_size: int = 4, abort_timeout: float = 5.0) -> tuple[RankLegs, ListAgent]:
+def rank(name: str, page_size: int = 4, abort_timeout: float = 5.0) -> tuple[RankLegs, RecordingAgent]:
     rules = {"target.k.0": Rules("full", 0), "draft.k.0": Rules("full", 1)}
     layout = BufferLayout(page_size, [], {}, rules)
     legs = RankLegs(layout, Redeemer(KEY, name, f"i{name}"), abort_timeout=abort_timeout)
-    agent = ListAgent()
-    legs.bind(agent)  # type: ignore[arg-type]
+    agent = RecordingAgent()
+    legs.bind(agent)
     return legs, agent
 
 
@@ -71,19 +52,18 @@ def test_a_prompt_is_declared_chunk_by_chunk_and_its_seeds_come_last() -> None:
     legs, agent = rank("P")
     leg = legs.open_prefill(ticket(), PROMPT)
     assert legs.poll(leg) == "ready"
-    assert agent.names() == ["open_prefill"]
+    assert agent.kinds == [PrefillLeg]
     legs.scheduled(leg)
     legs.scheduled(leg)
     legs.computed(leg, RequestPages([3, 5]), 8, lambda: pytest.fail("the prompt is not computed yet"))
     legs.computed(leg, RequestPages([9]), 2, lambda: SEEDS)
-    assert agent.names() == ["open_prefill", "admit_prefill", "declare_final", "declare_final", "finish_prefill"]
-    assert agent.calls[2][3:] == (
-        {"target.k.0": [3, 5], "draft.k.0": [3, 5]},
-        {"target.k.0": 8, "draft.k.0": 8},
-    )
-    assert agent.calls[3][3]["draft.k.0"] == [3, 5, 9]
-    assert agent.calls[3][4] == {"target.k.0": 10, "draft.k.0": 10}
-    assert agent.calls[4][2] == SEEDS
+    assert agent.kinds == [PrefillLeg, ev.PagesGiven, ev.Declared, ev.Declared, ev.Sampled]
+    first, second = agent.of(ev.Declared)
+    assert first.pages == {"target.k.0": [3, 5], "draft.k.0": [3, 5]}
+    assert first.final == {"target.k.0": 8, "draft.k.0": 8}
+    assert second.pages["draft.k.0"] == [3, 5, 9]
+    assert second.final == {"target.k.0": 10, "draft.k.0": 10}
+    assert agent.of(ev.Sampled)[0].seeds == SEEDS
 
 
 def test_a_decode_leg_gets_pages_after_admission_only() -> None:
@@ -93,10 +73,10 @@ def test_a_decode_leg_gets_pages_after_admission_only() -> None:
     legs.post(ev.DecodeAdmitted(key_of(leg)))
     assert legs.poll(leg) == "ready"
     legs.place(leg, 4, RequestPages([6, 7]))
-    name, _, length, wanted, pages = agent.calls[-1]
-    assert (name, length) == ("open_decode", 10)
-    assert wanted == {"target.k.0": Interval(4, 10), "draft.k.0": Interval(4, 10)}
-    assert pages["target.k.0"] == [0, 6, 7]
+    (opened,) = agent.of(DecodePages)
+    assert opened.prompt_len == 10
+    assert opened.wanted == {"target.k.0": Interval(4, 10), "draft.k.0": Interval(4, 10)}
+    assert opened.pages["target.k.0"] == [0, 6, 7]
     legs.post(ev.DecodeCommitted(key_of(leg), SEEDS, 100, 3))
     assert legs.poll(leg) == "done"
     assert leg.seeds == SEEDS
@@ -111,7 +91,7 @@ def test_an_aborted_decode_legs_pages_stay_until_no_copy_can_write_to_them() -> 
     legs.poll(leg)
     legs.place(leg, 0, RequestPages([1, 2, 3]))
     legs.abort(leg)
-    assert agent.names()[-1] == "abort"
+    assert agent.kinds[-1] is GiveUp
     assert legs.poll(leg) == "moving"
     legs.post(ev.DecodeReleased(key_of(leg)))
     assert legs.poll(leg) == "failed"
@@ -123,8 +103,8 @@ def test_a_hit_on_the_whole_prompt_is_refused_if_the_drafters_last_entry_must_mo
     leg = legs.open_decode(ticket(), PROMPT)
     legs.post(ev.DecodeAdmitted(key_of(leg)))
     legs.poll(leg)
-    legs.place(leg, 10, RequestPages([]))
-    assert agent.names() == ["announce_decode", "abort"]
+    legs.place(leg, 10, [])
+    assert agent.kinds == [DecodeLeg, GiveUp]
     legs.post(ev.DecodeReleased(key_of(leg)))
     assert legs.poll(leg) == "failed"
     assert "the drafter's last entry" in leg.why
@@ -138,8 +118,8 @@ def test_an_aborted_leg_without_pages_gets_none(admitted: bool) -> None:
     if admitted:  # it had been on its way
         legs.post(ev.DecodeAdmitted(key_of(leg)))
     assert legs.poll(leg) == "waiting"
-    legs.place(leg, 0, RequestPages([1, 2, 3]))
-    assert "open_decode" not in agent.names()
+    legs.place(leg, 0, [1, 2, 3])
+    assert DecodePages not in agent.kinds
 
 
 def test_a_dead_peer_fails_the_leg_by_name_after_its_pages_are_quiet() -> None:
@@ -170,9 +150,9 @@ def test_a_prefill_leg_that_was_given_up_declares_nothing_more() -> None:
     leg = legs.open_prefill(ticket(), PROMPT)
     legs.computed(leg, RequestPages([1, 2]), 8, lambda: SEEDS)
     legs.abort(leg)
-    calls = len(agent.calls)
-    legs.computed(leg, RequestPages([3]), 2, lambda: SEEDS)
-    assert len(agent.calls) == calls
+    calls = len(agent.posted)
+    legs.computed(leg, [3], 2, lambda: SEEDS)
+    assert len(agent.posted) == calls
     legs.post(ev.PrefillReleased(key_of(leg), "aborted"))
     assert legs.poll(leg) == "failed"
 
@@ -200,10 +180,10 @@ def test_a_leg_without_its_own_ticket_is_refused(text: Callable[[], str | None],
         leg = getattr(legs, opened)(text(), PROMPT)
         assert legs.poll(leg) == "failed"
         assert why in leg.why
-        assert not agent.calls
+        assert not agent.posted
         assert legs.counts == {"refused": 1}
         legs.abort(leg)  # SGLang aborts what failed
-        assert not agent.calls
+        assert not agent.posted
 
 
 def test_a_ticket_serves_one_request() -> None:
@@ -247,7 +227,7 @@ def test_no_rank_reports_a_failure_while_another_ranks_pages_are_written_to() ->
     (first, one, _), (second, other, busy) = ranks
     first.post(ev.DecodeReleased(key_of(one)))
     assert agreed(both) == ["moving", "moving"]
-    assert busy.names()[-1] == "abort", "the other rank's part is given up"
+    assert busy.kinds[-1] is GiveUp, "the other rank's part is given up"
     second.post(ev.DecodeReleased(key_of(other)))
     assert agreed(both) == ["failed", "failed"]
     assert other.why == "the request failed on another tensor rank"

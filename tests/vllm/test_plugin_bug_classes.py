@@ -20,10 +20,12 @@ import numpy as np
 import pytest
 import torch
 
+from baton.handoff.agent.calls import DecodePages
 from baton.handoff.plan.planner import plan
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.kv.interval import Interval
+from baton.testing import RecordingAgent
 from baton.vllm import geometry
 from baton.vllm import worker as worker_module
 from baton.vllm.geometry import CacheLayout, describe
@@ -31,7 +33,6 @@ from baton.vllm.groups import CacheTable, LayerGroup, split_tables
 from baton.vllm.scheduler import SchedulerSide
 from baton.vllm.worker import WorkerSide
 from tests.vllm.test_plugin_scheduler import Pool, Request, leg, side, ticket
-from tests.vllm.test_plugin_worker import FakeAgent
 
 Patch = pytest.MonkeyPatch
 KERNEL_TOKENS = 4
@@ -69,7 +70,7 @@ class Engine:
         self.caches = {layer_name(layer): buffer[place[layer]] for layer in full} | {layer_name(3): rest}
         groups = split_tables(self.tables, NUM_TARGET_LAYERS)
         self.layout: CacheLayout = describe(self.caches, groups, dict.fromkeys(self.caches, "tokens"), "token")
-        self.pool, self.agent = Pool(), Agent()
+        self.pool, self.agent = Pool(), RecordingAgent()
         self.scheduler = side(role, truncate=with_states and role == "P", tables=self.tables, pool=self.pool)
         self.worker = WorkerSide(self.layout)
         self.worker.bind(self.agent)
@@ -115,13 +116,6 @@ class Engine:
             if self.pool.references[block] <= 0:
                 for name in self.tables[table].layers:
                     self.caches[name][block * size : (block + 1) * size] = GARBAGE
-
-
-class Agent(FakeAgent):
-    """Finds the last call of a kind."""
-
-    def said(self, what: str) -> tuple[Any, ...] | None:
-        return next((call for call in reversed(self.calls) if call[0] == what), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +165,13 @@ def faults(case: Case) -> list[str]:
     d.worker.begin(d.scheduler.take_step())
     copies = _Copies(p, d, case.late)
     _prefill(p, request, case, copies)
-    finished = p.agent.said("finish_prefill")
+    finished = p.agent.of(ev.Sampled)
     p.worker.post(ev.PrefillReleased(t.key, "committed"))
     for one in p.worker.results().sent:
         p.scheduler.on_sent(one)
         for table in (0, 1):
             p.pool.free_blocks(p.blocks[table])
-    seeds = finished[2] if finished is not None else Seeds(first_token=0)
+    seeds = finished[-1].seeds if finished else Seeds(first_token=0)
     d.worker.post(ev.DecodeCommitted(t.key, seeds, 0, 0))
     results = d.worker.results()
     assert results.received == {waiting.request_id}
@@ -224,16 +218,17 @@ class _Copies:
         self._done: dict[str, int] = {}
 
     def run(self) -> None:
-        declared, opened = self.p.agent.said("declare_final"), self.d.agent.said("open_decode")
-        if self.late or declared is None or opened is None:
+        declarations, openings = self.p.agent.of(ev.Declared), self.d.agent.of(DecodePages)
+        if self.late or not declarations or not openings:
             return
-        for name, wanted in opened[3].items():
+        declared, opened = declarations[-1], openings[-1]
+        for name, wanted in opened.wanted.items():
             source, dest = self.p.layout.geometries[name], self.d.layout.geometries[name]
             start = max(wanted.start, self._done.get(name, 0))
-            stop = min(wanted.stop, declared[4][name])
+            stop = min(wanted.stop, declared.final[name])
             if start >= stop:
                 continue
-            for runs in plan([source], dest, declared[3][name], opened[4][name], Interval(start, stop)).values():
+            for runs in plan([source], dest, declared.pages[name], opened.pages[name], Interval(start, stop)).values():
                 read = _bytes(self.p, runs.source_region)
                 write = _bytes(self.d, runs.dest_region)
                 for at, to, size in zip(runs.source_offset, runs.dest_offset, runs.nbytes, strict=True):

@@ -7,16 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from baton.handoff.agent.calls import PrefillLeg
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket
+from baton.testing import RecordingAgent
 from baton.vllm.first_step import FirstTokens
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.scheduler import SchedulerSide
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from baton.vllm.worker import WorkerSide
-from tests.vllm.test_plugin_seeded import FIRST, KEY, PROMPT, Agent, Pool, Request, identity, leg, ticket
+from tests.vllm.test_plugin_seeded import FIRST, KEY, PROMPT, Pool, Request, identity, leg, ticket
 
 LAST = PROMPT[-1]
 
@@ -27,12 +29,12 @@ def t() -> SignedTicket:
 
 
 @pytest.fixture
-def worker() -> tuple[WorkerSide, Agent]:
+def worker() -> tuple[WorkerSide, RecordingAgent]:
     buffer = torch.zeros(2, 20, 2, 32, 16)
     caches = {f"model.layers.{i}.attn": buffer[i] for i in range(2)}
     groups = split_tables([CacheTable(0, "full", None, 32, tuple(caches))], num_target_layers=2)
-    side, agent = WorkerSide(describe(caches, groups, dict.fromkeys(caches, "k_by_dimension"))), Agent()
-    side.bind(agent)  # type: ignore[arg-type]
+    side, agent = WorkerSide(describe(caches, groups, dict.fromkeys(caches, "k_by_dimension"))), RecordingAgent()
+    side.bind(agent)
     return side, agent
 
 
@@ -48,14 +50,16 @@ def prefill(side: SchedulerSide, t: SignedTicket, temperature: float) -> Request
     return request
 
 
-def test_a_greedy_leg_is_committed_with_its_first_token(t: SignedTicket, worker: tuple[WorkerSide, Agent]) -> None:
+def test_a_greedy_leg_is_committed_with_its_first_token(
+    t: SignedTicket, worker: tuple[WorkerSide, RecordingAgent]
+) -> None:
     p, (side, agent) = verifying("P"), worker
     request = prefill(p, t, 0.0)
     opened = p.take_step()
     assert opened.opened == [OpenPrefill("prefill-1", t, 9, LAST, seeded=True)]
     side.begin(opened)
     side.finalise([ComputedTokens(t.key, 10, ([1],))])
-    assert [call[0] for call in agent.calls] == ["open_prefill", "declare_final"]
+    assert agent.kinds == [PrefillLeg, ev.Declared]
     p.on_scheduled("prefill-1", 10, ([1],), replace=True)
     p.take_step()
     request.output_token_ids.append(FIRST)
@@ -63,7 +67,7 @@ def test_a_greedy_leg_is_committed_with_its_first_token(t: SignedTicket, worker:
     closed = p.take_step().closed
     assert closed == [ClosePrefill(t.key, held=True, failed=False, sampled=FIRST)]
     side.begin(StepNews(closed=closed))
-    assert agent.calls[-1][:3] == ("finish_prefill", t.key, Seeds(LAST, draft_token_ids=[FIRST]))
+    assert agent.posted[-1] == (t.key, ev.Sampled(Seeds(LAST, draft_token_ids=[FIRST]), False, {}))
 
 
 def test_a_sampled_leg_is_committed_when_its_prompt_is_computed(t: SignedTicket) -> None:
@@ -75,7 +79,7 @@ def test_a_sampled_leg_is_committed_when_its_prompt_is_computed(t: SignedTicket)
 
 @pytest.mark.parametrize("last", [LAST, LAST + 1])
 def test_a_first_token_counts_only_after_the_prompt_that_both_know(
-    t: SignedTicket, worker: tuple[WorkerSide, Agent], last: int
+    t: SignedTicket, worker: tuple[WorkerSide, RecordingAgent], last: int
 ) -> None:
     side, _ = worker
     opened = OpenDecode("r", t, 9, 0, ([1],), parked=True)

@@ -6,17 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
 
 from baton.errors import ConfigError
+from baton.handoff.agent.calls import GiveUp, LegEvent, PrefillLeg
 from baton.handoff.plan.planner import plan
 from baton.handoff.protocol import events as ev
-from baton.handoff.protocol.messages import AttemptKey, Commit, Register, Seeds
+from baton.handoff.protocol.messages import AttemptKey, Commit, Register
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import SignedTicket
+from baton.testing import RecordingAgent
 from baton.vllm import compat, layer_stream
 from baton.vllm.config import read_config
 from baton.vllm.steps import ClosePrefill, ComputedTokens, OpenPrefill, StepNews
@@ -34,20 +35,15 @@ def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_stream, "MIN_BYTES", 1)
 
 
-class Agent:
+class Agent(RecordingAgent):
     """P's agent: the state machine, and copies that run when it starts them, or, with `late`, in `run`."""
 
     def __init__(self, p: Engine, d: Engine) -> None:
+        super().__init__(self._handle)
         self.p, self.d = p, d
-        self.told: list[ev.LayersWritten | ev.LayersWithdrawn] = []
-        self.declared: list[dict[str, int]] = []
         self.late, self.commit, self.aborted = False, False, False
         self.copied: list[tuple[str, int]] = []  # group and layer of each run of a copy, in order
         self._waiting: list[ev.StartCopy] = []
-
-    def open_prefill(self, ticket: SignedTicket) -> None:
-        self.machine = PrefillHandoff(ticket.key, ticket.mode, "t", sorted(self.p.layout.geometries))
-        self._feed(ev.Opened())
 
     def register(self, key: AttemptKey, num_tokens: int, hit: int = 0) -> None:
         """D wants all but its first `hit` tokens."""
@@ -56,21 +52,20 @@ class Agent:
         pages = self.d.worker._pages(self.d.blocks)
         self._feed(ev.Received(Register(key, ticket="t", wanted=wanted, pages=pages)))
 
-    def declare_final(self, key: AttemptKey, prompt_len: int, pages: Any, final: dict[str, int]) -> None:
-        self.declared.append(final)
-        self._feed(ev.Declared(prompt_len, pages, final))
+    @property
+    def told(self) -> list[LegEvent]:
+        """Of layers."""
+        return [event for _, event in self.posted if isinstance(event, ev.LayersWritten | ev.LayersWithdrawn)]
 
-    def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
-        self.told.append(event)
-        self._feed(event)
-
-    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: Any) -> None:
-        self._feed(ev.Sampled(seeds, finished, final))
-
-    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
-        self._feed(ev.Abort(reason))
-        if taken is not None:
-            taken()
+    def _handle(self, key: AttemptKey, event: LegEvent) -> None:
+        match event:
+            case PrefillLeg(ticket):
+                self.machine = PrefillHandoff(key, ticket.mode, "t", sorted(self.p.layout.geometries))
+                self._feed(ev.Opened())
+            case GiveUp(reason):
+                self._feed(ev.Abort(reason))
+            case ev.PagesGiven() | ev.Declared() | ev.LayersWritten() | ev.LayersWithdrawn() | ev.Sampled():
+                self._feed(event)
 
     def _feed(self, event: ev.MachineEvent) -> None:
         for action in self.machine.handle(event):
@@ -103,7 +98,7 @@ class Pair:
         self.p, self.d = Engine("P", 8, with_states=False), Engine("D", 4, with_states=False)
         self.agent = Agent(self.p, self.d)
         self.worker = WorkerSide(self.p.layout, kv_stream=kv_stream)
-        self.worker.bind(self.agent)  # type: ignore[arg-type]
+        self.worker.bind(self.agent)
         self.ticket = msgspec.structs.replace(SignedTicket.of(make_ticket(), "signed"), mode=mode)
         self.worker.begin(StepNews(opened=[OpenPrefill("r", self.ticket, self.num_tokens, self.tokens[-1])]))
         self.d.reserve(length + LOOKAHEAD)
@@ -274,7 +269,7 @@ def test_when_tokens_are_declared_final(kv_stream: KVStream, declared: int) -> N
     two.steps(8)
     assert two.wrong() == []
     # A fourth step computes the token that is not handed over.
-    assert len(two.agent.declared) == declared
+    assert len(two.agent.of(ev.Declared)) == declared
     assert bool(two.agent.told) == (kv_stream == "layer")
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from baton.handoff.agent.calls import GiveUp, PrefillLeg
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint
+from baton.testing import RecordingAgent
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.scheduler import SchedulerSide, handoff_digest
@@ -153,52 +155,42 @@ def test_only_the_router_cancels(why: str) -> None:
     assert sum(p.refused.values()) == 1
 
 
-class Agent:
-    """Records its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments, **more: self.calls.append((name, *arguments, *more.values()))
+@pytest.fixture
+def agent() -> RecordingAgent:
+    return RecordingAgent()
 
 
 @pytest.fixture
-def agent() -> Agent:
-    return Agent()
-
-
-@pytest.fixture
-def worker(agent: Agent) -> WorkerSide:
+def worker(agent: RecordingAgent) -> WorkerSide:
     buffer = torch.zeros(2, 20, 2, 32, 16)
     caches = {f"model.layers.{i}.attn": buffer[i] for i in range(2)}
     groups = split_tables([CacheTable(0, "full", None, 32, tuple(caches))], num_target_layers=2)
     side = WorkerSide(describe(caches, groups, dict.fromkeys(caches, "k_by_dimension")))
-    side.bind(agent)  # type: ignore[arg-type]
+    side.bind(agent)
     return side
 
 
-def test_a_seeded_leg_is_committed_with_the_token_that_was_sampled(agent: Agent, worker: WorkerSide) -> None:
+def test_a_seeded_leg_is_committed_with_the_token_that_was_sampled(agent: RecordingAgent, worker: WorkerSide) -> None:
     t = ticket()
     worker.begin(StepNews(opened=[OpenPrefill("r", t, 10, None, seeded=True)]))
     worker.finalise([ComputedTokens(t.key, 10, ([1],))])
-    assert [call[0] for call in agent.calls] == ["open_prefill", "declare_final"]
+    assert agent.kinds == [PrefillLeg, ev.Declared]
     worker.begin(StepNews(closed=[ClosePrefill(t.key, held=True, failed=False, sampled=FIRST)]))
-    assert agent.calls[-1] == ("finish_prefill", t.key, Seeds(first_token=FIRST), False, {})
+    assert agent.posted[-1] == (t.key, ev.Sampled(Seeds(first_token=FIRST), False, {}))
     assert not worker.results().sent
     worker.post(ev.PrefillReleased(t.key, "committed"))
     assert worker.results().sent == {"r"}
 
 
-def test_a_cancelled_leg_is_aborted_once(agent: Agent, worker: WorkerSide) -> None:
+def test_a_cancelled_leg_is_aborted_once(agent: RecordingAgent, worker: WorkerSide) -> None:
     t = ticket()
     worker.begin(StepNews(opened=[OpenPrefill("r", t, 10, None, seeded=True)]))
     worker.finalise([ComputedTokens(t.key, 10, ([1],))])
     worker.begin(StepNews(closed=[ClosePrefill(t.key, held=True, failed=False, sampled=FIRST)]))
     worker.begin(StepNews(cancelled=[t.key]))
-    assert agent.calls[-1][:2] == ("abort", t.key)
+    assert agent.posted[-1] == (t.key, GiveUp("cancelled"))
     worker.post(ev.PrefillReleased(t.key, "aborted"))
     assert worker.results().sent == {"r"}
-    num_calls = len(agent.calls)
+    num_calls = len(agent.posted)
     worker.begin(StepNews(cancelled=[t.key, ticket().key]))
-    assert len(agent.calls) == num_calls
+    assert len(agent.posted) == num_calls

@@ -1,20 +1,20 @@
-"""The connector's half in the worker, with a fake agent and without vLLM."""
+"""The connector's half in the worker, with an agent that records and without vLLM."""
 
 from __future__ import annotations
 
 import queue
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from baton.errors import HandoffError
+from baton.handoff.agent.calls import DecodeLeg, DecodePages, GiveUp, PrefillLeg
 from baton.handoff.protocol import events as ev
-from baton.handoff.protocol.messages import AttemptKey, Seeds
-from baton.handoff.protocol.ticket import SignedTicket, Ticket
+from baton.handoff.protocol.messages import Seeds
+from baton.handoff.protocol.ticket import SignedTicket
 from baton.kv.interval import Interval
+from baton.testing import RecordingAgent
 from baton.vllm.geometry import describe
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
@@ -22,51 +22,17 @@ from baton.vllm.worker import IDLE_WAIT_S, Results, WorkerSide
 from testkit.handoffs.tickets import make_ticket
 
 
-class FakeAgent:
-    """Records its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.on_abort: Any = None
-        self.answers = True
-
-    def open_prefill(self, ticket: Ticket) -> None:
-        self.calls.append(("open_prefill", ticket))
-
-    def declare_final(self, key: AttemptKey, prompt_len: int, pages: Any, final: Any) -> None:
-        self.calls.append(("declare_final", key, prompt_len, pages, final))
-
-    def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: Any) -> None:
-        self.calls.append(("finish_prefill", key, seeds, finished))
-
-    def admit_prefill(self, key: AttemptKey) -> None:
-        self.calls.append(("admit_prefill", key))
-
-    def announce_decode(self, ticket: Ticket) -> None:
-        self.calls.append(("announce_decode", ticket))
-
-    def open_decode(self, ticket: Ticket, prompt_len: int, wanted: Any, pages: Any) -> None:
-        self.calls.append(("open_decode", ticket, prompt_len, wanted, pages))
-
-    def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
-        self.calls.append(("abort", key, reason))
-        if self.on_abort is not None:
-            self.on_abort(key)
-        if taken is not None and self.answers:
-            threading.Timer(0.05, taken).start()
+@pytest.fixture
+def agent() -> RecordingAgent:
+    return RecordingAgent()
 
 
 @pytest.fixture
-def agent() -> FakeAgent:
-    return FakeAgent()
-
-
-@pytest.fixture
-def worker(agent: FakeAgent) -> WorkerSide:
+def worker(agent: RecordingAgent) -> WorkerSide:
     return make_worker(agent)
 
 
-def make_worker(agent: FakeAgent, commit_at_end: bool = False, abort_timeout: float = 20.0) -> WorkerSide:
+def make_worker(agent: RecordingAgent, commit_at_end: bool = False, abort_timeout: float = 20.0) -> WorkerSide:
     buffer = torch.zeros(3, 20, 2, 32, 16)
     caches = {f"model.layers.{i}.attn": buffer[i] for i in range(3)}
     groups = split_tables([CacheTable(0, "full", None, 32, tuple(caches))], num_target_layers=2)
@@ -89,36 +55,36 @@ def both(value: Any) -> dict[str, Any]:
     return {"target.full.0": value, "draft.full.0": value}
 
 
-def test_chunks_become_final_by_whole_tiles(worker: WorkerSide, agent: FakeAgent) -> None:
+def test_chunks_become_final_by_whole_tiles(worker: WorkerSide, agent: RecordingAgent) -> None:
     t = ticket()
     worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7)]))
     worker.finalise([ComputedTokens(t.key, 40, ([1, 2],))])
     worker.finalise([ComputedTokens(t.key, 100, ([1, 2, 3, 4],))])
     worker.finalise([ComputedTokens(t.key, 100, ([1, 2, 3, 4],))])
-    assert agent.calls == [
-        ("open_prefill", t),
-        ("declare_final", t.key, 99, both([1, 2]), both(32)),
-        ("declare_final", t.key, 99, both([1, 2, 3, 4]), both(99)),
-        ("finish_prefill", t.key, Seeds(first_token=7), False),
+    assert agent.posted == [
+        (t.key, PrefillLeg(t)),
+        (t.key, ev.Declared(99, both([1, 2]), both(32))),
+        (t.key, ev.Declared(99, both([1, 2, 3, 4]), both(99))),
+        (t.key, ev.Sampled(Seeds(first_token=7), False, {})),
     ]
 
 
 @pytest.mark.parametrize("preempted", [False, True])
-def test_a_runner_that_speaks_of_preemptions_late(agent: FakeAgent, preempted: bool) -> None:
+def test_a_runner_that_speaks_of_preemptions_late(agent: RecordingAgent, preempted: bool) -> None:
     """Blocks are not declared final before they are held for the leg."""
     worker, t = make_worker(agent, commit_at_end=True), ticket()
     worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7)]))
     worker.finalise([ComputedTokens(t.key, 100, ([1, 2, 3, 4],))])
-    assert [call[0] for call in agent.calls] == ["open_prefill", "declare_final"]
+    assert agent.kinds == [PrefillLeg, ev.Declared]
     if preempted:
-        agent.on_abort = lambda key: worker.post(ev.PrefillReleased(key, "preempted"))
+        agent.on_post = lambda key, _: worker.post(ev.PrefillReleased(key, "preempted"))
         worker.release_preempted([t.key])
         worker.begin(StepNews(closed=[ClosePrefill(t.key, held=True, failed=False)]))
-        assert [call[0] for call in agent.calls[2:]] == ["abort"]
+        assert agent.kinds[2:] == [GiveUp]
         assert worker.results() == Results(sent={"r"})
     else:
         worker.begin(StepNews(closed=[ClosePrefill(t.key, held=True, failed=False)]))
-        assert agent.calls[2:] == [("finish_prefill", t.key, Seeds(first_token=7), False)]
+        assert agent.posted[2:] == [(t.key, ev.Sampled(Seeds(first_token=7), False, {}))]
 
 
 def test_only_a_second_idle_step_waits(worker: WorkerSide, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,18 +124,21 @@ def test_held_blocks_are_reported_once_and_after_both_ends(worker: WorkerSide, r
     assert worker.results() == Results()
 
 
-def test_blocks_that_vllm_frees_itself_are_not_reported(worker: WorkerSide, agent: FakeAgent) -> None:
+def test_blocks_that_vllm_frees_itself_are_not_reported(worker: WorkerSide, agent: RecordingAgent) -> None:
     t = ticket()
     worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7)], closed=[ClosePrefill(t.key, held=False, failed=True)]))
-    assert agent.calls[-1] == ("abort", t.key, "aborted")
+    assert agent.posted[-1] == (t.key, GiveUp("aborted"))
     worker.post(ev.PrefillReleased(t.key, "aborted"))
     assert worker.results() == Results()
 
 
-def test_a_receive_that_brings_everything(worker: WorkerSide, agent: FakeAgent) -> None:
+def test_a_receive_that_brings_everything(worker: WorkerSide, agent: RecordingAgent) -> None:
     t = ticket()
     receive(worker, OpenDecode("r", t, 99, 32, ([4, 5, 6, 7],), parked=True))
-    assert agent.calls == [("announce_decode", t), ("open_decode", t, 99, both(Interval(32, 99)), both([4, 5, 6, 7]))]
+    assert agent.posted == [
+        (t.key, DecodeLeg(t)),
+        (t.key, DecodePages(t, 99, both(Interval(32, 99)), both([4, 5, 6, 7]))),
+    ]
     assert worker.results() == Results()
     worker.post(ev.DecodeCommitted(t.key, Seeds(first_token=7), 100, 2))
     assert worker.results() == Results(received={"r"})
@@ -192,35 +161,38 @@ def test_another_prompts_tokens_are_a_failed_receive(worker: WorkerSide) -> None
     assert worker.results() == Results(received={"r"}, failed={"r"})
 
 
-def test_a_receive_that_nobody_waits_for(worker: WorkerSide, agent: FakeAgent) -> None:
+def test_a_receive_that_nobody_waits_for(worker: WorkerSide, agent: RecordingAgent) -> None:
     t = ticket()
     receive(worker, OpenDecode("r", t, 99, 99, ([4, 5, 6, 7],), parked=False))
-    assert agent.calls == [("announce_decode", t), ("open_decode", t, 99, both(Interval(0, 0)), both([4, 5, 6, 7]))]
+    assert agent.posted == [
+        (t.key, DecodeLeg(t)),
+        (t.key, DecodePages(t, 99, both(Interval(0, 0)), both([4, 5, 6, 7]))),
+    ]
     worker.post(ev.DecodeCommitted(t.key, Seeds(first_token=7), 0, 0))
     assert worker.results() == Results()
 
 
-def test_a_prefill_leg_that_is_turned_away_is_called_off(worker: WorkerSide, agent: FakeAgent) -> None:
+def test_a_prefill_leg_that_is_turned_away_is_called_off(worker: WorkerSide, agent: RecordingAgent) -> None:
     t = ticket()
     worker.begin(StepNews(turned_away=[t]))
-    assert agent.calls == [("open_prefill", t), ("abort", t.key, "refused")]
+    assert agent.posted == [(t.key, PrefillLeg(t)), (t.key, GiveUp("refused"))]
     worker.post(ev.PrefillReleased(t.key, "refused"))
     assert worker.results() == Results()
 
 
-def test_a_decode_leg_waits_until_it_is_admitted(worker: WorkerSide, agent: FakeAgent) -> None:
+def test_a_decode_leg_waits_until_it_is_admitted(worker: WorkerSide, agent: RecordingAgent) -> None:
     t = ticket()
     worker.begin(StepNews(announced=[AnnounceDecode("r", t, 7)]))
-    assert agent.calls == [("announce_decode", t)]
+    assert agent.posted == [(t.key, DecodeLeg(t))]
     worker.post(ev.DecodeAdmitted(t.key))
     assert worker.results() == Results()
     assert (worker.take_admitted(), worker.take_admitted()) == ({"r"}, set())
     worker.begin(StepNews(receives=[OpenDecode("r", t, 99, 32, ([4, 5, 6, 7],), parked=True)]))
-    assert agent.calls[1:] == [("open_decode", t, 99, both(Interval(32, 99)), both([4, 5, 6, 7]))]
+    assert agent.posted[1:] == [(t.key, DecodePages(t, 99, both(Interval(32, 99)), both([4, 5, 6, 7])))]
 
 
 @pytest.mark.parametrize("parked", [True, False])
-def test_a_decode_leg_that_fails_before_it_has_blocks(worker: WorkerSide, agent: FakeAgent, parked: bool) -> None:
+def test_a_decode_leg_that_fails_before_it_has_blocks(worker: WorkerSide, agent: RecordingAgent, parked: bool) -> None:
     """vLLM handles it like other failed legs, but only once it has blocks."""
     t = ticket()
     worker.begin(StepNews(announced=[AnnounceDecode("r", t, 7)]))
@@ -229,36 +201,34 @@ def test_a_decode_leg_that_fails_before_it_has_blocks(worker: WorkerSide, agent:
     assert worker.results() == Results()
     assert worker.take_admitted() == {"r"}
     worker.begin(StepNews(receives=[OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), parked=parked)]))
-    assert agent.calls == [("announce_decode", t)]
+    assert agent.posted == [(t.key, DecodeLeg(t))]
     assert worker.results() == (Results(received={"r"}, failed={"r"}) if parked else Results())
     assert (worker.counts["failed_peer_lost"], worker.counts["released"]) == (1, 1)
 
 
-def test_ends_of_decode_legs(worker: WorkerSide, agent: FakeAgent) -> None:
+def test_ends_of_decode_legs(worker: WorkerSide, agent: RecordingAgent) -> None:
     t, waiting = ticket(), ticket()
     receive(worker, OpenDecode("r", t, 99, 0, ([4, 5, 6, 7],), parked=True))
     worker.begin(StepNews(announced=[AnnounceDecode("s", waiting, 7)], aborted=[waiting.key]))
-    assert agent.calls[2:] == [("announce_decode", waiting), ("abort", waiting.key, "aborted")]
+    assert agent.posted[2:] == [(waiting.key, DecodeLeg(waiting)), (waiting.key, GiveUp("aborted"))]
     worker.begin(StepNews(aborted=[t.key]))
-    assert agent.calls[-1] == ("abort", t.key, "aborted")
+    assert agent.posted[-1] == (t.key, GiveUp("aborted"))
     worker.post(ev.DecodeReleased(t.key))
     worker.post(ev.DecodeReleased(waiting.key))
     assert worker.results().received == {"r"}
-    num_calls = len(agent.calls)
+    num_calls = len(agent.posted)
     worker.begin(StepNews(aborted=[t.key, waiting.key]))
-    assert len(agent.calls) == num_calls
+    assert len(agent.posted) == num_calls
 
 
-def test_a_preemption_waits_for_the_agent_and_for_no_copy(worker: WorkerSide, agent: FakeAgent) -> None:
+def test_a_preemption_waits_for_the_agent_and_for_no_copy(worker: WorkerSide, agent: RecordingAgent) -> None:
     """A decode engine that hangs keeps copies from ending, but must not block this engine."""
     t, other = ticket(), ticket()
     worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7), OpenPrefill("s", other, 99, 7)]))
     worker.finalise([ComputedTokens(t.key, 40, ([1, 2],))])
-    taken: list[AttemptKey] = []
-    agent.on_abort = taken.append
     worker.release_preempted([t.key, ticket().key])
     worker.release_preempted([t.key])
-    assert taken == [t.key]
+    assert [key for key, event in agent.posted if isinstance(event, GiveUp)] == [t.key]
     # vLLM computes the request again, for itself, and gets no event about blocks that it took back.
     worker.finalise([ComputedTokens(other.key, 100, ([1, 2, 3, 4],))])
     worker.begin(StepNews(closed=[ClosePrefill(t.key, held=False, failed=True)]))
@@ -266,12 +236,12 @@ def test_a_preemption_waits_for_the_agent_and_for_no_copy(worker: WorkerSide, ag
     worker.post(ev.PrefillReleased(t.key, "preempted"))
     assert worker.results() == Results()
     assert worker.counts["prefill_preempted"] == 1
-    assert agent.calls[-1][:2] == ("finish_prefill", other.key)
+    assert agent.posted[-1] == (other.key, ev.Sampled(Seeds(first_token=7), False, {}))
 
 
-def test_an_agent_that_does_not_answer_stops_the_engine(agent: FakeAgent) -> None:
+def test_an_agent_that_does_not_answer_stops_the_engine(agent: RecordingAgent) -> None:
     worker, t = make_worker(agent, abort_timeout=0.2), ticket()
     worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7)]))
-    agent.answers = False
+    agent.hangs = True
     with pytest.raises(HandoffError, match="does not give up"):
         worker.release_preempted([t.key])

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from baton.errors import WrongEngineError
+from baton.handoff.agent.calls import DecodeLeg, DecodePages, GiveUp
 from baton.handoff.protocol.events import DecodeAdmitted, DecodeFailed, DecodeFinished, DecodeProgress, DecodeReleased
 from baton.handoff.protocol.messages import AttemptKey, Seeds
-from baton.kv.interval import Interval
 from baton.openai.http.errors import to_api_error
 from baton.sampling_params import SamplingParams
+from baton.testing import RecordingAgent
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
 from testkit.engines import TARGET, Mode, Pair, Stepped, Stream, kv_of, pair, stepped
@@ -36,27 +36,9 @@ def expected(prompt: list[int]) -> Stream:
         return one.run("whole", prompt, PARAMS)
 
 
-class SilentAgent:
-    """Takes the engine's calls and sends no events: the test injects them."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.wanted: dict[str, Interval] = {}
-
-    def announce_decode(self, ticket: Any) -> None:
-        self.calls.append("announce_decode")
-
-    def open_decode(self, ticket: Any, prompt_len: int, wanted: dict[str, Interval], pages: Any) -> None:
-        self.calls.append("open_decode")
-        self.wanted = wanted
-
-    def abort(self, key: AttemptKey, reason: str) -> None:
-        self.calls.append(f"abort {reason}")
-
-
-def silence(decode: Stepped) -> SilentAgent:
+def silence(decode: Stepped) -> RecordingAgent:
     assert decode.core.legs is not None
-    decode.core.legs.agent = agent = SilentAgent()  # type: ignore[assignment]
+    decode.core.legs.agent = agent = RecordingAgent()
     return agent
 
 
@@ -183,7 +165,7 @@ def test_a_shared_prefix_survives_the_failure(tmp_path: Path, prompt: list[int],
         two.settle()
         agent = silence(two.decode)
         stream, key = waiting_leg(two, prompt)
-        assert agent.wanted["draft"].start > 90, "the prefix is here"
+        assert agent.of(DecodePages)[-1].wanted["draft"].start > 90, "the prefix is here"
         request = two.decode.core.legs.open[key].request
         two.decode.core.on_handoff(lost(key))
         assert two.decode.core.load().num_quarantined_pages < 6
@@ -207,7 +189,8 @@ def test_an_error_where_recomputation_is_not_allowed(
         assert stream.ended
         assert stream.error == "peer_lost: gone"
         assert stream.recoverable is recoverable
-        assert agent.calls == ["announce_decode", "open_decode", "abort failed"]
+        assert agent.kinds == [DecodeLeg, DecodePages, GiveUp]
+        assert agent.of(GiveUp) == [GiveUp("failed")]
         assert two.decode.core.load().num_quarantined_pages > 0
         two.decode.core.on_handoff(DecodeReleased(key))
         assert two.decode.is_idle()
@@ -244,12 +227,12 @@ def test_who_waits_behind_a_recomputation_that_ends_goes_on_in_the_same_step(
         (behind,) = set(core.legs.open) - {key}
         core.on_handoff(DecodeAdmitted(behind))
         two.decode.step()
-        assert agent.calls.count("open_decode") == 1
+        assert agent.kinds.count(DecodePages) == 1
         late = time.monotonic() + core.legs.handoff_timeout_s + 1.0
         monkeypatch.setattr(core.clock, "monotonic", lambda: late)
         two.decode.step()
         assert stream.ended
-        assert agent.calls.count("open_decode") == 2
+        assert agent.kinds.count(DecodePages) == 2
         core.abort("behind")
         core.on_handoff(DecodeReleased(key))
         core.on_handoff(DecodeReleased(behind))
@@ -278,7 +261,7 @@ def test_a_client_that_leaves_meanwhile_frees_everything(tmp_path: Path, prompt:
         two.decode.step()
         two.decode.core.abort("r")
         assert two.decode.core.load().num_referenced_pages == 0
-        assert agent.calls == ["announce_decode", "open_decode"], "the attempt is over already"
+        assert agent.kinds == [DecodeLeg, DecodePages], "the attempt is over already"
         two.decode.core.on_handoff(DecodeReleased(key))
         assert two.decode.is_idle()
 
