@@ -41,7 +41,9 @@ ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_execu
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """One server: `flags` of vLLM besides model, address and connector; `kv_transfer_config` as for vLLM."""
+    """One server: `flags` of vLLM besides model, host and connector, with `--port` if it is not any free one;
+    `kv_transfer_config` as for vLLM.
+    """
 
     name: str
     flags: Sequence[str] = ()
@@ -134,7 +136,8 @@ def serve(python: str, model: str, folder: Path, configs: Sequence[ServerConfig]
 
 
 def _start(python: str, model: str, folder: Path, config: ServerConfig) -> VllmServer:
-    port = free_port()
+    flags = list(config.flags)
+    port = int(flags[flags.index("--port") + 1]) if "--port" in flags else free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--model", model, "--served-model-name", "demo", *FLAGS, *config.flags]
     if config.kv_transfer_config is not None:

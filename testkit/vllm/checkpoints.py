@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 from testkit.vllm.servers import MODEL
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+# The same kernel on all CPUs: with AMX vLLM would take AMX_MLA, for bfloat16 only.
+MLA = "CPU_MLA"
+MTP = {"method": "mtp", "num_speculative_tokens": 3, "attention_backend": MLA}  # of `deepseek`
 LOUD = slice(3, 9)  # tokens between which these models choose, so that a guessing drafter is sometimes right
 COMMON: dict[str, Any] = {
     "vocab_size": 2048,
@@ -58,36 +61,52 @@ def mamba2(folder: Path) -> None:
     _save(GraniteMoeHybridForCausalLM(config), folder)
 
 
+DELTA_NETS: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",  # which vLLM's CPU kernel needs
+}
+
+
 def qwen3_next(folder: Path) -> None:
-    """Gated delta nets and attention in turns, with experts, and an MTP module. In bfloat16, which vLLM's CPU kernel
-    needs.
-    """
+    """Gated delta nets and attention in turns, with experts, and an MTP module."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    config = Qwen3NextConfig(
-        **COMMON,
-        **heads,
-        **experts,
-        num_hidden_layers=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        linear_value_head_dim=64,
-        shared_expert_intermediate_size=64,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-    _save(Qwen3NextForCausalLM(config).to(torch.bfloat16), folder)
+    config = Qwen3NextConfig(**COMMON, **DELTA_NETS, **experts, shared_expert_intermediate_size=64)
+    _save_with_mtp(Qwen3NextForCausalLM(config), folder)
+
+
+def _save_with_mtp(model: Any, folder: Path) -> None:
+    """With a module whose layer is the last one of the model. Two tensor ranks compute the bits of one."""
+    _save(model.to(torch.bfloat16), folder)
     weights = load_file(folder / "model.safetensors")
     last, hidden = "model.layers.3.", COMMON["hidden_size"]
     for name in [name for name in weights if name.startswith(last)]:
         weights["mtp.layers.0." + name.removeprefix(last)] = weights[name].roll(1, 0)
+    for name, weight in weights.items():
+        if any(part in name for part in ("o_proj", "out_proj", "down_proj")):
+            _cut_in_two(weight)
     zeros = torch.zeros(hidden, dtype=torch.bfloat16)  # its norms multiply by 1 + weight
     weights |= {f"mtp.{name}.weight": zeros.clone() for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
     weights["mtp.fc.weight"] = (torch.randn(hidden, 2 * hidden) * 0.08).to(torch.bfloat16)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _cut_in_two(weight: torch.Tensor) -> None:
+    """Make outputs of a matrix depend on the inputs of one tensor rank of two: the other one adds zeros. Sums of two
+    bfloat16 numbers would have other bits than one server's.
+    """
+    half_out, half_in = weight.shape[-2] // 2, weight.shape[-1] // 2
+    weight[..., :half_out, half_in:] = 0
+    weight[..., half_out:, :half_in] = 0
 
 
 def deepseek_experts(folder: Path) -> None:
@@ -172,6 +191,26 @@ def shallow(folder: Path, num_layers: int = 3) -> None:
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     for name in TOKENIZER:
         shutil.copy(MODEL / name, folder)
+
+
+def lora(folder: Path, seed: int, rank: int = 4) -> None:
+    """A random LoRA adapter of the demo model's attention, which often changes its answers."""
+    config = json.loads((MODEL / "config.json").read_text())
+    hidden, dim = (
+        config["hidden_size"],
+        config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+    )
+    widths = {"q_proj": config["num_attention_heads"] * dim, "v_proj": config["num_key_value_heads"] * dim}
+    generator, weights = torch.Generator().manual_seed(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, width in widths.items():
+            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{module}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) * 0.1
+            weights[f"{module}.lora_B.weight"] = torch.randn(width, rank, generator=generator) * 0.1
+    folder.mkdir(parents=True)
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": [*widths], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _eagle3(folder: Path, lm_head: torch.Tensor) -> None:

@@ -31,12 +31,19 @@ def check_all_are_handed_over(pair: Pair, prompts: Sequence[Sequence[int]], num:
 
 
 def leave_at_random(
-    pair: Pair, num: int, at_once: int, longest: int, modes: Sequence[Mode], pauses: tuple[float, float] = (0.6, 0.1)
+    pairs: Sequence[Pair],
+    num: int,
+    at_once: int,
+    longest: int,
+    modes: Sequence[Mode],
+    pauses: tuple[float, float] = (0.6, 0.1),
 ) -> None:
-    """Clients of both legs of `num` requests leave, `pauses` seconds apart at most. Afterwards no block is held."""
+    """Clients of both legs of `num` requests leave, `pauses` seconds apart at most. Afterwards no block is held. The
+    requests take `pairs` in turn.
+    """
 
     async def one(session: aiohttp.ClientSession, which: int) -> None:
-        rng = random.Random(which)
+        rng, pair = random.Random(which), pairs[which % len(pairs)]
         prompt = [rng.randrange(3, 2000) for _ in range(rng.randrange(200, longest))]
         # A decode server that never saw its leg cannot report this: then the ticket's expiry frees the blocks.
         ticket = pair.ticket(prompt, modes[which // 2 % len(modes)], life_s=8)
@@ -57,4 +64,4 @@ def leave_at_random(
                 await asyncio.gather(*(one(session, start + index) for index in range(at_once)))
 
     asyncio.run(run())
-    wait_idle(pair.prefill, pair.decode)
+    wait_idle(*(server for pair in pairs for server in (pair.prefill, pair.decode)))

@@ -1,4 +1,5 @@
-"""Waits that do not spin: a vLLM plug-in, which vLLM loads in each of its processes.
+"""vLLM servers for tests: small ones, with waits that do not spin, by a vLLM plug-in, which vLLM loads in each of its
+processes.
 
 On CPUs vLLM's processes spin while they wait for each other: tensor ranks and stages in a collective until the other
 arrives, an engine until its workers answer a step, a worker for a second after each step. Two servers of two ranks are
@@ -7,10 +8,30 @@ six such processes, and on two cores the process that all wait for is usually no
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
+
+from benchmarks.vllm import servers
 
 NAME = "baton_tests_quiet"
 AWAKE_S = 0.002
+# Enough for everything that a test sends to a server at one time. By default vLLM takes eight times as much, and writes
+# zeros into all of it. A fleet has up to eight workers.
+KV_CACHE = ["--kv-cache-memory-bytes", str(128 << 20)]
+# Even with `--enforce-eager` vLLM compiles some small functions, in each worker when a request first needs them: that
+# takes seconds of a CPU that the fleet shares, and a C++ compiler if nothing is cached, while requests wait.
+AS_WRITTEN = {"TORCHDYNAMO_DISABLE": "1"}
+
+
+@contextlib.contextmanager
+def small_servers(folder: Path) -> Iterator[None]:
+    """Limit the memory and CPU of servers that are started meanwhile (vLLM 0.32). `folder` is for the plug-in."""
+    environment = servers.ENVIRONMENT | AS_WRITTEN | {"PYTHONPATH": announce(folder)}
+    del environment["VLLM_CPU_KVCACHE_SPACE"]  # it would take precedence
+    with patch.multiple(servers, FLAGS=[*servers.FLAGS, *KV_CACHE], ENVIRONMENT=environment):
+        yield
 
 
 def sleep_when_waiting() -> None:

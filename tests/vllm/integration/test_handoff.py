@@ -12,10 +12,15 @@ import pytest
 import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from testkit.vllm.answers import Answer, same
+from baton.router import RouterConfig, build_app
+from testkit.servers.fake_serving import await_engines, served
+from testkit.vllm.answers import Answer, same, same_acceptance
+from testkit.vllm.checkpoints import lora
 from testkit.vllm.checks import alone_in_turn, leave_at_random
 from testkit.vllm.servers import (
     EAGLE3,
+    IDENTIFY,
+    LIMIT_S,
     OWN_PROCESS,
     Mode,
     Pair,
@@ -23,6 +28,7 @@ from testkit.vllm.servers import (
     compare,
     demo_prompts,
     handoff,
+    outcomes,
     reference,
     request,
     serve_pair,
@@ -33,9 +39,11 @@ pytestmark = pytest.mark.timeout(1800)
 
 # Every residue of a block, block boundaries, several chunks.
 PROMPTS = demo_prompts([2, 3, *range(33, 98), 500, 1000, 2050, 3000], seed=7)
+MODES: list[Mode] = ["push", "pull"]
+LORA = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules"]
 CONFIGS: dict[str, dict[str, Any]] = {
+    "whole pages": {"both": ["--block-size", "64", *LORA], "spec": EAGLE3},
     "no speculation": {"both": ["--block-size", "32", *OWN_PROCESS]},
-    "whole pages": {"both": ["--block-size", "64"], "spec": EAGLE3},
     "block sizes 32 and 64, chunks of 256, digests": {
         "spec": EAGLE3,
         "prefill": ["--block-size", "32", "--max-num-batched-tokens", "256"],
@@ -57,8 +65,17 @@ PARAMS = [
 
 @pytest.fixture(scope="module", params=PARAMS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with serve_pair(tmp_path_factory.mktemp("vllm"), **request.param) as found:
+    folder, config = tmp_path_factory.mktemp("vllm"), dict(request.param)
+    if LORA[0] in config.get("both", ()):
+        for seed, name in enumerate(("one", "two", "other two")):
+            lora(folder / name, seed)
+        for side, two in (("prefill", "two"), ("decode", "other two")):
+            config[side] = [f"one={folder}/one", f"two={folder}/{two}"]
+    with serve_pair(folder, **config) as found:
         yield found
+
+
+OF_PAGES = pytest.mark.parametrize("pair", [CONFIGS["whole pages"]], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +121,66 @@ def test_prefix_hits_orders_and_many_at_once(pair: Pair, mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_fifty_aborts_leave_no_block_behind(pair: Pair, mode: Mode) -> None:
-    leave_at_random(pair, 50, 5, 2600, [mode], (0.5, 0.1))
+    leave_at_random([pair], 50, 5, 2600, [mode], (0.5, 0.1))
+
+
+@OF_PAGES
+@pytest.mark.parametrize(("name", "outcome"), [("one", "committed"), ("two", "refused")])
+def test_an_adapter_is_handed_off_if_both_servers_have_its_files(pair: Pair, name: str, outcome: str) -> None:
+    """Other files of the same name: the decode server, whose files the ticket does not name, computes all itself."""
+    prompts = demo_prompts([33, 64, 65, 200, 700], seed=71)
+    life_s = LIMIT_S if outcome == "committed" else 3.0  # a prefill server waits so long for one that refused
+
+    async def alone(session: aiohttp.ClientSession, model: str) -> list[Answer]:
+        more = {"model": model, "cache_salt": "alone", "logprobs": 2, "return_tokens_as_token_ids": True}
+        return [Answer.of(await ask(session, pair.decode, request(prompt, 24, **more))) for prompt in prompts]
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            told = await ask(session, pair.prefill, request([5], 1, IDENTIFY, model=name))
+            adapter = told["kv_transfer_params"]["baton"]["adapter"]
+            expected, plain = [await alone(session, model) for model in (name, "demo")]
+            assert [one.tokens for one in expected] != [one.tokens for one in plain], "the adapter changes nothing"
+            for index, (prompt, want) in enumerate(zip(prompts, expected, strict=True)):
+                ticket = pair.ticket(prompt, MODES[index % 2], life_s, adapter)
+                bodies = [
+                    request(prompt, num, {"role": role, "ticket": ticket}, model=name, cache_salt="legs")
+                    for role, num in (("prefill", 1), ("decode", 24))
+                ]
+                legs = zip((pair.prefill, pair.decode), bodies, strict=True)
+                first, found = [Answer.of(body) for body in await asyncio.gather(*(ask(session, *leg) for leg in legs))]
+                assert same(found, want) is not False
+                if outcome == "committed":
+                    assert first.tokens == found.tokens[:1]
+                    assert same_acceptance(found, want, pair.decode.identity["num_speculative_tokens"])
+
+    before = outcomes(pair.decode)
+    asyncio.run(run())
+    wait_idle(pair.prefill, pair.decode)
+    assert outcomes(pair.decode, before) == {outcome: len(prompts)}
+
+
+@OF_PAGES
+def test_the_router_hands_off_an_adapter_of_one_content(pair: Pair) -> None:
+    prompts = demo_prompts([64, 200], seed=72)
+
+    async def run() -> None:
+        p, d = pair.prefill, pair.decode
+        settings = RouterConfig(prefill=(p.url,), decode=(d.url,), ticket_key=p.key, engine="vllm")
+        async with served(await build_app(settings)) as url, aiohttp.ClientSession() as session:
+            await await_engines(session, url)
+            for prompt in prompts:
+                body = request(prompt, 24, model="one")
+                want = Answer.of(await ask(session, d, body | {"cache_salt": "alone", "logprobs": 2}))
+                async with session.post(f"{url}/v1/completions", json=body) as response:
+                    assert same(Answer.of(await response.json()), want) is not False
+            async with session.post(f"{url}/v1/completions", json=request([5], 1, model="two")) as response:
+                assert response.status == 404
+
+    before = outcomes(pair.decode)
+    asyncio.run(run())
+    wait_idle(pair.prefill, pair.decode)
+    assert outcomes(pair.decode, before) == {"committed": len(prompts)}
 
 
 def test_hostile_params_change_nothing(pair: Pair) -> None:

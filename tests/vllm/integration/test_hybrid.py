@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from testkit.vllm.checkpoints import deepseek, gemma3, gpt_oss, mamba2, qwen3_next, windowed
+from testkit.vllm.checkpoints import MLA, MTP, deepseek, gemma3, gpt_oss, mamba2, qwen3_next, windowed
 from testkit.vllm.checks import check_all_are_handed_over
 from testkit.vllm.servers import (
     EAGLE3,
@@ -22,9 +22,6 @@ from testkit.vllm.servers import (
 
 pytestmark = pytest.mark.timeout(1800)
 
-# The same kernel on all CPUs: with AMX vLLM would take AMX_MLA, for bfloat16 only.
-MLA = "CPU_MLA"
-MTP = {"method": "mtp", "num_speculative_tokens": 3, "attention_backend": MLA}
 DELTA_NETS = ["--dtype", "bfloat16", "--mamba-ssm-cache-dtype", "float32", "--no-enable-prefix-caching"]
 Arguments = dict[str, Any]
 CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path], Arguments]]] = {
@@ -62,5 +59,5 @@ def test_greedy_tokens_and_acceptance_are_those_of_one_vllm(pair: Pair, mode: Mo
     # A prompt of 2 tokens hands over 1.
     lengths = [2, 3, *range(15, 18), 31, 32, 33, *range(62, 100, 2), 95, 97, 300, 700]
     if (multiple := pair.prefill.identity["prefill_multiple"]) > 1:
-        lengths = [multiple + length for length in lengths]  # shorter ones are not handed off
+        lengths = [multiple + length for length in lengths[::2]]  # shorter ones are not handed off
     check_all_are_handed_over(pair, demo_prompts(lengths, seed=61), 24, mode)

@@ -66,7 +66,7 @@ def test_a_layer_that_is_told_before_it_is_written_is_seen(servers: list[Server]
 
 def test_aborts_between_layers_leave_no_block_behind(servers: list[Server]) -> None:
     p, _, d = servers
-    leave_at_random(Pair(p, d), 12, 3, 600, ["push"], (1.0, 0.2))
+    leave_at_random([Pair(p, d)], 12, 3, 600, ["push"], (1.0, 0.2))
     asyncio.run(_again(Pair(p, d)))
 
 

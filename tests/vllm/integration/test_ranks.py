@@ -1,15 +1,13 @@
 """vLLM servers of several workers: any number of tensor ranks hands off to any other: heads with EAGLE-3, states
-(Mamba-2), latents (MLA) with MTP.
+(Mamba-2; gated delta nets with MTP), latents (MLA) with MTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,9 @@ import aiohttp
 import pytest
 
 from testkit.vllm.answers import Answer, same, same_acceptance
-from testkit.vllm.checkpoints import deepseek, mamba2
-from testkit.vllm.checks import alone, leave_at_random
+from testkit.vllm.checkpoints import MLA, MTP, deepseek, mamba2, qwen3_next
+from testkit.vllm.checks import alone, alone_in_turn, leave_at_random
+from testkit.vllm.killed_ranks import signal_rank
 from testkit.vllm.servers import (
     EAGLE3,
     MODEL,
@@ -29,11 +28,12 @@ from testkit.vllm.servers import (
     ask,
     demo_prompts,
     handoff,
+    outcomes,
     request,
     serve,
     wait_idle,
 )
-from tests.vllm.integration.test_hybrid import MLA, MTP
+from tests.vllm.integration.test_hybrid import DELTA_NETS
 
 pytestmark = pytest.mark.timeout(1800)
 Fleet = dict[str, Server]
@@ -52,20 +52,28 @@ def ranks(kind: str, count: int) -> list[str]:
 @dataclass(frozen=True)
 class Case:
     """A model whose tensor ranks hand over to each other. `make` writes its checkpoint; without it the demo model is
-    used.
+    used. `at_once`: the number of requests that are computed together; 1 for a model whose bits depend on it.
     """
 
     prompts: Sequence[Sequence[int]]
     flags: Sequence[str]
     spec: dict[str, Any] | None
     make: Callable[[Path], None] | None = None
+    at_once: int = 16
 
 
 SHORT = demo_prompts([2, 3, *range(15, 18), 31, 32, 33, *range(62, 67), 95, 97, 300, 700], seed=61)
 CASES = {
     "heads with eagle3": Case(PROMPTS, BOTH, EAGLE3),
-    # Caches that ranks do not share by heads: states, latents.
+    # Caches that ranks do not share by heads of attention: states, latents.
     "mamba-2": Case(SHORT, ["--no-enable-prefix-caching", "--block-size", "128"], None, mamba2),
+    "gated delta nets with mtp": Case(
+        demo_prompts([66, 67, 95, 96, 97, *range(126, 131), 200, 258, 700], seed=61),
+        DELTA_NETS,
+        {"method": "mtp", "num_speculative_tokens": 3},
+        qwen3_next,
+        at_once=1,
+    ),
     "mla with mtp": Case(SHORT, ["--attention-backend", MLA], MTP, deepseek),
 }
 OF_HEADS = pytest.mark.parametrize("case", ["heads with eagle3"], indirect=True)
@@ -78,23 +86,27 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def fleet(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Two servers of two tensor ranks, one of one rank."""
+    """Servers of two tensor ranks and of one; for heads a second one of two."""
     folder = tmp_path_factory.mktemp("ranks")
     if case.make is not None:
         case.make(folder / "model")
-    kinds = {"TWO": ranks("tensor", 2), "OTHER": ranks("tensor", 2), "ONE": []}
+    kinds: dict[str, list[str]] = {"TWO": ranks("tensor", 2), "ONE": []}
+    if case.make is None:
+        kinds["OTHER"] = kinds["TWO"]
     configs = [(name, "kv_both", [*case.flags, *own]) for name, own in kinds.items()]
     model = MODEL if case.make is None else folder / "model"
     with serve(folder, configs, {"lease": LEASE_S}, case.spec, model) as servers:
         yield dict(zip(kinds, servers, strict=True))
 
 
-async def all_of(pair: Pair, prompts: Sequence[Sequence[int]], modes: Sequence[Mode], salt: str) -> list[Answer]:
-    """Hand over many prompts at once, alternating between the modes. Checks the first token of the prefill server."""
+async def all_of(
+    pair: Pair, prompts: Sequence[Sequence[int]], modes: Sequence[Mode], salt: str, at_once: int = 16
+) -> list[Answer]:
+    """Hand over `at_once` prompts together, in the modes in turn. Checks the prefill server's first tokens."""
     found: list[Answer] = []
     async with aiohttp.ClientSession() as session:
-        for start in range(0, len(prompts), 16):
-            some = enumerate(prompts[start : start + 16], start)
+        for start in range(0, len(prompts), at_once):
+            some = enumerate(prompts[start : start + at_once], start)
             legs = [handoff(session, pair, prompt, 20, modes[at % 2], salt=salt) for at, prompt in some]
             for first, answer in await asyncio.gather(*legs):
                 assert first.tokens == answer.tokens[:1] or pair.prefill.identity["truncate_prefill"]
@@ -120,27 +132,30 @@ def check(found: Sequence[Answer], expected: Sequence[Answer], num_drafts: int) 
 
 @pytest.fixture(scope="module")
 def expected(case: Case, fleet: Fleet) -> list[Answer]:
-    return asyncio.run(alone(fleet["ONE"], case.prompts))
-
-
-def outcomes(server: Server, before: Mapping[str, float] | None = None) -> dict[str, float]:
-    """The number of handoffs by outcome since `before`."""
-    found, known = server.metrics("vllm:baton_handoffs_total"), before or {}
-    return {end: found[end] - known.get(end, 0) for end in found if found[end] != known.get(end)}
+    ask_all = alone if case.at_once > 1 else alone_in_turn
+    return asyncio.run(ask_all(fleet["ONE"], case.prompts, 20))
 
 
 @pytest.mark.parametrize(
-    ("source", "dest", "modes"),
-    [("TWO", "OTHER", ("push", "pull")), ("TWO", "ONE", ("pull", "push")), ("ONE", "TWO", ("push", "pull"))],
+    ("source", "dest", "modes"), [("TWO", "ONE", ("pull", "push")), ("ONE", "TWO", ("push", "pull"))]
 )
 def test_tokens_and_acceptance_are_those_of_one_vllm(
     case: Case, fleet: Fleet, expected: list[Answer], source: str, dest: str, modes: Sequence[Mode]
 ) -> None:
-    pair = Pair(fleet[source], fleet[dest])
-    assert len(pair.prefill.identity["control_addresses"]) == (1 if source == "ONE" else 2)
+    assert len(fleet[source].identity["control_addresses"]) == (1 if source == "ONE" else 2)
+    check_all_handoffs(case, Pair(fleet[source], fleet[dest]), expected, modes, source)
+
+
+@OF_HEADS
+def test_as_many_ranks_on_both_sides(case: Case, fleet: Fleet, expected: list[Answer]) -> None:
+    check_all_handoffs(case, Pair(fleet["TWO"], fleet["OTHER"]), expected, ("push", "pull"), "equal")
+
+
+def check_all_handoffs(case: Case, pair: Pair, expected: list[Answer], modes: Sequence[Mode], salt: str) -> None:
     before = outcomes(pair.decode)
     num_drafts = pair.decode.identity["num_speculative_tokens"]
-    check(asyncio.run(all_of(pair, case.prompts, modes, source + dest)), expected, num_drafts)
+    found = asyncio.run(all_of(pair, case.prompts, modes, salt, case.at_once))
+    check(found, expected, num_drafts)
     wait_idle(pair.prefill, pair.decode)
     # Each handoff counts once, with any number of workers.
     assert outcomes(pair.decode, before) == {"committed": len(case.prompts)}
@@ -176,23 +191,14 @@ def test_prefix_hits_and_orders(fleet: Fleet) -> None:
     hits_and_orders(Pair(fleet["TWO"], fleet["OTHER"]), fleet["ONE"])
 
 
-def abort_at_random(pair: Pair) -> None:
-    leave_at_random(pair, 16, 4, 1500, ["push", "pull"])
+def abort_at_random(*pairs: Pair) -> None:
+    leave_at_random(pairs, 8 + 8 * len(pairs), 4, 1500, ["push", "pull"])
 
 
 @OF_HEADS
 @pytest.mark.parametrize(("source", "dest"), [("TWO", "OTHER"), ("ONE", "TWO")])
 def test_aborts_leave_no_block_behind(fleet: Fleet, source: str, dest: str) -> None:
     abort_at_random(Pair(fleet[source], fleet[dest]))
-
-
-def signal_rank(server: Server, rank: int, number: signal.Signals) -> None:
-    for pid in server._processes():
-        title = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if re.match(rb"VLLM::Worker_(TP|PP)%d" % rank, title):
-            os.kill(pid, number)
-            return
-    raise AssertionError(f"{server.name} has no worker {rank}")
 
 
 async def under_way(pair: Pair, prompts: Sequence[Sequence[int]], server: Server, num_tokens: int = 12) -> list[Any]:

@@ -12,7 +12,7 @@ import pytest
 from baton.router import RouterConfig, build_app
 from testkit.servers.fake_serving import served
 from testkit.vllm.answers import Answer, same
-from testkit.vllm.servers import Mode, Pair, Server, ask, demo_prompts, request, serve, wait_idle
+from testkit.vllm.servers import Mode, Pair, Server, ask, demo_prompts, outcomes, request, serve, wait_idle
 from tests.vllm.integration.test_ranks import (
     BOTH,
     LEASE_S,
@@ -23,7 +23,6 @@ from tests.vllm.integration.test_ranks import (
     alone,
     check,
     hits_and_orders,
-    outcomes,
     ranks,
     under_way,
 )

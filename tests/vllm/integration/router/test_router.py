@@ -17,6 +17,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from baton.doctor.diagnose import check_up, findings_of
+from baton.doctor.facts import Checkup
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, load_or_create_key
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.router import RouterConfig, build_app
@@ -24,7 +26,7 @@ from baton.text import Tokenizer
 from baton.text.bad_words import tokens_of
 from benchmarks.scrape import scrape
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
-from testkit.servers.fake_serving import served
+from testkit.servers.fake_serving import await_engines, served
 from testkit.vllm.answers import NEAR_TIE
 from testkit.vllm.servers import EAGLE3, LIMIT_S, MODEL, REQUEST_TIMEOUT, demo_prompts
 
@@ -69,8 +71,8 @@ def serve_pair(folder: Path, kind: str, spec: Any) -> Iterator[tuple[VllmServer,
 async def routed(p: str, d: str, folder: Path, **config: Any) -> AsyncIterator[str]:
     make_keys(folder / "keys", [])
     key = load_or_create_key(ticket_key_file(folder / "keys"))
-    ends = {"prefill": (p,), "decode": (d,), "ticket_life": MAX_TICKET_LIFE_S}
-    settings = RouterConfig(**ends, ticket_key=key, engine="vllm", **config)
+    ends = {"prefill": (p,), "decode": (d,), "ticket_life": MAX_TICKET_LIFE_S, "ticket_key": key}
+    settings = RouterConfig(**{**ends, **config}, engine="vllm")
     async with served(await build_app(settings)) as url:
         yield url
 
@@ -241,6 +243,44 @@ def test_bad_words_are_barred_on_both_legs(pair: tuple[VllmServer, VllmServer], 
 
 def holds(tokens: Sequence[int], word: Sequence[int]) -> bool:
     return any(tuple(tokens[i : i + len(word)]) == tuple(word) for i in range(len(tokens)))
+
+
+async def diagnosed(pair: Sequence[VllmServer], folder: Path, keys: str = "keys", **config: Any) -> Checkup:
+    """A check-up of two servers and a router over the first as prefill and the second as decode server."""
+    p, d = pair
+    async with routed(p.url, d.url, folder, **config) as url, aiohttp.ClientSession() as session:
+        await await_engines(session, url)
+        return await check_up([p.url, d.url], url, str(folder / keys), timeout_s=LIMIT_S, clock_s=0.0)
+
+
+def test_the_doctor_finds_a_healthy_pair_ready(pair: tuple[VllmServer, VllmServer], folder: Path) -> None:
+    checkup = asyncio.run(diagnosed(pair, folder))
+    assert [str(finding) for finding in findings_of(checkup)] == []
+    assert checkup.trial is not None
+    assert checkup.trial.handoffs == {"started": 1, "completed": 1}
+    assert checkup.trial.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "wrong"),
+    [
+        ("handoff_failed", "ticket key", {"ticket_key": b"another one of 32 bytes or more.."}),
+        ("keys", "has no key", {"keys": "others"}),
+    ],
+)
+def test_the_doctor_finds_what_is_wrong(
+    pair: tuple[VllmServer, VllmServer], folder: Path, name: str, words: str, wrong: dict[str, Any]
+) -> None:
+    make_keys(folder / "others", ["X"])
+    checkup = asyncio.run(diagnosed(pair, folder, **wrong))
+    found = [str(finding) for finding in findings_of(checkup) if finding.name == name]
+    assert any(words in text for text in found), findings_of(checkup)
+    asyncio.run(freed(pair))
+
+
+async def freed(servers: Sequence[VllmServer]) -> None:
+    async with aiohttp.ClientSession() as session:
+        await until_free(session, servers)
 
 
 def test_a_decode_server_that_never_saw_its_leg(pair: tuple[VllmServer, VllmServer], folder: Path) -> None:
