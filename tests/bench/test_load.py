@@ -167,9 +167,12 @@ def test_lists_in_flags_are_parsed_or_refused_by_name() -> None:
     assert parse_percentiles("50,99.9") == (50.0, 99.9)
     with pytest.raises(ConfigError, match="percentile_metrics"):
         parse_metrics("ttft,speed")
-    for text in ("101", "x", "-1"):
-        with pytest.raises(ConfigError, match="metric_percentiles"):
-            parse_percentiles(text)
+
+
+@pytest.mark.parametrize("text", ["101", "x", "-1"])
+def test_a_percentile_out_of_range_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="metric_percentiles"):
+        parse_percentiles(text)
 
 
 async def test_a_load_is_sent_and_counted(directory: Path) -> None:

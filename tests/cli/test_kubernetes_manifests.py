@@ -84,15 +84,15 @@ def test_the_router_finds_the_engines(name: str, monkeypatch: pytest.MonkeyPatch
         assert service.port == workload.spec.template.spec.containers[0].ports[0].container_port
 
 
-def test_the_flags_of_the_engines() -> None:
-    for role in ("prefill", "decode"):
-        template = workloads(read_manifest("kubernetes-pd.yaml"))[role].spec.template
-        found = parsed([text.replace("$(POD_IP)", "10.0.0.5") for text in template.spec.containers[0].args])
-        assert (found["model"], found["role"], found["port"]) == ("/models/model", role, 8100)
-        assert found["kv_transfer_config"].control_bind == "tcp://10.0.0.5:7100"
-        assert found["kv_transport"] == "nixl://?host=10.0.0.5"
-        timeout = hook_s(template.spec.containers[0]) + 2 * found["shutdown_timeout"]
-        assert template.spec.termination_grace_period_seconds > timeout
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_flags_of_the_engines(role: str) -> None:
+    template = workloads(read_manifest("kubernetes-pd.yaml"))[role].spec.template
+    found = parsed([text.replace("$(POD_IP)", "10.0.0.5") for text in template.spec.containers[0].args])
+    assert (found["model"], found["role"], found["port"]) == ("/models/model", role, 8100)
+    assert found["kv_transfer_config"].control_bind == "tcp://10.0.0.5:7100"
+    assert found["kv_transport"] == "nixl://?host=10.0.0.5"
+    timeout = hook_s(template.spec.containers[0]) + 2 * found["shutdown_timeout"]
+    assert template.spec.termination_grace_period_seconds > timeout
 
 
 def test_the_connector_of_the_vllm_servers() -> None:

@@ -176,9 +176,12 @@ def test_default_auxiliary_layers() -> None:
     assert aux_layer_ids({"eagle_aux_hidden_state_layer_ids": [20, 1, 8]}, 32) == (1, 8, 20)
     assert aux_layer_ids({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, 4) == (1, 2)
     assert aux_layer_ids({"eagle_config": {"use_aux_hidden_state": False}}, 4) == ()
-    for raw, layers in [({}, 4), ({"eagle_aux_hidden_state_layer_ids": [1, 9]}, 4), ({}, 2)]:
-        with pytest.raises(CheckpointError, match="eagle_aux_hidden_state_layer_ids"):
-            aux_layer_ids(raw, layers)
+
+
+@pytest.mark.parametrize(("raw", "layers"), [({}, 4), ({"eagle_aux_hidden_state_layer_ids": [1, 9]}, 4), ({}, 2)])
+def test_auxiliary_layers_that_the_target_lacks_are_refused(raw: Any, layers: int) -> None:
+    with pytest.raises(CheckpointError, match="eagle_aux_hidden_state_layer_ids"):
+        aux_layer_ids(raw, layers)
 
 
 def edit(path: Path, config: dict[str, Any] | None = None, tensors: dict[str, Tensor | None] | None = None) -> None:

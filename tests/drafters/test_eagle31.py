@@ -85,13 +85,19 @@ def test_layer_ids_of_every_format_are_read_and_logged(
     with caplog.at_level(logging.INFO, "baton.drafters.eagle3"):
         assert load_drafter("eagle3", path, target).aux_layers == (0, 2, 3)
     assert "the streams that enter layers 0, 2, 3 of the target's 3" in caplog.text
-    for raw in (
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
         {"num_aux_hidden_states": 4},
         {"eagle_aux_hidden_state_layer_ids": [1, 2], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}},
         {"eagle_aux_hidden_state_layer_ids": [True, 2]},
-    ):
-        with pytest.raises(CheckpointError, match="aux_hidden_state"):
-            aux_layer_ids(raw, 32)
+    ],
+)
+def test_layer_ids_that_do_not_agree_are_refused(raw: Any) -> None:
+    with pytest.raises(CheckpointError, match="aux_hidden_state"):
+        aux_layer_ids(raw, 32)
 
 
 @pytest.mark.parametrize(

@@ -150,9 +150,14 @@ def test_events_of_all_ages() -> None:
         assert [type(event) for event in batch.events] == [BlockStored, BlockRemoved, AllBlocksCleared]
         assert isinstance(batch.events[0], BlockStored)
         assert (batch.events[0].token_ids, batch.events[0].block_size) == ([1, 2], 2)
-    for bad in ([1.5, [["BlockMoved"]]], [1.5, [{"type": "BlockStored"}]], [1.5], "x", [1.5, [3]], [1.5, [[[[]]]]]):
-        with pytest.raises(ProtocolError, match="malformed"):
-            decode_batch(msgspec.msgpack.encode(bad))
+
+
+@pytest.mark.parametrize(
+    "bad", [[1.5, [["BlockMoved"]]], [1.5, [{"type": "BlockStored"}]], [1.5], "x", [1.5, [3]], [1.5, [[[[]]]]]]
+)
+def test_a_malformed_batch_is_refused(bad: Any) -> None:
+    with pytest.raises(ProtocolError, match="malformed"):
+        decode_batch(msgspec.msgpack.encode(bad))
 
 
 @pytest.mark.parametrize(
@@ -228,11 +233,19 @@ def test_settings_are_vllms() -> None:
     assert config.enabled
     assert config.of_rank(2).endpoint == "tcp://*:5559"
     assert not KVEventsConfig.parse("{}").enabled
-    for bad in ('{"endpoint": "http://x"}', '{"hwm": 0}', '{"enable": 1}', "[]", '{"endpoint": "tcp://h:99999"}'):
-        with pytest.raises(ConfigError, match="kv_events_config"):
-            KVEventsConfig.parse(bad)
     urls = ["http://h:1=tcp://h:5557", "http://h:2#dp_rank=1=tcp://h:5558"]
     assert read_sources(urls, "x") == {"http://h:1": "tcp://h:5557", "http://h:2#dp_rank=1": "tcp://h:5558"}
-    for bad in ("http://h:1", "tcp://h:5557", "http://h:1=file:///etc"):
-        with pytest.raises(ConfigError, match="kv_event_source"):
-            read_sources([bad], "kv_event_source")
+
+
+@pytest.mark.parametrize(
+    "bad", ['{"endpoint": "http://x"}', '{"hwm": 0}', '{"enable": 1}', "[]", '{"endpoint": "tcp://h:99999"}']
+)
+def test_malformed_settings_are_refused(bad: str) -> None:
+    with pytest.raises(ConfigError, match="kv_events_config"):
+        KVEventsConfig.parse(bad)
+
+
+@pytest.mark.parametrize("bad", ["http://h:1", "tcp://h:5557", "http://h:1=file:///etc"])
+def test_what_is_no_source_is_refused(bad: str) -> None:
+    with pytest.raises(ConfigError, match="kv_event_source"):
+        read_sources([bad], "kv_event_source")

@@ -236,13 +236,19 @@ async def test_automatic_calls_need_the_flags(tools_directory: Path) -> None:
             assert refused.value.param == "tool_choice"
 
     await with_client(tools_directory, "x", Parsing(), act)
-    for field, parsing in (
+
+
+@pytest.mark.parametrize(
+    ("field", "parsing"),
+    [
         ("tool_call_parser", {"tool_call_parser": "none such"}),
         ("tool_call_parser", {"enable_auto_tool_choice": True}),
         ("reasoning_parser", {"reasoning_parser": "none such"}),
-    ):
-        with pytest.raises(ConfigError, match=f"^{field}: "):
-            Parsing(**parsing)  # type: ignore[arg-type]
+    ],
+)
+def test_a_parser_that_there_is_not_is_refused(field: str, parsing: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}: "):
+        Parsing(**parsing)  # type: ignore[arg-type]
 
 
 async def test_channels_are_read_with_their_markers(tools_directory: Path) -> None:

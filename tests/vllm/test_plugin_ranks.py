@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -129,6 +130,9 @@ def test_workers_that_contradict_each_other() -> None:
 
 def test_addresses_of_all_workers() -> None:
     assert joined_addresses([(1, "b"), (0, "a")], 2) == ["a", "b"]
-    for found in ([(0, "a")], [(0, "a"), (0, "b")], [(0, "a"), (2, "b")]):
-        with pytest.raises(ConfigError, match="2 workers"):
-            joined_addresses(found, 2)
+
+
+@pytest.mark.parametrize("found", [[(0, "a")], [(0, "a"), (0, "b")], [(0, "a"), (2, "b")]])
+def test_addresses_of_other_workers_are_refused(found: Any) -> None:
+    with pytest.raises(ConfigError, match="2 workers"):
+        joined_addresses(found, 2)

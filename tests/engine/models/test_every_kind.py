@@ -154,9 +154,12 @@ def test_block_sizes_are_of_groups_that_there_are(trial: Trial) -> None:
     with stepped(**trial.settings("eagle", block_size="16,target=8,mla=32,draft=5,target.mla=3")) as one:
         sizes = {name: pool.page_size for name, pool in one.core.cache.pools.items()}
     assert sizes == {"target.mla": 3, "target.sliding_window.1": 8, "target.state.2": 1, "draft": 5}
-    for wrong in ("16,window=3", "0", "4,mla=", "mla", "16,state=4", "target.state.2=4"):
-        with pytest.raises(ConfigError, match="block_size"), stepped(**trial.settings("eagle", block_size=wrong)):
-            pass
+
+
+@pytest.mark.parametrize("wrong", ["16,window=3", "0", "4,mla=", "mla", "16,state=4", "target.state.2=4"])
+def test_block_sizes_of_groups_that_are_not_there_are_refused(trial: Trial, wrong: str) -> None:
+    with pytest.raises(ConfigError, match="block_size"), stepped(**trial.settings("eagle", block_size=wrong)):
+        pass
 
 
 # ------------------------------------------------------------ handoffs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -79,11 +81,17 @@ def test_equal_scores_are_told_in_the_order_of_ids() -> None:
 
 def test_prompt_logprobs_out_of_range_are_refused_by_name() -> None:
     SamplingParams(max_tokens=0, prompt_logprobs=0).check(100)
-    for params, name in (
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
         (SamplingParams(max_tokens=0), "max_tokens"),
         (SamplingParams(prompt_logprobs=-1), "prompt_logprobs"),
         (SamplingParams(prompt_logprobs=21), "prompt_logprobs"),
-    ):
-        with pytest.raises(RequestError) as refused:
-            params.check(100)
-        assert refused.value.param == name
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_its_name(params: Any, name: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        params.check(100)
+    assert refused.value.param == name

@@ -299,9 +299,12 @@ def test_every_seed_has_noise_of_its_own() -> None:
 
 def test_a_tiny_temperature_counts_as_the_least_one() -> None:
     assert SamplingParams(temperature=1e-320).normalised().temperature == 0.01
-    for temperature in (0.0, 0.01, 0.7):
-        params = SamplingParams(temperature=temperature)
-        assert params.normalised() is params
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 0.7])
+def test_other_temperatures_stay(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature)
+    assert params.normalised() is params
 
 
 @pytest.mark.parametrize(

@@ -190,15 +190,21 @@ def test_tables_are_checked() -> None:
     check_table("g", [1, 2, 3], Interval(0, 12), 4, 4)
     check_table("g", [0, 2, 3], Interval(4, 12), 4, 4)
     check_table("g", [], Interval(5, 5), 4, 4)
-    for pages, start, stop in (
+
+
+@pytest.mark.parametrize(
+    ("pages", "start", "stop"),
+    [
         ([1, 2], 0, 9),
         ([0, 2], 0, 8),
         ([1, 4], 0, 8),
         ([1, -1], 0, 8),
         ([2, 2], 0, 8),
-    ):
-        with pytest.raises(ProtocolError, match="'g'"):
-            check_table("g", pages, Interval(start, stop), 4, 4)
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused(pages: Any, start: int, stop: int) -> None:
+    with pytest.raises(ProtocolError, match="'g'"):
+        check_table("g", pages, Interval(start, stop), 4, 4)
 
 
 def test_fingerprints_name_each_difference() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -58,10 +59,13 @@ def test_what_is_no_trace_is_not_passed_on(parent: str) -> None:
 def test_two_traces_are_none_and_a_state_that_is_too_long_is_left_out() -> None:
     assert trace_of(headers(("traceparent", PARENT), ("traceparent", PARENT))) is None
     assert trace_of(headers(("tracestate", "a=1"))) is None
-    for state in ("a=" + "x" * 511, "a=\xe9", "a=\x00"):
-        trace = trace_of(headers(("traceparent", PARENT), ("tracestate", state)))
-        assert trace is not None
-        assert trace.tracestate is None
+
+
+@pytest.mark.parametrize("state", ["a=" + "x" * 511, "a=\xe9", "a=\x00"])
+def test_a_state_that_no_header_can_have_is_left_out(state: Any) -> None:
+    trace = trace_of(headers(("traceparent", PARENT), ("tracestate", state)))
+    assert trace is not None
+    assert trace.tracestate is None
 
 
 async def test_log_lines_name_the_trace_of_their_request(directory: Path, caplog: pytest.LogCaptureFixture) -> None:

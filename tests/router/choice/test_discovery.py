@@ -62,9 +62,12 @@ async def test_engines_come_and_go_with_their_addresses(
 
 def test_services_are_checked() -> None:
     assert read_services(["decode=d.ns:81", "both=e:82"]) == [Service("decode", "d.ns", 81), Service("both", "e", 82)]
-    for bad in ("d:81", "decode=d", "draft=d:81", "decode=d:0", "decode=:1", "decode=d:x"):
-        with pytest.raises(ConfigError, match="discover"):
-            read_services([bad])
+
+
+@pytest.mark.parametrize("bad", ["d:81", "decode=d", "draft=d:81", "decode=d:0", "decode=:1", "decode=d:x"])
+def test_a_service_without_role_host_or_port_is_refused(bad: str) -> None:
+    with pytest.raises(ConfigError, match="discover"):
+        read_services([bad])
 
 
 async def test_addresses_of_a_name() -> None:

@@ -91,26 +91,35 @@ def test_a_prefill_engine_gets_what_a_decode_engine_answered(directory: Path) ->
     assert route.hand_back.source is pool.prefill[1], "it is busy, but has been sent the whole prompt before"
 
 
-def test_hand_back_is_off_unless_it_is_set_and_does_not_pay_for_few_tokens(directory: Path) -> None:
-    for backs, expected in (
+@pytest.mark.parametrize(
+    ("backs", "expected"),
+    [
         (HandBacks(Script(), PolicyConfig()), False),
         (on(Script(), min_hand_back_length=321), False),
         (on(Script(), min_hand_back_length=320), True),
-    ):
-        pool = Pool(directory)
-        pool.decode[0].known.learn(PromptBlocks(ANSWERED))
-        route = routes_of(pool, backs).choose(asked(NEXT), (), False)
-        assert route is not None
-        assert (route.hand_back is not None) is expected
+    ],
+)
+def test_hand_back_is_off_unless_it_is_set_and_does_not_pay_for_few_tokens(
+    backs: Any, expected: bool, directory: Path
+) -> None:
+    pool = Pool(directory)
+    pool.decode[0].known.learn(PromptBlocks(ANSWERED))
+    route = routes_of(pool, backs).choose(asked(NEXT), (), False)
+    assert route is not None
+    assert (route.hand_back is not None) is expected
 
 
-def test_a_turn_that_prefill_engines_can_get_back_is_not_computed_by_its_decode_engine(directory: Path) -> None:
-    for backs, why in ((on(Script()), "handed_off"), (HandBacks(Script(), PolicyConfig()), "cached")):
-        pool = Pool(directory)
-        pool.decode[0].known.learn(PromptBlocks(ANSWERED))
-        route = routes_of(pool, backs, most=16).choose(asked(NEXT), (), False)
-        assert route is not None
-        assert (route.why, route.decode) == (why, pool.decode[0])
+@pytest.mark.parametrize(
+    ("backs", "why"), [(on(Script()), "handed_off"), (HandBacks(Script(), PolicyConfig()), "cached")]
+)
+def test_a_turn_that_prefill_engines_can_get_back_is_not_computed_by_its_decode_engine(
+    backs: Any, why: str, directory: Path
+) -> None:
+    pool = Pool(directory)
+    pool.decode[0].known.learn(PromptBlocks(ANSWERED))
+    route = routes_of(pool, backs, most=16).choose(asked(NEXT), (), False)
+    assert route is not None
+    assert (route.why, route.decode) == (why, pool.decode[0])
 
 
 def test_a_pair_that_is_slower_than_computing_is_tried_again_later(directory: Path) -> None:

@@ -77,9 +77,12 @@ def test_every_policy_is_known_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"decode_policy.*cache_aware.*'random'"):
         create_policies(decode="random")
     assert read_config('{"leg_weight": 8}') == PolicyConfig(leg_weight=8)
-    for text in ('{"leg_weight": -1}', '{"leg": 1}', "[]", '{"leg_weight": "1"}'):
-        with pytest.raises(ConfigError, match="policy_config"):
-            read_config(text)
+
+
+@pytest.mark.parametrize("text", ['{"leg_weight": -1}', '{"leg": 1}', "[]", '{"leg_weight": "1"}'])
+def test_a_policy_config_with_a_bad_value_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="policy_config"):
+        read_config(text)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

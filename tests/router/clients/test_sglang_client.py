@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -24,10 +26,10 @@ def event(tokens: list[int], count: int, finish: dict[str, object] | None = None
     return msgspec.convert({"output_ids": tokens, "meta_info": meta}, _Event)
 
 
-def test_events_may_repeat_all_tokens_or_have_the_new_ones_alone() -> None:
-    for tokens in ([7, 8, 9], [8, 9]):
-        chunk = to_token_chunk(request(), event(tokens, 3), 1)
-        assert (chunk.token_ids, chunk.position, chunk.finish_reason) == ([8, 9], 2, None)
+@pytest.mark.parametrize("tokens", [[7, 8, 9], [8, 9]])
+def test_events_may_repeat_all_tokens_or_have_the_new_ones_alone(tokens: Any) -> None:
+    chunk = to_token_chunk(request(), event(tokens, 3), 1)
+    assert (chunk.token_ids, chunk.position, chunk.finish_reason) == ([8, 9], 2, None)
 
 
 def test_the_ends_of_a_leg() -> None:

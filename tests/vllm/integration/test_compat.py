@@ -128,9 +128,6 @@ def drafter(method: str, several_modules: bool = False) -> Any:
 
 def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     compat.check_config(config())
-    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        with pytest.raises(ConfigError, match=name):
-            compat.check_config(config(parallel_config=SimpleNamespace(**RANKS | {name: 2})))
     independent = ParallelConfig(data_parallel_size=2, data_parallel_rank=1)
     assert not compat.steps_alone(config(parallel_config=independent))  # as for a model with experts
     independent.reconfigure_for_independent_dp_rank()
@@ -187,6 +184,12 @@ def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.Monkey
     small.draft_model_config = state
     with pytest.raises(ConfigError, match="Mamba"):
         compat.check_config(config(speculative_config=small))
+
+
+@pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])
+def test_ranks_of_contexts_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        compat.check_config(config(parallel_config=SimpleNamespace(**RANKS | {name: 2})))
 
 
 def test_the_heads_of_a_worker_are_those_of_its_rank() -> None:
