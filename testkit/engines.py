@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections import defaultdict
@@ -258,17 +259,25 @@ def pair(directory: Path, decode: dict[str, Any] | None = None, **settings: Any)
         yield Pair(p, d, load_or_create_key(key_file))
 
 
+MakeDrafts = Callable[[DraftPlan], DraftResult]
+
+
+def draft_by(patch: pytest.MonkeyPatch, draft: Callable[[MakeDrafts, DraftPlan], DraftResult]) -> None:
+    """Engines of one rank make their drafts by `draft` from now on. Its first argument is what made them before."""
+    before = LocalExecutor.draft
+    patch.setattr(LocalExecutor, "draft", lambda self, plan: draft(functools.partial(before, self), plan))
+
+
 def note_drafts(patch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     """The drafts that engines with one request make from now on, by the number of known tokens."""
     found: dict[int, list[int]] = {}
-    original = LocalExecutor.draft
 
-    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
-        out = original(self, plan)
+    def draft(before: MakeDrafts, plan: DraftPlan) -> DraftResult:
+        out = before(plan)
         (drafts,) = out.drafts
         if drafts:
             found[int(plan.rows.positions[-1]) + 2] = drafts
         return out
 
-    patch.setattr(LocalExecutor, "draft", draft)
+    draft_by(patch, draft)
     return found

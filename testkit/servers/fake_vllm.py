@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -94,6 +94,10 @@ class FakeVllm:
     outcome: str | None = None
     block_size: int | None = None
     adapter: str = ""
+    identity: Callable[[], dict[str, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.identity = self.own_identity
 
     def app(self) -> web.Application:
         @web.middleware
@@ -122,7 +126,7 @@ class FakeVllm:
         """Requests whose `kv_transfer_params` have this `role`; "none": requests without a handoff."""
         return [body for body in self.asked if self._role(body) == role]
 
-    def identity(self) -> dict[str, Any]:
+    def own_identity(self) -> dict[str, Any]:
         facts = {**json.loads(self.fingerprint), "output.sampling_defaults": repr(self.defaults)}
         return {
             "engine_id": self.name,

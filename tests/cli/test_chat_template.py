@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["baton", *arguments, "--port", "0"])
     with pytest.raises(_Stop):
-        baton.cli.main()
+        baton.cli.main([*arguments, "--port", "0"])
 
 
 def test_serve_renders_chats_with_the_given_template(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 
 import pytest
 import typer
@@ -28,12 +27,9 @@ def test_sentences_on_commands_fit() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["bench"], ["--help"], ["--version"]])
-def test_a_command_line_of_one_word_or_none(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+def test_a_command_line_of_one_word_or_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), restored():
-        baton.cli.main()
+        baton.cli.main(arguments)
     streams = capsys.readouterr()
     assert re.search(r"Commands:|^\d+\.\d+", streams.out + streams.err)
     assert "Traceback" not in streams.err

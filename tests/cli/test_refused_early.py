@@ -149,9 +149,8 @@ def test_an_error_of_an_engine_names_what_was_given(tmp_path: Path) -> None:
 
 
 def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    monkeypatch.setattr(sys, "argv", ["baton", *arguments])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        cli.main(arguments)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line

@@ -13,13 +13,12 @@ import pytest
 from baton.engine import executor
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig, SpeculativeConfig
-from baton.engine.executor import LocalExecutor
 from baton.engine.runner import ModelRunner
 from baton.errors import EngineUnavailableError, RequestError
 from baton.sampling_params import SamplingParams
 from baton.wire import TokenChunk
 from testkit.checkpoints.drafters_tokens import draft_model
-from testkit.engines import EAGLE3, TARGET, request, stepped
+from testkit.engines import EAGLE3, TARGET, MakeDrafts, draft_by, request, stepped
 from testkit.inside import engine_of, thread_of
 
 PROMPTS = [[1, 2, 3], [7, 8], [9] * 20, [4, 5, 6, 7]]
@@ -123,15 +122,13 @@ def guilty_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def guilty_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = LocalExecutor.draft
-
-    def draft(self: LocalExecutor, plan: Any) -> Any:
-        drafts = whole(self, plan)
+    def draft(before: MakeDrafts, plan: Any) -> Any:
+        drafts = before(plan)
         if guilty(plan.rows):
             raise IndexError("guilty drafting")
         return drafts
 
-    monkeypatch.setattr(LocalExecutor, "draft", draft)
+    draft_by(monkeypatch, draft)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -118,9 +117,8 @@ def test_bad_input_is_one_line(
                 text = text.replace(name, value)
             return text
 
-        monkeypatch.setattr(sys, "argv", ["baton", *map(placed, arguments)])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            cli.main([*map(placed, arguments)])
     assert ended.value.code in (1, 2)
     stderr = capsys.readouterr().err
     # A command that serves has set up logging before it needs the port.
@@ -132,9 +130,8 @@ def test_bad_input_is_one_line(
 def test_unknown_flag_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERMINAL_WIDTH", "200")
-    monkeypatch.setattr(sys, "argv", ["baton", "serve", "somewhere", "--tensor-paralel-size", "2"])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        cli.main(["serve", "somewhere", "--tensor-paralel-size", "2"])
     assert ended.value.code == 2
     assert "No such option" in capsys.readouterr().err
     flags: dict[str, list[str]] = {
@@ -144,9 +141,8 @@ def test_unknown_flag_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         "generate": ["--chat", "--max-tokens", "--dtype"],
     }
     for command, names in flags.items():
-        monkeypatch.setattr(sys, "argv", ["baton", command, "--help"])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            cli.main([command, "--help"])
         assert ended.value.code == 0
         text = capsys.readouterr().out
         assert all(name in text for name in names), text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from baton import cli
@@ -23,10 +21,9 @@ def verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
             given = [flag.format(reference=one, candidate=other) for flag in flags]
             chosen = "--prompts" in flags or "--chat" in flags
             lengths = [] if chosen else ["--lengths", f"5-{4 + NUM}"]
-            command = ["baton", "verify", "--reference", one, "--candidate", f"{other}/v1", "--max-tokens", "8"]
-            monkeypatch.setattr(sys, "argv", [*command, *lengths, *given])
+            command = ["verify", "--reference", one, "--candidate", f"{other}/v1", "--max-tokens", "8"]
             try:
-                cli.main()
+                cli.main([*command, *lengths, *given])
                 code = 0
             except SystemExit as ended:
                 code = int(ended.code or 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -85,10 +86,11 @@ def _dashes(argument: str) -> str:
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
-def main() -> None:
-    """Exit status: 2 for a bad setting or request, 1 for any other Baton error."""
+def main(given: Sequence[str] | None = None) -> None:
+    """`given` None: as this process was given. Exit status: 2 for a bad setting or request, 1 for any other Baton
+    error."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    arguments = [_dashes(argument) for argument in sys.argv[1:]]
+    arguments = [_dashes(argument) for argument in (sys.argv[1:] if given is None else given)]
     if wants_json(arguments, os.environ):
         log_to_stderr(form="json")
     # The OpenMP runtime reads it when PyTorch loads it, so not before a command runs.

@@ -16,7 +16,6 @@ import torch
 
 from baton.engine.config import SpeculativeConfig
 from baton.engine.core import EngineCore
-from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftResult
 from baton.handoff.agent.calls import LegEvent
 from baton.handoff.protocol.events import Declared, Sampled
@@ -26,7 +25,20 @@ from baton.kv.interval import Interval, Rules
 from baton.kv.tables import BlockTables
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_checkpoint, make_drafter
-from testkit.engines import EAGLE3, TARGET, Mode, Pair, Stepped, Stream, kv_of, pair, request, stepped
+from testkit.engines import (
+    EAGLE3,
+    TARGET,
+    MakeDrafts,
+    Mode,
+    Pair,
+    Stepped,
+    Stream,
+    draft_by,
+    kv_of,
+    pair,
+    request,
+    stepped,
+)
 
 EAGLE = {"method": "eagle", "model": "models/baton-demo-eagle", "num_speculative_tokens": 3}
 WINDOW = 24
@@ -220,19 +232,19 @@ class Finals:
 
 def finalise_before_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting: list[Any] = []
-    draft, finalise = LocalExecutor.draft, EngineCore._finalise
+    finalise = EngineCore._finalise
 
     def later(core: EngineCore, scheduled: Any, rows: Any) -> None:
         finalise(core, scheduled, rows)
-        assert isinstance(core.executor, LocalExecutor)
         while waiting:
-            draft(core.executor, waiting.pop())
+            before, plan = waiting.pop()
+            before(plan)
 
-    def put_off(self: LocalExecutor, plan: Any) -> DraftResult:
-        waiting.append(plan)
+    def put_off(before: MakeDrafts, plan: Any) -> DraftResult:
+        waiting.append((before, plan))
         return DraftResult([[] for _ in plan.num_drafts], np.zeros((len(plan.num_drafts), 0, 0), dtype=np.float32))
 
-    monkeypatch.setattr(LocalExecutor, "draft", put_off)
+    draft_by(monkeypatch, put_off)
     monkeypatch.setattr(EngineCore, "_finalise", later)
 
 

@@ -18,7 +18,7 @@ from baton.engine.plan import DraftPlan, DraftResult, DraftSlots, Noise, Rows
 from baton.models.loading.loader import load_model
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.kinds import WholeSequence
-from testkit.engines import Stepped, Stream, pair, request, stepped
+from testkit.engines import MakeDrafts, Stepped, Stream, draft_by, pair, request, stepped
 
 pytest.importorskip("transformers")
 from testkit.checkpoints.granite import make_granite
@@ -96,14 +96,13 @@ def plain(folder: Path) -> list[list[int]]:
 def record(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     """Record (tokens before the drafts, drafts)."""
     seen: list[tuple[list[int], list[int]]] = []
-    original = LocalExecutor.draft
 
-    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
-        result = original(self, plan)
+    def draft(before: MakeDrafts, plan: DraftPlan) -> DraftResult:
+        result = before(plan)
         seen.extend((c.tolist(), d) for c, d in zip(plan.contexts, result.drafts, strict=True) if d)
         return result
 
-    monkeypatch.setattr(LocalExecutor, "draft", draft)
+    draft_by(monkeypatch, draft)
     return seen
 
 

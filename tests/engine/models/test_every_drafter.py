@@ -15,7 +15,6 @@ import pytest
 from msgspec.structs import replace
 
 from baton.engine.config import SpeculativeConfig
-from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, DraftResult
 from baton.errors import CheckpointError
 from baton.kv.cache import KVCache
@@ -28,7 +27,7 @@ from testkit.checkpoints.drafters_layers import block_drafter, latent_head, make
 from testkit.checkpoints.drafters_tokens import draft_model, ngram, windowed_draft_model
 from testkit.checkpoints.gemma4 import make_assistant, make_gemma4
 from testkit.checkpoints.kinds import WholeSequence
-from testkit.engines import Mode, Stepped, pair, request, stepped
+from testkit.engines import MakeDrafts, Mode, Stepped, draft_by, pair, request, stepped
 
 Settings = dict[str, Any]
 NUM_TOKENS = 10
@@ -118,16 +117,15 @@ def settings_of(folder: Path, drafter: Settings | None, **more: Any) -> Settings
 def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, tuple[int, ...]]]:
     """Record (position and token before the drafts, drafts): random drafters are hardly ever right."""
     found: list[tuple[int, int, tuple[int, ...]]] = []
-    original = LocalExecutor.draft
 
-    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
-        result = original(self, plan)
+    def draft(before: MakeDrafts, plan: DraftPlan) -> DraftResult:
+        result = before(plan)
         last = plan.rows.query_start[1:] - 1
         places = zip(plan.rows.positions[last].tolist(), plan.rows.token_ids[last].tolist(), strict=True)
         found.extend((*place, tuple(ids)) for place, ids in zip(places, result.drafts, strict=True) if ids)
         return result
 
-    monkeypatch.setattr(LocalExecutor, "draft", draft)
+    draft_by(monkeypatch, draft)
     return found
 
 
@@ -252,14 +250,12 @@ def test_drafts_are_those_of_the_small_model_computed_whole(folder: Path, monkey
             found.append(int(model.compute_logits(hidden[-1:]).argmax()))
         return found
 
-    original = LocalExecutor.draft
-
-    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
-        result = original(self, plan)
+    def draft(before: MakeDrafts, plan: DraftPlan) -> DraftResult:
+        result = before(plan)
         seen.extend(zip([context.tolist() for context in plan.contexts], result.drafts, strict=True))
         return result
 
-    monkeypatch.setattr(LocalExecutor, "draft", draft)
+    draft_by(monkeypatch, draft)
     with stepped(**settings_of(folder, drafter, max_num_batched_tokens=20)) as one:
         run_all(one, "g", GREEDY)
     drafted = [(context, drafts) for context, drafts in seen if drafts]

@@ -34,7 +34,7 @@ from baton.server import build_app
 from testkit.checkpoints.common import make_checkpoint
 from testkit.checkpoints.drafters_tokens import ngram
 from testkit.checkpoints.moe import make_moe_checkpoint
-from testkit.engines import EAGLE3, TARGET, Stepped, pair, request, stepped
+from testkit.engines import EAGLE3, TARGET, MakeDrafts, Stepped, draft_by, pair, request, stepped
 from testkit.inside import engine_of
 from testkit.servers.fake_serving import served
 
@@ -117,14 +117,14 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 def broken_drafts(texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft the right next token if it is known, and the bad token after it."""
 
-    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
+    def draft(before: MakeDrafts, plan: DraftPlan) -> DraftResult:
         drafts = []
         for context, num in zip(plan.contexts, plan.num_drafts.tolist(), strict=True):
             known = next((t for t in texts if t[: len(context)] == context.tolist()), [])
             drafts.append([*known[len(context) : len(context) + 1], *[BAD] * num][:num])
         return DraftResult(drafts, np.zeros((0, 0, 0), dtype=np.float32))
 
-    monkeypatch.setattr(LocalExecutor, "draft", draft)
+    draft_by(monkeypatch, draft)
 
 
 @pytest.mark.parametrize("backend", ["paged_cpu", "sdpa"])
@@ -209,13 +209,13 @@ def test_drafts_before_the_end_count_and_those_behind_it_do_not(monkeypatch: pyt
     stop = next(i for i, token in enumerate(text) if i >= 1 and token not in text[:i])
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, stop_token_ids=(text[stop],))
 
-    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
+    def draft(before: MakeDrafts, plan: DraftPlan) -> DraftResult:
         at = len(plan.contexts[0]) - len(PROMPTS[0])
         # Up to the last token, and one more, which the model would choose if its logits were not finite.
         drafts = [*text[at : stop + 1], 0, 0][: int(plan.num_drafts[0])]
         return DraftResult([drafts], np.zeros((0, 0, 0), dtype=np.float32))
 
-    monkeypatch.setattr(LocalExecutor, "draft", draft)
+    draft_by(monkeypatch, draft)
     drafter = {**ngram(), "num_speculative_tokens": stop + 2}
     with stepped(speculative_config=SpeculativeConfig.parse(json.dumps(drafter))) as one:
         weight = runner_of(one).model.model.embed_tokens.weight
@@ -394,13 +394,12 @@ def test_drafts_under_a_grammar_and_every_verifier(verifier: str, monkeypatch: p
     # The bad token is never the right one.
     common: dict[str, Any] = {"max_tokens": 12, "temperature": 0.7, "logit_bias": {BAD: -100.0}}
     constrained, free = SamplingParams(seed=2, structured_outputs=grammar, **common), SamplingParams(seed=3, **common)
-    whole = LocalExecutor.draft
 
-    def draft(self: LocalExecutor, plan: DraftPlan) -> DraftResult:
-        result = whole(self, plan)
+    def draft(before: MakeDrafts, plan: DraftPlan) -> DraftResult:
+        result = before(plan)
         return DraftResult([[*ids[:1], *[BAD] * (len(ids) - 1)] for ids in result.drafts], result.mtp_hidden)
 
-    monkeypatch.setattr(LocalExecutor, "draft", draft)
+    draft_by(monkeypatch, draft)
     spec = SpeculativeConfig.parse(json.dumps({**EAGLE3, "verifier": verifier}))
     with stepped(speculative_config=spec) as one:
         spoil(one)

@@ -227,10 +227,10 @@ async def test_a_server_without_the_connector_or_the_role(
     server: FakeVllm, session: aiohttp.ClientSession, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = server.identity()
-    monkeypatch.setattr(server, "identity", lambda: whole | {"roles": ["decode"]})
+    server.identity = lambda: whole | {"roles": ["decode"]}
     with pytest.raises(RequestError, match="roles"):
         await client(session, url).info()
-    monkeypatch.setattr(server, "identity", dict)
+    server.identity = dict
     with pytest.raises(ProtocolError, match="BatonConnector"):
         await client(session, url).info()
 
@@ -241,11 +241,11 @@ async def test_its_clock_is_read_again(
     """Tickets expire by it, and clocks drift. A server that is too busy to answer keeps its identity."""
     asked, identity = client(session, url), server.identity()
     first = (await asked.info()).clock
-    monkeypatch.setattr(server, "identity", lambda: identity | {"clock": 5e6})
+    server.identity = lambda: identity | {"clock": 5e6}
     assert first <= (await asked.info()).clock < first + 60
     monkeypatch.setattr("baton.router.clients.vllm_client._CLOCK_S", 0.0)
     assert 5e6 <= (await asked.info()).clock < 5e6 + 60
-    monkeypatch.setattr(server, "identity", dict)
+    server.identity = dict
     assert 5e6 <= (await asked.info()).clock < 5e6 + 60
 
 
