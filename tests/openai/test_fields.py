@@ -193,5 +193,4 @@ def test_an_effort_says_what_the_template_knows(tokenizer: Tokenizer, tmp_path: 
 
 def test_the_documents_list_them_all() -> None:
     text = Path("docs/api.md").read_text()
-    for name in (*HONOURED, *REFUSED, *FORBIDDEN, *IGNORED):
-        assert f"`{name}`" in text, name
+    assert [name for name in (*HONOURED, *REFUSED, *FORBIDDEN, *IGNORED) if f"`{name}`" not in text] == []
