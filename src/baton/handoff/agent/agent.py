@@ -1,6 +1,6 @@
 """The handoff agent of one rank: a thread that runs its state machines, and thread-safe calls for the engine.
 
-The thread sleeps in ZeroMQ's poll; a socket pair wakes it. It waits for no single peer: the leases of all others would
+The thread sleeps in ZeroMQ's poll; a socket pair wakes it. It never waits for one peer, or the leases of others would
 run out.
 """
 
@@ -41,8 +41,8 @@ _CLOSING_WAIT_S = 0.01
 @dataclass(frozen=True, slots=True)
 class EngineWatch:
     """How an agent and its engine watch each other. While `is_stalled()`, peers are told that this engine hangs.
-    `on_lost` is called once, with the cause and on another thread, if the agent's thread has ended or hangs. Nobody can
-    then prove that pages are quiet, so the engine and its process must end."""
+    `on_lost` is called once, with the cause and on another thread, if the agent's thread has ended or hangs: nobody can
+    then prove that pages are quiet, so the process must end."""
 
     is_stalled: Callable[[], bool] = lambda: False
     on_lost: Callable[[str], None] = lambda why: None
@@ -60,9 +60,9 @@ class HandoffAgent(Agent):
     """Sends and receives the handoffs of one rank.
 
     `descriptor`: of the registered regions (`transport.register`). Each key names a rank here and one of the other
-    engine. `on_peer`: given by an `InstanceAgent`, which joins several agents; without it, a peer of several ranks is
-    refused. `on_event` is called on the agent's thread and should return soon. `digester` is required unless
-    `config.integrity` is off. Close the transport after the agent.
+    engine. `on_peer`: of an `InstanceAgent`; without it, a peer of several ranks is refused. `on_event` is called on
+    the agent's thread and should return soon. `digester` is required unless `config.integrity` is off. Close the
+    transport after the agent.
 
     Each opened prefill gets exactly one `PrefillReleased`; each opened or announced decode exactly one of
     `DecodeCommitted`, `DecodeFinished` and `DecodeReleased`, the last after a `DecodeFailed` unless the engine itself
@@ -111,8 +111,7 @@ class HandoffAgent(Agent):
         self._watch.start()
 
     def close(self) -> None:
-        """Give up open attempts, wait a bounded time for copies, tell the peers, and stop. Idempotent. Does not wait
-        for a lost thread."""
+        """Give up open attempts, wait a bounded time for copies, tell the peers, and stop. Idempotent."""
         HandoffAgent.close_all([self])
 
     @staticmethod

@@ -23,7 +23,7 @@ TOMBSTONE_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """One attempt, on either side. Times are monotonic seconds."""
+    """Times are monotonic seconds."""
 
     expiry: float  # of the ticket
     begun: float | None = None  # when the handoff's own time limit starts
@@ -37,7 +37,6 @@ class _Attempt:
     copied: tuple[float, float] | None = None  # when the first and last copy ended, of whichever side
 
     def on_copy(self, now: float) -> None:
-        """A copy of this side has ended well."""
         self.copied = (now if self.copied is None else self.copied[0], now)
 
     def on_hello(self, session: Session) -> None:
@@ -56,7 +55,7 @@ class _Attempt:
 
     @property
     def fenced(self) -> bool:
-        """The other side provably no longer touches our memory."""
+        """The peer provably no longer touches our memory."""
         return bool(self.peers) and all(peer.fenced() for peer in self.peers)
 
 
@@ -77,7 +76,7 @@ class PrefillAttempt(_Attempt):
         return self.machine.claimed and (self.machine.closed or session.peer is not None)
 
     def waits_for(self, session: Session) -> bool:
-        """D's claim is checked already, but waits until this session is connected."""
+        """D's claim is checked already, and waits until this session is connected."""
         return self.machine.claimed and not self.machine.closed and session.is_connecting
 
     def restart_time_limit(self, now: float) -> None:

@@ -28,8 +28,7 @@ class DecodeLeg:
 @dataclass(frozen=True, slots=True)
 class DecodePages:
     """Give D's leg its pages: per group the wanted interval and the block table. Comes after `DecodeAdmitted`, or
-    without `DecodeLeg` if the engine has pages for all requests: else a leg without room on P could hold pages that P
-    waits for."""
+    without `DecodeLeg` if the engine has pages for all requests: else pages would wait for P, and P for pages."""
 
     ticket: SignedTicket
     prompt_len: int
@@ -55,7 +54,7 @@ LegEvent = PrefillLeg | DecodeLeg | DecodePages | GiveUp | PrefillEvent
 
 
 class Agent(ABC):
-    """Takes the engine's events from any thread, without blocking. The other methods make events, and copy the
+    """Takes the engine's events from any thread, without blocking. The other methods make events from copies of the
     engine's tables, which grow."""
 
     @abstractmethod

@@ -16,11 +16,8 @@ Shares = Callable[[str], Sequence[Cell]]
 
 
 class Digesting(Generic[_Owner]):
-    """Running digests, each of one owner (an attempt). For one thread; `wake` is called on the worker's when a digest
-    ends.
-
-    An attempt may end, and its pages be freed, meanwhile: its machine ignores the result.
-    """
+    """Running digests, each of one owner (an attempt), which may have ended when they do. For one thread; `wake` is
+    called on the worker's when one ends."""
 
     def __init__(
         self,

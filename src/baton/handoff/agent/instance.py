@@ -29,9 +29,8 @@ P, D = 0, 1  # a side, and the index of its rank in a pair
 
 @dataclass(slots=True, eq=False)
 class _Leg:
-    """One half of a request. `pairs`: those with open attempts, at first the leading one. `events`: of the engine, to
-    replay on pairs opened later. `end_reported`: the engine knows that its pages are free. `ended`: why no further
-    pair is opened."""
+    """One half of a request. `pairs`: with open attempts, at first the leading one. `events`: to replay on pairs opened
+    later. `end_reported`: the engine knows that its pages are free. `ended`: why no further pair is opened."""
 
     ticket: SignedTicket
     side: int
@@ -103,7 +102,7 @@ class InstanceAgent(Agent):
             if leg is None:
                 self._agents[self._first].post(key, event)
                 return
-            # The other pairs are not open yet, and never will be.
+            # No other pair will be opened.
             leg.ended = event.reason
             left = list(leg.pairs)
 

@@ -1,7 +1,5 @@
-"""Collects written layers of a running forward until the agent is told.
-
-A message costs about as much as copying a megabyte, so an engine waits until that much is new.
-"""
+"""Collects written layers of a running forward: a message costs about as much as copying a megabyte, so an engine waits
+until that much is new."""
 
 from __future__ import annotations
 
@@ -39,6 +37,6 @@ class WrittenLayers:
         self.reported, self.unreported, self.groups = True, 0, set()
 
     def withdraw(self) -> None:
-        """The forward failed, or rewrites layers: reported ones may change."""
+        """The forward failed, or rewrites layers."""
         if self.reported:
             self.agent.stream_layers(self.key, LayersWithdrawn())

@@ -34,8 +34,8 @@ OnPeer = Callable[[AttemptKey, Instance], None]
 
 
 class MachineRunner:
-    """All attempts of one rank. With integrity on, `digester` and `worker` are required. `on_peer` is called, for each
-    attempt in which either engine has several ranks, with the instance of the peer's HELLO."""
+    """With integrity on, `digester` and `worker` are required. `on_peer` is called, for each attempt in which either
+    engine has several ranks, with the instance of the peer's HELLO."""
 
     def __init__(
         self,
@@ -66,14 +66,12 @@ class MachineRunner:
         return [*self.prefills.live.values(), *self.decodes.live.values()]
 
     def session(self, attempt: Attempt) -> Session | None:
-        """The current session with the peer."""
         if isinstance(attempt, PrefillAttempt):
             return attempt.session
         return self.sessions.servers.get(attempt.address)
 
     def feed(self, attempt: Attempt, event: ev.MachineEvent, strict: bool = False) -> None:
-        """Feed an event to a machine and carry out its actions, in order. `strict` raises the machine's
-        `ProtocolError`."""
+        """Feed an event to a machine and carry out its actions. `strict` raises the machine's `ProtocolError`."""
         self._queue.append((attempt, event))
         if self._running:
             return
@@ -128,7 +126,7 @@ class MachineRunner:
         self.feed(attempt, ev.PeerLost(reason, message, quiet or attempt.fenced))
 
     def stalled(self, session: Session) -> None:
-        """The peer's engine hangs. Its agent still answers, so it tells when the pages are quiet."""
+        """The peer's engine hangs. Its agent still answers, and tells when the pages are quiet."""
         for attempt in self.live():
             if self.session(attempt) is session:
                 self.feed(attempt, ev.Fault("engine_stalled", "the peer's engine thread hangs"))
@@ -235,5 +233,4 @@ class MachineRunner:
         try:
             self._on_event(event)
         except Exception:
-            # The other attempts continue.
             log.exception("the engine's handler failed on %r", event)

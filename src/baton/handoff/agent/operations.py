@@ -1,4 +1,4 @@
-"""Outstanding copies: from `StartCopy` to a plan, a transport operation, and its end."""
+"""Outstanding copies: plan, transport operation, end."""
 
 from __future__ import annotations
 

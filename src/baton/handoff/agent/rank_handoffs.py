@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class RankHandoffs(Agent):
-    """`sessions`: gathered if `on_peer` is given. `digester` digests this engine's pages, on `worker`; without them,
-    `config.integrity` must be off. Attempts are those of this rank with one rank `peer` of another engine."""
+    """`sessions`: gathered if `on_peer` is given. `digester`, on `worker`: required unless `config.integrity` is
+    off."""
 
     def __init__(
         self,
@@ -68,7 +68,6 @@ class RankHandoffs(Agent):
                 if taken is not None:
                     taken()
             case _:
-                # Dropped if unknown.
                 if (prefill := self.runner.prefills.get(key)) is not None:
                     self.runner.feed(prefill, event)
 

@@ -1,7 +1,5 @@
-"""Finds the session and attempt of each message, and refuses what is not allowed. For one thread.
-
-A server is an engine that we dialled, which prefills for us. A client dialled us.
-"""
+"""Finds the session and attempt of each message, and refuses what is not allowed. For one thread. A server is an engine
+that we dialled, which prefills for us; a client dialled us."""
 
 from __future__ import annotations
 
@@ -124,7 +122,6 @@ class Routing:
             self.join(attempt, session, session.hello)
 
     def _dial_again(self, lost: Session) -> None:
-        """Dial again after a lost session if anything may be left to send or receive."""
         address = lost.connection.address
         waiting = self._decodes_at(address)
         if lost.peer is not None and lost.peer.dead() and lost.hello is not None:

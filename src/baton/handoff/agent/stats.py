@@ -1,4 +1,4 @@
-"""An agent's metrics."""
+"""Metrics of an agent."""
 
 from __future__ import annotations
 

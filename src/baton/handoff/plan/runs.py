@@ -1,10 +1,8 @@
 """From one sender's boxes and the token segments of a copy to byte runs, sorted by destination and coalesced.
 
 The runs of a box are an outer sum of the steps along its axes and of its *entries*, pieces of tokens that are
-contiguous on both sides. These few numbers show whether the runs are sorted and which are adjacent. The runs
-themselves, up to a million, are written once and never read.
-
-Columns are int64 `[3, N]`: source offsets, destination offsets, bytes.
+contiguous on both sides. These few numbers show whether runs are sorted and adjacent, so the runs themselves, up to a
+million, are written once and never read. Columns are int64 `[3, N]`: source offsets, destination offsets, bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import numpy as np
 from baton.handoff.plan.topology import Box
 from baton.kv.geometry import Geometry, Int64Array
 
-# Successive pages with equally many entries are written at once, unless there are more such stretches.
+# Successive pages with equally many entries are written at once, up to this many stretches.
 _MOST_STRETCHES = 8
 # Up to this many runs, sorting and coalescing them is faster than analysing their factors.
 _FEW_RUNS = 8192
@@ -208,7 +206,6 @@ def _product(factors: _Factors) -> Int64Array:
     num_outer, num_within = outer.shape[1], middle.shape[1] * inner.shape[1]
     size = entries.shape[1] * num_within
     out = np.empty((3, num_outer, size), dtype=np.int64)
-    # Usually all runs have the same number of bytes.
     computed = 2 if bool((entries[2] == entries[2, 0]).all()) else 3
     out[computed:] = entries[2, 0]
     if num_within == 1:

@@ -1,9 +1,8 @@
 """Which source rank sends what: each (layer, plane, head) of a destination rank gets exactly one source rank.
 
 Sharded heads come from the ranks that hold them, layers from their pipeline stage, and of replicas (more ranks than
-heads, MLA latents) exactly one sends. Groups are decided separately, so an MLA target with an MHA drafter has two sets
-of senders. P and D compute the same result from the same geometries. With attention data parallelism, each
-data-parallel rank is an instance named by a request's ticket.
+heads, MLA latents) exactly one sends. Groups are decided separately. P and D compute the same result from the same
+geometries. With attention data parallelism, each data-parallel rank is an instance, which a request's ticket names.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine: per group the geometries of all ranks that hold a part of it. `rank`: that of the sender of this.
-    `sampling`: the rank that samples and drafts, whose seeds are used. `apart`: each rank's agent runs in its own
-    process and does not see the others' messages."""
+    """One engine: per group the geometries of all ranks that hold a part of it. `rank`: the sender's. `sampling`: the
+    rank that samples and drafts, whose seeds are used. `apart`: each rank's agent runs in its own process and sees no
+    messages of the others."""
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     groups: Annotated[

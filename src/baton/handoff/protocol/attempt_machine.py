@@ -14,7 +14,7 @@ from baton.handoff.protocol.transitions import Table, Told, tell
 from baton.wire import Integrity, Mode
 
 PhaseT = TypeVar("PhaseT", bound=Enum)
-# Events and steps that an attempt remembers for the text of an error, and after its end.
+# How many events and steps an attempt remembers for the text of an error, and after its end.
 STORY, LAST_STORY = 16, 4
 
 

@@ -61,7 +61,7 @@ class DecodeHandoff(DecodeState):
             self._place(wanted, pages or {})
 
     def handle(self, event: ev.MachineEvent) -> list[ev.Action]:
-        """Actions must be carried out in order."""
+        """Carry out the actions in order."""
         name = self._enter(event)
         match event:
             case ev.PeerReady(groups):

@@ -50,8 +50,7 @@ class Digester(Protocol):
     def digests(
         self, group: str, pages: Sequence[int], tokens: Interval, cells: Sequence[Cell] | None = None
     ) -> list[PieceDigest]:
-        """Digests of the pieces of `tokens`, in order, over `cells` (None: all of this rank); `pages` is the block
-        table.
+        """Digests of the pieces of `tokens`, in order, over `cells` (None: all of this rank). `pages`: the block table.
 
         Raises `ProtocolError` for a group or page that does not exist.
         """
@@ -87,7 +86,6 @@ class MemoryDigester:
     def digests(
         self, group: str, pages: Sequence[int], tokens: Interval, cells: Sequence[Cell] | None = None
     ) -> list[PieceDigest]:
-        """One gather per slice and cell, one hash per cell and piece."""
         if group not in self._pools:
             raise ProtocolError(f"group {group!r} does not exist here")
         share = cells_of(self._pools[group][0]) if cells is None else cells

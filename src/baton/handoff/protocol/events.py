@@ -1,7 +1,5 @@
-"""Events and actions of the handoff state machines, and events for the engine.
-
-The machines have no clock, socket or thread: time arrives as `Tick` and `Deadline`, ends of copies as `CopyEnded`.
-"""
+"""Events and actions of the handoff state machines, and events for the engine. Time arrives as `Tick` and `Deadline`,
+ends of copies as `CopyEnded`."""
 
 from __future__ import annotations
 

@@ -89,7 +89,6 @@ class FinalRanges:
         return self._reached is None or group in self._reached
 
     def extend(self, final: Mapping[str, int]) -> None:
-        """Never beyond the prompt."""
         for group, end in final.items():
             if self._moves(group):
                 self.final[group] = reached = max(self.final.get(group, 0), min(end, self._prompt_len))

@@ -1,7 +1,7 @@
 """Decides by fingerprints whether KV may move between two engines.
 
-A fingerprint is a flat `{field: value}` of strings, so differences are named by field. It excludes page size, page
-count and byte layout, which the planner translates.
+A fingerprint is a flat `{field: value}` of strings, so differences have names. Page size, page count and byte layout
+are not in it: the planner translates them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Combines the attempts of one request's rank pairs into one outcome.
+"""Combines the attempts of one request's rank pairs into one outcome, on each side.
 
-Each pair of ranks that has bytes to move has two state machines, which know nothing of other pairs. A gather on each
-side collects their events. A request is committed when every pair is. When one fails, the gather ends the others.
-Pages are free when every pair has ended.
+The state machines of a pair know nothing of other pairs. A request is committed when every pair is; when one fails, the
+gather ends the others. Pages are free when every pair has ended.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """How engines prove in HELLO that they know the deployment's ticket key.
 
 A proof is an HMAC-SHA256 under that key over the HELLO, the other side's challenge for this connection, the dialled
-address, and which side speaks: it is useless in another connection, for another engine, or reflected. Then each frame
-is sealed with a key of the session, because a socket that loses its connection dials again by itself, and another
-process may listen there.
+address, and which side speaks: it is useless elsewhere, or reflected. Then each frame is sealed with a key of the
+session, because a socket that loses its connection dials again by itself, and another process may listen there.
 """
 
 from __future__ import annotations

@@ -50,11 +50,10 @@ Pair = tuple[int, int]  # (source rank, destination rank)
 
 
 class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
-    """Identity of one attempt to hand over one request. Nothing else is ever matched on.
+    """Identity of one attempt to hand over one request. Nothing else is matched on.
 
-    `transfer_id`: 128 random bits from the router. The incarnations name the two processes, so a message for a dead
-    process never reaches its successor's state. Each pair of ranks is an attempt of its own; the key of the whole is
-    that of pair (0, 0).
+    `transfer_id`: 128 random bits from the router. The incarnations name the two processes, so no message reaches a
+    successor. Each pair of ranks is an attempt of its own; the key of the whole is that of pair (0, 0).
     """
 
     transfer_id: TransferId
@@ -95,7 +94,7 @@ class Seeds(msgspec.Struct, frozen=True):
     drafter_states: Annotated[bytes, Meta(max_length=MAX_DRAFTER_STATES)] = b""
 
 
-# Seeds of a rank that does not sample. No vocabulary contains this token, so its use would be noticed.
+# Of a rank that does not sample. No vocabulary contains this token.
 NO_SEEDS = Seeds(first_token=(1 << 31) - 1)
 
 

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """Hashed by identity: the tables are looked up for each event."""
+    """Hashed by identity: tables are looked up for each event."""
 
     __hash__ = object.__hash__
 

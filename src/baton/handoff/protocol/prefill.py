@@ -56,11 +56,11 @@ class PrefillHandoff(PrefillState):
         self._offer: msg.AttemptMessage | None = None
 
     def begun_with(self, ticket: str) -> bool:
-        """Whether this attempt began with `ticket`. A closed one accepts any: it only answers how it ended."""
+        """Whether this attempt began with `ticket`. A closed one accepts any, and only answers how it ended."""
         return self.closed or ticket == self._ticket
 
     def handle(self, event: ev.MachineEvent) -> list[ev.Action]:
-        """Actions must be carried out in order."""
+        """Carry out the actions in order."""
         name = self._enter(event)
         match event:
             case ev.Opened():

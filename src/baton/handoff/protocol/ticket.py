@@ -2,10 +2,7 @@
 
 An engine dials, and serves KV to, only the peer that a ticket names. A ticket is `base64url(msgpack(Ticket) +
 HMAC-SHA256)` without padding. It expires, and serves one attempt: `Redeemer` ensures that for requests, tombstones for
-REGISTER.
-
-The expiry is given in each engine's monotonic clock, which the router has read: changes of the time of day do not
-matter.
+REGISTER. The expiry is in each engine's monotonic clock, which the router has read.
 """
 
 from __future__ import annotations
@@ -104,7 +101,6 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         return AttemptKey(self.transfer_id, self.attempt, self.prefill_incarnation, self.decode_incarnation)
 
     def expiry(self, role: LegRole) -> float:
-        """The expiry by the monotonic clock of the engine with that role."""
         return self.prefill_expiry if role == "prefill" else self.decode_expiry
 
 

@@ -1,9 +1,8 @@
 """The transition tables of the handoff's state machines: (phase, event) -> phase.
 
-An event is an input or a step. An input comes from outside and has the name of its event or message. A step is what a
-machine decides on its inputs, in lower case with its cause. What is not in a table is an error.
-
-`python -m tools.phase_tables` writes the steps into docs/protocol.md.
+An event is an input or a step. An input comes from outside and has the name of its event or message; a step is what a
+machine decides, in lower case with its cause. What is not in a table is an error. `python -m tools.phase_tables` writes
+the steps into docs/protocol.md.
 """
 
 from __future__ import annotations

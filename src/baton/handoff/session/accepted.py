@@ -1,4 +1,4 @@
-"""The connections that other engines dialled: how many there may be, and which one makes room for another."""
+"""The connections that other engines dialled."""
 
 from __future__ import annotations
 

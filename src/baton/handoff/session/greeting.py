@@ -19,7 +19,7 @@ from baton.handoff.session.session import Session
 
 class Greeting:
     """For one thread. `gathered`: an `InstanceAgent` joins this rank's pairs; without it, a peer may have only one
-    rank. `hello`: this rank's, without challenge and proof."""
+    rank. `hello`: without challenge and proof."""
 
     def __init__(
         self, config: AgentConfig, instance: Instance, descriptor: bytes, clock: Clock, gathered: bool
@@ -35,7 +35,6 @@ class Greeting:
     # ------------------------------------------------------------ proofs
 
     def own(self, connection: Connection, with_descriptor: bool) -> Hello:
-        """This rank's HELLO for a connection, without a proof."""
         descriptor = self._descriptor if with_descriptor else None
         return msgspec.structs.replace(self.hello, challenge=connection.challenge, descriptor=descriptor)
 

@@ -124,13 +124,11 @@ class TicketKeys:
 
 
 class KeyRing:
-    """One engine's own pair, and the public keys of all engines. For one thread.
+    """One engine's own pair, and the public keys of all engines. For one thread. The list is read again when its
+    directory changes; open connections stay open.
 
-    The list is read again when its directory changes, so engines join and leave without a restart; open connections
-    stay open.
-
-    Raises `ConfigError` naming a file or directory that is missing, malformed, another user's, or readable (secrets)
-    or writable by others.
+    Raises `ConfigError` naming a file or directory that is missing, malformed, another user's, or readable (secrets) or
+    writable by others.
     """
 
     def __init__(self, directory: str | Path, engine_id: str) -> None:

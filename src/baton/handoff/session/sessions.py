@@ -1,9 +1,8 @@
 """Sessions with peer engines: identity, compatibility, liveness, and the transport's connection of each.
 
-In HELLO each side proves that it knows the ticket key. A stranger gets no transport descriptor, and cannot move or end
-a session. Then fingerprints are compared and the transport starts to connect in the background, so an unfit peer is
-refused before any request and the first copy finds a warm connection. Attempts use the session when connecting has
-ended.
+In HELLO each side proves that it knows the ticket key: a stranger gets no transport descriptor, and cannot move or end
+a session. Then fingerprints are compared and the transport connects in the background, so an unfit peer is refused
+before any request and the first copy finds a warm connection.
 """
 
 from __future__ import annotations

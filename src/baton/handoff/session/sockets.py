@@ -115,7 +115,6 @@ class Channel:
         return sock
 
     def wake(self) -> None:
-        """Make `receive` return."""
         with contextlib.suppress(OSError):  # a full pipe wakes too; a closed one has no reader
             self._wake_in.send(b"\0")
 
@@ -201,7 +200,6 @@ class Channel:
         accepted = ready is self._router
         for _ in range(_BURST):  # one busy peer must not starve the others
             try:
-                # Only a frame object has the key that it came with.
                 parts = ready.recv_multipart(zmq.NOBLOCK, copy=not accepted or not self._named)
             except zmq.ZMQError:
                 return
