@@ -31,7 +31,7 @@ _Delivery = tuple[TokenChunk, bool] | None
 class _Stream:
     """One request's chunks, from the engine thread to its event loop.
 
-    `begun`: the engine thread has taken the request. Earlier chunks are of a previous request with the same id.
+    `begun`: the engine thread has taken the request; earlier chunks are of a previous one with the same id.
     """
 
     def __init__(self) -> None:

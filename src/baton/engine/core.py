@@ -1,7 +1,6 @@
 """The engine loop: schedule, target forward, sample, draft, finalise; and the effects of handoff events on requests.
 
-Nothing is declared final before the drafter has run (docs/lifecycle.md). All runs on the engine thread; other threads
-use `post`.
+Nothing is declared final before the drafter has run (docs/lifecycle.md). All runs on the engine thread; others `post`.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ class EngineCore:
         self._tell(request, True, finish_reason=reason, error=error, recoverable=recoverable)
 
     def _end(self, request: Request, reason: FinishReason | None, error: str | None = None) -> None:
-        """The one place where a request ends. `reason`: None for a prefill leg whose request continues on D."""
+        """Where every request ends. `reason`: None for a prefill leg whose request continues on D."""
         if self.requests.get(request.request_id) is request:
             del self.requests[request.request_id]
         if request.status is not RequestStatus.AWAITING_RELEASE:  # else `_hold` counted it

@@ -1,8 +1,8 @@
 """Connects an engine's requests with the handoff agent: legs, destination pages, and when pages may be freed.
 
-Runs on the engine thread. The core's calls and the agent's events return effects on requests, which the core carries
-out. A leg's pages are released exactly once: P's on `PrefillReleased`; D's with its request after a commit, or on
-`DecodeReleased` after a failure. A request whose handoff failed does not wait for that: it continues with other pages.
+Runs on the engine thread. Calls and events return effects on requests, which the core carries out. A leg's pages are
+released exactly once: P's on `PrefillReleased`; D's with its request after a commit, or on `DecodeReleased` after a
+failure, for which the request does not wait: it continues with other pages.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class HandoffLegs:
 
     def expire_recomputing(self, now: float) -> list[Effect]:
         """Fail requests that have found no room to recompute for `handoff_timeout_s`, if pages are in quarantine:
-        nobody knows when those come back, and another engine may serve the request sooner. If all pages are in use, a
-        request keeps waiting, since their requests end. `now`: monotonic seconds."""
+        nobody knows when those come back, and another engine may be sooner. If all pages are in use, a request keeps
+        waiting, since their requests end. `now`: monotonic seconds."""
         effects: list[Effect] = []
         for request, until in list(self._recomputing.items()):
             if request.status is not RequestStatus.WAITING:

@@ -1,8 +1,6 @@
 """KV streaming by layer: during a forward, the agent is told which layers of each prompt are written, and copies them
-while later layers are computed. Runs on the engine thread, inside `Executor.execute`.
-
-A chunk of less than two messages' bytes is sent whole after its step, as are states and drafters' entries.
-"""
+while later layers are computed. Runs inside `Executor.execute`. A chunk of less than two messages' bytes is sent whole
+after its step, as are states and drafters' entries."""
 
 from __future__ import annotations
 

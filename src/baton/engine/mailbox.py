@@ -44,7 +44,6 @@ class Mailbox:
         return self.clock.monotonic() - min(began) if began else 0.0
 
     def take(self) -> Iterator[Posted]:
-        """Posted items in order, until none is left."""
         while self._posted:
             with self._wake:  # `busy_s` reads the first
                 _, item = self._posted.popleft()

@@ -67,7 +67,6 @@ class EngineMetrics:
         self.prompt_sources[rest] += num_tokens - num_cached
 
     def load_of(self, scheduler: Scheduler, num_handoffs: int) -> EngineLoad:
-        """A snapshot."""
         pools = list(scheduler.cache.pools.values())
         return EngineLoad(
             num_running=len(scheduler.running),

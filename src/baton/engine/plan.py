@@ -1,8 +1,8 @@
 """The plans of one step, which the core gives to an executor, and their results.
 
-Plans hold only arrays, numbers and strings, so they can be sent to other processes, and code that computes sees no
-request. A step has two plans: the drafter's rows depend on the accepted drafts, and only the core knows which requests
-continue. Clients get their tokens before the drafter runs.
+Plans hold only arrays, numbers and strings, so they can be sent to other processes. A step has two: the drafter's rows
+depend on the accepted drafts, and only the core knows which requests continue. Clients get their tokens before the
+drafter runs.
 
 Shapes: T rows of R requests concatenated, N rows with logits, V vocabulary, F features per row.
 """

@@ -1,7 +1,7 @@
 """Legs that move cached KV from one engine's prefix cache into another's, and compute nothing.
 
 For the protocol it is a handoff of a prompt that ends with the prefix, and whose first token is the next one of the
-real prompt. The source has everything when the leg begins, so its agent never waits for its engine.
+real prompt. The source has everything at once, so its agent never waits for its engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PrefixLegs:
         return True
 
     def offer(self, request: Request) -> None:
-        """Declare the whole prefix final; the agent does the rest."""
+        """The whole prefix is final; the agent does the rest."""
         assert request.ticket is not None
         assert request.prefix_len is not None
         key, num_tokens, cache = request.ticket.key, request.prefix_len, self._cache

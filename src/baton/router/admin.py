@@ -21,11 +21,11 @@ _MIN_TOKEN_CHARS = 16
 
 
 class Admin:
-    """Checks administrative requests: they need `token`, and must not come from another server's web page; the
-    router's own is `/dashboard`. Without a token all are refused.
+    """Checks administrative requests: they need `token`, and must not come from another server's web page (the router's
+    own is `/dashboard`). Without a token all are refused.
 
-    `names`: the router's host names besides this machine's own. The Host header must be one of them or an IP address:
-    a foreign web page can point its own host name at the router (DNS rebinding), but not an address.
+    `names`: the router's host names besides this machine's own. The Host header must be one of them or an IP address: a
+    foreign page can point its own host name at the router (DNS rebinding), but not an address.
     """
 
     def __init__(self, token: str | None, names: Collection[str] = ()) -> None:

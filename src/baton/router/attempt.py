@@ -30,8 +30,8 @@ class RequestProgress:
 
 @dataclass(slots=True)
 class RunningAttempt:
-    """The chunks of one attempt; `note` each. `prefilled`: called with the first chunk, which shows that the prompt is
-    computed. `failures`: counts errors of handoffs by reason; None: this is no handoff."""
+    """The chunks of one attempt; `note` each. `prefilled`: called with the first chunk: the prompt is computed.
+    `failures`: errors of handoffs by reason; None: this is no handoff."""
 
     chunks: LegChunks
     prefilled: list[Callable[[], None]]

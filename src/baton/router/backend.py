@@ -315,7 +315,7 @@ class RouterBackend:
         self._do(drain, self.pool.timers.drain)
 
     def _do(self, work: Callable[[], Coroutine[Any, Any, None]], limit_s: float) -> None:
-        """Do background work for an ended request, ignoring failures and timeouts."""
+        """Background work for an ended request; failures and timeouts are ignored."""
 
         async def bounded() -> None:
             with contextlib.suppress(BatonError, asyncio.TimeoutError):

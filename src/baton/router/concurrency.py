@@ -1,4 +1,4 @@
-"""A limit on the number of running requests, set by what the engines decode at once."""
+"""A limit on running requests, set by what the engines decode at once."""
 
 from __future__ import annotations
 

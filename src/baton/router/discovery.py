@@ -47,10 +47,9 @@ async def resolve(host: str, port: int) -> set[str]:
 
 
 class Discovery:
-    """Adds an engine for each new address of a name to the pool, and drains it when the name loses the address. Engines
-    that were added otherwise are left alone. While a name has no addresses, or a name server does not answer, nothing
-    is drained: an engine that is gone is noticed by the pool.
-    """
+    """Adds an engine for each new address of a name to the pool, and drains it when the name loses the address. Other
+    engines are left alone. While a name has no addresses, or a name server does not answer, nothing is drained: the
+    pool notices an engine that is gone."""
 
     def __init__(self, pool: EnginePool, services: Sequence[Service], look_up: Resolve = resolve) -> None:
         self._pool = pool
@@ -60,7 +59,6 @@ class Discovery:
         self._problems: dict[str, str] = {}  # by name or URL; each is logged once
 
     async def look(self) -> None:
-        """Look each name up once."""
         for service in self._services:
             name = f"{service.host}:{service.port}"
             try:

@@ -1,7 +1,7 @@
 """Hand-back: cached KV of a prompt goes from the engine that holds it to the prefill engine, which computes the rest.
 
-In a conversation the decode engine holds the answers of earlier turns, which prefill engines lack. The move is a part
-of the prefill leg, before its request. Whatever goes wrong, the prefill engine computes what it lacks.
+In a conversation the decode engine holds the answers of earlier turns, which prefill engines lack. The move comes
+before the prefill leg's request. Whatever goes wrong, the prefill engine computes what it lacks.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class TokenPace:
 class HandBacks:
     """Decides whether to hand a prefix back, by the measured speeds of moving and of computing, and does it.
 
-    `counts`: by outcome: `completed`, `failed` (by reason in `failures`), `too_slow` (not done, because computing is
-    faster). `num_tokens`: prompt tokens that prefill engines did not have to compute.
+    `counts`: by outcome: `completed`, `failed` (by reason in `failures`), `too_slow` (computing is faster).
+    `num_tokens`: prompt tokens that prefill engines did not have to compute.
     """
 
     OUTCOMES = ("completed", "failed", "too_slow")

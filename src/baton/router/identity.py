@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class PoolIdentity:
     """The served model of the pool of `engines`, and the facts in which its engines must agree.
 
-    The first request binds the pool to the model that is served then. Until `clear`, an engine is refused if it
-    differs in a fact that decides tokens, or has a shorter context, whichever engines are alive.
+    The first request binds the pool to the model that is served then. Until `clear`, an engine is refused if it differs
+    in a fact that decides tokens, or has a shorter context.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Join the legs of a request to one stream by token position, so that no token is lost, repeated or changed.
 
-Both legs of a handoff run at the same time. The prefill leg sends the first token. The decode leg sends it too, once
-it has the KV, and then all others. The client gets whichever comes first. Later attempts continue the client's stream.
+Both legs of a handoff run at the same time. The prefill leg sends the first token; the decode leg sends it too, once it
+has the KV, and then all others. The client gets whichever comes first. Later attempts continue the client's stream.
 """
 
 from __future__ import annotations

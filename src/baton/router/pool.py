@@ -141,7 +141,7 @@ class EnginePool:
             engine.when_busy()
 
     def usable(self, healthy: bool) -> list[PooledEngine]:
-        """The engines that may get requests: the healthy, or the suspected ones."""
+        """The healthy engines that may get requests, or the suspected ones."""
         return [e for e in self._engines.values() if (e.healthy if healthy else e.suspected)]
 
     def max_num_seqs(self) -> int | None:

@@ -1,7 +1,7 @@
 """Routes of requests: handed off between two engines, or computed on one.
 
 Every engine can prefill and decode; a role says what it is used for. The decode engine is chosen first, then whether a
-prefill engine is worth it, then the prefill engine: what there is to compute depends on what the decode engine holds.
+prefill engine is worth it, then which: what there is to compute depends on what the decode engine holds.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Routes:
         are a last choice for their role. `hand_off`: even if the decode engine holds the prompt. `session`: the
         client's name for its conversation.
 
-        Raises `OverloadedError` if all engines of a needed role are overloaded. A resumed request never is.
+        Raises `OverloadedError` if all engines of a needed role are overloaded, except for a resumed request.
         """
         prompt = PromptBlocks(request.prompt_token_ids, _salt(request))
         for healthy in (True, False):
@@ -166,8 +166,8 @@ class Routes:
         return Route("cached", best, max_prefill_tokens=limit)
 
     def _turn_limit(self, asked: Asked, prefill: Sequence[PooledEngine]) -> int:
-        """How many tokens a decode engine that holds the rest may compute because prefill engines would have much more
-        to do: they lack the answers of earlier turns."""
+        """How many tokens a decode engine that holds the rest may compute because prefill engines, which lack earlier
+        answers, would have much more to do."""
         config = self._policies.config
         if not config.max_turn_prefill_length:
             return 0

@@ -1,7 +1,5 @@
-"""The choice of keys for sparse attention (DeepSeek-V3.2): index keys in pages, scores, and the best of them.
-
-Scores are computed in tiles of one shape, so a row chooses the same keys in every batch.
-"""
+"""The choice of keys for sparse attention (DeepSeek-V3.2): index keys in pages, scores in tiles of one shape (so a row
+chooses the same keys in every batch), and the best of them."""
 
 from __future__ import annotations
 

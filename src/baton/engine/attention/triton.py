@@ -1,9 +1,9 @@
 """Paged attention on CUDA devices in one Triton kernel, which reads keys and values in place.
 
-A program attends some rows of one request, with all query heads of one KV head, so a key is read once for them. It
-loops over tiles of keys that begin at absolute multiples of the tile size, with an online softmax (Milakov and
-Gimelshein, arXiv:1805.02867; tiles as in FlashAttention-2, arXiv:2307.08691). It is batch-invariant: few and many rows
-use one shape of tile, and a tile in which a row sees no key does not change the row.
+A program attends some rows of one request, with all query heads of one KV head, over tiles of keys that begin at
+absolute multiples of the tile size, with an online softmax (Milakov and Gimelshein, arXiv:1805.02867; tiles as in
+FlashAttention-2, arXiv:2307.08691). It is batch-invariant: few and many rows use one shape of tile, and a tile in which
+a row sees no key does not change the row.
 
 Shape suffixes as in `attention`.
 """

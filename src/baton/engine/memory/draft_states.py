@@ -1,10 +1,8 @@
 """Which slots the forwards of a drafter with states read and write.
 
 A drafter runs over a request's new known tokens and then over its own drafts, before any is accepted. Its next plan
-continues from the state after the last known token. States after drafts serve only the next draft, and stay in
-scratch. So nothing is ever rolled back, and a handed-over state has seen no draft.
-
-Slots are found by position, as pages are: a drafter names a forward's rows and knows no slots.
+continues from the state after the last known token. States after drafts serve only the next draft, in scratch: nothing
+is ever rolled back, and a handed-over state has seen no draft. Slots are found by position, as pages are.
 """
 
 from __future__ import annotations

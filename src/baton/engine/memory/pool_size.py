@@ -1,8 +1,8 @@
 """Sizes an engine's KV pools, and from them the longest context.
 
-The pools get `gpu_memory_utilization` of the memory that was free at the start, divided by the number of engines on
-the host, minus what loading took, and no more than is likely to be used. Pools of the `shm` transport are in a file
-system that may be smaller than the memory.
+The pools get `gpu_memory_utilization` of the memory that was free at the start, divided by the number of engines on the
+host, minus what loading took, and no more than is likely to be used. The file system of the `shm` transport may be
+smaller.
 """
 
 from __future__ import annotations

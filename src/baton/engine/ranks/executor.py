@@ -19,8 +19,8 @@ class RankExecutor:
     """Runs each plan on all ranks and returns rank 0's result. On return, every rank has written its KV.
 
     A plan that raises on one rank leaves the others in the middle of a collective, so it ends all ranks: later plans
-    raise too, and the engine ends. Drafts that differ between ranks do the same. Errors in choosing tokens do not,
-    because only rank 0 chooses.
+    raise too, and the engine ends. Drafts that differ between ranks do the same; errors in choosing tokens, which only
+    rank 0 does, do not.
     """
 
     def __init__(self, local: LocalExecutor, followers: Followers, spec: PlanSpec) -> None:

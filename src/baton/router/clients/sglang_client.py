@@ -123,7 +123,7 @@ class SglangClient(EngineClient):
         )
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """A request without a ticket, which a server with the plug-in refuses."""
+        """Without a ticket, which a server with the plug-in refuses."""
         return self.leg(request, {})
 
     async def leg(

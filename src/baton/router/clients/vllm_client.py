@@ -197,7 +197,6 @@ class VllmClient(EngineClient):
                 return answer
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Run the whole request on this server."""
         return self.leg(request)
 
     async def leg(

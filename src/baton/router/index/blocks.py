@@ -1,7 +1,7 @@
 """The blocks that one engine holds, by the tokens of prompts.
 
-An engine's block hashes are its own. So this index gives each block its own key: a hash over the key of the block
-before it, its tokens and its extra keys. A prompt's keys are computed the same way.
+An engine's block hashes are its own, so each block gets a key of this index: a hash over the key of the block before
+it, its tokens and its extra keys, as for a prompt.
 """
 
 from __future__ import annotations
