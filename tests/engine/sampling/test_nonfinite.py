@@ -240,17 +240,16 @@ def test_a_drafter_whose_logits_are_not_finite_costs_drafts_alone(whole: Stepped
 
 def test_scores_of_a_prompt(whole: Stepped) -> None:
     spoil(whole)
-
-
-@pytest.mark.parametrize("max_tokens", [0, 4])
-def test_a_prompt_has_no_scores_after_a_token_that_is_not_finite(whole: Stepped, max_tokens: int) -> None:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, prompt_logprobs=1)
-    fine = whole.run(f"fine{max_tokens}", [7, 8, 4], params)
-    assert (fine.error, fine.finish_reason) == (None, "length")
-    spoiled = whole.run(f"spoiled{max_tokens}", [7, 8, BAD, 4], params)
-    assert spoiled.error == "nonfinite_logits: the model's logits for position 3 of the prompt are not finite"
-    # Nothing is scored after the last token.
-    assert whole.run(f"last{max_tokens}", [7, 8, 4, BAD], params).error == (None if not max_tokens else ERROR.format(4))
+    for max_tokens in (0, 4):
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, prompt_logprobs=1)
+        fine = whole.run(f"fine{max_tokens}", [7, 8, 4], params)
+        assert (fine.error, fine.finish_reason) == (None, "length")
+        spoiled = whole.run(f"spoiled{max_tokens}", [7, 8, BAD, 4], params)
+        assert spoiled.error == "nonfinite_logits: the model's logits for position 3 of the prompt are not finite"
+        # Nothing is scored after the last token.
+        assert whole.run(f"last{max_tokens}", [7, 8, 4, BAD], params).error == (
+            None if not max_tokens else ERROR.format(4)
+        )
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
