@@ -27,6 +27,7 @@ _FILLER = 25  # enough tokens to fill the page around a hit, whatever its size
 _TEMPERATURES = (0.0, 4.0, 8.0)
 _ALPHABET = 6
 
+HANDED_BACK = "handed back"
 CONDITIONS = {
     "whole": "P computes a prompt in one step",
     "chunked": f"P computes prompts in pieces, all prompts in steps of {CHUNK} rows",
@@ -35,6 +36,7 @@ CONDITIONS = {
     "hits on both": "P and D hold parts of different lengths",
     "preempted": "D takes a request's pages while it decodes, and computes it again",
     "resumed": "the legs begin with tokens that the client has already, as after a failover",
+    HANDED_BACK: "D holds a part of the prompt, and P gets it from there before it computes the rest",
 }
 
 
@@ -78,7 +80,10 @@ class Case:
 
     def begins_alike(self, engine: str) -> list[int] | None:
         """A prompt that P or D gets first, so that it holds a part of this one."""
-        if self.condition not in (f"hit on {engine}", "hits on both"):
+        if self.condition not in (f"hit on {engine}", "hits on both") and (self.condition, engine) != (
+            HANDED_BACK,
+            "D",
+        ):
             return None
         n, prompt = self.length, self.prompt
         parts = (n, n - 1, (n + 1) // 2, max(1, n - 16))

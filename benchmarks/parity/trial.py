@@ -16,7 +16,7 @@ from baton.engine.ranks.executor import RankExecutor
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec
 from baton.sampling_params import SamplingParams
-from benchmarks.parity.cases import ALL_SIZES, CHUNK, MAX_MODEL_LEN, Case, block_sizes
+from benchmarks.parity.cases import ALL_SIZES, CHUNK, HANDED_BACK, MAX_MODEL_LEN, Case, block_sizes
 from benchmarks.parity.models import DRAFTERS, NUM_DRAFTS, TARGETS, MakeTarget
 from testkit.engines import Pair, Stepped, Stream, pair, request, stepped
 
@@ -27,12 +27,15 @@ _TWO_TOKENS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
 @dataclass(slots=True)
 class Cell:
-    """Identical requests of one mode and one choice of page sizes, and the bytes that were moved for them."""
+    """Identical requests of one mode and one choice of page sizes, and the bytes that were moved for them.
+    `num_handed_back`: prompt tokens that P got from D before it computed the rest.
+    """
 
     num_identical: int = 0
     num_cases: int = 0
     num_bytes: int = 0
     wanted_bytes: int = 0
+    num_handed_back: int = 0
     failures: list[str] = field(default_factory=list)
     different: set[Case] = field(default_factory=set)
 
@@ -41,6 +44,7 @@ class Cell:
         self.num_cases += other.num_cases
         self.num_bytes += other.num_bytes
         self.wanted_bytes += other.wanted_bytes
+        self.num_handed_back += other.num_handed_back
         self.failures += other.failures
         self.different |= other.different
 
@@ -144,6 +148,7 @@ def compare(two: Pair, alone: Mapping[Case, Stream], limit_s: float = 120.0) -> 
     budget, cell = scheduler.max_num_batched_tokens, Cell(num_cases=len(alone))
     for engine, label in ((two.prefill, "P"), (two.decode, "D")):
         _give_first(engine, [prompt for case in alone if (prompt := case.begins_alike(label)) is not None], label)
+    cell.num_handed_back = _hand_back(two, [case for case in alone if case.condition == HANDED_BACK], limit_s)
     two.decode.core.forget_metrics()
     wanted = _Wanted(two.decode)
     scheduler.max_num_batched_tokens = CHUNK if next(iter(alone)).chunked else budget
@@ -191,6 +196,18 @@ def _give_first(engine: Stepped, prompts: Sequence[list[int]], label: str) -> No
     streams = [engine.add(request(f"first-{label}-{cached}-{i}", p, _TWO_TOKENS)) for i, p in enumerate(prompts)]
     while not all(stream.ended for stream in streams):
         engine.step()
+
+
+def _hand_back(two: Pair, cases: Sequence[Case], limit_s: float) -> int:
+    """Give P what D holds of these prompts. Returns how many tokens P holds afterwards."""
+    held = 0
+    for case in cases:
+        if case.length < 2:
+            continue  # P computes the last token in any case
+        found = two.hand_back(f"back-{case.mode}-{case.number}", case.prompt, case.mode)
+        two.step_until(lambda: two.prefill.is_idle() and two.decode.is_idle(), limit_s)
+        held += found.destination.num_cached if found.destination is not None else 0
+    return held
 
 
 def known_rounds(case: Case, alone: Stream) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from baton.engine import prefix_legs
 from baton.engine.prefix_legs import PrefixLegs
@@ -50,3 +51,23 @@ def _prefixes_are_longer() -> list[Patch]:
         return held
 
     return [(PrefixLegs, "hold", hold)]
+
+
+@mutation("a destination wants a prefix from the first entry that it lacks")
+def _prefixes_begin_a_page_late() -> list[Patch]:
+    original = moved_prefix.attach_prefix
+
+    def attach_prefix(
+        cache: KVCache, tables: BlockTables, tokens: Sequence[int], num_tokens: int
+    ) -> Destination | None:
+        found = original(cache, tables, tokens, num_tokens)
+        if found is None:
+            return None
+        late = {
+            name: entries if cache.rules[name].kind == "state" else entries.after(entries.start + size)
+            for name, entries in found.wanted.items()
+            for size in [cache.pools[name].page_size]
+        }
+        return replace(found, wanted=late)
+
+    return [(prefix_legs, "attach_prefix", attach_prefix)]

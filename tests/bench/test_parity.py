@@ -9,9 +9,9 @@ import pytest
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval, Rules
 from benchmarks.parity.__main__ import main
-from benchmarks.parity.cases import ALL_SIZES, CONDITIONS, LENGTHS, MODES, cases
+from benchmarks.parity.cases import ALL_SIZES, CONDITIONS, HANDED_BACK, LENGTHS, MODES, cases
 from benchmarks.parity.models import DRAFTERS, TARGETS, THREE_MODULES
-from benchmarks.parity.trial import run
+from benchmarks.parity.trial import Trial, compare, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,13 +46,36 @@ def test_a_slice_is_identical(target: str, drafter: str, tmp_path: Path) -> None
         assert outcome.rounds > outcome.accepted[0] > 0
 
 
+@pytest.mark.parametrize(
+    ("target", "drafter"),
+    [
+        ("deepseek_v3", "mtp"),
+        (THREE_MODULES, "mtp, three modules"),
+        ("mistral, window", "eagle"),
+        ("granitemoehybrid", "draft_model, states"),
+    ],
+)
+def test_every_kind_of_cache_and_drafter_is_handed_back(target: str, drafter: str, tmp_path: Path) -> None:
+    """Heads, latents, windows and states of targets and drafters go from D to P; a handoff to D follows."""
+    batch = [case for case in cases(2, None) if case.condition == HANDED_BACK and case.length > 17]
+    trial = Trial(target, drafter, tmp_path, 2)
+    if "states" in f"{target}{drafter}" or target == "granitemoehybrid":
+        trial.settings["mamba_block_size"] = 16
+    alone = trial.alone(batch)
+    with trial.pair("16/16") as two:
+        cells = [compare(two, {case: alone[case] for case in batch if case.mode == mode}) for mode in MODES]
+    assert [(cell.failures, cell.num_identical) for cell in cells] == [([], cell.num_cases) for cell in cells]
+    assert min(cell.num_handed_back for cell in cells) >= 16
+
+
 def test_the_command_prints_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "llama/eagle3, d2t", "--cases", "1"]) == 0
     printed = capsys.readouterr().out.splitlines()
     rows = [line.split(" | ") for line in printed if line.startswith("| llama")]
     assert all(len(row) == 4 + len(MODES) * len(ALL_SIZES) for row in rows)
-    assert all(column == "7/7" for row in rows if "-" not in row for column in row[2:-2])
-    total = len(MODES) * len(ALL_SIZES) * 7 * sum("-" not in row for row in rows)
+    num = len(CONDITIONS)
+    assert all(column == f"{num}/{num}" for row in rows if "-" not in row for column in row[2:-2])
+    total = len(MODES) * len(ALL_SIZES) * num * sum("-" not in row for row in rows)
     assert printed[-1] == f"identical {total}/{total}"
 
 

@@ -40,6 +40,7 @@ FOUND_AT = {
     "one_silence_gives_up": 35,
     "prefixes_are_found_early": 1295,
     "prefixes_are_longer": 1240,
+    "prefixes_begin_a_page_late": 1295,
     "redials_at_once": 18,
     "release_before_quiet": 16,
     "removed_engines_are_forgotten": 96,
@@ -50,7 +51,7 @@ FOUND_AT = {
     "timeout_then_reuse": 264,
     "unfenced_is_fenced": 444,
     "unknown_is_quiet": 16,
-    "unproven_is_kept": 17,
+    "unproven_is_kept": 76,
     "whoever_lives_agrees": 28,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from baton.engine.loading.hub import checkpoint_directory
 from baton.errors import ConfigError
 from baton.sampling_params import MAX_LOGPROBS, SamplingParams
 from baton.verify.compare import compare
-from baton.verify.observe import REQUEST_TIMEOUT_S, Case
+from baton.verify.observe import REQUEST_TIMEOUT_S, Case, next_turns
 from baton.verify.options import DEFAULT_LENGTHS, MODES, Bounds, choose_cases, find_bos, parse_modes
 from baton.verify.prompts import num_doubled
 from baton.verify.report import format_reports, report_json
@@ -68,6 +69,9 @@ class PromptOptions:
             help="For texts of --prompts: whether the tokenizer adds BOS; not where a template wrote it.",
         ),
     ] = True
+    turns: Annotated[
+        int, typer.Option(min=1, help="Turns of each conversation: prefixes are handed back to prefill engines.")
+    ] = 1
     token_range: Annotated[str, typer.Option(help="Ids of random prompts, where there is no MODEL.")] = "100-30000"
 
 
@@ -146,7 +150,10 @@ class _Candidate:
             if not self.running:
                 _say(f"{mode}: starting {side.prefill} prefill and {side.decode} decode engines")
                 self.running.append(self.undo.enter_context(side.start()))
-            return side.answers(self.running[0], self.cases, mode)
+            found = side.answers(self.running[0], self.cases, mode)
+            if side.hands_back:
+                _say(f"{mode}: {found.num_handed_back} prefixes were handed back")
+            return found
         _say(f"{mode}: one engine in this process")
         settings = _without_drafter(self.settings) if mode == "single-nospec" else self.settings
         return EngineSide(settings).answers(self.cases)
@@ -192,10 +199,15 @@ def verify_command(
         started.recovery,
         servers.concurrency,
         roles.data_ranks(engine),
+        hands_back=prompts.turns > 1,
     )
-    cases = choose_cases(model, want or have, **asdict(prompts), params=params)
+    if prompts.turns > 1 and prompts.chat is not None:
+        raise ConfigError("turns", "must be 1 with --chat, whose lines are whole conversations")
+    texts = {name: value for name, value in asdict(prompts).items() if name != "turns"}
+    cases = choose_cases(model, want or have, **texts, params=params)
     _say(f"reference: {want.url if want else 'one engine in this process'}, {len(cases)} requests")
-    expected = want.answers(cases, salted=True) if want else EngineSide(settings).answers(cases)
+    reference = functools.partial(want.answers, salted=True) if want else EngineSide(settings).answers
+    cases, expected = _converse(reference, cases, prompts.turns)
     if prompts.prompts is not None or prompts.chat is not None:
         _warn_of_bos(cases, expected, find_bos(model, want or have), prompts.prompts is not None)
     with contextlib.ExitStack() as undo:
@@ -216,6 +228,17 @@ def _reference_settings(engine: StepSettings, model: str | None, batch_invariant
     ):
         del settings[name]
     return {**settings, "model": model, "batch_invariant": batch_invariant}
+
+
+def _converse(ask: Callable[[list[Case]], Answers], cases: list[Case], turns: int) -> tuple[list[Case], Answers]:
+    """The requests of all turns, and their answers."""
+    every, answers = cases, ask(cases)
+    latest = answers
+    for _ in range(turns - 1):
+        cases = next_turns(cases, latest.observed)
+        latest = ask(cases)
+        every, answers = every + cases, answers + latest
+    return every, answers
 
 
 def _without_drafter(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,8 @@ class HandBacks:
         if gain < max(1, self._config.min_hand_back_length):
             return None
         pace, computing = self._pace_of(best, prefill), self._compute_pace(prefill).seconds
-        if pace.seconds is not None and computing is not None and pace.seconds >= computing:
+        always = self._config.min_hand_back_length == 0
+        if not always and pace.seconds is not None and computing is not None and pace.seconds >= computing:
             pace.num_passed_over += 1
             if pace.num_passed_over % _TRY_AGAIN:
                 self.counts["too_slow"] += 1

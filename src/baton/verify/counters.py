@@ -75,6 +75,13 @@ async def read_settled(client: OpenAIClient, urls: Sequence[str]) -> Acceptance:
     raise ProtocolError("the counters do not stand still: the engines have other requests")
 
 
+async def read_handed_back(client: OpenAIClient) -> int:
+    """How many prefixes a router has handed back. Raises `BatonError`."""
+    samples = await client.samples()
+    done = [s for s in samples if s.name == "baton:router_hand_backs_total" and s.labels.get("outcome") == "completed"]
+    return sum(_count(sample.value) for sample in done)
+
+
 def _count(value: float) -> int:
     if not (math.isfinite(value) and 0 <= value < _MAX_COUNT and value == int(value)):
         raise ValueError(f"{value} is not a count")

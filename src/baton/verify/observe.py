@@ -22,6 +22,8 @@ from baton.verify.prompts import Chat
 REQUEST_TIMEOUT_S = 300.0
 _PIPED_INTERVAL_S = 10.0
 _BAR_DELAY_S = 2.0
+# The new tokens of a later turn.
+_NEXT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,16 @@ def make_cases(tokenizer: Tokenizer, lengths: Sequence[int], params: SamplingPar
         start = (index * 997) % (len(ids) - length)
         cases.append(Case(tuple(ids[start : start + length]), params))
     return cases
+
+
+def next_turns(cases: Sequence[Case], answers: Sequence[Observed]) -> list[Case]:
+    """The conversations go on: prompt, answer, and then the prompt's first tokens. A failed answer has no next turn."""
+    turns = []
+    for case, answer in zip(cases, answers, strict=True):
+        if answer.error is None:
+            asked = case.prompt_token_ids[:_NEXT_TOKENS]
+            turns.append(Case((*case.prompt_token_ids, *answer.token_ids, *asked), case.params))
+    return turns
 
 
 def progress(**options: Any) -> tqdm[NoReturn]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -15,7 +16,7 @@ from baton.errors import BatonError, ConfigError
 from baton.imports import without_gc
 from baton.openai.client import OpenAIClient, base_url, connected
 from baton.verify.acceptance import Acceptance
-from baton.verify.counters import metrics_urls, read_counters, read_settled
+from baton.verify.counters import metrics_urls, read_counters, read_handed_back, read_settled
 from baton.verify.observe import (
     REQUEST_TIMEOUT_S,
     Case,
@@ -30,10 +31,20 @@ from baton.wire import Recovery
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """`counters`: the acceptance from a side's engines' counters, or why there is none."""
+    """`counters`: the acceptance from a side's engines' counters, or why there is none. `num_handed_back`: prefixes
+    that a prefill engine got from another engine."""
 
     observed: list[Observed]
     counters: Acceptance | str
+    num_handed_back: int = 0
+
+    def __add__(self, other: Answers) -> Answers:
+        """The answers to more requests of the same side."""
+        counters = self.counters
+        if not isinstance(counters, str):
+            counters = other.counters if isinstance(other.counters, str) else counters + other.counters
+        num_handed_back = self.num_handed_back + other.num_handed_back
+        return Answers(self.observed + other.observed, counters, num_handed_back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +158,8 @@ class EngineSide:
 @dataclass(frozen=True, slots=True)
 class DeploymentSide:
     """A Baton deployment for all modes, with `flags` for all engines and `role_flags` for those of one role.
-    `recovery` none makes failed handoffs visible: recomputed, they would give the same answer."""
+    `recovery` none makes failed handoffs visible: recomputed, they would give the same answer. `hands_back`: prefill
+    engines always get KV from the engines that hold it, however fast they compute."""
 
     model: str
     prefill: int
@@ -158,6 +170,7 @@ class DeploymentSide:
     recovery: Recovery
     concurrency: int
     data_ranks: Mapping[str, int] = field(default_factory=dict)
+    hands_back: bool = False
 
     def start(self) -> Deployment:
         """The caller closes it. Raises the errors of `Deployment`."""
@@ -168,9 +181,13 @@ class DeploymentSide:
             engine_flags=[*self.flags, "--recovery", self.recovery],
             role_flags=self.role_flags,
             kv_transport=self.kv_transport,
-            router_flags=["--allow-mode-override", "--recovery", self.recovery],
+            router_flags=["--allow-mode-override", "--recovery", self.recovery, *self._hand_back_flags()],
             data_ranks=self.data_ranks,
         )
+
+    def _hand_back_flags(self) -> list[str]:
+        config = {"hand_back": True, "min_hand_back_length": 0}
+        return ["--policy-config", json.dumps(config)] if self.hands_back else []
 
     def answers(self, running: Deployment, cases: Sequence[Case], mode: str) -> Answers:
         """Send all cases in one mode, salted so that no mode finds pages of another."""
@@ -178,7 +195,8 @@ class DeploymentSide:
 
     async def _ask(self, url: str, metrics: Sequence[str], cases: Sequence[Case], mode: str) -> Answers:
         async with connected(url, REQUEST_TIMEOUT_S) as client:
-            before = await read_settled(client, metrics)
+            before, moved = await read_settled(client, metrics), await read_handed_back(client)
             model, salts = (await client.model()).id, [mode] * len(cases)
             observed = await observe_client(client, model, cases, self.concurrency, mode, salts)
-            return Answers(observed, (await read_settled(client, metrics)).since(before))
+            found, moved = await read_settled(client, metrics), await read_handed_back(client) - moved
+            return Answers(observed, found.since(before), moved)

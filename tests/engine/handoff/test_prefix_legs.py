@@ -18,6 +18,7 @@ from baton.handoff.protocol.ticket import prefix_digest
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, HandoffParams
 from testkit.checkpoints import kinds
+from testkit.checkpoints.granite import make_granite
 from testkit.engines import Mode, Moved, Pair, Stepped, Stream, pair, request, stepped
 from tests.engine.models.test_every_kind import GREEDY, SIZES, Trial, prompt_of
 
@@ -96,6 +97,27 @@ def test_latents_windows_and_states_at_checkpoints_come_too(trial: Trial, drafte
             assert rest.accepted == whole.accepted
             assert two.prefill.streams[f"s{number}"].num_cached == whole.num_cached == found.num_tokens
             assert found.num_tokens == (60 if len(first) >= 59 else 0)
+        two.settle()
+
+
+def test_a_state_goes_back_that_was_saved_in_an_answer(tmp_path: Path) -> None:
+    """D has the first turn by handoff, so the only checkpoint that it can have is one within its answer."""
+    settings: dict[str, Any] = {
+        "model": str(make_granite(tmp_path / "target")),
+        "speculative_config": None,
+        "skip_tokenizer_init": True,
+        "mamba_block_size": 48,
+    }
+    with stepped(**settings) as single, pair(tmp_path, **settings) as two:
+        for length in (40, 46, 47):
+            mode, name, first = MODES[length % 2], str(length), prompt_of(length, salt=length)
+            whole, rest = single.run(name, first, GREEDY), turn(two, name, first, GREEDY, mode)
+            assert rest.token_ids == whole.token_ids
+            second = first + whole.token_ids + prompt_of(9, salt=length)
+            assert moved(two, f"{name}back", second, mode).num_tokens == 48
+            whole, rest = single.run(f"{name}+", second, GREEDY), turn(two, f"{name}+", second, GREEDY, mode)
+            assert rest.token_ids == whole.token_ids
+            assert two.prefill.streams[f"{name}+"].num_cached == whole.num_cached == 48
         two.settle()
 
 
