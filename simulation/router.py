@@ -47,7 +47,7 @@ _SAME_TRANSFER = 0.5
 # The share of seeds with hand-backs, and of their handoffs with one.
 _HANDS_BACK, _ASKED = 0.25, 0.7
 # The seeds below find the other mutations.
-_FIRST_WITH = 1200
+FIRST_WITH = 1200
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +109,7 @@ class SimHandBacks(HandBacks):
         self._cluster = cluster
         # Of its own, so that no other draw depends on it.
         self._random = Random(f"hand-backs in {seed}")
-        self.enabled = self._random.random() < _HANDS_BACK and seed >= _FIRST_WITH
+        self.enabled = self._random.random() < _HANDS_BACK and seed >= FIRST_WITH
 
     def choose(self, prompt: PromptBlocks, prefill: PooledEngine, engines: Sequence[PooledEngine]) -> HandBack | None:
         others = [engine for engine in engines if engine is not prefill]

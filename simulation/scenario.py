@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from baton.handoff.agent.attempts import TOMBSTONE_S
@@ -13,7 +13,7 @@ from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S
 from baton.sampling_params import SamplingParams
 from simulation.cluster import Cluster
 from simulation.engine import MAX_OUTPUT
-from simulation.router import Request
+from simulation.router import FIRST_WITH, Request
 from simulation.settings import FAULTS, TRAITS, Settings, draw
 from simulation.story import LONGEST_SMALL, VOCAB, prompts
 from simulation.world import Violation, World
@@ -45,6 +45,10 @@ def run_seed(seed: int, faults: Collection[str] = FAULTS, tracing: bool = False)
     """Play one schedule. The same seed and faults give the same result."""
     random = Random(seed)
     settings = draw(random, faults)
+    if seed >= FIRST_WITH:
+        # Sessions end while they are needed again. Of its own, so that no other draw depends on it.
+        idle = Random(f"idle sessions in {seed}").choice((0.2, 2.0, 300.0))
+        settings = replace(settings, timers=replace(settings.timers, idle=idle))
     world = World(seed, settings, random, tracing)
     world.note("", f"seed {seed}: {settings}")
     result = Result(seed, settings)

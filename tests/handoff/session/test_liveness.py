@@ -40,6 +40,21 @@ def test_sessions_outlive_their_lease_while_both_live(world: World) -> None:
     assert all(session.round_trip is not None and 0 < session.round_trip <= 3 * STEP for session in sessions)
 
 
+def test_a_session_that_nothing_needs_ends_and_another_begins_when_needed(world: World, mode: str) -> None:
+    timers = replace(TIMERS, idle=20.0)
+    p, d, other = Node(world, "P", timers), Node(world, "D", timers), Node(world, "Q", timers)
+    world.hand_over(p, d, mode)
+    world.hand_over(other, d, mode)
+    world.run(90)
+    assert d.node.stats().sessions == 2, "a ticket has not expired, so an attempt is remembered"
+    world.begin(other, d, mode)
+    world.run(60)
+    assert (p.node.stats().sessions, other.node.stats().sessions, d.node.stats().sessions) == (0, 1, 1)
+    assert (len(peers_of(p.transport)), len(peers_of(d.transport))) == (0, 1)
+    world.hand_over(p, d, mode)
+    assert sum(node.node.stats().lost_leases for node in (p, d, other)) == 0
+
+
 def test_a_silent_prefill_engine_costs_its_lease_and_frees_nothing_it_may_write(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.begin(p, d, "push")

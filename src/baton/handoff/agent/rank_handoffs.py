@@ -154,6 +154,7 @@ class RankHandoffs(Agent):
             ):
                 runner.lose(attempt, "peer_lost", "the peer engine died")
         self.routing.drop_dead()
+        self.routing.close_idle(now)
         self.sessions.sweep([peer for attempt in runner.live() for peer in attempt.peers])
         # A REGISTER delayed past its ticket's expiry is refused, so the tombstone may go.
         runner.prefills.forget(now, timers.retry)

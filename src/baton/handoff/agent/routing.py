@@ -118,6 +118,7 @@ class Routing:
         except ProtocolError as error:
             self._runner.lose(attempt, "unreachable_peer", str(error))
             return
+        session.used = self._clock.monotonic()
         if session.hello is not None:
             self.join(attempt, session, session.hello)
 
@@ -244,6 +245,21 @@ class Routing:
         self._runner.feed(attempt, ev.Received(message))
 
     # ------------------------------------------------------------ silence and death
+
+    def close_idle(self, now: float) -> None:
+        """End sessions that no attempt needs, so that engines keep only those that they use. The next one dials."""
+        idle = self._sessions.idle(now)
+        if not idle:
+            return
+        table = self._runner.decodes
+        remembered = {attempt.address for attempt in [*table.live.values(), *table.ended.values()]}
+        for session in idle:
+            if session.connection.address in remembered:
+                session.used = now
+            elif not session.is_connecting:
+                # No attempt, so no copy.
+                self._channel.send(session.connection, Bye("idle", quiet=True))
+                self._sessions.hang_up(session)
 
     def drop_dead(self) -> None:
         for session in self._sessions.dead():

@@ -34,10 +34,11 @@ class Timers:
     handoff: float = DEFAULT_HANDOFF_TIMEOUT_S  # limit of a handoff from REGISTER on, without earlier waits in queues
     close: float = 5.0  # closing waits at most this long for copies to end
     hang: float = 30.0  # an agent whose thread has not completed a loop for so long is lost
+    idle: float = 300.0  # D ends a session of which it has remembered no attempt for so long
 
     def __post_init__(self) -> None:
         if (
-            min(self.retry_min, self.check, self.renew, self.handoff, self.close, self.hang) <= 0
+            min(self.retry_min, self.check, self.renew, self.handoff, self.close, self.hang, self.idle) <= 0
             or self.retry < self.retry_min
         ):
             raise ConfigError("timers", "durations must be positive, and retry at least retry_min")

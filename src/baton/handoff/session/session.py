@@ -49,9 +49,9 @@ class Session:
     connects, `peer` after that. `refusal`: `(reason, message)` if no KV may be exchanged. `challenge`: the peer's, for
     which we last sent a proof. The peer counts as alive for `lease` seconds after `last_heard` (monotonic seconds).
     `until`: keep redialling until then, because the previous session's process may still need the outcome of its
-    attempts. `redials`: how many sessions in a row with this address ended without a proof. `round_trip`: measured, in
-    seconds. `pairs`: those of the two engines, with the groups whose bytes each moves. `groups`: this engine's groups
-    whose KV moves, None for all.
+    attempts. `used`: when an attempt last needed it. `redials`: how many sessions in a row with this address ended
+    without a proof. `round_trip`: measured, in seconds. `pairs`: those of the two engines, with the groups whose bytes
+    each moves. `groups`: this engine's groups whose KV moves, None for all.
     """
 
     connection: Connection
@@ -66,6 +66,7 @@ class Session:
     next_hello: float = 0.0
     redials: int = 0
     until: float = 0.0
+    used: float = 0.0
     last_heard: float = 0.0
     lease: float = 0.0
     round_trip: float | None = None

@@ -95,7 +95,8 @@ class Sessions:
         return session
 
     def _session(self, connection: Connection) -> Session:
-        return Session(connection, last_heard=self.clock.monotonic(), lease=self.config.timers.lease)
+        now = self.clock.monotonic()
+        return Session(connection, used=now, last_heard=now, lease=self.config.timers.lease)
 
     def _say_hello(self, session: Session) -> None:
         session.next_hello = self.clock.monotonic() + self.config.timers.retry
@@ -256,6 +257,11 @@ class Sessions:
         session.step("hang up")
         if session.peer is not None:
             self._ends.retire(session.peer)
+
+    def idle(self, now: float) -> list[Session]:
+        """Sessions with engines from which nothing was decoded for `Timers.idle`."""
+        idle_s = self.config.timers.idle
+        return [one for one in self.servers.values() if one.hello is not None and now >= one.used + idle_s]
 
     def dead(self) -> list[Session]:
         return [session for session in self._all() if session.peer is not None and not session.peer.alive()]
