@@ -9,11 +9,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from baton.errors import EngineUnavailableError
+from baton.router import RouterConfig, build_app
+from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from testkit.servers.fake_serving import ADMIN, ADMIN_TOKEN, status_of
+from testkit.servers.fake_serving import ADMIN, ADMIN_TOKEN, KEY, FakeEngine, await_engines, served, status_of
 from testkit.servers.fleets import Cluster, bare, complete, expected_answer
 from tests.router.choice.test_routes import LONG, decisions, holding
 
@@ -99,6 +103,37 @@ async def test_no_request_hangs_while_engines_come_and_go(directory: Path) -> No
         state = await status_of(session, url)
         assert [engine["num_inflight"] for engine in state["engines"] if engine["role"] == "decode"] == [0, 0, 0]
         assert all(engine["queued_tokens"] == 0 for engine in state["engines"])
+
+
+async def test_a_kept_connection_that_its_engine_has_just_closed_costs_nothing(directory: Path) -> None:
+    """The engine closes each connection after one leg, in the moment in which the router sends the next one there."""
+    engine, used, closed = FakeEngine(directory), set[Any](), 0
+    app = build_engine_app(engine, Tokenizer.load(directory))
+
+    @web.middleware
+    async def close_used(request: web.Request, handler: Any) -> web.StreamResponse:
+        nonlocal closed
+        if request.method == "POST":
+            if request.transport in used:
+                closed += 1
+                request.transport.abort()
+                raise ConnectionResetError
+            used.add(request.transport)
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    app.middlewares.append(close_used)
+    async with (
+        served(app) as e,
+        served(await build_app(RouterConfig(both=(e,), ticket_key=KEY))) as url,
+        aiohttp.ClientSession() as session,
+    ):
+        await await_engines(session, url)
+        for _ in range(4):
+            assert (await complete(session, url))[0] == 200
+        (state,) = (await status_of(session, url))["engines"]
+        assert state["healthy"]
+    assert closed > 0
 
 
 async def test_the_end_marker_inside_an_answer_ends_nothing(directory: Path) -> None:

@@ -35,6 +35,9 @@ class SequenceRecord:
         self.route = "one_engine"
         self.engines: Sequence[str] = ()
         self.num_cached_tokens = 0
+        # A label is looked up once per sequence, and not per token.
+        self._vllm_tokens = metrics.vllm_output_tokens.labels(model)
+        self._vllm_itl = metrics.vllm["inter_token_latency_seconds"].labels(model)
         metrics.prompt_tokens.inc(num_prompt_tokens)
         metrics.vllm_prompt_tokens.labels(model).inc(num_prompt_tokens)
         metrics.running += 1
@@ -46,7 +49,7 @@ class SequenceRecord:
         """`num_tokens` are new; `accepted` drafts per verification."""
         metrics = self._metrics
         metrics.output_tokens.inc(num_tokens)
-        metrics.vllm_output_tokens.labels(self._model).inc(num_tokens)
+        self._vllm_tokens.inc(num_tokens)
         for count in accepted:
             metrics.rounds.inc()
             for position in range(count):
@@ -58,7 +61,7 @@ class SequenceRecord:
         if self._num_output:
             for _ in range(num_tokens):
                 metrics.itl.observe(elapsed / num_tokens)
-                self._observe("inter_token_latency_seconds", elapsed / num_tokens)
+                self._vllm_itl.observe(elapsed / num_tokens)
         else:
             self._first = now
             metrics.ttft.observe(elapsed)

@@ -28,6 +28,7 @@ from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.routes import add_health, add_openai_routes
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.sampling_params import SamplingParams
+from baton.server.orca import reports_load
 from baton.text import Tokenizer
 from baton.wire import EngineInfo, GenerateRequest, Mode, TokenChunk
 
@@ -76,6 +77,7 @@ def build_app(
     model = engine.info.model
     metrics.registry.register(RowCollector(lambda: with_vllm_names(engine.metrics().collect_rows(), model)))
     app = new_app(metrics, limits, access)
+    app.on_response_prepare.append(reports_load(engine.load))
     app.cleanup_ctx.append(lambda _: reporting(metrics, lambda: _load_text(engine)))
     backend = EngineBackend(engine, tokenizer)
     add_openai_routes(app, OpenAIService(backend, metrics, parsing=parsing, per_request=per_request))

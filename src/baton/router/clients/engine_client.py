@@ -45,7 +45,8 @@ T = TypeVar("T")
 def new_session() -> aiohttp.ClientSession:
     """A session for `EngineClient`s: unlimited connections, no cookies, no compression."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+        # Shorter than servers' own limits (vLLM's is 5 s): one that is just being closed must not get a request.
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers=PLAIN,
         auto_decompress=False,
