@@ -19,20 +19,34 @@ _LAST = 32
 _MIN_RETRY_S, _MAX_RETRY_S = 1, 60
 
 
+class QueueSpeed:
+    """How fast a queue moves, by the times at which its last requests were served."""
+
+    def __init__(self) -> None:
+        self._served: deque[float] = deque(maxlen=_LAST)
+
+    def note(self, now: float) -> None:
+        self._served.append(now)
+
+    def seconds_for(self, num: int, now: float) -> int:
+        """How long `num` requests will take at this speed, 1 to 60 seconds."""
+        if len(self._served) < 2:
+            return _MIN_RETRY_S
+        each = (now - self._served[0]) / (len(self._served) - 1)
+        return max(_MIN_RETRY_S, min(_MAX_RETRY_S, math.ceil(each * num)))
+
+
 class AdmissionLimit:
     """Counts waiting choices. `limit` None: unlimited. `clock`: monotonic seconds, only for `retry_after_s`."""
 
     def __init__(self, limit: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
-        self._served: deque[float] = deque(maxlen=_LAST)
+        self._speed = QueueSpeed()
         self.num_waiting = 0
 
     def retry_after_s(self) -> int:
         """How long those that wait will take at the speed of the last first tokens, 1 to 60 seconds."""
-        if len(self._served) < 2:
-            return _MIN_RETRY_S
-        each = (self._clock() - self._served[0]) / (len(self._served) - 1)
-        return max(_MIN_RETRY_S, min(_MAX_RETRY_S, math.ceil(each * self.num_waiting)))
+        return self._speed.seconds_for(self.num_waiting, self._clock())
 
     def check(self, num: int = 1) -> None:
         """Raise `OverloadedError` if `num` more exceed the limit. If none waits, any number is allowed."""
@@ -54,7 +68,7 @@ class AdmissionLimit:
             nonlocal left
             left -= 1
             self.num_waiting -= 1
-            self._served.append(self._clock())
+            self._speed.note(self._clock())
 
         try:
             yield served

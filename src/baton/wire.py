@@ -12,8 +12,12 @@ from baton.sampling_params import NO_DEFAULTS, SamplingDefaults, SamplingParams,
 MAX_CACHE_SALT_CHARS = 1024
 MAX_WAITED_S = 1e6
 MAX_ADAPTER_CHARS = 1024
+# A request without an objective for its first token stands as one with this: others overtake it for a while only.
+UNHURRIED_S = 60.0
 MAX_TICKET_CHARS = 24 * 1024  # holds the control addresses of all ranks
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+MAX_PRIORITY = 1 << 31
+Priority = Annotated[int, msgspec.Meta(gt=-MAX_PRIORITY, lt=MAX_PRIORITY)]
 TicketText = Annotated[str, msgspec.Meta(max_length=MAX_TICKET_CHARS)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Role = Literal["both", "prefill", "decode"]  # of an engine
@@ -73,6 +77,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     - `timings`: the engine sends `LegTimings` with its first tokens.
     - `waited_s`: seconds since the request began, if earlier attempts failed. It keeps its place among an engine's
       waiting requests.
+    - `priority`: lower runs first, as in vLLM. `ttft_slo_s`: how soon the first token should come; of equal priority,
+      the request whose first token is due earlier runs first. None: not soon.
     - `identity`: an engine with another `comparison.token_identity` refuses the request. None: any engine takes it.
     - `adapter`: NAME@DIGEST of the LoRA adapter that computes it, of `EngineInfo.adapters`. Baton's engines have none.
     """
@@ -85,6 +91,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
     max_prefill_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     waited_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAITED_S)] = 0.0
+    priority: Priority = 0
+    ttft_slo_s: Annotated[float, msgspec.Meta(gt=0.0, le=MAX_WAITED_S)] | None = None
     identity: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     adapter: Annotated[str, msgspec.Meta(max_length=MAX_ADAPTER_CHARS)] | None = None
     timings: bool = False

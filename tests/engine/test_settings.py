@@ -118,6 +118,8 @@ REQUEST: dict[str, Row] = {
     "cache_salt": "it says which requests share pages of equal bits",
     "max_prefill_tokens": _FAILS,
     "waited_s": "it is a place in the queue",
+    "priority": "it is a place in the queue",
+    "ttft_slo_s": "it is a place in the queue",
     "timings": "it asks for times",
     "identity": "it is the facts' own digest",
     "adapter": "Baton's engines refuse it; for vLLM's it is in the ticket's digest",

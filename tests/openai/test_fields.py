@@ -38,7 +38,6 @@ IGNORED = {
     "prediction": "about speed alone",
     "stream_interval": "events come as their tokens do",
     "best_of": "n samples are returned, as vLLM does now",
-    "priority": "requests run in the order in which they come, as with vLLM's default",
 }
 VLLM = """
 add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template chat_template_kwargs

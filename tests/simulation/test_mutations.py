@@ -51,7 +51,7 @@ FOUND_AT = {
     "timeout_then_reuse": 264,
     "unfenced_is_fenced": 444,
     "unknown_is_quiet": 16,
-    "unproven_is_kept": 76,
+    "unproven_is_kept": 17,
     "whoever_lives_agrees": 28,
 }
 

@@ -16,7 +16,7 @@ from baton.kv.prefix import salted_root
 from baton.kv.tables import BlockTables
 from baton.sampling_params import SamplingParams
 from baton.structured import Allowed, Matcher
-from baton.wire import FinishReason, GenerateRequest, LegTimings, TokenLogprobs
+from baton.wire import UNHURRIED_S, FinishReason, GenerateRequest, LegTimings, TokenLogprobs
 
 if TYPE_CHECKING:
     from baton.handoff.protocol.ticket import SignedTicket
@@ -90,6 +90,9 @@ class Request:
         # When what happened, by the names of `LegTimings`; None if nobody asked, or after the first chunk.
         self.marks: dict[str, float] | None = {} if wire.timings else None
         self.waited_s = wire.waited_s  # earlier, in other attempts
+        self.priority = wire.priority
+        # How long after its beginning its first token is due.
+        self.due_after_s = UNHURRIED_S if wire.ttft_slo_s is None else wire.ttft_slo_s
         self.started_at: float | None = None  # when its prompt was first computed here; None for a decode leg
         self.committed_at: float | None = None  # of the handoff; None after the first step
         self.runs_since: float | None = None  # first step, or commit of the handoff
@@ -152,9 +155,10 @@ class Request:
         return msgspec.structs.replace(told, **since)
 
     @property
-    def queue_key(self) -> tuple[bool, float, int]:
-        """Requests that have started first, then those that began first, on whichever engine."""
-        return not self.started, self.queued_at - self.waited_s, self.arrival
+    def queue_key(self) -> tuple[bool, int, float, int]:
+        """Requests that have started first, then by class; in it, those whose first token is due first, counted from
+        when they began on whichever engine."""
+        return not self.started, self.priority, self.queued_at - self.waited_s + self.due_after_s, self.arrival
 
     @property
     def num_output(self) -> int:

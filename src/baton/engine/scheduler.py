@@ -95,9 +95,10 @@ class Scheduler:
 
     def _reserve_or_preempt(self, request: Request, num_rows: int, scheduled: dict[Request, ScheduledRows]) -> bool:
         while not self.cache.reserve(request.kv, request.num_computed + num_rows):
-            victim = next((r for r in reversed(self.running) if r.role != "prefill"), None)
-            if victim is None:
+            victims = [other for other in reversed(self.running) if other.role != "prefill"]
+            if not victims:
                 return False
+            victim = max(victims, key=lambda other: other.priority)  # of the worst class, the last
             scheduled.pop(victim, None)
             self.preempt(victim)
             if victim is request:

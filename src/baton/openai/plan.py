@@ -14,6 +14,7 @@ import msgspec
 from baton.errors import RequestError, UnknownModelError
 from baton.openai.backend import ServedModel
 from baton.openai.conversation import chat_prompt, chat_text, encode
+from baton.openai.http.caller import asked_standing
 from baton.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -165,6 +166,7 @@ def _plan(
     _check_scores(prompts, params)
     # Engines do this too; here it refuses before anything runs.
     tokens_of(params.bad_words, model.tokenizer, model.vocab_size)
+    priority, ttft_slo_s = asked_standing(request.priority)
     plan_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     requests: list[GenerateRequest] = []
     for prompt in prompts:
@@ -181,6 +183,8 @@ def _plan(
                     cache_salt=request.cache_salt,
                     identity=model.identity,
                     adapter=model.adapter,
+                    priority=priority,
+                    ttft_slo_s=ttft_slo_s,
                 )
             )
     options = request.stream_options

@@ -21,7 +21,7 @@ from baton.sampling_params import (
     StructuredOutputsParams,
     seed_word,
 )
-from baton.wire import Mode, check_salt
+from baton.wire import Mode, Priority, check_salt
 
 _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`\Z")
 _MISSING = re.compile(r"required field `([^`]+)`")
@@ -59,6 +59,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     kv_mode: Mode | None = None
     cache_salt: str | None = None
+    priority: Priority | None = None
     structured_outputs: StructuredOutputs | None = None
 
 

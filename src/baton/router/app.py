@@ -278,6 +278,7 @@ def _rows(backend: RouterBackend, queue: AdmissionLimit) -> Iterator[Row]:
     for rung, count in sorted(backend.recoveries.items()):
         yield counter("router_recoveries", "Requests sent again, by rung.", count, rung=rung)
     yield from backend.hand_backs.rows()
+    yield from backend.concurrency.rows()
     yield counter("router_near_ties", "First tokens that differed by a near-tie.", backend.near_ties)
     yield gauge("router_handoffs_active", "Handoffs that run.", backend.num_active_handoffs)
     for engine in backend.pool.engines:

@@ -25,6 +25,7 @@ from baton.errors import (
 from baton.openai import ServedModel
 from baton.openai.backend import OnRoute
 from baton.openai.http.caller import CALLER, session_of
+from baton.router.admission.tenants import standing_of
 from baton.router.attempt import RequestProgress, RunningAttempt
 from baton.router.concurrency import ConcurrencyLimit
 from baton.router.connectors.base import Connector, HandoffOutcome, Legs
@@ -81,7 +82,7 @@ class RouterBackend:
         self.decisions = Decisions()
         self.hand_backs = hand_backs or HandBacks(connector, PolicyConfig())
         self._routes = routes or Routes(pool, create_policies())
-        self.concurrency = ConcurrencyLimit(pool.max_num_seqs)
+        self.concurrency = ConcurrencyLimit(pool.max_num_seqs, self._routes.config.tenants)
         self.allows_kv_mode = allow_mode_override
         self.handoffs: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
@@ -108,10 +109,12 @@ class RouterBackend:
         async with contextlib.AsyncExitStack() as held:
             observed = held.enter_context(self.observer.observing(request))
             self.pool.identity.bind()
-            progress = RequestProgress(Joined(observed.request), hand_off=kv_mode is not None)
-            joined = progress.joined
-            await held.enter_async_context(self.concurrency.slot())
             now = asyncio.get_running_loop().time
+            standing = standing_of(CALLER.get(), request, self.concurrency.tenants, now())
+            ranked = msgspec.structs.replace(observed.request, priority=standing.priority)
+            progress = RequestProgress(Joined(ranked), hand_off=kv_mode is not None)
+            joined = progress.joined
+            await held.enter_async_context(self.concurrency.slot(standing, joined.token_ids))
             began = now()
             while True:
                 rest = joined.rest(progress.attempt, now() - began)

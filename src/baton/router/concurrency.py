@@ -4,57 +4,80 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sized
+
+from baton.openai.http.metrics import Row, counter, gauge
+from baton.router.admission.fair_queue import FairQueue
+from baton.router.admission.tenants import Standing, Tenant
 
 # How often waiting requests look for engines that have joined or recovered.
 _LOOK_AGAIN_S = 0.25
+_ANYBODY = Standing()
+_NO_TENANTS: Mapping[str, Tenant] = {}
 
 
 class ConcurrencyLimit:
     """Holds requests beyond the engines' `--max-num-seqs` back from their prefill, after which they would stall and
     hold pages of a prefill engine. `capacity`: how many run at once; None: unknown (no engine, or vLLM)."""
 
-    def __init__(self, capacity: Callable[[], int | None]) -> None:
+    def __init__(self, capacity: Callable[[], int | None], tenants: Mapping[str, Tenant] = _NO_TENANTS) -> None:
+        self.tenants = tenants
         self._capacity = capacity
-        self._waiting: deque[asyncio.Event] = deque()
+        self._queue: FairQueue[asyncio.Event] = FairQueue(tenants)
         self.num_running = 0
 
     @contextlib.asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Wait for room, in FIFO order, and occupy it."""
-        if self._waiting or not self._has_room():
-            await self._turn()
+    async def slot(self, standing: Standing = _ANYBODY, output: Sized = ()) -> AsyncIterator[None]:
+        """Wait for room and for one's turn, and occupy a slot. `output`: the tokens that the tenant has had in the end.
+
+        Raises `OverloadedError` if the tenant may not wait.
+        """
+        mine, tenant, now = asyncio.Event(), standing.tenant, asyncio.get_running_loop().time
+        self._queue.push(mine, standing)
+        if not self._may_run(mine):
+            await self._turn(mine, tenant)
+        self._queue.take(now())
         self.num_running += 1
         self._wake()
         try:
             yield
         finally:
             self.num_running -= 1
+            self._queue.charge(tenant, len(output))
+            self._queue.end(tenant)
             self._wake()
+
+    def rows(self) -> Iterator[Row]:
+        """For `/metrics`."""
+        for tenant, waiting, running, tokens in self._queue.counts() if self.tenants else ():
+            yield gauge("router_tenant_requests_waiting", "A tenant's requests that wait.", waiting, tenant=tenant)
+            yield gauge("router_tenant_requests_running", "A tenant's requests that run.", running, tenant=tenant)
+            yield counter("router_tenant_tokens", "Tokens of a tenant's prompts and answers.", tokens, tenant=tenant)
 
     def _has_room(self) -> bool:
         capacity = self._capacity()
         return capacity is None or self.num_running < capacity
 
-    def _wake(self) -> None:
-        if self._waiting and self._has_room():
-            self._waiting[0].set()
+    def _may_run(self, mine: asyncio.Event) -> bool:
+        return self._has_room() and self._queue.next() is mine
 
-    async def _turn(self) -> None:
-        mine = asyncio.Event()
-        self._waiting.append(mine)
+    def _wake(self) -> None:
+        if self._has_room() and (first := self._queue.next()) is not None:
+            first.set()
+
+    async def _turn(self, mine: asyncio.Event, tenant: str) -> None:
+        loop = asyncio.get_running_loop()
         try:
-            while self._waiting[0] is not mine or not self._has_room():
+            self._queue.check(tenant, loop.time())
+            while not self._may_run(mine):
                 mine.clear()
                 # A timer, not a timeout: a client's cancellation must not be taken for an expired timeout.
-                timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, mine.set)
+                timer = loop.call_later(_LOOK_AGAIN_S, mine.set)
                 try:
                     await mine.wait()
                 finally:
                     timer.cancel()
         except BaseException:
-            self._waiting.remove(mine)
+            self._queue.remove(mine)
             self._wake()
             raise
-        self._waiting.popleft()

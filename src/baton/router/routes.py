@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from baton.errors import OverloadedError
 from baton.router.hand_back import HandBack, HandBacks
-from baton.router.policies import Asked, Policies
+from baton.router.policies import Asked, Policies, PolicyConfig
 from baton.router.policies.base import cost
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import Charge, PooledEngine
@@ -99,6 +99,10 @@ class Routes:
         self._pool, self._policies = pool, policies
         self._most = max_local_prefill_length
         self._hand_backs = hand_backs
+
+    @property
+    def config(self) -> PolicyConfig:
+        return self._policies.config
 
     def choose(
         self, request: GenerateRequest, tried: Sequence[PooledEngine], hand_off: bool, session: str | None = None

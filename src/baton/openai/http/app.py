@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from baton.error_help import CODE_BY_STATUS
 from baton.errors import DrainingError
 from baton.openai.http.access import OPEN, Access, ApiKeys, name_response
-from baton.openai.http.caller import CALLER, Caller, request_id_of, session_in
+from baton.openai.http.caller import CALLER, Caller, note_standing, request_id_of, session_in
 from baton.openai.http.connections import ClientConnection, Stream
 from baton.openai.http.errors import ApiError, to_api_error
 from baton.openai.http.limits import Bodies, HttpLimits
@@ -90,7 +90,9 @@ def new_app(
     @web.middleware
     async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         # Per request: a connection's task serves its requests one after the other.
-        CALLER.set(_caller(request, keys))
+        session = session_in(request.headers)
+        caller = Caller(request_id_of(request.headers), request.remote, keys.number(request), session=session)
+        CALLER.set(caller)
         TRACE.set(trace_of(request.headers))
         if (allowed := access.preflight(request)) is not None:
             return allowed
@@ -107,6 +109,7 @@ def new_app(
         try:
             with contextlib.nullcontext() if endpoint in _UNCOUNTED else drain.running():
                 keys.check(request)
+                note_standing(caller, request.headers)
                 response = await handler(request)
             status = response.status
             return response
@@ -131,11 +134,6 @@ def new_app(
     app[DRAIN], app[LIMITS], app[BODIES], app[KEYS] = drain, limits, Bodies(limits), keys
     _add_metrics(app, metrics, families)
     return app
-
-
-def _caller(request: web.Request, keys: ApiKeys) -> Caller:
-    session = session_in(request.headers)
-    return Caller(request_id_of(request.headers), request.remote, keys.number(request), session=session)
 
 
 def _add_metrics(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -11,8 +12,15 @@ from typing import Protocol
 
 import msgspec
 
+from baton.errors import RequestError
+from baton.wire import MAX_PRIORITY, MAX_WAITED_S
+
 REQUEST_ID = "X-Request-Id"
 SESSION_ID = "X-Session-Id"
+PRIORITY = "X-Priority"
+# Names of llm-d's gateway: how soon the first token should come, and between whom to be fair.
+TTFT_SLO_MS = "x-slo-ttft-ms"
+TENANT = ("X-Tenant-Id", "x-gateway-inference-fairness-id")
 _MAX_ID_CHARS = 128
 _MAX_TEXT_CHARS = 300
 # OpenAI's old and new field.
@@ -22,13 +30,22 @@ _USER_FIELDS = ("user", "safety_identifier")
 @dataclass(slots=True)
 class Caller:
     """`request_id`: the client's `X-Request-Id`, or a generated one. `key`: the number of its API key, from 1. `user`:
-    the end user in the request body. `session`: the client's `X-Session-Id`."""
+    the end user in the request body. `session`: the client's `X-Session-Id`. `claimed`: the tenant that a header names.
+    `priority` and `ttft_slo_s`: as of `GenerateRequest`; None: no header says."""
 
     request_id: str
     address: str | None = None
     key: int | None = None
     user: str | None = None
     session: str | None = None
+    claimed: str = ""
+    priority: int | None = None
+    ttft_slo_s: float | None = None
+
+    @property
+    def tenant(self) -> str:
+        """With API keys each key is a tenant; else a header names it, which a proxy must set or strip."""
+        return self.claimed if self.key is None else f"key-{self.key}"
 
     def fields(self) -> dict[str, object]:
         return {"request_id": self.request_id, "address": self.address, "key": self.key, "user": self.user}
@@ -52,6 +69,37 @@ def request_id_of(headers: _Headers) -> str:
 def session_of(caller: Caller | None) -> str | None:
     """What a conversation's requests have in common: the client's session, or else its end user."""
     return None if caller is None else caller.session or caller.user
+
+
+def note_standing(caller: Caller, headers: _Headers) -> None:
+    """Read tenant, priority and objective. Raises `RequestError` for a header that is no number."""
+    priority, within_ms = _number(headers, PRIORITY), _number(headers, TTFT_SLO_MS)
+    if within_ms is not None and not 0.0 < within_ms <= MAX_WAITED_S:
+        raise RequestError(f"the header {TTFT_SLO_MS} must be above 0, got {within_ms:g}", TTFT_SLO_MS)
+    if priority is not None and not (priority.is_integer() and abs(priority) < MAX_PRIORITY):
+        raise RequestError(f"the header {PRIORITY} must be an integer, got {priority:g}", PRIORITY)
+    caller.claimed = next((found for name in TENANT if (found := headers.get(name, ""))), "")[:_MAX_ID_CHARS]
+    caller.priority = None if priority is None else int(priority)
+    caller.ttft_slo_s = None if within_ms is None else within_ms / 1000.0
+
+
+def asked_standing(field: int | None) -> tuple[int, float | None]:
+    """Priority and TTFT objective of the current request. `field`: `priority` in its body, which a header overrides."""
+    caller = CALLER.get()
+    if caller is None:
+        return field or 0, None
+    return (field or 0) if caller.priority is None else caller.priority, caller.ttft_slo_s
+
+
+def _number(headers: _Headers, name: str) -> float | None:
+    text = headers.get(name, "")
+    try:
+        value = float(text) if text else None
+    except ValueError:
+        value = math.nan
+    if value is not None and not math.isfinite(value):
+        raise RequestError(f"the header {name} must be a number, got {text[:_MAX_ID_CHARS]!r}", name)
+    return value
 
 
 def session_in(headers: _Headers) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from baton.errors import ConfigError
+from baton.router.admission.tenants import Tenant
 from baton.wire import EngineLoad
 
 DEFAULT_POLICY = "cache_aware"
@@ -20,9 +21,10 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     - `max_turn_prefill_length`: a decode engine that holds the beginning of a prompt computes up to this many more
       tokens if a prefill engine would have at least `turn_ratio` times as many to compute. 0: never.
     - `hand_back`: a prefill engine gets the KV of a prompt's beginning from the engine that holds it, if that has at
-      least `min_hand_back_length` tokens more, and if computing them was not faster before.
+      least `min_hand_back_length` tokens more, and if computing them was not faster before. 0: even if it was.
     - `overload_num_waiting`, `overload_kv_usage`: an engine that reports at least so many waiting requests, or this
       share of its KV in use, gets no new requests. None: it always does.
+    - `tenants`: shares and limits of tenants, by name; `*`: of all others.
     """
 
     uncached_weight: float = 1.0
@@ -36,12 +38,15 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     min_hand_back_length: int = 64
     overload_num_waiting: int | None = None
     overload_kv_usage: float | None = None
+    tenants: dict[str, Tenant] = {}
 
     def check(self) -> None:
         """Raise `ConfigError` for a value that is out of range."""
+        for name, tenant in self.tenants.items():
+            tenant.check(name)
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if value is not None and not 0.0 <= value < float("inf"):
+            if name != "tenants" and value is not None and not 0.0 <= value < float("inf"):
                 raise ConfigError("policy_config", f"{name} must be at least 0, got {value}")
 
     @property

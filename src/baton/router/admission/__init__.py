@@ -1,0 +1,1 @@
+"""Which waiting request runs next: classes, tenants' shares and deadlines."""

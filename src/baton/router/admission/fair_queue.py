@@ -1,0 +1,128 @@
+"""Requests that wait, in the order in which they may run.
+
+The best class first. In a class, the tenant that has had the fewest tokens for its weight (virtual token counters: Y.
+Sheng et al., Fairness in Serving Large Language Models, OSDI 2024). Of a tenant's requests, the earliest deadline.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from baton.errors import OverloadedError
+from baton.router.admission.tenants import ANY, Standing, Tenant, tenant_of
+from baton.waiting import QueueSpeed
+
+T = TypeVar("T")
+# Tenants that are remembered after their last request; names may come from clients.
+_REMEMBERED = 1024
+
+
+@dataclass(slots=True)
+class _State(Generic[T]):
+    """`served`: tokens over weight. `waiting`: in order, by class, deadline and arrival."""
+
+    tenant: Tenant
+    served: float = 0.0
+    num_running: int = 0
+    num_tokens: int = 0
+    waiting: list[tuple[int, float, int, T]] = field(default_factory=list)
+    speed: QueueSpeed = field(default_factory=QueueSpeed)
+
+    @property
+    def may_run(self) -> bool:
+        limit = self.tenant.max_running
+        return bool(self.waiting) and (limit is None or self.num_running < limit)
+
+
+class FairQueue(Generic[T]):
+    """Knows no clock and no event loop: times are given. An item must be hashable."""
+
+    def __init__(self, tenants: Mapping[str, Tenant]) -> None:
+        self._tenants = tenants
+        self._states: dict[str, _State[T]] = {}
+        self._entries: dict[T, tuple[Standing, tuple[int, float, int, T]]] = {}
+        self._num_pushed = 0
+        self._level = 0.0  # of the tenant that was the last to wait
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def push(self, item: T, standing: Standing) -> None:
+        """Queue an item. A tenant that did not wait until now gets no credit for that time."""
+        state = self._state(standing.tenant)
+        if not state.waiting:
+            others = [other.served for other in self._states.values() if other.waiting]
+            state.served = max(state.served, min(others, default=self._level))
+        self._num_pushed += 1
+        entry = (standing.priority, standing.deadline, self._num_pushed, item)
+        insort(state.waiting, entry, key=lambda entry: entry[:3])
+        self._entries[item] = standing, entry
+
+    def next(self) -> T | None:
+        """The item that runs next; None if none may run."""
+        best = self._best()
+        return None if best is None else best.waiting[0][3]
+
+    def take(self, now: float) -> T | None:
+        """Remove the item that runs next, and count it as running, with its prompt; None if none may run."""
+        best = self._best()
+        if best is None:
+            return None
+        item = best.waiting.pop(0)[3]
+        standing, _ = self._entries.pop(item)
+        self._level = best.served
+        self.charge(standing.tenant, standing.prompt_tokens)
+        best.num_running += 1
+        best.speed.note(now)
+        return item
+
+    def _best(self) -> _State[T] | None:
+        ready = [state for state in self._states.values() if state.may_run]
+        # Equal tenants take turns by their oldest request.
+        return min(ready, key=lambda state: (state.waiting[0][0], state.served, state.waiting[0][1:3]), default=None)
+
+    def remove(self, item: T) -> None:
+        """Remove an item that still waits."""
+        standing, entry = self._entries.pop(item)
+        self._states[standing.tenant].waiting.remove(entry)
+
+    def charge(self, name: str, num_tokens: int) -> None:
+        """Count tokens that a tenant has had."""
+        state = self._state(name)
+        state.num_tokens += num_tokens
+        state.served += num_tokens / state.tenant.weight
+
+    def end(self, name: str) -> None:
+        """A running item of this tenant has ended."""
+        self._states[name].num_running -= 1
+        if len(self._states) <= _REMEMBERED:
+            return
+        idle = [other for other, state in self._states.items() if not (state.waiting or state.num_running)]
+        for other in idle[: len(self._states) - _REMEMBERED]:
+            del self._states[other]
+
+    def check(self, name: str, now: float) -> None:
+        """Raise `OverloadedError` if more of this tenant's items wait than may."""
+        state = self._state(name)
+        most, num_waiting = state.tenant.max_queued, len(state.waiting)
+        if most is not None and num_waiting > most:
+            text = f"{num_waiting - 1} requests of this tenant wait already; try again later"
+            raise OverloadedError(text, state.speed.seconds_for(num_waiting, now))
+
+    def counts(self) -> Iterator[tuple[str, int, int, int]]:
+        """`(tenant, waiting, running, tokens)` of the configured tenants. All others count as one."""
+        sums = {name: [0, 0, 0] for name in [*self._tenants, ANY]}
+        for name, state in self._states.items():
+            found = sums[name if name in self._tenants else ANY]
+            for place, value in enumerate((len(state.waiting), state.num_running, state.num_tokens)):
+                found[place] += value
+        for name, (waiting, running, tokens) in sums.items():
+            yield name, waiting, running, tokens
+
+    def _state(self, name: str) -> _State[T]:
+        if name not in self._states:
+            self._states[name] = _State(tenant_of(name, self._tenants))
+        return self._states[name]
