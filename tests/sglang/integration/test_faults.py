@@ -140,11 +140,12 @@ def test_killed_servers_leave_the_other_whole(
 def test_damaged_copies_are_repaired_or_fail_by_name(
     tmp_path: Path, want: tuple[list[list[int]], list[list[int]]]
 ) -> None:
-    """P's writes leave the last page of every ninth copy out; D's reads of one group invert a byte, each time."""
+    """P's writes leave out the last page of one group, but never in three handoffs in a row, after which D gives a peer
+    up; D's reads of another invert a byte, each time."""
     prefill, decode = pair_configs(tmp_path, settings={"integrity": "full", "lease": 20.0})
     assert prefill.settings is not None
     assert decode.settings is not None
-    prefill.settings["kv_transport"] = "faulty+nixl://?fault=drop-last-page&every=9"
+    prefill.settings["kv_transport"] = "faulty+nixl://?fault=drop-last-page&region=0&every=3"
     decode.settings["kv_transport"] = "faulty+nixl://?fault=corrupt&region=1"
 
     async def run(both: Pair, mode: Mode) -> list[Outcome]:
@@ -160,7 +161,8 @@ def test_damaged_copies_are_repaired_or_fail_by_name(
         assert counts["repairs"] > 0
         exact, errors = check(asyncio.run(run(both, "pull")), want)
         assert exact == 0
-        assert all("do not match their digests" in error for error in errors), errors
+        named = ("do not match their digests", "unhealthy_peer")
+        assert all(any(name in error for name in named) for error in errors), errors
         check_whole(both.prefill, both.decode)
-        named = re.findall(r"group ([\w.]+), layers \[[\d, ]+\], tokens \[\d+, \d+\)", both.decode.log.read_text())
-        assert "target.k.1" in named
+        groups = re.findall(r"group ([\w.]+), layers \[[\d, ]+\], tokens \[\d+, \d+\)", both.decode.log.read_text())
+        assert set(groups) == {"target.k.0", "target.k.1"}
