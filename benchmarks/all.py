@@ -31,7 +31,7 @@ def integrity_cost() -> serve.ServeFigures:
 def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}")
     for mode in ("push", "pull"):
-        figures = serve.measure(TARGET, SPECULATIVE, mode=mode)
+        figures = serve.measure_deployments(TARGET, SPECULATIVE, mode=mode)
         print(f"TTFT P/D ({mode}) over single, 512 tokens: {_ratio(figures)}", flush=True)
     figures = integrity_cost()
     print(f"TTFT P/D (push) integrity full over off, 2,048 tokens: {_ratio(figures)}", flush=True)

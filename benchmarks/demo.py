@@ -18,7 +18,7 @@ from baton.bench.client import Streamed, stream_completion
 from baton.deployment import Deployment
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
-from baton.verify.compare import acceptance
+from baton.verify.compare import acceptance_rates
 from baton.verify.observe import Case, Observed, make_cases
 from baton.verify.sides import EngineSide
 from benchmarks.scrape import scrape
@@ -100,7 +100,7 @@ def main() -> int:
         )
         different += len(cases) - same
         ttft_ms = statistics.median(h.ttft_s for h in have) * 1000
-        rates = [_rates(acceptance(side)) if subject.speculative_config else "-" for side in (observed, want)]
+        rates = [_rates(acceptance_rates(side)) if subject.speculative_config else "-" for side in (observed, want)]
         rows.append((mode, str(len(cases)), f"{same}/{len(cases)}", *rates, f"{ttft_ms:.1f}", f"{runs:.1f}"))
     print()
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from baton.errors import BatonError, HandoffError
-from baton.handoff.protocol.ticket import Ticket, mint
+from baton.handoff.protocol.ticket import Ticket, sign_ticket
 from baton.kv.tables import BlockTables
 from baton.router.backend import RouterBackend
 from baton.router.connectors.base import Connector, ConnectorConfig
@@ -92,7 +92,7 @@ class SimConnector(EngineConnector):
             same = last.prefill_incarnation == ticket.prefill_incarnation
             if same and last.decode_incarnation != last.prefill_incarnation:
                 ticket = msgspec.structs.replace(ticket, transfer_id=last.transfer_id, attempt=last.attempt + 1)
-                text = mint(TICKET_KEY, ticket)
+                text = sign_ticket(TICKET_KEY, ticket)
         self._last[name] = ticket
         self._cluster.tickets[ticket.key] = text
         world = self._cluster.world

@@ -20,7 +20,7 @@ from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfi
 from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, DraftResult
 from baton.engine.requests import make_request
-from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, prefix_digest, request_digest
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, prefix_digest, request_digest, sign_ticket
 from baton.sampling_params import SamplingParams
 from baton.wire import FinishReason, GenerateRequest, HandoffParams, LegRole, TokenChunk, TokenLogprobs
 
@@ -160,7 +160,7 @@ class Pair:
         """A ticket for a handoff, or with `back` for one from D to P."""
         p, d = self.prefill.engine.info, self.decode.engine.info
         expiry = time.monotonic() + 60.0
-        return mint(self._key, Ticket.between(*((d, p) if back else (p, d)), mode, digest, (expiry, expiry)))
+        return sign_ticket(self._key, Ticket.between(*((d, p) if back else (p, d)), mode, digest, (expiry, expiry)))
 
     def legs(
         self,

@@ -76,9 +76,9 @@ ROOMS: dict[str, set[str]] = {
     },
     "server": {"engine", "openai", "text"},
     "router": {"kvevents", "openai", "observe", "text", "handoff.protocol"},
-    "engines": {"kv", "handoff.plan", "handoff.protocol", "handoff.session", "handoff.agent", "transports"},
+    "plugin_base": {"kv", "handoff.plan", "handoff.protocol", "handoff.session", "handoff.agent", "transports"},
     "vllm": {
-        "engines",
+        "plugin_base",
         "kv",
         "handoff.plan",
         "handoff.protocol",
@@ -88,7 +88,7 @@ ROOMS: dict[str, set[str]] = {
         "models",
     },
     "sglang": {
-        "engines",
+        "plugin_base",
         "kv",
         "handoff.plan",
         "handoff.protocol",

@@ -80,7 +80,7 @@ class Picture:
         return "\n".join([*self.parts, "</svg>"]) + "\n"
 
 
-def name(message: type[msg.Message]) -> str:
+def name(message: type[msg.ControlMessage]) -> str:
     return str(message.__struct_config__.tag)
 
 

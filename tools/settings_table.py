@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from baton.cli.settings import FLAG_VARIABLES
-from baton.engine.config import ServingSettings, declared
+from baton.engine.config import ServingSettings, declared_settings
 from baton.router.config.router_settings import RouterSettings
 from baton.setting import DeclaredSetting
 
@@ -43,7 +43,7 @@ def table() -> str:
 
 
 def _rows(kind: type) -> str:
-    return "\n".join(_row(one) for one in declared(kind).values())
+    return "\n".join(_row(one) for one in declared_settings(kind).values())
 
 
 def _row(one: DeclaredSetting) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 
 from baton.bench.client import stream_completion
 from baton.bench.prompts import LoadRequest
-from baton.openai.client import OpenAIClient, connected
+from baton.openai.client import OpenAIClient, connected_client
 from benchmarks.demo import TARGET
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.serving.pinned import EXTRA, hurry, make_requests, parse_cores, pin_all
@@ -66,7 +66,7 @@ async def measure(url: str, options: argparse.Namespace) -> tuple[list[list[floa
     times: list[list[float]] = [[] for _ in streams]
     marks: list[tuple[float, float, bool]] = []
     sent = 0
-    async with connected(url, 30.0) as client:
+    async with connected_client(url, 30.0) as client:
         model = (await client.model()).id
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         running = [

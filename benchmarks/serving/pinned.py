@@ -15,7 +15,7 @@ import numpy as np
 
 from baton.bench.load import Load, LoadRun, run_load
 from baton.bench.load_figures import load_figures
-from baton.bench.prompts import LoadRequest, RandomPrompts, arrivals
+from baton.bench.prompts import LoadRequest, RandomPrompts, arrival_times
 from baton.kv import pool
 from baton.text import Tokenizer
 from benchmarks.deployment import BreakableDeployment
@@ -65,7 +65,7 @@ def make_requests(model: str, prompt: int, output: int, count: int, seed: int) -
 
 def send(url: str, requests: Sequence[LoadRequest], rate: float, seed: int, many: int | None = None) -> LoadRun:
     """Send an open loop of Poisson arrivals; with an infinite rate, all at once with at most `many` in flight."""
-    due = arrivals(len(requests), rate, 1.0, np.random.default_rng(seed))
+    due = arrival_times(len(requests), rate, 1.0, np.random.default_rng(seed))
     return asyncio.run(run_load(url, Load(requests, due, many, EXTRA)))
 
 

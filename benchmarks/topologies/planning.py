@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.handoff.plan import topology
-from baton.handoff.plan.planner import CopyList, Instance, plan, senders
+from baton.handoff.plan.planner import CopyList, Instance, plan_copies, senders
 from baton.handoff.protocol.gather import pairs_of
 from baton.kv.interval import Interval
 from baton.transports.base import Operation
@@ -72,7 +72,7 @@ def measure(name: str, groups: Sequence[Layers], page_sizes: tuple[int, int], la
         planned.clear()
         for group, to in work[rank]:
             sources, dests = source.groups[group], dest.groups[group]
-            planned.append(plan(sources, dests[to], here, there, Interval(0, TOKENS), rank=rank)[rank])
+            planned.append(plan_copies(sources, dests[to], here, there, Interval(0, TOKENS), rank=rank)[rank])
 
     def meet() -> None:
         topology.assign.cache_clear()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from baton.handoff.plan.planner import Instance, plan, senders
+from baton.handoff.plan.planner import Instance, plan_copies, senders
 from baton.handoff.protocol.gather import pairs_of
 from baton.kv.interval import Interval
 from benchmarks.topologies.shapes import HYBRID, MIXES, heads, in_turn, latents, minimum, two
@@ -45,7 +45,7 @@ def _planned(source: Instance, dest: Instance, group: Layers, index: int) -> int
     sources, to = source.groups[group.name], dest.groups[group.name][index]
     tokens = Interval(0, 1 if group.page_size else TOKENS)
     here, there = (range(1, 1 + -(-tokens.stop // each.geometry.page_size)) for each in (sources[0], to))
-    return sum(copies.total for copies in plan(sources, to, here, there, tokens).values())
+    return sum(copies.total for copies in plan_copies(sources, to, here, there, tokens).values())
 
 
 def _ranks(found: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ import msgspec
 
 from baton.bench.client import stream_completion
 from baton.errors import BatonError
-from baton.handoff.protocol.ticket import TICKET_LIFE_S, Ticket, mint, request_digest
+from baton.handoff.protocol.ticket import TICKET_LIFE_S, Ticket, request_digest, sign_ticket
 from baton.openai.client import OpenAIClient
 from baton.sampling_params import SamplingParams
 from baton.wire import EngineIdentity, Mode
@@ -107,7 +107,7 @@ class Baton:
         p, d = self._identities
         digest = request_digest(handed_over, SamplingParams())
         life_s = time.monotonic() - self._read + TICKET_LIFE_S
-        return mint(self.key, Ticket.between(p, d, self.mode, digest, (p.clock + life_s, d.clock + life_s)))
+        return sign_ticket(self.key, Ticket.between(p, d, self.mode, digest, (p.clock + life_s, d.clock + life_s)))
 
 
 class BatonSeeded(Baton):

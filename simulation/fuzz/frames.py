@@ -13,7 +13,7 @@ import msgspec
 from msgspec import inspect as types
 
 from baton.handoff.protocol.frames import PROTOCOL_VERSION
-from baton.handoff.protocol.messages import AttemptKey, Hello, Message
+from baton.handoff.protocol.messages import AttemptKey, ControlMessage, Hello
 from baton.kv.interval import Interval
 
 Tree = Any  # any msgpack value: None, bool, int, float, str, bytes, list, dict
@@ -24,10 +24,10 @@ _TEXTS = ("", "x", "é", "\0", "a\nb\x1b[2J", "../../etc/passwd", "%s%n", "tcp:/
 _LONG = 3000
 
 
-def message_classes() -> dict[str, type[Message]]:
+def message_classes() -> dict[str, type[ControlMessage]]:
     """All concrete messages by kind."""
-    found: dict[str, type[Message]] = {}
-    waiting: list[type[Message]] = [Message]
+    found: dict[str, type[ControlMessage]] = {}
+    waiting: list[type[ControlMessage]] = [ControlMessage]
     while waiting:
         cls = waiting.pop()
         waiting += cls.__subclasses__()

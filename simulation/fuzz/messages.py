@@ -30,7 +30,7 @@ import msgspec
 import zmq
 
 from baton.handoff.agent.stats import AgentStats
-from baton.handoff.protocol.frames import decode
+from baton.handoff.protocol.frames import decode_frame
 from baton.handoff.protocol.handshake import prove, seal, session_key
 from baton.handoff.protocol.messages import AttemptKey, Hello
 from baton.handoff.session.curve import as_client
@@ -106,7 +106,7 @@ def _prove(sock: zmq.Socket[bytes], maker: FrameMaker, hello: Hello, ticket_key:
     b"".
     """
     while sock.poll(_ANSWER_MS):
-        session, _, message = decode(sock.recv_multipart()[0])
+        session, _, message = decode_frame(sock.recv_multipart()[0])
         if session == maker.session and isinstance(message, Hello):
             sock.send_multipart(maker.say(prove(ticket_key, "dialled", address, message.challenge, hello)))
             return session_key(ticket_key, hello.challenge, message.challenge)

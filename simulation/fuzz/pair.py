@@ -14,7 +14,7 @@ from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import DecodeCommitted, HandoffEvent
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, AttemptKey, Hello, Seeds
-from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, new_transfer_id, sign_ticket
 from baton.handoff.session.config import Timers
 from baton.handoff.session.keys import KeyRing
 from baton.kv.geometry import Geometry
@@ -119,7 +119,7 @@ class Traffic:
         p, d, began = self.p, self.d, time.monotonic()
         life_s = _LONG_LIFE_S if self.served < SPENT else SHORT_LIFE_S
         plain = make_ticket(p, d, "pull" if self.served % 2 else "push", life_s)
-        ticket = SignedTicket.of(plain, mint(self.key, plain))
+        ticket = SignedTicket.of(plain, sign_ticket(self.key, plain))
         count = -(-_TOKENS // p.page_size)
         tables = [{g: self._rng.permutation(np.arange(1, NUM_PAGES))[:count].tolist() for g in GROUPS} for _ in "pd"]
         for group, table in tables[0].items():

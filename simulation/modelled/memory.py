@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import structs
 
 from baton.errors import ProtocolError
-from baton.handoff.protocol.digests import Cell, cells_of, pieces
+from baton.handoff.protocol.digests import Cell, cells_of, cut_into_pieces
 from baton.handoff.protocol.messages import PieceDigest
 from baton.kv.geometry import NULL_PAGE, Axis, Geometry
 from baton.kv.interval import Interval
@@ -178,7 +178,7 @@ class CellDigester:
         if not tokens.empty and (len(pages) * size < tokens.stop or NULL_PAGE in used):
             raise ProtocolError(f"group {group!r}: tokens {tokens} are not all in pages")
         share, out = cells_of(memory.geometry) if cells is None else cells, []
-        for piece in pieces(tokens):
+        for piece in cut_into_pieces(tokens):
             hashes = bytearray()
             for layer, plane, first, last in share:
                 values = memory.read(pages, piece, layer, plane, range(first, last))

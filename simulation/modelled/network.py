@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from baton.handoff.protocol.frames import kind_of
-from baton.handoff.protocol.messages import Cancelled, Commit, Confirm, Finished, Hello, Message
+from baton.handoff.protocol.messages import Cancelled, Commit, Confirm, ControlMessage, Finished, Hello
 from baton.handoff.session.accepted import AcceptedConnections
 from baton.handoff.session.addresses import ControlEndpoint
 from baton.handoff.session.base import Connection
@@ -160,7 +160,7 @@ class SimChannel(Channel):
     def _endpoint(self, address: str) -> ControlEndpoint:
         return ControlEndpoint(None, address, b"")
 
-    def send(self, connection: Connection, message: Message) -> None:
+    def send(self, connection: Connection, message: ControlMessage) -> None:
         if isinstance(message, Commit | Confirm) and self.world.hit("corrupt_seeds"):
             seeds = msgspec.structs.replace(message.seeds, first_token=message.seeds.first_token ^ 1)
             message = msgspec.structs.replace(message, seeds=seeds)
@@ -175,7 +175,7 @@ class SimChannel(Channel):
     def wake(self) -> None:
         self.process.wake()
 
-    def _note(self, connection: Connection, message: Message) -> None:
+    def _note(self, connection: Connection, message: ControlMessage) -> None:
         key = getattr(message, "key", None)
         dealer = None if connection.identity is None else self._router.peers.get(connection.identity)
         far = connection.address or (dealer.channel.process.name if dealer is not None else "nobody")
@@ -214,7 +214,7 @@ class SimChannel(Channel):
         dealer.inbox.append((dealer, parts))
         self.process.wake()
 
-    def _accept(self, parts: list[Any]) -> list[tuple[Connection, Message]]:
+    def _accept(self, parts: list[Any]) -> list[tuple[Connection, ControlMessage]]:
         found = super()._accept(parts)
         for connection, _ in found[-1:]:  # those before it are sessions that this message ends
             session = self.process.node.sessions.clients.get(connection)
@@ -228,7 +228,9 @@ class SimChannel(Channel):
                 self.world.fail("wrong_session", f"{self.process.uid}: {told}")
         return found
 
-    def _in_order(self, connection: Connection, sequence: int, message: Message) -> list[tuple[Connection, Message]]:
+    def _in_order(
+        self, connection: Connection, sequence: int, message: ControlMessage
+    ) -> list[tuple[Connection, ControlMessage]]:
         if self.world.settings.ordered:
             return super()._in_order(connection, sequence, message)
         return [(connection, message)]
@@ -238,5 +240,5 @@ def _short(key: object) -> str:
     return "" if key is None else str(key)[:6] + str(key)[32:]
 
 
-def _fields(message: Message) -> dict[str, object]:
+def _fields(message: ControlMessage) -> dict[str, object]:
     return {name: getattr(message, name) for name in message.__struct_fields__}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
-from baton.handoff.protocol.frames import decode, encode
+from baton.handoff.protocol.frames import decode_frame, encode_frame
 from baton.handoff.protocol.messages import Bye
 from simulation.modelled.sockets import Parts, SimSocket
 
@@ -40,7 +40,7 @@ class Squatter:
         if len(asked) > _SPAN and asked[-1] - asked[-_SPAN] < _SHORTEST_S:
             self.world.fail("flood", f"{process.uid} asks whoever is at {self.address} {_SPAN} times within a second")
         if self.manner == "bye":
-            answer = [encode(Bye("unknown_session"), decode(parts[0])[0], _LAST_SEQUENCE)]
+            answer = [encode_frame(Bye("unknown_session"), decode_frame(parts[0])[0], _LAST_SEQUENCE)]
         elif self.manner == "garbage":
             answer = [self.world.random.randbytes(self.world.random.randrange(200))]
         elif self.manner == "echo":

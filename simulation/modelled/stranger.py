@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.handoff.protocol.frames import decode, kind_of
+from baton.handoff.protocol.frames import decode_frame, kind_of
 from baton.handoff.protocol.messages import Bye, Hello
 from simulation.modelled.network import Network, SimChannel
 from simulation.modelled.sockets import Parts, SimSocket
@@ -67,6 +67,6 @@ class Stranger(SimChannel):
         return True
 
     def answered(self, dealer: SimSocket, parts: Parts) -> None:
-        message = decode(parts[0])[2]
+        message = decode_frame(parts[0])[2]
         if not isinstance(message, Bye) and not (isinstance(message, Hello) and message.descriptor is None):
             self.world.fail("stranger", f"{dealer.address} tells a stranger {kind_of(message)}")

@@ -27,7 +27,7 @@ from baton.handoff.protocol.messages import (
     Announce,
     Bye,
     Cancelled,
-    Message,
+    ControlMessage,
 )
 from baton.handoff.protocol.phases import DecodePhase, EnginePhase, PrefillPhase
 from baton.handoff.protocol.prefill import PrefillHandoff
@@ -38,7 +38,7 @@ from simulation.mutations.registry import Handle, Patch, around_method, mutation
 
 @mutation("P's pages stay until ACK: in pull D reads them, in push a repair does")
 def _free_before_ack() -> list[Patch]:
-    def around(self: PrefillHandoff, offer: Callable[..., list[Action]], message: Message) -> list[Action]:
+    def around(self: PrefillHandoff, offer: Callable[..., list[Action]], message: ControlMessage) -> list[Action]:
         return offer(message) + self._release("committed")
 
     return around_method(PrefillHandoff, "_make_offer", around)

@@ -27,7 +27,7 @@ from baton.handoff.protocol.messages import (
     Register,
 )
 from baton.handoff.protocol.prefill import PrefillHandoff
-from baton.handoff.protocol.ticket import verify
+from baton.handoff.protocol.ticket import verify_ticket
 from baton.handoff.session import greeting
 from baton.handoff.session.connecting import TransportEnds
 from baton.handoff.session.greeting import Greeting
@@ -60,7 +60,7 @@ def _attempts_are_one() -> list[Patch]:
 @mutation("REGISTER brings a ticket for this very attempt")
 def _no_ticket_check() -> list[Patch]:
     def check(self: Greeting, session: Any, message: Announce | Register) -> Any:
-        ticket = verify(self._config.ticket_key, message.ticket, "prefill", self._clock.monotonic())
+        ticket = verify_ticket(self._config.ticket_key, message.ticket, "prefill", self._clock.monotonic())
         return msgspec.structs.replace(ticket, transfer_id=message.key.transfer_id, attempt=message.key.attempt)
 
     return [(Greeting, "check_claim", check)]
@@ -77,7 +77,7 @@ def _expiry_by_time_of_day() -> list[Patch]:
 
     def check(self: Greeting, session: Any, message: Register) -> Any:
         clock: Any = self._clock
-        verify(self._config.ticket_key, message.ticket, "prefill", clock.monotonic() + clock.stepped)
+        verify_ticket(self._config.ticket_key, message.ticket, "prefill", clock.monotonic() + clock.stepped)
         return original(self, session, message)
 
     return [(Greeting, "check_claim", check)]

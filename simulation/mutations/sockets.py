@@ -8,8 +8,8 @@ from typing import Any
 
 import zmq
 
-from baton.handoff.protocol.frames import decode
-from baton.handoff.protocol.messages import Message
+from baton.handoff.protocol.frames import decode_frame
+from baton.handoff.protocol.messages import ControlMessage
 from baton.handoff.session.base import Connection
 from baton.handoff.session.connecting import TransportEnds
 from baton.handoff.session.session import Session
@@ -48,7 +48,7 @@ def _strangers_are_signs_of_life() -> list[Patch]:
 
 @mutation("what cannot be read is dropped", ("stranger", "squatter", "crash_prefill"))
 def _garbage_ends_the_turn() -> list[Patch]:
-    def read(self: Channel, ready: Any) -> Iterator[tuple[Connection, Message]]:
+    def read(self: Channel, ready: Any) -> Iterator[tuple[Connection, ControlMessage]]:
         while True:
             try:
                 parts = ready.recv_multipart(zmq.NOBLOCK)
@@ -63,10 +63,10 @@ def _garbage_ends_the_turn() -> list[Patch]:
 def _an_id_is_a_session() -> list[Patch]:
     original = Channel._accept
 
-    def accept(self: Channel, parts: list[Any]) -> list[tuple[Connection, Message]]:
+    def accept(self: Channel, parts: list[Any]) -> list[tuple[Connection, ControlMessage]]:
         known = self._accepted.get(parts[0])
         if known is not None:
-            known.session = decode(parts[1])[0]
+            known.session = decode_frame(parts[1])[0]
         return original(self, parts)
 
     return [(Channel, "_accept", accept)]
@@ -93,7 +93,7 @@ def _only_full_sockets_drop() -> list[Patch]:
 
 @mutation("a frame that cannot be read now is read in a later turn", ("no_descriptor",))
 def _reads_never_fail() -> list[Patch]:
-    def read(self: Channel, ready: Any) -> Iterator[tuple[Connection, Message]]:
+    def read(self: Channel, ready: Any) -> Iterator[tuple[Connection, ControlMessage]]:
         while True:
             try:
                 parts = ready.recv_multipart(zmq.NOBLOCK)

@@ -166,7 +166,7 @@ def check(seed: int, tally: Tally) -> None:
             sorted(of_source[1].groups[group], key=lambda found: found.rank),
             strict=True,
         ):
-            planned = planner.plan(sources, dest, here, there, tokens, layers)
+            planned = planner.plan_copies(sources, dest, here, there, tokens, layers)
             check_rank(planned, sources, dest, (here, there), tokens, layers)
             senders = planner.senders(sources, dest)
             assert set(planned) <= set(senders), "somebody sends who is not expected"
@@ -175,7 +175,7 @@ def check(seed: int, tally: Tally) -> None:
             for sender in senders:
                 moved.setdefault((sender, dest.rank), set()).add(group)
                 # The source plans its own share from what it knows of the destination.
-                alone = planner.plan(theirs, known, here, there, tokens, layers, sender)
+                alone = planner.plan_copies(theirs, known, here, there, tokens, layers, sender)
                 assert set(alone) == {sender} & set(planned), "the ends plan otherwise"
                 for copies in alone.values():
                     expected = planned[sender]

@@ -194,13 +194,13 @@ REASONS = frozenset(
 )
 
 
-def refusal(error: RequestError) -> str:
+def refusal_text(error: RequestError) -> str:
     """The error text of a leg whose request is invalid: reason, parameter and message."""
     return f"invalid_request: {error.param or ''}: {error}"
 
 
 def is_refusal(error: str | None) -> bool:
-    """Whether a leg's error comes from `refusal`; then every engine would give it."""
+    """Whether a leg's error comes from `refusal_text`; then every engine would give it."""
     return error is not None and error.startswith("invalid_request: ")
 
 

@@ -50,7 +50,7 @@ class DeclaredSetting:
         return "--" + self.name.replace("_", "-")
 
 
-def between(least: float, most: float) -> Rule:
+def in_range(least: float, most: float) -> Rule:
     return Rule(f"{least} to {most}", lambda value: least <= value <= most)
 
 
@@ -62,11 +62,11 @@ def one_of(values: Sequence[Any]) -> Rule:
     return Rule(f"one of {', '.join(map(str, values))}", lambda value: value in values)
 
 
-def like(pattern: str, words: str) -> Rule:
+def matching(pattern: str, words: str) -> Rule:
     return Rule(words, lambda value: re.fullmatch(pattern, value) is not None)
 
 
-def declared(kind: type) -> dict[str, DeclaredSetting]:
+def declared_settings(kind: type) -> dict[str, DeclaredSetting]:
     hints = get_type_hints(kind, include_extras=True)
     found: dict[str, DeclaredSetting] = {}
     for field in dataclasses.fields(kind):
@@ -80,7 +80,7 @@ def declared(kind: type) -> dict[str, DeclaredSetting]:
 
 def check_settings(settings: Any) -> None:
     """Check every setting by its type and rule. Raises `ConfigError` naming the first bad field."""
-    for name, one in declared(type(settings)).items():
+    for name, one in declared_settings(type(settings)).items():
         value = getattr(settings, name)
         if value is None or dataclasses.is_dataclass(value):
             continue

@@ -36,7 +36,7 @@ def check_salt(salt: object) -> str | None:
     raise RequestError(f"cache_salt must be 1 to {MAX_CACHE_SALT_CHARS} characters", "cache_salt")
 
 
-def recovers(recovery: Recovery, rung: Recovery) -> bool:
+def allows_recovery(recovery: Recovery, rung: Recovery) -> bool:
     """Whether `--recovery` allows `rung`: each value allows itself and all earlier ones of `RECOVERIES`."""
     return RECOVERIES.index(recovery) >= RECOVERIES.index(rung)
 

@@ -17,8 +17,8 @@ from baton.handoff.protocol.events import (
     HandoffEvent,
     Sampled,
 )
-from baton.handoff.protocol.frames import decode, encode
-from baton.handoff.protocol.messages import Bye, Hello, Message, Seeds
+from baton.handoff.protocol.frames import decode_frame, encode_frame
+from baton.handoff.protocol.messages import Bye, ControlMessage, Hello, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket
 from baton.handoff.session.base import Connection
 from baton.handoff.session.config import AgentConfig, Timers
@@ -53,8 +53,8 @@ class FakeChannel:
         self.world, self.address = world, address
         self.dialled: dict[int, Connection] = {}
         self.accepted: dict[int, Connection] = {}
-        self.routing: deque[tuple[int, bool, Message, FakeChannel]] = deque()
-        self.sent: list[tuple[float, Message]] = []
+        self.routing: deque[tuple[int, bool, ControlMessage, FakeChannel]] = deque()
+        self.sent: list[tuple[float, ControlMessage]] = []
 
     def dial(self, address: str) -> Connection:
         session = next(self.world.numbers)
@@ -66,9 +66,9 @@ class FakeChannel:
         if known.get(connection.session) is connection:
             del known[connection.session]
 
-    def send(self, connection: Connection, message: Message) -> None:
+    def send(self, connection: Connection, message: ControlMessage) -> None:
         self.sent.append((self.world.clock.now, message))
-        message = decode(encode(message, connection.session, 1))[2]
+        message = decode_frame(encode_frame(message, connection.session, 1))[2]
         if connection.identity is not None:
             connection.socket.routing.append((connection.session, False, message, self))
         elif connection.session in self.dialled and connection.address in self.world.nodes:
@@ -76,7 +76,7 @@ class FakeChannel:
 
     def wake(self) -> None: ...
 
-    def receive(self) -> Iterator[tuple[Connection, Message]]:
+    def receive(self) -> Iterator[tuple[Connection, ControlMessage]]:
         for _ in range(len(self.routing)):
             session, to_bound, message, sender = self.routing.popleft()
             known = self.accepted if to_bound else self.dialled
@@ -160,7 +160,7 @@ class Node:
     def count(self, kind: type[HandoffEvent]) -> int:
         return sum(isinstance(event, kind) for event in self.events)
 
-    def sent(self, kind: type[Message]) -> list[float]:
+    def sent(self, kind: type[ControlMessage]) -> list[float]:
         return [at for at, message in self.channel.sent if isinstance(message, kind)]
 
 

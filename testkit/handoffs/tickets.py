@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, new_transfer_id, sign_ticket
 
 
 def make_ticket(**changes: Any) -> Ticket:
@@ -41,4 +41,4 @@ def make_ticket_between(p: Any, d: Any, expiry: float, **changes: Any) -> Ticket
 
 
 def signed(ticket: Ticket, key: bytes) -> SignedTicket:
-    return SignedTicket.of(ticket, mint(key, ticket))
+    return SignedTicket.of(ticket, sign_ticket(key, ticket))

@@ -182,7 +182,7 @@ class FakeEngine:
         if request.handoff is not None:
             role = request.handoff.role
             signed_for = "prefill" if role == "prefill" else "decode"
-            ticket = tickets.verify(KEY, request.handoff.ticket, signed_for, self.info.clock)  # type: ignore[arg-type]
+            ticket = tickets.verify_ticket(KEY, request.handoff.ticket, signed_for, self.info.clock)  # type: ignore[arg-type]
             digest = tickets.request_digest(request.prompt_token_ids, params, request.num_prompt_tokens)
             if ticket.request_digest != digest:
                 raise ProtocolError("another request's ticket")

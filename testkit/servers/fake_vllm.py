@@ -322,7 +322,7 @@ class FakeVllm:
 
     def _check(self, role: LegRole, body: dict[str, Any], handed_over: Sequence[int]) -> None:
         ticket = body["kv_transfer_params"]["baton"]["ticket"]
-        signed = tickets.verify(KEY, ticket, role, float(1000 * ord(self.name[0])))
+        signed = tickets.verify_ticket(KEY, ticket, role, float(1000 * ord(self.name[0])))
         digest = tickets.request_digest(handed_over, SamplingParams())
         if body["model"] == "lora":
             digest = tickets.adapter_digest(digest, self.adapter)

@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, sign_ticket
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.parent import die_with_parent
 from baton.sglang.legs import prompt_digest
@@ -104,7 +104,7 @@ class Pair:
             expiry = time.monotonic() + LIMIT_S  # for every server on this host
             ticket = Ticket.between(p, d, mode, prompt_digest(prompt), (expiry, expiry))
             room = int.from_bytes(ticket.transfer_id[:8], "big") >> 1 or 1
-            return {"bootstrap_host": mint(self.key, ticket), "bootstrap_room": room}
+            return {"bootstrap_host": sign_ticket(self.key, ticket), "bootstrap_room": room}
 
         return legs
 

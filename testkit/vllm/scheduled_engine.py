@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker import kv_connector_model_runner_mixin as v1
 
-from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, sign_ticket
 from baton.handoff.session.keys import ticket_key_file
 from baton.vllm import BatonConnector
 from baton.vllm.scheduler import handoff_digest
@@ -159,4 +159,4 @@ def ticket(folder: Path, p: ScheduledEngine, d: ScheduledEngine, prompt: list[in
     """As the router signs it."""
     now = time.monotonic() + 60
     found = Ticket.between(p.identity, d.identity, mode, handoff_digest(prompt[:-1]), (now, now))
-    return mint(load_or_create_key(ticket_key_file(folder / "keys")), found)
+    return sign_ticket(load_or_create_key(ticket_key_file(folder / "keys")), found)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, sign_ticket
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.vllm.scheduler import handoff_digest
 from baton.wire import EngineIdentity, VllmIdentity
@@ -79,7 +79,7 @@ class Pair:
         p, d = (msgspec.convert(server.identity, EngineIdentity) for server in (self.prefill, self.decode))
         expiry = time.monotonic() + life_s  # for every engine on this host
         digest = handoff_digest(prompt[: self.handed_over(prompt)], adapter)
-        return mint(self.prefill.key, Ticket.between(p, d, mode, digest, (expiry, expiry)))
+        return sign_ticket(self.prefill.key, Ticket.between(p, d, mode, digest, (expiry, expiry)))
 
     def handed_over(self, prompt: Sequence[int]) -> int:
         return msgspec.convert(self.prefill.identity, VllmIdentity).handed_over(len(prompt))

@@ -23,7 +23,7 @@ from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu import kv_connector as v2
 
-from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, sign_ticket
 from baton.handoff.session.keys import ticket_key_file
 from baton.vllm import BatonConnector, compat
 from baton.vllm.scheduler import handoff_digest
@@ -264,7 +264,7 @@ def legs(folder: Path, p: Engine, d: Engine) -> tuple[Any, Any]:
     """The two requests that a router sends."""
     now = time.monotonic() + 60
     ticket = Ticket.between(p.identity, d.identity, "push", handoff_digest(PROMPT[:-1]), (now, now))
-    text = mint(load_or_create_key(ticket_key_file(folder / "keys")), ticket)
+    text = sign_ticket(load_or_create_key(ticket_key_file(folder / "keys")), ticket)
     plain = {"prompt_token_ids": PROMPT, "prompt_embeds": None, "lora_request": None, "mm_features": ()}
 
     def leg(role: str, max_tokens: int) -> Any:

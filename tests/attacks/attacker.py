@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from baton.handoff.protocol.frames import decode, encode
+from baton.handoff.protocol.frames import decode_frame, encode_frame
 from baton.handoff.protocol.handshake import prove, seal, session_key
-from baton.handoff.protocol.messages import CHALLENGE_BYTES, Hello, Message
-from baton.handoff.protocol.ticket import SignedTicket, mint
+from baton.handoff.protocol.messages import CHALLENGE_BYTES, ControlMessage, Hello
+from baton.handoff.protocol.ticket import SignedTicket, sign_ticket
 from baton.handoff.session.curve import as_client
 from baton.handoff.session.keys import KeyRing, TicketKeys, make_keys
 from simulation.fuzz.pair import Node, Traffic, attacked, make_ticket
@@ -21,7 +21,7 @@ from simulation.fuzz.pair import Node, Traffic, attacked, make_ticket
 TICKET_KEY = b"k" * 32
 KEYS = TicketKeys(TICKET_KEY)
 CHALLENGE = bytes(CHALLENGE_BYTES)
-Kinds = type[Message] | tuple[type[Message], ...]
+Kinds = type[ControlMessage] | tuple[type[ControlMessage], ...]
 
 
 class Attacker:
@@ -41,10 +41,10 @@ class Attacker:
         self.session, self.sequence = random.getrandbits(62), 0
         self.key = b""
 
-    def say(self, *messages: Message) -> None:
+    def say(self, *messages: ControlMessage) -> None:
         for message in messages:
             self.sequence += 1
-            self.send(encode(message, self.session, self.sequence))
+            self.send(encode_frame(message, self.session, self.sequence))
 
     def send(self, frame: bytes) -> None:
         # A connection that the listener has refused already takes no frame: a send that waits would never return.
@@ -63,10 +63,10 @@ class Attacker:
         self.key = session_key(key, hello.challenge, answer.challenge)
         return answer
 
-    def hear(self, kind: Kinds, limit_s: float = 30.0) -> Message:
+    def hear(self, kind: Kinds, limit_s: float = 30.0) -> ControlMessage:
         deadline = time.monotonic() + limit_s
         while self.sock.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            message = decode(self.sock.recv_multipart()[0])[2]
+            message = decode_frame(self.sock.recv_multipart()[0])[2]
             if isinstance(message, kind):
                 return message
         raise AssertionError(f"no {kind} came")
@@ -109,7 +109,7 @@ class Scene:
 
     def ticket(self, **changes: object) -> SignedTicket:
         ticket = msgspec.structs.replace(make_ticket(self.p, self.d, "push", life_s=60), **changes)
-        return SignedTicket.of(ticket, mint(TICKET_KEY, ticket))
+        return SignedTicket.of(ticket, sign_ticket(TICKET_KEY, ticket))
 
     def as_d(self, **changes: object) -> Hello:
         return msgspec.structs.replace(self.d.hello, **changes)

@@ -11,10 +11,10 @@ import zmq
 
 from baton.errors import ProtocolError
 from baton.handoff.protocol.events import DecodeFailed, DecodeReleased
-from baton.handoff.protocol.frames import decode, encode
+from baton.handoff.protocol.frames import decode_frame, encode_frame
 from baton.handoff.protocol.handshake import prove, seal, session_key
 from baton.handoff.protocol.messages import Bye, Hello, Nack, Ready, Register
-from baton.handoff.protocol.ticket import mint
+from baton.handoff.protocol.ticket import sign_ticket
 from baton.handoff.session.curve import as_server
 from baton.kv.geometry import CopyList
 from baton.kv.interval import Interval
@@ -44,7 +44,7 @@ def test_destination_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureF
     wanted = {"target": Interval(0, 8), "draft": Interval(0, 8)}
     tables = {**FIT, "target": BAD_TABLES[what]}
     attacker.join(scene.as_d())
-    attacker.say(Register(ticket.key, ticket=mint(TICKET_KEY, ticket), wanted=wanted, pages=tables))
+    attacker.say(Register(ticket.key, ticket=sign_ticket(TICKET_KEY, ticket), wanted=wanted, pages=tables))
     nack = attacker.hear(Nack)
     assert isinstance(nack, Nack)
     assert "group 'target'" in nack.message
@@ -68,7 +68,7 @@ def test_intervals_that_do_not_exist(scene: Scene, wanted: dict[str, Interval]) 
     ticket = scene.ticket()
     attacker = scene.attacker()
     attacker.join(scene.as_d())
-    attacker.say(Register(ticket.key, ticket=mint(TICKET_KEY, ticket), wanted=wanted, pages=FIT))
+    attacker.say(Register(ticket.key, ticket=sign_ticket(TICKET_KEY, ticket), wanted=wanted, pages=FIT))
     attacker.hear(Nack)
     assert scene.p.agent.stats().rejected == 1
 
@@ -80,7 +80,7 @@ def test_a_reversed_interval_is_none(scene: Scene, until: Until) -> None:
     attacker.join(scene.as_d())
     for count, tokens in enumerate([(8, 0), (-1, 8), (0, (1 << 24) + 1)], start=1):
         wanted: Any = {"target": tokens, "draft": Interval(0, 8)}
-        attacker.say(Register(ticket.key, ticket=mint(TICKET_KEY, ticket), wanted=wanted, pages=FIT))
+        attacker.say(Register(ticket.key, ticket=sign_ticket(TICKET_KEY, ticket), wanted=wanted, pages=FIT))
         until(lambda count=count: scene.p.agent.stats().malformed == count)
 
 
@@ -89,8 +89,8 @@ def test_page_ids_that_are_no_page_ids(scene: Scene, until: Until, body: bytes) 
     """Negative, huge, a float, nil: the decoder refuses them."""
     ticket = scene.ticket()
     attacker = scene.attacker()
-    register = Register(ticket.key, ticket=mint(TICKET_KEY, ticket), wanted={}, pages={"target": [77]})
-    frame = encode(register, attacker.session, 3)
+    register = Register(ticket.key, ticket=sign_ticket(TICKET_KEY, ticket), wanted={}, pages={"target": [77]})
+    frame = encode_frame(register, attacker.session, 3)
     assert frame.count(b"\x91\x4d") == 1
     attacker.join(scene.as_d())
     attacker.send(frame.replace(b"\x91\x4d", b"\x91" + body))
@@ -114,16 +114,16 @@ def test_source_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureFixtur
         while True:
             assert router.poll(10_000)
             identity, frame, *_ = router.recv_multipart()
-            session, _, message = decode(frame)
+            session, _, message = decode_frame(frame)
             sequence += 1
             if isinstance(message, Hello):
                 answer = prove(TICKET_KEY, "answered", hostile, message.challenge, scene.p.hello)
                 key = session_key(TICKET_KEY, message.challenge, answer.challenge)
-                router.send_multipart([identity, encode(answer, session, sequence)])
+                router.send_multipart([identity, encode_frame(answer, session, sequence)])
             elif isinstance(message, Register):
                 tables = {**FIT, "target": BAD_TABLES[what]}
                 ready = Ready(ticket.key, final={"target": 8, "draft": 8}, pages=tables)
-                frame = encode(ready, session, sequence)
+                frame = encode_frame(ready, session, sequence)
                 router.send_multipart([identity, frame, seal(key, "answered", frame)])
                 break
         failed = scene.d.events.get(timeout=60)
@@ -131,7 +131,7 @@ def test_source_pages_out_of_range(scene: Scene, caplog: pytest.LogCaptureFixtur
         assert failed.reason in ("transfer_failed", "incomplete_commit")
         assert isinstance(scene.d.events.get(timeout=60), DecodeReleased)
         assert all(np.array_equal(before[name], pool) for name, pool in scene.d.pools.items())
-        frame = encode(Bye("x", quiet=True), session, sequence + 1)
+        frame = encode_frame(Bye("x", quiet=True), session, sequence + 1)
         router.send_multipart([identity, frame, seal(key, "answered", frame)])
     finally:
         router.close()

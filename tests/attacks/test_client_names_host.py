@@ -17,7 +17,7 @@ import pytest
 
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig
-from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, request_digest, sign_ticket
 from baton.router import RouterConfig, build_app
 from baton.sampling_params import SamplingParams
 from baton.server import build_app as build_engine_app
@@ -201,14 +201,18 @@ async def test_a_ticket_that_the_router_did_not_sign(tmp_path: Path, caplog: pyt
         ticket = Ticket.between(evil, running.info, "push", digest, (time.monotonic() + 60, time.monotonic() + 60))
         sampling = {"max_tokens": 4, "temperature": 0.0, "seed": 0}
         body = {"request_id": "r", "prompt_token_ids": prompt, "sampling_params": sampling}
-        forged = mint(bytes(32), ticket)
-        late = mint(key, Ticket.between(evil, running.info, "push", digest, (1.0, 1.0)))
+        forged = sign_ticket(bytes(32), ticket)
+        late = sign_ticket(key, Ticket.between(evil, running.info, "push", digest, (1.0, 1.0)))
         cases: list[tuple[dict[str, Any], int, str]] = [
             ({**body, "handoff": {"role": "decode", "ticket": forged}}, 403, "signature"),
             ({**body, "handoff": {"role": "decode", "ticket": late}}, 403, "expired"),
             ({**body, "handoff": {"role": "decode", "ticket": "x"}}, 403, "base64url"),
             (
-                {**body, "prompt_token_ids": [5, 6, 8], "handoff": {"role": "decode", "ticket": mint(key, ticket)}},
+                {
+                    **body,
+                    "prompt_token_ids": [5, 6, 8],
+                    "handoff": {"role": "decode", "ticket": sign_ticket(key, ticket)},
+                },
                 403,
                 "another request",
             ),

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
 from baton.handoff.plan.planner import Instance
-from baton.handoff.protocol.frames import PROTOCOL_VERSION, decode, encode
-from baton.handoff.protocol.messages import AttemptKey, Hello, Message
+from baton.handoff.protocol.frames import PROTOCOL_VERSION, decode_frame, encode_frame
+from baton.handoff.protocol.messages import AttemptKey, ControlMessage, Hello
 from baton.handoff.session.accepted import MAX_UNPROVEN
 from baton.handoff.session.curve import as_client
 from simulation.fuzz import messages
@@ -44,7 +44,7 @@ def test_new_identities_push_out_one_another_and_no_peer(scene: Scene, until: Un
         while not stop.is_set():
             for sock in sockets:
                 hello = scene.as_d(engine_id=f"E{sent}", incarnation=f"E-{sent}")
-                sock.send(encode(hello, sent + 1, 1))
+                sock.send(encode_frame(hello, sent + 1, 1))
                 sent += 1
             time.sleep(0.1)
         for sock in sockets:
@@ -132,25 +132,29 @@ def test_decode_takes_it_or_says_why_not(seed: int) -> None:
     for _ in range(20):
         for part in maker.next():
             try:
-                session, sequence, message = decode(part)
+                session, sequence, message = decode_frame(part)
             except ProtocolError:
                 continue
             # An accepted message is well formed: it survives a round trip.
-            assert decode(encode(message, session, sequence)) == (session, sequence, message) or "nan" in repr(message)
+            assert decode_frame(encode_frame(message, session, sequence)) == (
+                session,
+                sequence,
+                message,
+            ) or "nan" in repr(message)
 
 
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        decode(data)
+        decode_frame(data)
 
 
 @pytest.mark.parametrize("kind", sorted(message_classes()))
 def test_the_fuzzer_knows_every_kind(kind: str) -> None:
     """A body without mutations is accepted, so that refusals are due to the mutation."""
     maker = FrameMaker(random.Random(1), HELLO, [KEY], ["ticket"])
-    kinds: set[type[Message]] = set()
+    kinds: set[type[ControlMessage]] = set()
     for _ in range(50):
         frame = msgspec.msgpack.encode([PROTOCOL_VERSION, 1, 1, kind, maker.body(kind)])
-        kinds.add(type(decode(frame)[2]))
+        kinds.add(type(decode_frame(frame)[2]))
     assert kinds == {message_classes()[kind]}

@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import ProtocolError, WrongEngineError
 from baton.handoff.protocol.messages import Cancelled, Hello, Nack, Register
-from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Redeemer, SignedTicket, Ticket, mint, request_digest
+from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Redeemer, SignedTicket, Ticket, request_digest, sign_ticket
 from baton.kv.interval import Interval
 from baton.sampling_params import SamplingParams
 from testkit.handoffs.tickets import make_ticket
@@ -22,7 +22,7 @@ Until = Callable[[Callable[[], object]], None]
 
 def register(ticket: Ticket, key: bytes = TICKET_KEY) -> Register:
     wanted = {"target": Interval(0, 4), "draft": Interval(0, 4)}
-    return Register(ticket.key, ticket=mint(key, ticket), wanted=wanted, pages={"target": [3], "draft": [3]})
+    return Register(ticket.key, ticket=sign_ticket(key, ticket), wanted=wanted, pages={"target": [3], "draft": [3]})
 
 
 def spent_ticket(scene: Scene) -> Register:
@@ -133,7 +133,7 @@ TICKET = make_ticket(prefill_expiry=1100.0, decode_expiry=5100.0, request_digest
 
 def test_a_ticket_serves_one_request_per_leg() -> None:
     p, d = Redeemer(TICKET_KEY, "P", "P-1"), Redeemer(TICKET_KEY, "D", "D-1")
-    text = mint(TICKET_KEY, TICKET)
+    text = sign_ticket(TICKET_KEY, TICKET)
     assert p.redeem(text, "prefill", DIGEST, 1000.0) == SignedTicket.of(TICKET, text)
     # Each by its own clock.
     assert d.redeem(text, "decode", DIGEST, 5000.0) == SignedTicket.of(TICKET, text)
@@ -163,7 +163,7 @@ def test_a_ticket_serves_only_what_it_was_signed_for(
 ) -> None:
     redeemer = Redeemer(TICKET_KEY, engine, incarnation)
     with pytest.raises(ProtocolError, match=why) as refused:
-        redeemer.redeem(mint(TICKET_KEY, TICKET), role, digest, 1000.0 if role == "prefill" else 5000.0)  # type: ignore[arg-type]
+        redeemer.redeem(sign_ticket(TICKET_KEY, TICKET), role, digest, 1000.0 if role == "prefill" else 5000.0)  # type: ignore[arg-type]
     assert isinstance(refused.value, WrongEngineError) == (why == "another engine")
     assert redeemer.refused == 1
     assert redeemer._used == {}
@@ -173,7 +173,7 @@ def test_used_tickets_take_bounded_memory() -> None:
     redeemer = Redeemer(TICKET_KEY, "P", "P-1")
     for now in range(1000, 3000):
         ticket = msgspec.structs.replace(TICKET, transfer_id=now.to_bytes(16, "big"), prefill_expiry=now + 120.0)
-        redeemer.redeem(mint(TICKET_KEY, ticket), "prefill", DIGEST, float(now))
+        redeemer.redeem(sign_ticket(TICKET_KEY, ticket), "prefill", DIGEST, float(now))
     assert len(redeemer._used) <= 121
 
 

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from baton.handoff.protocol.events import DecodeFailed, DecodeReleased
-from baton.handoff.protocol.frames import decode, encode
+from baton.handoff.protocol.frames import decode_frame, encode_frame
 from baton.handoff.protocol.messages import Bye, Hello
 from baton.handoff.session.curve import as_server
 from baton.handoff.session.keys import TicketKeys
@@ -59,7 +59,7 @@ def test_without_the_ticket_key_no_frame_arrives(scene: Scene, until: Until) -> 
         for number, sock in enumerate((plain, wrong), start=1):
             sock.setsockopt(zmq.LINGER, 0)
             sock.connect(address)
-            sock.send(encode(scene.as_d(), 1, 1))
+            sock.send(encode_frame(scene.as_d(), 1, 1))
             until(lambda number=number: scene.p.agent.stats().refused >= before.refused + number)
             assert not sock.poll(50)
             sock.close()
@@ -87,9 +87,9 @@ def test_who_ends_every_session_is_asked_seldom_and_ends_the_leg(scene: Scene) -
             assert time.monotonic() < deadline
             if router.poll(20):
                 identity, frame, *_ = router.recv_multipart()
-                session, _, message = decode(frame)
+                session, _, message = decode_frame(frame)
                 hellos += isinstance(message, Hello)
-                router.send_multipart([identity, encode(Bye("unknown_session"), session, 1 << 60)])
+                router.send_multipart([identity, encode_frame(Bye("unknown_session"), session, 1 << 60)])
             try:
                 ended = scene.d.events.get_nowait()
             except queue.Empty:

@@ -12,7 +12,7 @@ import zmq
 
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import DecodeCommitted, DecodeFailed, DecodeReleased, PrefillReleased
-from baton.handoff.protocol.frames import decode, encode
+from baton.handoff.protocol.frames import decode_frame, encode_frame
 from baton.handoff.protocol.handshake import is_proven, prove
 from baton.handoff.protocol.messages import (
     Ack,
@@ -27,7 +27,7 @@ from baton.handoff.protocol.messages import (
     Renew,
     Seeds,
 )
-from baton.handoff.protocol.ticket import mint
+from baton.handoff.protocol.ticket import sign_ticket
 from baton.handoff.session.curve import as_server
 from baton.kv.interval import Interval
 from testkit.inside import node_of
@@ -50,7 +50,7 @@ def test_a_session_is_not_taken_over_by_repeating_its_hello(scene: Scene, until:
     until(lambda: p.agent.stats().sessions == 1)
     before = p.agent.stats().rejected
     stranger = scene.attacker()
-    register = Register(ticket.key, mint(TICKET_KEY, ticket), WANTED, PAGES)
+    register = Register(ticket.key, sign_ticket(TICKET_KEY, ticket), WANTED, PAGES)
     said = [register, Renew(5.0, 1), Ack(ticket.key), ReadDone(ticket.key), Cancel(ticket.key, "x")]
     said += [Cancelled(ticket.key, "x"), Bye("x", quiet=True)]
     proofs = [b"", bytes(32), prove(b"x" * 32, "dialled", stranger.address, CHALLENGE, d.hello).proof]
@@ -108,21 +108,21 @@ def test_who_listens_at_the_address_of_an_engine_that_is_gone_gets_nothing(scene
         scene.d.agent.open_decode(ticket, TOKENS, WANTED, PAGES)
         assert router.poll(20_000)
         identity, frame, *_ = router.recv_multipart()
-        session, _, hello = decode(frame)
+        session, _, hello = decode_frame(frame)
         assert isinstance(hello, Hello)
         assert (hello.proof, hello.descriptor) == (b"", None)
         commit = Commit(ticket.key, final={"target": TOKENS, "draft": TOKENS}, seeds=Seeds(first_token=1))
         said = [scene.p.hello, prove(b"x" * 32, "answered", address, hello.challenge, scene.p.hello), commit]
         said += [Cancelled(ticket.key, "x"), Bye("x", quiet=True)]
         for number, message in enumerate(said, start=1):
-            router.send_multipart([identity, encode(message, session, number)])
+            router.send_multipart([identity, encode_frame(message, session, number)])
         failed = scene.d.events.get(timeout=60)
         assert isinstance(failed, DecodeFailed)
         assert (failed.reason, failed.recoverable) == ("unreachable_peer", True)
         # D never sent a REGISTER, so nothing can write its pages.
         assert isinstance(scene.d.events.get(timeout=60), DecodeReleased)
         while router.poll(300):
-            message = decode(router.recv_multipart()[1])[2]
+            message = decode_frame(router.recv_multipart()[1])[2]
             assert isinstance(message, Hello), message
             assert (message.proof, message.descriptor) == (b"", None)
         assert all(np.array_equal(before[name], pool) for name, pool in scene.d.pools.items())
@@ -134,7 +134,7 @@ def test_who_listens_at_the_address_of_an_engine_that_is_gone_gets_nothing(scene
 def test_a_proof_covers_all_of_a_hello(scene: Scene) -> None:
     address, hello = "tcp://127.0.0.1:9", scene.p.hello
     proven = prove(TICKET_KEY, "answered", address, CHALLENGE, hello)
-    assert is_proven(TICKET_KEY, "answered", address, CHALLENGE, decode(encode(proven, 1, 1))[2])  # type: ignore[arg-type]
+    assert is_proven(TICKET_KEY, "answered", address, CHALLENGE, decode_frame(encode_frame(proven, 1, 1))[2])  # type: ignore[arg-type]
     assert not is_proven(TICKET_KEY, "answered", address, b"x" * 16, proven)
     assert not is_proven(b"x" * 32, "answered", address, CHALLENGE, proven)
     for name, other in (
@@ -170,11 +170,11 @@ def test_who_takes_the_address_of_an_engine_that_died_is_not_heard(scene: Scene,
             if not router.poll(100):
                 continue
             identity, frame, *_ = router.recv_multipart()
-            session, _, message = decode(frame)
+            session, _, message = decode_frame(frame)
             assert not isinstance(message, Hello) or message.descriptor is None
             commit = Commit(ticket.key, final={"target": TOKENS, "draft": TOKENS}, seeds=Seeds(first_token=1))
             for number, forged in enumerate((commit, Cancelled(ticket.key, "x"), Bye("x", quiet=True))):
-                router.send_multipart([identity, encode(forged, session, (1 << 60) + number)])
+                router.send_multipart([identity, encode_frame(forged, session, (1 << 60) + number)])
         failed = d.events.get()
         assert isinstance(failed, DecodeFailed)
         assert failed.reason in ("lease_expired", "unreachable_peer", "peer_lost")

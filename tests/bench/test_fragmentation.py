@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from baton.bench.fragmentation import Churn, churn, tables
+from baton.bench.fragmentation import Churn, churn, fragmented_tables
 from baton.errors import ConfigError
 from baton.kv.pool import PagePool
 from tests.bench.runs import num_runs
@@ -29,14 +29,14 @@ def test_prompts_lie_in_few_runs_after_long_service(grows: bool) -> None:
 
 
 def test_tables_of_each_kind() -> None:
-    fresh, again = tables("fresh", PAGES, 128, 2)
+    fresh, again = fragmented_tables("fresh", PAGES, 128, 2)
     assert num_runs(fresh) == num_runs(again) == 1
-    (worst,) = tables("full", PAGES, 128, 1)
+    (worst,) = fragmented_tables("full", PAGES, 128, 1)
     assert num_runs(sorted(worst)) == len(set(worst)) == 128
     assert worst != sorted(worst)
-    assert all(1 < num_runs(sorted(table)) < 32 for table in tables("churned", PAGES, 128, 3))
+    assert all(1 < num_runs(sorted(table)) < 32 for table in fragmented_tables("churned", PAGES, 128, 3))
     with pytest.raises(ConfigError, match="fragmentation"):
-        tables("some", PAGES, 128, 1)
+        fragmented_tables("some", PAGES, 128, 1)
 
 
 def test_runs_are_counted() -> None:

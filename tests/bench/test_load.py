@@ -21,7 +21,7 @@ from baton.bench.load_figures import (
     parse_percentiles,
     spec_decode_figures,
 )
-from baton.bench.prompts import LoadRequest, PrefixRepetition, RandomPrompts, arrivals
+from baton.bench.prompts import LoadRequest, PrefixRepetition, RandomPrompts, arrival_times
 from baton.cli.bench import app as bench_app
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.server import build_app
@@ -53,22 +53,22 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("burstiness", [0.3, 1.0, 4.0, math.inf])
 def test_requests_come_at_their_rate(burstiness: float) -> None:
-    times = arrivals(2000, 8.0, burstiness, rng())
+    times = arrival_times(2000, 8.0, burstiness, rng())
     assert times == sorted(times)
     assert times[-1] == pytest.approx(250.0)
     gaps = np.diff([0.0, *times])
     # The coefficient of variation of a gamma distribution of shape b is 1 / sqrt(b).
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.1, abs=1e-6)
-    assert times == arrivals(2000, 8.0, burstiness, rng())
+    assert times == arrival_times(2000, 8.0, burstiness, rng())
 
 
 def test_an_infinite_rate_is_all_at_once() -> None:
-    assert arrivals(3, math.inf, 1.0, rng()) == [0.0, 0.0, 0.0]
+    assert arrival_times(3, math.inf, 1.0, rng()) == [0.0, 0.0, 0.0]
 
 
 def test_bursts_without_any_gap_are_refused() -> None:
     with pytest.raises(ConfigError, match="burstiness"):
-        arrivals(2, 1.0, 1e-300, rng())
+        arrival_times(2, 1.0, 1e-300, rng())
 
 
 def test_random_prompts_share_their_prefix_alone() -> None:

@@ -16,7 +16,7 @@ import baton.server.run
 from baton.errors import ConfigError
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
-from baton.text import Tokenizer, chosen_template
+from baton.text import Tokenizer, read_template_option
 from testkit.servers.fake_serving import FakeEngine, served, write_tokenizer
 
 TEXT = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -105,12 +105,12 @@ async def test_a_router_makes_prompts_with_it(directory: Path) -> None:
 def test_a_chat_template_is_a_file_or_jinja_text(tmp_path: Path) -> None:
     path = tmp_path / "{odd}.jinja"
     path.write_text("{{ messages }}")
-    assert chosen_template(str(path)) == "{{ messages }}", "a file goes before a text"
-    assert chosen_template("a\nb") == "a\nb"
+    assert read_template_option(str(path)) == "{{ messages }}", "a file goes before a text"
+    assert read_template_option("a\nb") == "a\nb"
     long = "{{ messages }}" * 1000
-    assert chosen_template(long) == long
+    assert read_template_option(long) == long
     (tmp_path / "bytes").write_bytes(b"\xff{{")
     for given in ("", "none.jinja", str(tmp_path), str(tmp_path / "bytes"), "a" * 5000, "a\0b", "{{ a", "{% x %}"):
         with pytest.raises(ConfigError) as refused:
-            chosen_template(given)
+            read_template_option(given)
         assert refused.value.field == "chat_template"

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from baton.deployment import BATON
-from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, request_digest, sign_ticket
 from baton.sampling_params import SamplingParams
 from baton.wire import EngineInfo
 from testkit.checkpoints.common import make_checkpoint, make_drafter
@@ -159,7 +159,7 @@ def decode_leg(prefill: dict[str, Any], decode: dict[str, Any], key: bytes) -> d
         "request_id": "leg",
         "prompt_token_ids": prompt,
         "sampling_params": {"max_tokens": 4, "temperature": 0.0, "seed": 0},
-        "handoff": {"role": "decode", "ticket": mint(key, ticket)},
+        "handoff": {"role": "decode", "ticket": sign_ticket(key, ticket)},
     }
 
 

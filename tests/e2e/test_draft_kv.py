@@ -11,7 +11,7 @@ import pytest
 
 from baton.deployment import Deployment
 from baton.errors import EngineUnavailableError
-from baton.openai.client import connected
+from baton.openai.client import connected_client
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case, Observed, make_cases, observe_client
@@ -27,7 +27,7 @@ def speculative(**changed: Any) -> list[str]:
 
 
 async def ask(url: str, cases: list[Case]) -> list[Observed]:
-    async with connected(url, REQUEST_TIMEOUT_S) as client:
+    async with connected_client(url, REQUEST_TIMEOUT_S) as client:
         return await observe_client(client, "baton-demo-llama", cases, 4)
 
 

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, request_digest, sign_ticket
 from baton.router.clients.engine_client import BatonClient, new_session
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
@@ -45,7 +45,9 @@ class Pair:
         params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
         request = GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params)
         expiry = time.monotonic() + TICKET_LIFE_S  # for every engine on this host
-        signed = mint(self.key, Ticket.between(p, d, self.mode, request_digest(prompt, params), (expiry, expiry)))
+        signed = sign_ticket(
+            self.key, Ticket.between(p, d, self.mode, request_digest(prompt, params), (expiry, expiry))
+        )
         return {
             leg: msgspec.structs.replace(request, handoff=HandoffParams(role=leg, ticket=signed))  # type: ignore[arg-type]
             for leg in ("prefill", "decode")

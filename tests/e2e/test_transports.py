@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.openai.client import connected
+from baton.openai.client import connected_client
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
-from baton.verify.compare import compare
+from baton.verify.compare import compare_answers
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case, Observed, make_cases, observe_client
 from baton.verify.sides import EngineSide
 from testkit.handoffs.remote_uris import SCHEMES, uri_of
@@ -41,7 +41,7 @@ def expected(cases: list[Case]) -> list[Observed]:
 
 
 async def ask(url: str, cases: list[Case], mode: str) -> list[Observed]:
-    async with connected(url, REQUEST_TIMEOUT_S) as client:
+    async with connected_client(url, REQUEST_TIMEOUT_S) as client:
         return await observe_client(client, "baton-demo-llama", cases, 4, kv_mode=mode)
 
 
@@ -58,7 +58,7 @@ def test_answers_are_one_engines(
     with running_up(TARGET, tmp_path / "log", *FLAGS, "--kv-transport", transport) as up:
         for mode in ("push", "pull"):
             have = asyncio.run(ask(up.url, cases, mode))
-            report = compare(mode, cases, expected, have)
+            report = compare_answers(mode, cases, expected, have)
             assert report.num_identical == len(cases), [str(difference) for difference in report.differences]
         with urllib.request.urlopen(f"{up.url}/status", timeout=60) as response:
             handoffs = json.load(response)["handoffs"]

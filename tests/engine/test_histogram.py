@@ -7,7 +7,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.metrics import EngineMetrics
 from baton.histogram import Histogram
 from baton.openai.client import read_samples
-from baton.openai.http.metrics import RowCollector, exposed, with_vllm_names
+from baton.openai.http.metrics import RowCollector, exposition_text, with_vllm_names
 
 
 def test_what_lies_at_or_below_each_bound() -> None:
@@ -30,7 +30,7 @@ def test_what_vllm_has_is_there_by_its_names() -> None:
     metrics.inference_time.observe(0.3)
     metrics.cache_config = _cache_config(EngineConfig(model="m", block_size="32,draft=8"), 6400)
     rows = RowCollector(lambda: with_vllm_names(metrics.collect_rows(), "m"))
-    samples = read_samples(exposed(rows.collect()).decode())
+    samples = read_samples(exposition_text(rows.collect()).decode())
     found = {(sample.name, sample.labels.get("source")): sample for sample in samples}
     for source, count in (("local_compute", 36), ("local_cache_hit", 64), ("external_kv_transfer", 50)):
         assert found["vllm:prompt_tokens_by_source_total", source].value == count
@@ -45,7 +45,7 @@ def test_they_are_shown_as_prometheus_reads_them() -> None:
     metrics.register_to_commit.observe(0.003)
     metrics.agent.copies.runs.observe(7)
     metrics.agent.copies.bytes["draft"] += 512
-    text = exposed(RowCollector(metrics.collect_rows).collect()).decode()
+    text = exposition_text(RowCollector(metrics.collect_rows).collect()).decode()
     assert 'baton:handoff_register_to_commit_seconds_bucket{le="0.002"} 0.0' in text
     assert 'baton:handoff_register_to_commit_seconds_bucket{le="0.005"} 1.0' in text
     assert "baton:handoff_register_to_commit_seconds_sum 0.003" in text

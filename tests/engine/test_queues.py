@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from baton.engine.config import KVTransferConfig
-from baton.handoff.protocol.ticket import Ticket, load_or_create_key, mint, request_digest
+from baton.handoff.protocol.ticket import Ticket, load_or_create_key, request_digest, sign_ticket
 from baton.openai.http.errors import error_of_chunk, to_api_error
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
@@ -39,7 +39,7 @@ class Cluster:
         """Returns functions that add the prefill and the decode leg."""
         digest = request_digest(prompt, params, len(prompt))
         expiry = time.monotonic() + TICKET_LIFE_S
-        signed = mint(self._key, Ticket.between(p.engine.info, d.engine.info, mode, digest, (expiry, expiry)))
+        signed = sign_ticket(self._key, Ticket.between(p.engine.info, d.engine.info, mode, digest, (expiry, expiry)))
 
         def leg(engine: Stepped, role: Any) -> Stream:
             return engine.add(request(name, prompt, params, None, HandoffParams(role=role, ticket=signed)))

@@ -24,9 +24,9 @@ from baton.handoff.protocol.events import (
     PrefillReleased,
 )
 from baton.handoff.protocol.fingerprint import geometry_fields
-from baton.handoff.protocol.frames import encode
+from baton.handoff.protocol.frames import encode_frame
 from baton.handoff.protocol.messages import Cancel, Hello, Register
-from baton.handoff.protocol.ticket import mint
+from baton.handoff.protocol.ticket import sign_ticket
 from baton.handoff.session.curve import as_client
 from baton.handoff.session.keys import TicketKeys
 from baton.kv.geometry import Geometry
@@ -460,10 +460,10 @@ def test_garbage_never_stops_the_agent(pair: Pair) -> None:
         b"",
         b"\xc1" * 100,
         b"\x80\x04\x95",
-        encode(Cancel(ticket.key, "x"), 7, 1),
-        encode(hello, 7, 1),
-        encode(Register(ticket.key, ticket=mint(KEY, ticket), wanted={}, pages={}), 7, 2),
-        encode(hello, 7, 1),
+        encode_frame(Cancel(ticket.key, "x"), 7, 1),
+        encode_frame(hello, 7, 1),
+        encode_frame(Register(ticket.key, ticket=sign_ticket(KEY, ticket), wanted={}, pages={}), 7, 2),
+        encode_frame(hello, 7, 1),
     ]
     for frame in frames:
         sock.send(frame)

@@ -12,7 +12,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.prefill import PrefillHandoff
-from baton.handoff.protocol.ticket import SignedTicket, mint
+from baton.handoff.protocol.ticket import SignedTicket, sign_ticket
 from baton.kv.interval import Interval
 from testkit.handoffs.modelled_network import TIMERS as CALM
 from testkit.handoffs.modelled_network import Node as Engine
@@ -204,7 +204,7 @@ def test_d_shows_the_ticket_as_it_came_and_signs_none(world: World) -> None:
     """P refuses an invalid signature, although D knows the key."""
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, "push")
-    d.node.announce_decode(SignedTicket.of(ticket, mint(b"another key", ticket)))
+    d.node.announce_decode(SignedTicket.of(ticket, sign_ticket(b"another key", ticket)))
     world.run(0.5)
     assert d.failures() == ["register_refused"]
 
@@ -216,9 +216,9 @@ def test_a_claim_that_cancel_overtook_starts_nothing(world: World, claim: str) -
     world.run(0.5)
     ticket = world.ticket(p, d, "push")
     (session,) = d.node.sessions.servers.values()
-    late: msg.AttemptMessage = msg.Announce(ticket.key, mint(b"k", ticket))
+    late: msg.AttemptMessage = msg.Announce(ticket.key, sign_ticket(b"k", ticket))
     if claim == "register":
-        late = msg.Register(ticket.key, mint(b"k", ticket), {"target": Interval(0, N)}, {"target": [3, 4]})
+        late = msg.Register(ticket.key, sign_ticket(b"k", ticket), {"target": Interval(0, N)}, {"target": [3, 4]})
     for message in (msg.Cancel(ticket.key, "gone"), late):
         d.channel.send(session.connection, message)
     world.run(0.5)

@@ -11,7 +11,7 @@ from baton.handoff.agent.calls import DecodeLeg, GiveUp, LegEvent, PrefillLeg
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Pair, Seeds
-from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, verify
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, sign_ticket, verify_ticket
 from baton.testing import RecordingAgent
 from baton.wire import HandoffParams
 from testkit.handoffs.ranks import Shape, wanted_of
@@ -122,9 +122,9 @@ def test_a_ticket_of_many_ranks_comes_with_a_request() -> None:
     """As many hosts with long names as are allowed."""
     ticket = ticket_of(1, 64, "engine-0.prefill.some-namespace.svc.cluster.example.com")
     ticket = msgspec.structs.replace(ticket, decode_addresses=ticket.prefill_addresses)
-    text = mint(KEY, ticket)
+    text = sign_ticket(KEY, ticket)
     params = msgspec.json.decode(msgspec.json.encode(HandoffParams(role="decode", ticket=text)), type=HandoffParams)
-    assert verify(KEY, params.ticket, "decode", 0.0).prefill_addresses == ticket.prefill_addresses
+    assert verify_ticket(KEY, params.ticket, "decode", 0.0).prefill_addresses == ticket.prefill_addresses
 
 
 def test_ranks_that_come_after_the_end_are_shown_no_pages() -> None:

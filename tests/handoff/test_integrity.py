@@ -24,7 +24,7 @@ from baton.handoff.protocol.events import (
     PrefillReleased,
     StartCopy,
 )
-from baton.handoff.protocol.messages import MAX_HASHES, AttemptKey, Commit, Confirm, Message
+from baton.handoff.protocol.messages import MAX_HASHES, AttemptKey, Commit, Confirm, ControlMessage
 from baton.handoff.session.base import Connection
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
@@ -127,7 +127,7 @@ class Spoiler:
         channel = node.agent._channel
         send = channel.send
 
-        def spoiled(connection: Connection, message: Message) -> None:
+        def spoiled(connection: Connection, message: ControlMessage) -> None:
             if isinstance(message, Commit | Confirm) and self.times:
                 self.times -= 1
                 seeds = msgspec.structs.replace(message.seeds, first_token=message.seeds.first_token ^ 1)

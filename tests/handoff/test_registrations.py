@@ -11,7 +11,7 @@ from baton.errors import ProtocolError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg
 from baton.handoff.protocol.prefill import PrefillHandoff
-from baton.handoff.protocol.ticket import SignedTicket, mint
+from baton.handoff.protocol.ticket import SignedTicket, sign_ticket
 from baton.kv.interval import Interval
 from testkit.handoffs.modelled_network import N, Node, World
 
@@ -90,7 +90,7 @@ def test_a_claim_that_waits_vouches_for_no_other_ticket(world: World) -> None:
     world.prefill(p, first)
     world.run(0.5)
     second = msgspec.structs.replace(first, attempt=1)
-    second = SignedTicket.of(second, mint(b"k", second))
+    second = SignedTicket.of(second, sign_ticket(b"k", second))
     d.node.announce_decode(second)
     world.run(0.5)
     assert p.node.routing.registrations.holding
@@ -106,7 +106,7 @@ def test_two_tickets_for_one_attempt_end_it(world: World, first: str) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.ticket(p, d, "push")
     twin = msgspec.structs.replace(ticket, request_digest=bytes(range(32)))
-    twin = SignedTicket.of(twin, mint(b"k", twin))
+    twin = SignedTicket.of(twin, sign_ticket(b"k", twin))
     assert twin.key == ticket.key
     if first == "P":
         p.node.open_prefill(ticket)

@@ -43,7 +43,7 @@ def test_a_change_in_another_file_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
         for name in [name for name in sys.modules if name.startswith("baton_probe")]:
             monkeypatch.delitem(sys.modules, name)
         importlib.invalidate_caches()
-        jit_cache.digest.cache_clear()
+        jit_cache.source_digest.cache_clear()
         twice = importlib.import_module("baton_probe.outer").twice
         return twice(), sum(twice.stats.cache_hits.values())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.kernels.cpu import small_gemm
-from baton.models.layers.linear import Build, Linear, cancelling, packed
+from baton.models.layers.linear import Build, Linear, cancelling_operands, packed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def _made(outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """Rows, a weight, its packed copy and the copy's address; skips the test on a CPU that cannot read it."""
     generator = torch.Generator().manual_seed(outputs)
-    x, weight = cancelling(
+    x, weight = cancelling_operands(
         torch.randn(small_gemm.MAX_ROWS, columns, generator=generator),
         torch.randn(outputs, columns, generator=generator),
     )
     x, weight = x.bfloat16(), weight.bfloat16()
     blocked = packed(weight)
-    at = None if blocked is None else small_gemm.address(weight, blocked)
+    at = None if blocked is None else small_gemm.packed_address(weight, blocked)
     if blocked is None or at is None:
         pytest.skip("this CPU has no products of bfloat16 pairs, or packs weights otherwise")
     return x, weight, blocked, at
@@ -32,16 +32,16 @@ def _made(outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch
 def test_rows_depend_on_no_other_row_and_on_no_thread(outputs: int, columns: int) -> None:
     x, weight, _copy, at = _made(outputs, columns)
     bias = weight[:, 0].contiguous()
-    whole = small_gemm.multiply(x, at, outputs, bias)
+    whole = small_gemm.multiply_packed(x, at, outputs, bias)
     # The products cancel, so that only rounding errors remain; a lost or shifted bias shows.
     expected = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(whole.double(), expected, rtol=1e-2, atol=1e-3)
     for height in (1, 2, 3, 5, 8, 13):
-        rows = [small_gemm.multiply(block, at, outputs, bias) for block in torch.split(x, height)]
+        rows = [small_gemm.multiply_packed(block, at, outputs, bias) for block in torch.split(x, height)]
         assert torch.equal(torch.cat(rows), whole), height
     torch.set_num_threads(2)
     try:
-        assert torch.equal(small_gemm.multiply(x, at, outputs, bias), whole)
+        assert torch.equal(small_gemm.multiply_packed(x, at, outputs, bias), whole)
     finally:
         torch.set_num_threads(1)
 
@@ -65,7 +65,7 @@ def test_a_copy_that_lies_otherwise_is_not_read() -> None:
     _, weight, _, _ = _made(64, 576)
     other = packed(weight.flip(0))
     assert other is not None
-    assert small_gemm.address(weight, other) is None
+    assert small_gemm.packed_address(weight, other) is None
 
 
 @pytest.mark.parametrize("shape", [(100, 64), (64, 37)])
@@ -73,4 +73,4 @@ def test_a_shape_without_whole_blocks_is_not_read(shape: Any) -> None:
     odd = torch.randn(*shape).bfloat16()
     blocked = packed(odd)
     assert blocked is not None
-    assert small_gemm.address(odd, blocked) is None
+    assert small_gemm.packed_address(odd, blocked) is None

@@ -16,7 +16,7 @@ from baton.engine.attention.registry import get_backend
 from baton.kernels.cpu.elementwise import silu_mul
 from baton.models.layers.headwise import invariant_headwise
 from baton.models.layers.layernorm import RMSNorm
-from baton.models.layers.linear import Build, Linear, block_heights, blocks, cancelling
+from baton.models.layers.linear import Build, Linear, block_heights, blocks, cancelling_operands
 from baton.models.layers.rotary import rotate
 from baton.models.loading.loader import load_model
 from testkit.handoffs.paged import PagedSequence
@@ -174,7 +174,7 @@ def test_headwise_rows_do_not_depend_on_the_number_of_rows(
 ) -> None:
     """With inputs that leave only the rounding errors of a sum, so that any other order would show."""
     generator = torch.Generator().manual_seed(3)
-    x, weight = cancelling(
+    x, weight = cancelling_operands(
         torch.randn(333, heads, inner, generator=generator), torch.randn(heads, columns, inner, generator=generator)
     )
     x, weight = x.to(dtype), weight.to(dtype).transpose(1, 2)

@@ -15,7 +15,7 @@ from baton.errors import CheckpointError
 from baton.kernels.cpu.elementwise import clamped_glu
 from baton.models.architectures.gpt_oss import GptOss
 from baton.models.layers.linear import Build
-from baton.models.layers.mxfp4 import dequantised
+from baton.models.layers.mxfp4 import dequantise_mxfp4
 from baton.models.loading.loader import load_model, weight_table
 from testkit.checkpoints.gpt_oss import GPT_OSS_SHAPES, make_gpt_oss
 from tests.models.test_against_transformers import LENGTH, assert_logits_match, prompt, reference, run
@@ -79,7 +79,7 @@ def test_every_code_and_scale() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(1, 4, 16, 16).contiguous()
     scales = torch.tensor([1, 100, 127, 200], dtype=torch.uint8)[None, :, None].expand(1, 4, 16).contiguous()
     expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[0].T
-    found = dequantised(blocks[0], scales[0])
+    found = dequantise_mxfp4(blocks[0], scales[0])
     assert torch.equal(found, expected)
     assert torch.equal(found.bfloat16().float(), found)
 

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from baton.bench.client import stream_completion
 from baton.errors import EngineLostError, EngineUnavailableError, HandoffError, OverloadedError, ProtocolError
-from baton.openai.client import OpenAIClient, connected
+from baton.openai.client import OpenAIClient, connected_client
 from testkit.servers.fake_serving import served
 
 DONE = b"data: [DONE]\n\n"
@@ -32,7 +32,7 @@ async def saying(*parts: bytes, status: int = 200) -> AsyncIterator[OpenAIClient
 
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
-    async with served(app) as url, connected(url, 10.0) as client:
+    async with served(app) as url, connected_client(url, 10.0) as client:
         yield client
 
 
@@ -85,6 +85,6 @@ async def test_what_goes_wrong_is_batons_own(
 
 
 async def test_a_server_that_is_not_there_is_lost() -> None:
-    async with connected("http://127.0.0.1:1", 10.0) as client:
+    async with connected_client("http://127.0.0.1:1", 10.0) as client:
         with pytest.raises(EngineLostError):
             await client.model()

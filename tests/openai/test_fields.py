@@ -15,7 +15,7 @@ from baton.errors import RequestError
 from baton.openai.backend import ServedModel
 from baton.openai.fields import FORBIDDEN, REFUSED, refuse_unserved
 from baton.openai.plan import plan_chat
-from baton.openai.requests import ChatRequest, CompletionRequest, decode
+from baton.openai.requests import ChatRequest, CompletionRequest, decode_request
 from baton.openai.tools import Parsing
 from baton.parsing import Content, Reasoning
 from baton.text import Tokenizer
@@ -86,11 +86,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def completion(**fields: Any) -> CompletionRequest:
-    return decode(json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest)
+    return decode_request(json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest)
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return decode(json.dumps({"messages": [{"role": "user", "content": "a"}], **fields}).encode(), ChatRequest)
+    return decode_request(json.dumps({"messages": [{"role": "user", "content": "a"}], **fields}).encode(), ChatRequest)
 
 
 def test_what_openai_sends_by_default_is_taken() -> None:

@@ -15,7 +15,7 @@ from baton import __version__
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
 from baton.openai.plan import plan_chat
-from baton.openai.requests import ChatRequest, decode
+from baton.openai.requests import ChatRequest, decode_request
 from baton.server import build_app
 from baton.text import Tokenizer
 from testkit.servers.fake_serving import EOS, MAX_MODEL_LEN, FakeEngine, served, write_tokenizer
@@ -118,7 +118,7 @@ async def test_the_version_and_one_model(directory: Path, session: aiohttp.Clien
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return decode(json.dumps(fields).encode(), ChatRequest)
+    return decode_request(json.dumps(fields).encode(), ChatRequest)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.parsing import REASONING_PARSERS, TOOL_PARSERS, CallDelta, Content, Parser, Reasoning
-from baton.parsing.forced import NamedParser, Plain, RequiredParser
+from baton.parsing.forced import NamedParser, PlainParser, RequiredParser
 
 Found = tuple[str, str, list[tuple[str, str]]]
 SCHEMAS = {
@@ -360,7 +360,7 @@ def test_a_forced_call_that_is_not_one_is_content(text: str) -> None:
     ],
 )
 def test_reasoning(name: str, opened: bool | None, text: str, expected: tuple[str, str]) -> None:
-    assert found(REASONING_PARSERS[name].make(Plain(), opened), list(text))[:2] == expected
+    assert found(REASONING_PARSERS[name].make(PlainParser(), opened), list(text))[:2] == expected
 
 
 @pytest.mark.parametrize("opened", [False, True])
@@ -370,7 +370,7 @@ def test_a_call_ends_reasoning_that_nothing_closed(opened: bool) -> None:
     for pieces in ([text], list(text)):
         parser = REASONING_PARSERS["qwen3"].make(TOOL_PARSERS["hermes"].make(SCHEMAS), opened)
         assert found(parser, pieces) == ("", "I look. ", [("get_weather", ARGUMENTS)])
-        plain = REASONING_PARSERS["qwen3"].make(Plain(), opened)
+        plain = REASONING_PARSERS["qwen3"].make(PlainParser(), opened)
         assert found(plain, pieces) == ("", f"I look. {call}", []), "without tools there are no calls"
 
 

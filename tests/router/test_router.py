@@ -93,7 +93,7 @@ async def test_ticket_names_both_engines(directory: Path) -> None:
         await complete(session, url)
         await complete(session, url, kv_mode="push")
         handoffs = [r.handoff for r in setup.decode.requests if r.handoff is not None]
-        modes = [tickets.verify(KEY, handoff.ticket, "decode", setup.decode.info.clock) for handoff in handoffs]
+        modes = [tickets.verify_ticket(KEY, handoff.ticket, "decode", setup.decode.info.clock) for handoff in handoffs]
         assert [t.mode for t in modes] == ["pull", "push"]
         assert {t.prefill_engine for t in modes} == {"prefill-engine"}
         assert len({t.transfer_id for t in modes}) == 2

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from baton.errors import ConfigError
 from baton.observe.tracing.otlp import endpoint_is_set
-from baton.observe.tracing.request_trace import is_sampled
+from baton.observe.tracing.request_trace import is_trace_sampled
 from baton.observe.tracing.tracer import make_tracer
 from baton.wire import GenerateRequest, LegTimings, TokenChunk
 from testkit.servers.collector import Collector, attributes
@@ -37,7 +37,7 @@ COMMON = {
     "gen_ai.usage.completion_tokens",
     "gen_ai.latency.e2e",
     "baton.route",
-    "baton.engines",
+    "baton.plugin_base",
     "baton.num_attempts",
 }
 LEG = {"baton.engine", "server.address", "baton.attempt"}
@@ -213,8 +213,8 @@ def test_traces_are_sampled_by_id_and_ratio(tmp_path: Path, monkeypatch: pytest.
     assert endpoint_is_set({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a"})
     assert not endpoint_is_set({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_SDK_DISABLED": "true"})
     assert not endpoint_is_set({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_TRACES_EXPORTER": "none"})
-    assert is_sampled(2**63, 0.6)
-    assert not is_sampled(2**63, 0.4)
+    assert is_trace_sampled(2**63, 0.6)
+    assert not is_trace_sampled(2**63, 0.4)
 
 
 def test_without_the_packages_the_flag_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from baton.handoff.protocol.ticket import verify
+from baton.handoff.protocol.ticket import verify_ticket
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.connectors.tickets import mint_ticket
 
@@ -22,7 +22,7 @@ def engine(name: str, clock: float) -> Any:
 
 async def test_a_ticket_lives_as_long_as_the_router_is_told() -> None:
     p, d = engine("P", 1000.0), engine("D", 77.0)
-    ticket = verify(
+    ticket = verify_ticket(
         KEY, mint_ticket(ConnectorConfig(KEY, ticket_life_s=30.0), p, d, "push", bytes(32)), "prefill", 1000.0
     )
     assert 30.0 <= ticket.prefill_expiry - 1000.0 < 60.0

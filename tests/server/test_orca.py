@@ -11,7 +11,7 @@ import pytest
 
 from baton.engine.metrics import EngineMetrics
 from baton.openai.client import read_samples
-from baton.openai.http.metrics import RowCollector, exposed, with_vllm_names
+from baton.openai.http.metrics import RowCollector, exposition_text, with_vllm_names
 from baton.server import build_app
 from baton.text import Tokenizer
 from testkit.servers.fake_serving import FakeEngine, load_of, served, write_tokenizer
@@ -54,7 +54,7 @@ async def test_an_answer_tells_the_load_as_vllm_does(
 def test_a_gateway_finds_the_metrics_that_it_scrapes(names: tuple[str, ...]) -> None:
     metrics = EngineMetrics(cache_config={"block_size": "16", "num_gpu_blocks": "100"}, load=load_of(2))
     rows = RowCollector(lambda: with_vllm_names(metrics.collect_rows(), "m"))
-    found = {sample.name: sample for sample in read_samples(exposed(rows.collect()).decode())}
+    found = {sample.name: sample for sample in read_samples(exposition_text(rows.collect()).decode())}
     for name in names:
         assert f"vllm:{name}" in found
     assert found["vllm:cache_config_info"].labels.items() >= {"block_size": "16", "num_gpu_blocks": "100"}.items()

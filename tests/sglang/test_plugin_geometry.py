@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.engines.memory import host_region
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.plan.topology import Instance
 from baton.handoff.protocol.messages import Seeds
 from baton.kv.interval import Interval
 from baton.kv.spec import Owner
+from baton.plugin_base.memory import host_region
 from baton.sglang.geometry import BufferLayout, KvBuffer, PagePart, RequestPages, describe_buffers, rules_of
 from baton.sglang.seeds import MetadataRows
 

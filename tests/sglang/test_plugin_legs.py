@@ -11,7 +11,7 @@ from baton.errors import HandoffError
 from baton.handoff.agent.calls import DecodeLeg, DecodePages, GiveUp, PrefillLeg
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
-from baton.handoff.protocol.ticket import Redeemer, Ticket, mint
+from baton.handoff.protocol.ticket import Redeemer, Ticket, sign_ticket
 from baton.kv.interval import Interval, Rules
 from baton.sglang.geometry import BufferLayout, RequestPages
 from baton.sglang.legs import RankLegs, ReceiverLeg, SenderLeg, prompt_digest
@@ -31,7 +31,7 @@ def identity(name: str) -> EngineIdentity:
 def ticket(prompt: list[int] = PROMPT) -> str:
     until = time.monotonic() + 60
     made = Ticket.between(identity("P"), identity("D"), "push", prompt_digest(prompt), (until, until))
-    return mint(KEY, made)
+    return sign_ticket(KEY, made)
 
 
 def rank(name: str, page_size: int = 4, abort_timeout: float = 5.0) -> tuple[RankLegs, RecordingAgent]:

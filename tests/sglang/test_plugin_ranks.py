@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from baton.engines.memory import host_region
-from baton.handoff.plan.planner import plan
+from baton.handoff.plan.planner import plan_copies
 from baton.handoff.plan.topology import senders
 from baton.kv.interval import Interval
 from baton.kv.spec import Owner
+from baton.plugin_base.memory import host_region
 from baton.sglang.geometry import BufferLayout, KvBuffer, PagePart, describe_buffers, rules_of
 
 TOKENS, HEADS, DIM, LATENT = 21, 4, 8, 12
@@ -103,7 +103,7 @@ def test_latents_come_once_and_the_drafters_heads_from_every_rank_that_has_them(
             sources, dest = [each.geometries[name] for each, _ in source], layout.geometries[name]
             expected_senders = latents_from[rank] if name.startswith("target") else heads_from[rank]
             assert senders(sources, dest) == expected_senders
-            copies = plan(sources, dest, source_pages, target_pages, wanted[name])
+            copies = plan_copies(sources, dest, source_pages, target_pages, wanted[name])
             assert tuple(copies) == expected_senders
             for sender, copy in copies.items():
                 have = source[sender][1][name].reshape(-1).view(np.uint8)

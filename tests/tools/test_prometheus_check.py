@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine.metrics import EngineMetrics
-from baton.openai.http.metrics import FrontMetrics, RowCollector, exposed, with_vllm_names
+from baton.openai.http.metrics import FrontMetrics, RowCollector, exposition_text, with_vllm_names
 from testkit.servers.fake_serving import load_of
 from tools.prometheus_check import metric_names, queries
 
@@ -16,7 +16,7 @@ def test_every_metric_of_the_queries_is_exposed() -> None:
     engine.verified(3, 1)
     engine.load = load_of(0)
     front.registry.register(RowCollector(lambda: with_vllm_names(engine.collect_rows(), "m")))
-    text = exposed(front.registry.collect()).decode()
+    text = exposition_text(front.registry.collect()).decode()
     shown = {line.partition("{")[0] for line in text.splitlines() if 'model_name="m"' in line}
     assert metric_names() - shown == set()
 

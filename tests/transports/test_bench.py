@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.bench.transport import available, measure_copies, measure_planning
+from baton.bench.transport import measure_copies, measure_planning, runnable_transports
 from baton.errors import ConfigError
 
 
@@ -30,6 +30,6 @@ def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="run_size"):
         measure_copies("shm", [10_000], [4096])
     monkeypatch.setitem(__import__("sys").modules, "mooncake.engine", None)
-    found, why = available(["shm", "mooncake"])
+    found, why = runnable_transports(["shm", "mooncake"])
     assert found == ["shm"]
     assert "mooncake" in why["mooncake"]

@@ -13,21 +13,21 @@ from baton.transports import registry
 from baton.transports.mapped.local import LocalTransport
 from baton.transports.registry import (
     check_device,
-    check_keys,
     create_transport,
     default_integrity,
     parse_uri,
+    require_keys,
     with_path,
 )
 
 
 @pytest.mark.parametrize("uri", ["nixl", "mooncake://", "file:///mnt/kv", "faulty+nixl://?fault=fail"])
 def test_what_leaves_a_users_processes_needs_keys(uri: str) -> None:
-    check_keys(uri, True, "kv_transport")
+    require_keys(uri, True, "kv_transport")
     with pytest.raises(ConfigError, match=r"kv_transport: \w+ needs --keys DIR"):
-        check_keys(uri, False, "kv_transport")
+        require_keys(uri, False, "kv_transport")
     for own in ("shm", "local://", "faulty+shm://?fault=fail"):
-        check_keys(own, False, "kv_transport")
+        require_keys(own, False, "kv_transport")
 
 
 @pytest.mark.parametrize(

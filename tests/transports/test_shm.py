@@ -26,7 +26,7 @@ from baton.transports.mapped import mover
 from baton.transports.mapped.populate import PIECE_BYTES, populate
 from baton.transports.mapped.segments import SHM_DIR, remove_stale_segments
 from baton.transports.mapped.shm import ShmTransport
-from baton.transports.process import start_time_of
+from baton.transports.process import process_start_ticks
 from testkit.inside import process_of
 from testkit.processes.leftovers import files_left_open, open_files
 
@@ -166,7 +166,7 @@ def test_exit_unlinks_and_a_forked_child_does_not() -> None:
 def test_stale_removal_spares_everything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dead = "baton-4194399-123-0123456789abcdef"
     recycled = f"baton-{os.getpid()}-1-0123456789abcdef"
-    alive = f"baton-{os.getpid()}-{start_time_of(os.getpid())}-0123456789abcdef"
+    alive = f"baton-{os.getpid()}-{process_start_ticks(os.getpid())}-0123456789abcdef"
     others = [
         "baton-1-2-xyz",
         "baton-4194399-123-0123456789abcdef.bak",

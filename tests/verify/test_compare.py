@@ -9,9 +9,9 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
-from baton.verify import Case, Observed, compare
+from baton.verify import Case, Observed, compare_answers
 from baton.verify.acceptance import Acceptance
-from baton.verify.compare import acceptance
+from baton.verify.compare import acceptance_rates
 from baton.verify.options import Bounds, parse_lengths, parse_modes
 from baton.verify.report import format_reports
 from baton.verify.sides import Answers
@@ -29,7 +29,7 @@ ANSWER = Observed(
 
 
 def first_difference(other: Observed) -> str:
-    report = compare("push", [CASE], [ANSWER], [other])
+    report = compare_answers("push", [CASE], [ANSWER], [other])
     assert report.num_identical == 1 - len(report.differences)
     return str(report.differences[0]) if report.differences else ""
 
@@ -63,12 +63,12 @@ def test_the_first_difference_is_named(change: dict[str, object], expected: str)
 
 
 def test_acceptance_is_per_position() -> None:
-    assert acceptance([ANSWER, replace(ANSWER, accepted=(2,))]) == [0.5, 0.25]
-    assert acceptance([replace(ANSWER, accepted=())]) == []
+    assert acceptance_rates([ANSWER, replace(ANSWER, accepted=(2,))]) == [0.5, 0.25]
+    assert acceptance_rates([replace(ANSWER, accepted=())]) == []
 
 
 def test_report_ends_in_the_count() -> None:
-    text = format_reports([compare("push", [CASE] * 7, [ANSWER] * 7, [replace(ANSWER, token_ids=(1,))] * 7)])
+    text = format_reports([compare_answers("push", [CASE] * 7, [ANSWER] * 7, [replace(ANSWER, token_ids=(1,))] * 7)])
     assert text.splitlines()[-1] == "identical: 0/7"
     assert "and 2 more" in text
 

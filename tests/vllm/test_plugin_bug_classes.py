@@ -21,14 +21,14 @@ import pytest
 import torch
 
 from baton.handoff.agent.calls import DecodePages
-from baton.handoff.plan.planner import plan
+from baton.handoff.plan.planner import plan_copies
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.kv.interval import Interval
 from baton.testing import RecordingAgent
 from baton.vllm import geometry
 from baton.vllm import worker as worker_module
-from baton.vllm.geometry import CacheLayout, describe
+from baton.vllm.geometry import CacheLayout, describe_caches
 from baton.vllm.groups import CacheTable, LayerGroup, split_tables
 from baton.vllm.scheduler import SchedulerSide
 from baton.vllm.worker import WorkerSide
@@ -69,7 +69,7 @@ class Engine:
         rest = torch.full((100, 1, 1, 2) if with_states else (pages, 1, KERNEL_TOKENS, 2), GARBAGE)
         self.caches = {layer_name(layer): buffer[place[layer]] for layer in full} | {layer_name(3): rest}
         groups = split_tables(self.tables, NUM_TARGET_LAYERS)
-        self.layout: CacheLayout = describe(self.caches, groups, dict.fromkeys(self.caches, "tokens"), "token")
+        self.layout: CacheLayout = describe_caches(self.caches, groups, dict.fromkeys(self.caches, "tokens"), "token")
         self.pool, self.agent = Pool(), RecordingAgent()
         self.scheduler = side(role, truncate=with_states and role == "P", tables=self.tables, pool=self.pool)
         self.worker = WorkerSide(self.layout)
@@ -228,7 +228,9 @@ class _Copies:
             stop = min(wanted.stop, declared.final[name])
             if start >= stop:
                 continue
-            for runs in plan([source], dest, declared.pages[name], opened.pages[name], Interval(start, stop)).values():
+            for runs in plan_copies(
+                [source], dest, declared.pages[name], opened.pages[name], Interval(start, stop)
+            ).values():
                 read = _bytes(self.p, runs.source_region)
                 write = _bytes(self.d, runs.dest_region)
                 for at, to, size in zip(runs.source_offset, runs.dest_offset, runs.nbytes, strict=True):

@@ -13,7 +13,7 @@ from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket
 from baton.testing import RecordingAgent
 from baton.vllm.first_step import FirstTokens
-from baton.vllm.geometry import describe
+from baton.vllm.geometry import describe_caches
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.scheduler import SchedulerSide
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
@@ -33,7 +33,7 @@ def worker() -> tuple[WorkerSide, RecordingAgent]:
     buffer = torch.zeros(2, 20, 2, 32, 16)
     caches = {f"model.layers.{i}.attn": buffer[i] for i in range(2)}
     groups = split_tables([CacheTable(0, "full", None, 32, tuple(caches))], num_target_layers=2)
-    side, agent = WorkerSide(describe(caches, groups, dict.fromkeys(caches, "k_by_dimension"))), RecordingAgent()
+    side, agent = WorkerSide(describe_caches(caches, groups, dict.fromkeys(caches, "k_by_dimension"))), RecordingAgent()
     side.bind(agent)
     return side, agent
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from baton.handoff.plan.planner import plan
+from baton.handoff.plan.planner import plan_copies
 from baton.kv.interval import Interval, Kind
 from baton.transports.base import DeviceMemory
 from baton.vllm import compat
-from baton.vllm.geometry import CacheLayout, describe, region_of
+from baton.vllm.geometry import CacheLayout, describe_caches, region_of
 from baton.vllm.groups import CacheTable, split_tables
 
 LAYERS, BLOCKS, HEADS, DIM = 3, 9, 4, 8
@@ -31,7 +31,7 @@ def gpu_cache(layout: str, block_size: int, dtype: torch.dtype = torch.bfloat16)
 
 def described(caches: dict[str, torch.Tensor], block_size: int, kind: Kind = "full") -> CacheLayout:
     table = CacheTable(0, kind, None, block_size, NAMES)
-    return describe(caches, split_tables([table], LAYERS - 1), dict.fromkeys(NAMES, "tokens"))
+    return describe_caches(caches, split_tables([table], LAYERS - 1), dict.fromkeys(NAMES, "tokens"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -52,7 +52,9 @@ def test_tokens_arrive_in_any_layout(layout: str, source_size: int, dest_size: i
     memory = [torch.as_tensor(layout.regions[0]) for layout in (have, want)]
     assert set(have.geometries) == {"target.full.0", "draft.full.0"}
     for name in have.geometries:
-        lists = plan([have.geometries[name]], want.geometries[name], source_table, dest_table, Interval(0, tokens))
+        lists = plan_copies(
+            [have.geometries[name]], want.geometries[name], source_table, dest_table, Interval(0, tokens)
+        )
         for copies in lists.values():
             for start, end, nbytes in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
                 memory[1][end : end + nbytes] = memory[0][start : start + nbytes]
@@ -63,7 +65,7 @@ def test_tokens_arrive_in_any_layout(layout: str, source_size: int, dest_size: i
 def test_a_block_whose_tokens_lie_together_is_one_run() -> None:
     _, caches = gpu_cache("LBNHC", 16)
     geometry = described(caches, 16).geometries["draft.full.0"]
-    (copies,) = plan([geometry], geometry, [1, 2], [3, 4], Interval(0, 32)).values()
+    (copies,) = plan_copies([geometry], geometry, [1, 2], [3, 4], Interval(0, 32)).values()
     assert list(copies.nbytes) == [2 * 16 * HEADS * 2 * DIM * 2]
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from baton.errors import ConfigError, IncompatiblePeerError
-from baton.handoff.plan.planner import plan
+from baton.handoff.plan.planner import plan_copies
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.kv.interval import Interval
 from baton.kv.spec import Owner
-from baton.vllm.geometry import CacheLayout, Granularity, KernelLayout, WorkerHeads, describe, kernel_pages
+from baton.vllm.geometry import CacheLayout, Granularity, KernelLayout, WorkerHeads, describe_caches, kernel_pages
 from baton.vllm.groups import CacheTable, is_draft, layer_index, split_tables
 
 HEADS, DIM = 2, 8
@@ -35,7 +35,7 @@ def layout(
 ) -> CacheLayout:
     table = CacheTable(0, "full", None, block_size, tuple(caches))
     kernels: dict[str, KernelLayout] = dict.fromkeys(caches, "k_by_dimension")
-    return describe(caches, split_tables([table], target_layers), kernels, granularity)
+    return describe_caches(caches, split_tables([table], target_layers), kernels, granularity)
 
 
 def fill(
@@ -107,7 +107,9 @@ def test_pages_hold_the_same_tokens_after_a_copy(
     assert len(have.geometries) == 2
     assert all([p.name for p in rank.geometry.planes] == ["k", "v"] for rank in have.geometries.values())
     for name in have.geometries:
-        lists = plan([have.geometries[name]], want.geometries[name], source_table, dest_table, Interval(0, tokens))
+        lists = plan_copies(
+            [have.geometries[name]], want.geometries[name], source_table, dest_table, Interval(0, tokens)
+        )
         for copies in lists.values():
             for source, dest, nbytes in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
                 want.regions[0][dest : dest + nbytes] = have.regions[0][source : source + nbytes]
@@ -138,10 +140,12 @@ def test_a_latent_cache_and_a_drafter_with_heads_share_a_block_table() -> None:
                     views[names(layer)[0]][table[token // 32], 0, token % 32] = row
             fill(views[names(2)[0]], 32, table, tokens, 2)
         kernels: dict[str, KernelLayout] = dict.fromkeys(names(0, 1), "tokens") | {names(2)[0]: "k_by_dimension"}
-        layouts[end] = (buffer, table, describe(views, groups, kernels))
+        layouts[end] = (buffer, table, describe_caches(views, groups, kernels))
     (_, source_table, have), (moved, dest_table, want) = layouts["source"], layouts["dest"]
     for name in have.geometries:
-        copies = plan([have.geometries[name]], want.geometries[name], source_table, dest_table, Interval(0, tokens))[0]
+        copies = plan_copies(
+            [have.geometries[name]], want.geometries[name], source_table, dest_table, Interval(0, tokens)
+        )[0]
         for source, dest, nbytes in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
             want.regions[0][dest : dest + nbytes] = have.regions[0][source : source + nbytes]
     assert torch.equal(moved, layouts["expected"][0])
@@ -170,7 +174,9 @@ class Workers:
                 views |= dict(zip(group.layers, torch.zeros(shape), strict=True))
                 heads |= dict.fromkeys(group.layers, found)
             worker = WorkerHeads(rank, size, KV_HEADS)
-            self.layouts.append(describe(views, groups, dict.fromkeys(views, "k_by_dimension"), granularity, worker))
+            self.layouts.append(
+                describe_caches(views, groups, dict.fromkeys(views, "k_by_dimension"), granularity, worker)
+            )
             self.views.append(views)
             self.heads.append(heads)
 
@@ -192,7 +198,7 @@ def test_each_worker_gets_its_heads(num_sources: int, num_dests: int, dest_size:
     for want in dests.layouts:
         for name, dest in want.geometries.items():
             ranks = [have.geometries[name] for have in sources.layouts]
-            for rank, copies in plan(ranks, dest, source_table, dest_table, Interval(0, tokens)).items():
+            for rank, copies in plan_copies(ranks, dest, source_table, dest_table, Interval(0, tokens)).items():
                 have = sources.layouts[rank].regions[ranks[rank].geometry.region]
                 into = want.regions[dest.geometry.region]
                 for start, end, nbytes in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
@@ -213,7 +219,7 @@ def test_whole_pages_of_other_sizes_are_refused() -> None:
     have, want = (layout(cpu_cache(9, size, 1)[1], size, 1) for size in (32, 64))
     name = "target.full.0"
     with pytest.raises(IncompatiblePeerError, match="tile"):
-        plan([have.geometries[name]], want.geometries[name], [1, 2], [1], Interval(0, 40))
+        plan_copies([have.geometries[name]], want.geometries[name], [1, 2], [1], Interval(0, 40))
 
 
 def test_single_tokens_can_be_digested_and_whole_pages_cannot() -> None:
@@ -240,15 +246,15 @@ def test_a_kernel_with_an_unknown_layout_gets_whole_pages() -> None:
     _, caches = cpu_cache(5, 64, 1)
     groups = split_tables([CacheTable(0, "full", None, 64, tuple(caches))], 1)
     unknown: dict[str, KernelLayout] = dict.fromkeys(caches, "unknown")
-    assert describe(caches, groups, unknown).geometries["target.full.0"].geometry.tile == 64
+    assert describe_caches(caches, groups, unknown).geometries["target.full.0"].geometry.tile == 64
     with pytest.raises(ConfigError, match="granularity"):
-        describe(caches, groups, unknown, "token")
+        describe_caches(caches, groups, unknown, "token")
 
 
 def test_blocks_that_the_kernel_splits() -> None:
     _, caches = cpu_cache(10, 32, 1)
     groups = split_tables([CacheTable(0, "full", None, 64, tuple(caches))], 1)
-    found = describe(caches, groups, dict.fromkeys(caches, "k_by_dimension"))
+    found = describe_caches(caches, groups, dict.fromkeys(caches, "k_by_dimension"))
     assert found.blocks_per_page == {"target.full.0": 2}
     assert kernel_pages([3, 0, 4], 2) == [6, 7, 0, 0, 8, 9]
     assert kernel_pages([3, 0, 4], 1) == [3, 0, 4]
@@ -257,10 +263,10 @@ def test_blocks_that_the_kernel_splits() -> None:
 def test_a_state_is_one_piece_of_bytes() -> None:
     cache = torch.zeros(6, 1, 1, 80, dtype=torch.int8)
     groups = split_tables([CacheTable(0, "state", None, 1, ("model.layers.0.mixer",))], 1)
-    geometry = describe({"model.layers.0.mixer": cache}, groups, {"model.layers.0.mixer": "tokens"}).geometries[
+    geometry = describe_caches({"model.layers.0.mixer": cache}, groups, {"model.layers.0.mixer": "tokens"}).geometries[
         "target.state.0"
     ]
-    copies = plan([geometry], geometry, [3], [5], Interval(0, 1))[0]
+    copies = plan_copies([geometry], geometry, [3], [5], Interval(0, 1))[0]
     assert np.array_equal(copies.nbytes, [80])
     assert (copies.source_offset[0], copies.dest_offset[0]) == (240, 400)
     assert groups[0].final(10, 9, 1) == 0
@@ -276,7 +282,7 @@ def test_a_layer_with_a_cache_beside_its_latents_is_refused(layers: int) -> None
     }
     groups = split_tables([CacheTable(0, "mla", None, 16, tuple(caches))], layers)
     with pytest.raises(ConfigError, match=r"layer 0 has several caches, among them .*indexer"):
-        describe(caches, groups, dict.fromkeys(caches, "tokens"))
+        describe_caches(caches, groups, dict.fromkeys(caches, "tokens"))
 
 
 def test_memory_that_is_nowhere_is_refused() -> None:

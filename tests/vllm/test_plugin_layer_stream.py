@@ -12,7 +12,7 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.handoff.agent.calls import GiveUp, LegEvent, PrefillLeg
-from baton.handoff.plan.planner import plan
+from baton.handoff.plan.planner import plan_copies
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Commit, Register
 from baton.handoff.protocol.prefill import PrefillHandoff
@@ -83,7 +83,7 @@ class Agent(RecordingAgent):
             ids = source.geometry.layer_ids
             self.copied += [(copy.group, layer) for layer in ids if layer in range(copy.layers.start, copy.layers.stop)]
             tables = (copy.source_pages, copy.dest_pages)
-            for runs in plan([source], dest, *tables, copy.tokens, copy.layers).values():
+            for runs in plan_copies([source], dest, *tables, copy.tokens, copy.layers).values():
                 read, write = _bytes(self.p, runs.source_region), _bytes(self.d, runs.dest_region)
                 for at, to, size in zip(runs.source_offset, runs.dest_offset, runs.nbytes, strict=True):
                     write[to : to + size] = read[at : at + size]

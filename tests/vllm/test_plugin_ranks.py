@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from baton.engines.ranks import JoinedWorkers, WorkerPart, join, joined_addresses
 from baton.errors import ConfigError
-from baton.handoff.plan.planner import plan
-from baton.handoff.protocol.fingerprint import compare, geometry_fields
+from baton.handoff.plan.planner import plan_copies
+from baton.handoff.protocol.fingerprint import compare_fingerprints, geometry_fields
 from baton.handoff.protocol.gather import pairs_of
 from baton.kv.interval import Interval
-from baton.vllm.geometry import CacheLayout, WorkerHeads, describe
+from baton.plugin_base.ranks import JoinedWorkers, WorkerPart, join_workers, joined_addresses
+from baton.vllm.geometry import CacheLayout, WorkerHeads, describe_caches
 from baton.vllm.groups import CacheTable, split_tables
 from tests.vllm.test_plugin_groups import DIM, HEADS, fill, names
 
@@ -29,7 +29,7 @@ def stages(*held: Sequence[int]) -> tuple[list[CacheLayout], list[dict[str, torc
     for caches in views:
         groups = split_tables([CacheTable(0, "full", None, SIZE, tuple(caches))], DRAFTER)
         kernels = dict.fromkeys(caches, "k_by_dimension")
-        layouts.append(describe(caches, groups, kernels, num_stages=len(held)))  # type: ignore[arg-type]
+        layouts.append(describe_caches(caches, groups, kernels, num_stages=len(held)))  # type: ignore[arg-type]
     return layouts, views
 
 
@@ -51,7 +51,7 @@ def joined(parts: Sequence[WorkerPart], rank: int = 0) -> JoinedWorkers:
         assert own == told[rank]
         return told
 
-    return join(parts[rank], all_gather)
+    return join_workers(parts[rank], all_gather)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_stages_with_a_drafter_bring_every_layer(held: list[Sequence[int]], want
     (have, sources), (want, dests), (_, right) = stages(*held), stages(*wanted), stages(*wanted)
     p, d = (joined([part(rank, each) for rank, each in enumerate(every)]) for every in (have, want))
     assert (p.incarnation, p.instance.apart, d.instance.apart) == ("of 0", len(held) > 1, len(wanted) > 1)
-    assert compare({**p.facts, **geometry_fields(p.instance)}, {**d.facts, **geometry_fields(d.instance)})
+    assert compare_fingerprints({**p.facts, **geometry_fields(p.instance)}, {**d.facts, **geometry_fields(d.instance)})
     tables, tokens = ([7, 2, 5], [3, 8, 4]), 75
     for views, table in ((sources, tables[0]), (right, tables[1])):
         for view in views:
@@ -76,7 +76,7 @@ def test_stages_with_a_drafter_bring_every_layer(held: list[Sequence[int]], want
     for rank, into in enumerate(want):
         own = joined([part(at, each) for at, each in enumerate(want)], rank).instance.here
         for name, dest in own.items():
-            for source, copies in plan(p.instance.groups[name], dest, *tables, Interval(0, tokens)).items():
+            for source, copies in plan_copies(p.instance.groups[name], dest, *tables, Interval(0, tokens)).items():
                 assert name in pairs[source, rank]
                 memory = have[source].regions[have[source].geometries[name].geometry.region]
                 for start, end, count in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
@@ -95,7 +95,7 @@ def latents(rank: int, size: int, heads: int = 2) -> CacheLayout:
     tables = [CacheTable(0, "mla", None, SIZE, names(0, 1)), CacheTable(0, "full", None, SIZE, names(2))]
     kernels = dict.fromkeys(names(0, 1), "tokens") | dict.fromkeys(names(2), "k_by_dimension")
     worker = WorkerHeads(rank, size, {"target": 1, "draft": heads})
-    return describe(views, split_tables(tables, 2), kernels, worker=worker)  # type: ignore[arg-type]
+    return describe_caches(views, split_tables(tables, 2), kernels, worker=worker)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

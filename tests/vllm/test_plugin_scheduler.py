@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, sign_ticket
 from baton.vllm.groups import CacheTable
 from baton.vllm.scheduler import SchedulerSide, VllmIdentity, handoff_digest
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
@@ -85,7 +85,7 @@ def side(
 
 
 def leg(role: Literal["prefill", "decode"], t: Ticket, prompt: Sequence[int] | None = PROMPT, **kw: Any) -> Request:
-    return Request(f"{role}-1", prompt, {"baton": {"role": role, "ticket": mint(KEY, t)}}, **kw)
+    return Request(f"{role}-1", prompt, {"baton": {"role": role, "ticket": sign_ticket(KEY, t)}}, **kw)
 
 
 def test_a_decode_leg_waits_for_all_workers() -> None:
@@ -190,7 +190,9 @@ def test_a_prefill_leg_that_would_decode_is_refused() -> None:
     step = p.take_step()
     assert (step.opened, step.turned_away) == ([], [t]), "the decode engine need not wait for it"
     assert list(p.refused) == ["a prefill leg samples one token"]
-    forged = Request("prefill-2", PROMPT, {"baton": {"role": "prefill", "ticket": mint(b"z" * 32, t)}}, max_tokens=2)
+    forged = Request(
+        "prefill-2", PROMPT, {"baton": {"role": "prefill", "ticket": sign_ticket(b"z" * 32, t)}}, max_tokens=2
+    )
     p.on_new_request(forged)
     assert not p.has_news()
     d = side("D")
@@ -262,9 +264,9 @@ def test_an_aborted_decode_leg(receiving: bool) -> None:
         {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_block_ids": [[1 << 40]]},
         {"baton": None},
         {"baton": {"role": "decode", "ticket": "x" * 5000}},
-        {"baton": {"role": "decode", "ticket": mint(b"z" * 32, ticket())}},
-        {"baton": {"role": "decode", "ticket": mint(KEY, ticket(PROMPT[1:]))}},
-        {"baton": {"role": "decode", "ticket": mint(KEY, ticket()), "remote_host": "10.0.0.1"}},
+        {"baton": {"role": "decode", "ticket": sign_ticket(b"z" * 32, ticket())}},
+        {"baton": {"role": "decode", "ticket": sign_ticket(KEY, ticket(PROMPT[1:]))}},
+        {"baton": {"role": "decode", "ticket": sign_ticket(KEY, ticket()), "remote_host": "10.0.0.1"}},
         {"baton": {"role": "source", "ticket": 5}},
         {"baton": [1] * 1000},
     ],

@@ -12,9 +12,9 @@ import torch
 from baton.handoff.agent.calls import GiveUp, PrefillLeg
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
-from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, sign_ticket
 from baton.testing import RecordingAgent
-from baton.vllm.geometry import describe
+from baton.vllm.geometry import describe_caches
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.scheduler import SchedulerSide, handoff_digest
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
@@ -74,11 +74,11 @@ def side(engine: str) -> SchedulerSide:
 
 
 def leg(t: Ticket, role: str, prompt: Sequence[int], **params: Any) -> Request:
-    return Request(f"{role}-1", prompt, {"baton": {"role": role, "ticket": mint(KEY, t), **params}})
+    return Request(f"{role}-1", prompt, {"baton": {"role": role, "ticket": sign_ticket(KEY, t), **params}})
 
 
 def cancel(t: Ticket, key: bytes = KEY) -> Request:
-    return Request("cancel-1", [0], {"baton": {"role": "cancel", "ticket": mint(key, t)}})
+    return Request("cancel-1", [0], {"baton": {"role": "cancel", "ticket": sign_ticket(key, t)}})
 
 
 def seeded_leg(p: SchedulerSide, t: Ticket) -> Request:
@@ -165,7 +165,7 @@ def worker(agent: RecordingAgent) -> WorkerSide:
     buffer = torch.zeros(2, 20, 2, 32, 16)
     caches = {f"model.layers.{i}.attn": buffer[i] for i in range(2)}
     groups = split_tables([CacheTable(0, "full", None, 32, tuple(caches))], num_target_layers=2)
-    side = WorkerSide(describe(caches, groups, dict.fromkeys(caches, "k_by_dimension")))
+    side = WorkerSide(describe_caches(caches, groups, dict.fromkeys(caches, "k_by_dimension")))
     side.bind(agent)
     return side
 

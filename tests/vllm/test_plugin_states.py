@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from baton.handoff.plan.planner import plan
+from baton.handoff.plan.planner import plan_copies
 from baton.kv.interval import Interval
-from baton.vllm.geometry import CacheLayout, WorkerHeads, describe
+from baton.vllm.geometry import CacheLayout, WorkerHeads, describe_caches
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.states import DeltaState, Mamba2State
 
@@ -42,7 +42,7 @@ class Rank:
         groups = split_tables([CacheTable(0, "state", None, 1, LAYERS)], num_target_layers=3)
         worker = WorkerHeads(self.rank, self.size, KV_HEADS)
         states = dict.fromkeys(LAYERS, self.parts)
-        return describe(self.caches, groups, dict.fromkeys(LAYERS, "tokens"), worker=worker, states=states)
+        return describe_caches(self.caches, groups, dict.fromkeys(LAYERS, "tokens"), worker=worker, states=states)
 
     def fill(self, slot: int, states: Sequence[Sequence[torch.Tensor]]) -> None:
         """Write this rank's part of x `[channels, inputs]`, B, C, and of the recurrent state `[heads, dim, state]`."""
@@ -99,7 +99,7 @@ def check_move(have: Sequence[Rank], want: Sequence[Rank], right: Sequence[Rank]
         into = rank.describe()
         (name,) = into.geometries
         geometries = [layout.geometries[name] for layout in layouts]
-        for sender, copies in plan(geometries, into.geometries[name], [3], [5], Interval(0, 1)).items():
+        for sender, copies in plan_copies(geometries, into.geometries[name], [3], [5], Interval(0, 1)).items():
             moved += copies.total
             for start, end, count in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
                 into.regions[0][end : end + count] = layouts[sender].regions[0][start : start + count]
@@ -110,7 +110,7 @@ def check_move(have: Sequence[Rank], want: Sequence[Rank], right: Sequence[Rank]
 def test_a_state_between_equal_engines_is_one_run_a_layer() -> None:
     layout = Rank(0, 1, groups=2, channels_first=True).describe()
     (geometry,) = layout.geometries.values()
-    copies = plan([geometry], geometry, [3], [5], Interval(0, 1))[0]
+    copies = plan_copies([geometry], geometry, [3], [5], Interval(0, 1))[0]
     assert len(copies) == len(LAYERS)
 
 
@@ -122,6 +122,6 @@ def test_states_that_are_not_known() -> None:
     groups = split_tables([CacheTable(0, "state", None, 1, LAYERS)], num_target_layers=3)
     kernels, worker = dict.fromkeys(LAYERS, "tokens"), WorkerHeads(1, 2, KV_HEADS)
     with pytest.raises(ConfigError, match="of Qwen's delta nets are cut over tensor ranks"):
-        describe(two.caches, groups, kernels, worker=worker)  # type: ignore[arg-type]
+        describe_caches(two.caches, groups, kernels, worker=worker)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="states of several shapes"):
-        describe(other.caches, groups, kernels, worker=worker, states={LAYERS[0]: other.parts})  # type: ignore[arg-type]
+        describe_caches(other.caches, groups, kernels, worker=worker, states={LAYERS[0]: other.parts})  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket
 from baton.kv.interval import Interval
 from baton.testing import RecordingAgent
-from baton.vllm.geometry import describe
+from baton.vllm.geometry import describe_caches
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from baton.vllm.worker import IDLE_WAIT_S, Results, WorkerSide
@@ -36,7 +36,7 @@ def make_worker(agent: RecordingAgent, commit_at_end: bool = False, abort_timeou
     buffer = torch.zeros(3, 20, 2, 32, 16)
     caches = {f"model.layers.{i}.attn": buffer[i] for i in range(3)}
     groups = split_tables([CacheTable(0, "full", None, 32, tuple(caches))], num_target_layers=2)
-    layout = describe(caches, groups, dict.fromkeys(caches, "k_by_dimension"))
+    layout = describe_caches(caches, groups, dict.fromkeys(caches, "k_by_dimension"))
     side = WorkerSide(layout, commit_at_end, abort_timeout)
     side.bind(agent)
     return side

@@ -27,7 +27,7 @@ import torch
 from baton.engine.llm import LLM
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
-from baton.testing.conformance import measure
+from baton.testing.conformance import run_suite
 from baton.transports.remote.nixl import load_api
 from baton.verify.observe import make_cases
 from tools.gpu_check import matrix, speed, vllm
@@ -64,7 +64,7 @@ def conformance() -> bool:
     """Every check of the transport suite, with regions in device memory and the peer in another process."""
     good = True
     for uri in ("cuda_ipc", "nixl"):
-        cells, notes = measure(uri, DEVICE)
+        cells, notes = run_suite(uri, DEVICE)
         passed = sum(cell != "FAILED" for cell in cells.values())
         print(f"- `{uri}`: {passed}/{len(cells)} checks" if cells else f"- {notes[0]}")
         for note in notes if cells else []:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.attention.base import AttnBatch, AttnRows
-from baton.engine.attention.latent_cpu import absorbed
+from baton.engine.attention.latent_cpu import attend_latents
 from baton.engine.attention.registry import get_backend
 from baton.kernels.cpu import causal_conv, elementwise, gated_delta, int8_gemm, mamba2, small_gemm
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
@@ -164,7 +164,7 @@ def latent(random: Random) -> None:
             plane[torch.from_numpy(pages).long(), 1, torch.from_numpy(slots), 0] = part
         kept.append(k)
     with guard:
-        out = absorbed(planes, 1, q, width, scale, batch)
+        out = attend_latents(planes, 1, q, width, scale, batch)
     for r, (start, stop) in enumerate(spans):
         begin, num = int(batch.query_start[r]), stop - start - broken[r]
         k = kept[r][: start + num, None].expand(-1, heads, -1)
@@ -280,7 +280,7 @@ def products(random: Random) -> None:
     if count > 1 and random.random() < 0.3:
         x[-1] = math.nan
     with guard:
-        made = small_gemm.multiply(x, blocked.data_ptr(), outputs, bias)
+        made = small_gemm.multiply_packed(x, blocked.data_ptr(), outputs, bias)
     expected = x.double() @ weight.double().T
     if bias is not None:
         expected += bias.double()
@@ -385,7 +385,7 @@ def _gated(random: Random, dtype: torch.dtype) -> None:
     _compare(sums, gated.pow(2).sum(-1), torch.float32, 8 * gated.pow(2).sum(-1), size)
     factors = torch.rsqrt(squares[..., 0] + eps).float()
     with guard:
-        mamba2.scaled(as_array(made), as_array(factors), as_array(weight), as_array(out))
+        mamba2.scale_rows(as_array(made), as_array(factors), as_array(weight), as_array(out))
     expected = (made.double().view(count, groups, size) * factors.double()[..., None]).flatten(1) * weight.double()
     _compare(out, expected, dtype, 8 * expected.abs(), 2)
 

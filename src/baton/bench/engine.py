@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from baton.bench.progress import shown
+from baton.bench.progress import with_progress
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.core import EngineCore
 from baton.engine.executor import LocalExecutor
@@ -104,7 +104,7 @@ def speculative_over_plain(model: str, speculative_config: dict[str, Any]) -> tu
     ):
         cases = make_cases(plain._engine.tokenizer, [64] * (ROUNDS * 4), params)
         rates: dict[str, list[float]] = {"plain": [], "speculative": []}
-        for warm_up, case in enumerate(shown([cases[0], *cases], "pair")):
+        for warm_up, case in enumerate(with_progress([cases[0], *cases], "pair")):
             for name, llm in (("plain", plain), ("speculative", speculative)):
                 started = time.perf_counter()
                 result = llm.generate([list(case.prompt_token_ids)], params)[0]

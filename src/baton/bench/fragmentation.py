@@ -76,7 +76,7 @@ def _finish(pool: PagePool, one: _Served, past: deque[list[int]]) -> None:
     past.append(one.tokens)
 
 
-def tables(
+def fragmented_tables(
     fragmentation: str, num_pages: int, count: int, tables_wanted: int, caching: bool = True, seed: int = 0
 ) -> list[list[int]]:
     """Block tables of `count` pages each, for `tables_wanted` prompts in turn, from a pool of `num_pages`.

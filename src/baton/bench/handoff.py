@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from baton.bench.fragmentation import tables
+from baton.bench.fragmentation import fragmented_tables
 from baton.bench.handoff_peer import PrefillPeer
 from baton.bench.modelled import ModelledEngine, ModelledKV
-from baton.bench.progress import bar
+from baton.bench.progress import progress_bar
 from baton.handoff.protocol import events as ev
-from baton.handoff.protocol.ticket import SignedTicket, Ticket, mint, new_transfer_id
+from baton.handoff.protocol.ticket import SignedTicket, Ticket, new_transfer_id, sign_ticket
 from baton.wire import Mode
 
 
@@ -80,7 +80,7 @@ class _Round:
     hidden_bytes: float
 
 
-def measure(
+def measure_handoffs(
     kv: ModelledKV,
     topology: Topology,
     pace: Pace,
@@ -96,14 +96,14 @@ def measure(
     num_pages = 4 * most + 64  # twice a prompt's, plus room for `Churn`
     for length in num_tokens:
         placed = {
-            name: [tables(name, num_pages, -(-length // kv.block_size), 1, seed=seed)[0] for seed in (1, 2)]
+            name: [fragmented_tables(name, num_pages, -(-length // kv.block_size), 1, seed=seed)[0] for seed in (1, 2)]
             for name in fragmentations
         }
         with _two(kv, topology, num_pages) as pair:
             at_once: dict[str, list[_Round]] = {name: [] for name in placed}
             streamed: dict[str, list[_Round]] = {name: [] for name in placed}
             turns = itertools.product(range(num_iters + 1), placed.items())
-            with bar((num_iters + 1) * len(placed), "handoff") as shown:
+            with progress_bar((num_iters + 1) * len(placed), "handoff") as shown:
                 for turn, (name, pages) in turns:
                     one = pair.hand_over(length, pages, pace.chunk, 0.0)
                     other = pair.hand_over(length, pages, pace.chunk, pace.rate)
@@ -162,7 +162,7 @@ class _Pair:
             decode_expiry=expiry,
             request_digest=bytes(32),
         )
-        return SignedTicket.of(ticket, mint(self._key, ticket))
+        return SignedTicket.of(ticket, sign_ticket(self._key, ticket))
 
     def close(self) -> None:
         self._engine.close()

@@ -17,7 +17,7 @@ from baton.children import LineProcess
 from baton.errors import EngineUnavailableError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
-from baton.handoff.protocol.ticket import verify
+from baton.handoff.protocol.ticket import verify_ticket
 
 # For D to register, and for a line to pass the pipe, before the first chunk.
 _LEAD_S = 0.005
@@ -56,7 +56,7 @@ class PrefillPeer:
         self._child.close(20)
 
 
-def serve() -> None:
+def serve_prefill() -> None:
     kv, tensor_parallel_size, num_pages, uri, key = json.loads(sys.stdin.readline())
     modelled, ticket_key = msgspec.convert(kv, ModelledKV), bytes.fromhex(key)
     engine = ModelledEngine("P", modelled, tensor_parallel_size, num_pages, uri, ticket_key)
@@ -78,7 +78,7 @@ def _prefill(
     chunk: int,
     rate: float,
 ) -> None:
-    ticket = verify(key, text, "prefill", time.monotonic())
+    ticket = verify_ticket(key, text, "prefill", time.monotonic())
     before, tables = engine.copied(), dict.fromkeys(kv.groups, pages)
     engine.together.open_prefill(ticket)
     engine.together.admit_prefill(ticket.key)

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from baton.bench.load_figures import RequestOutcome
-from baton.bench.progress import bar
+from baton.bench.progress import progress_bar
 from baton.bench.prompts import LoadRequest
 from baton.errors import BatonError, EngineUnavailableError
 from baton.openai.client import OpenAIClient
@@ -72,7 +72,7 @@ async def run_load(
                 raise EngineUnavailableError(f"a request to warm up failed: {outcome.error}")
         before = await spec_decode_counters(client)
         tasks = []
-        with bar(len(load.requests), "request") as shown:
+        with progress_bar(len(load.requests), "request") as shown:
             begin = time.perf_counter()
             for request, due in zip(load.requests, load.due_s, strict=True):
                 wait = begin + due - time.perf_counter()

@@ -12,14 +12,14 @@ T = TypeVar("T")
 DELAY_S = 1.0  # a short benchmark shows none
 
 
-def bar(total: int, unit: str, delay_s: float = DELAY_S) -> tqdm[None]:
+def progress_bar(total: int, unit: str, delay_s: float = DELAY_S) -> tqdm[None]:
     """A bar on stderr for `total` units. It disappears at the end."""
     return tqdm(total=total, desc="Benchmark", unit=unit, delay=delay_s, leave=False, disable=None)
 
 
-def shown(items: Sequence[T], unit: str, delay_s: float = DELAY_S) -> Iterator[T]:
+def with_progress(items: Sequence[T], unit: str, delay_s: float = DELAY_S) -> Iterator[T]:
     """The items, each counted when the next one is asked for."""
-    with bar(len(items), unit, delay_s) as one:
+    with progress_bar(len(items), unit, delay_s) as one:
         for item in items:
             yield item
             one.update()

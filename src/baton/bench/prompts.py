@@ -78,7 +78,7 @@ class PrefixRepetition:
         ]
 
 
-def arrivals(count: int, rate: float, burstiness: float, random: np.random.Generator) -> list[float]:
+def arrival_times(count: int, rate: float, burstiness: float, random: np.random.Generator) -> list[float]:
     """Arrival times in seconds from the load's start, at `rate` per second.
 
     Gaps have a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier, infinity is even.

@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 
 from baton.bench.client import stream_completion
-from baton.bench.progress import shown
+from baton.bench.progress import with_progress
 from baton.deployment import Deployment
-from baton.openai.client import connected
+from baton.openai.client import connected_client
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases
@@ -39,7 +39,7 @@ class ServeFigures:
     tokens_per_s: float
 
 
-def measure(
+def measure_deployments(
     model: str,
     speculative_config: dict[str, Any] | None,
     prompt_tokens: int = 512,
@@ -77,12 +77,12 @@ async def _measure(
 ) -> ServeFigures:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     cases = make_cases(Tokenizer.load(model), [prompt_tokens] * (num_pairs + WARM_UP), params)
-    async with connected(reference, 30.0) as client:
+    async with connected_client(reference, 30.0) as client:
         name = (await client.model()).id
     ttft: dict[str, list[float]] = {reference: [], candidate: []}
     speed: dict[str, list[float]] = {reference: [], candidate: []}
     async with aiohttp.ClientSession() as session:
-        for index, case in enumerate(shown(cases, "pair")):
+        for index, case in enumerate(with_progress(cases, "pair")):
             body = {
                 "model": name,
                 "prompt": list(case.prompt_token_ids),
@@ -104,13 +104,13 @@ async def _measure(
         statistics.median(ttft[candidate]) * 1e3,
         statistics.median(ratios),
         (ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]),
-        interval(ratios),
+        confidence_interval(ratios),
         statistics.median(speed[reference]),
         statistics.median(speed[candidate]),
     )
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float]:
+def confidence_interval(ratios: Sequence[float]) -> tuple[float, float]:
     """95 % confidence interval of the geometric mean, by the normal approximation of the mean of logarithms."""
     logs = [math.log(ratio) for ratio in ratios]
     mean, half = statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))

@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from baton.bench.progress import shown
+from baton.bench.progress import with_progress
 from baton.errors import ConfigError, TransportError
-from baton.handoff.plan.planner import RankGeometry, plan
+from baton.handoff.plan.planner import RankGeometry, plan_copies
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, Axis, CopyList, Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
@@ -50,7 +50,7 @@ class CopySpeed:
     rounds: int
 
 
-def available(uris: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def runnable_transports(uris: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The transports of `uris` that run here, and why the others do not."""
     found, why = [], {}
     for uri in uris:
@@ -91,7 +91,7 @@ def measure_copies(
                         raise TransportError("a copy of the benchmark failed")
 
                 figures = []
-                for size, run in shown(cases, "case"):
+                for size, run in with_progress(cases, "case"):
                     parts: dict[str, Callable[[], object]] = {
                         "memcpy": partial(np.copyto, dest[:size], source[:size]),
                         near.scheme: partial(write, _scattered(size, run)),
@@ -122,8 +122,8 @@ def measure_planning(runs: int = PLAN_RUNS, rounds: int = ROUNDS) -> dict[str, f
         count = geometry.num_pages - 1
         here, there = (rng.permutation(count) + 1 for _ in range(2))
         rank = RankGeometry(rank=0, geometry=geometry)
-        parts[name] = partial(plan, [rank], rank, here, there, Interval(0, count * geometry.page_size))
-        out[f"plan_{name}_runs"] = float(len(plan([rank], rank, here, there, Interval(0, count * 16))[0]))
+        parts[name] = partial(plan_copies, [rank], rank, here, there, Interval(0, count * geometry.page_size))
+        out[f"plan_{name}_runs"] = float(len(plan_copies([rank], rank, here, there, Interval(0, count * 16))[0]))
     seconds = _in_turns(parts, rounds)
     return out | {f"plan_{name}_ms": statistics.median(values) * 1e3 for name, values in seconds.items()}
 

@@ -16,7 +16,7 @@ from baton.cli.doctor import doctor_command
 from baton.cli.generate import generate_command
 from baton.cli.help import GroupedCommand
 from baton.cli.keys import keys_command
-from baton.cli.logs import log_to_stderr, logger, logs, wants_json
+from baton.cli.logs import is_logging, log_to_stderr, logger, wants_json
 from baton.cli.router import router_command
 from baton.cli.serve import serve_command, up_command
 from baton.cli.verify import verify_command
@@ -97,13 +97,13 @@ def main(given: Sequence[str] | None = None) -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
     try:
-        status = app(arguments, standalone_mode=not logs())
+        status = app(arguments, standalone_mode=not is_logging())
         raise SystemExit(status if isinstance(status, int) else 0)
     except _UsageError as error:  # click's usage text would not be JSON
         logger.error("%s", error.format_message())
         raise SystemExit(error.exit_code) from None
     except BatonError as error:
-        if logs():
+        if is_logging():
             logger.error("%s", error)
         else:
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -33,7 +33,7 @@ def generate_command(
     ).check()
     with without_gc():
         from baton.engine.async_engine import AsyncEngine
-        from baton.openai.output import SampleOutput
+        from baton.openai.output import ChoiceOutput
         from baton.text import Tokenizer
 
     tokenizer = Tokenizer.load(config.model)
@@ -43,7 +43,7 @@ def generate_command(
     else:
         ids = tokenizer.encode(prompt)
     request = GenerateRequest(request_id=secrets.token_hex(8), prompt_token_ids=ids, sampling_params=params)
-    output = SampleOutput(tokenizer, request)
+    output = ChoiceOutput(tokenizer, request)
 
     async def run() -> None:
         async for chunk in engine.generate(request):

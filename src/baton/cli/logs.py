@@ -68,7 +68,7 @@ def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
             os.environ.setdefault(name, "1")
 
 
-def logs() -> bool:
+def is_logging() -> bool:
     """Whether `log_to_stderr` was called."""
     return any(isinstance(handler, _Stderr) for handler in logging.getLogger().handlers)
 
@@ -84,7 +84,7 @@ def wants_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool
     return last == "json"
 
 
-def tell(text: str) -> None:
+def log_lines(text: str) -> None:
     for line in text.splitlines():
         logger.info("%s", line)
 

@@ -17,7 +17,7 @@ import typer
 
 from baton.cli.logs import LogFormat, LogLevel, log_to_stderr
 from baton.cli.settings import Config
-from baton.engine.config import EngineConfig, ServingSettings, StepSettings, declared
+from baton.engine.config import EngineConfig, ServingSettings, StepSettings, declared_settings
 from baton.errors import ConfigError
 from baton.openai.http.access import Access
 from baton.openai.http.limits import WRITE_TIMEOUT_S, HttpLimits
@@ -27,7 +27,7 @@ from baton.openai.tools import Parsing
 from baton.parsing import REASONING_PARSERS, TOOL_PARSERS
 from baton.router.config.router_settings import RoutingSettings
 from baton.setting import DeclaredSetting, Setting, check_settings
-from baton.text import ContentFormatOption, chosen_template
+from baton.text import ContentFormatOption, read_template_option
 from baton.wire import Role
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class EngineOptions(ServingSettings):
     ) -> EngineConfig:
         """The checked configuration, with models of the hub fetched. Raises `ConfigError` for the first bad field."""
         own = process or ProcessOptions()
-        settings: dict[str, Any] = {name: getattr(self, name) for name in declared(ServingSettings)}
+        settings: dict[str, Any] = {name: getattr(self, name) for name in declared_settings(ServingSettings)}
         if self.kv_transport is not None:
             transfer = dataclasses.replace(self.kv_transfer_config, kv_transport=self.kv_transport)
             settings["kv_transfer_config"] = transfer
@@ -79,7 +79,7 @@ class EngineOptions(ServingSettings):
 
 def to_flags(settings: StepSettings) -> list[str]:
     flags: list[str] = []
-    for name, one in declared(type(settings)).items():
+    for name, one in declared_settings(type(settings)).items():
         value = getattr(settings, name)
         if isinstance(value, bool):
             flags.append(one.flag if value else f"--no-{one.flag[2:]}")
@@ -152,8 +152,8 @@ class ListenOptions:
         return bind(self.host, self.port)
 
     def template(self) -> dict[str, Any]:
-        """As fields of `RouterConfig`. Raises the errors of `chosen_template`."""
-        text = None if self.chat_template is None else chosen_template(self.chat_template)
+        """As fields of `RouterConfig`. Raises the errors of `read_template_option`."""
+        text = None if self.chat_template is None else read_template_option(self.chat_template)
         return {"chat_template": text, "chat_template_content_format": self.chat_template_content_format}
 
     def parsing(self) -> Parsing:
@@ -223,7 +223,7 @@ def router_config(settings: RoutingSettings, admin: AdminOptions, host: str, **m
     from baton.router.config.router_config import RouterConfig
 
     check_settings(settings)
-    own = {name: getattr(settings, name) for name in declared(type(settings))}
+    own = {name: getattr(settings, name) for name in declared_settings(type(settings))}
     return RouterConfig(host_names=(host,), admin_token=admin_token(admin.admin_token_file), **{**own, **more})
 
 
@@ -254,7 +254,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameters(group: type) -> list[inspect.Parameter]:
     """A dataclass' fields with typer's annotations, or declared as settings."""
-    hints, settings = get_type_hints(group, include_extras=True), declared(group)
+    hints, settings = get_type_hints(group, include_extras=True), declared_settings(group)
     found = []
     for field in dataclasses.fields(group):
         annotation, default = hints[field.name], field.default

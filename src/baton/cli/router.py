@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.logs import tell
+from baton.cli.logs import log_lines
 from baton.cli.options import AdminOptions, ListenOptions, ProcessOptions, router_config, with_options
 from baton.deployment import Reporter
 from baton.errors import ConfigError
@@ -63,7 +63,7 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
         value = getattr(options, name)
         if options.engine != "vllm" and value is not None and value is not False:
             raise ConfigError(name, "is for --engine vllm")
-    with Reporter(process.ready_fd, tell) as reporter:
+    with Reporter(process.ready_fd, log_lines) as reporter:
         key_file = process.ticket_key_file
         if key_file is None and process.keys is not None:
             key_file = str(ticket_key_file(process.keys))
@@ -76,9 +76,9 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
         def on_ready(url: str) -> None:
             reporter.ready(url)
             if process.ready_fd is None and (any(urls.values()) or options.discover):
-                tell(f"router is served at {url}/v1")
+                log_lines(f"router is served at {url}/v1")
             elif process.ready_fd is None:
-                tell(f"router waits for engines: POST {url}/instances/add")
+                log_lines(f"router waits for engines: POST {url}/instances/add")
 
         with contextlib.closing(listener):
             asyncio.run(serve_router(config, listener, on_ready, shutdown_timeout_s=listen.shutdown_timeout))

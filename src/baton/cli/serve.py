@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.logs import log_to_stderr, logger, pass_on, tell
+from baton.cli.logs import log_lines, log_to_stderr, logger, pass_on
 from baton.cli.options import (
     AdminOptions,
     EngineOptions,
@@ -60,7 +60,7 @@ def serve_command(
 ) -> None:
     """Serve one engine with the OpenAI API."""
     began = time.monotonic()
-    with Reporter(process.ready_fd, tell) as reporter:
+    with Reporter(process.ready_fd, log_lines) as reporter:
         for name, default in (("chat_template", None), ("chat_template_content_format", "auto")):
             if getattr(listen, name) != default and role != "both":
                 raise ConfigError(name, f"is not for role {role}: the router makes prompts of chats")
@@ -85,9 +85,9 @@ def serve_command(
                 kv = f"{engine.info.kv_tokens} tokens of KV in pages of {config.block_size}"
                 reporter.ready(url, kv)
                 if process.ready_fd is None:
-                    tell(_banner(config, {name: kv}, url if role == "both" else None))
+                    log_lines(_banner(config, {name: kv}, url if role == "both" else None))
                     took = f"started in {time.monotonic() - began:.1f} s"
-                    tell(f"{engine.info.model} ({role}) is served at {url}/v1   ({took})")
+                    log_lines(f"{engine.info.model} ({role}) is served at {url}/v1   ({took})")
 
             def make_engine() -> AsyncEngine:
                 return AsyncEngine(config, reporter.progress)
@@ -125,7 +125,7 @@ def _serve_ranks(
         urls, kv = ranks.await_ready(reporter)
         reporter.ready(urls[0], kv, urls)
         if process.ready_fd is None:
-            tell(f"{size} data-parallel ranks ({role}) are served at {', '.join(urls)}")
+            log_lines(f"{size} data-parallel ranks ({role}) are served at {', '.join(urls)}")
         ranks.wait()
         reporter.signalled()
 
@@ -170,7 +170,7 @@ def up_command(
         ranks = roles.data_ranks(options)
         check_sizes(config, fleet.prefill * ranks["prefill"] + fleet.decode * ranks["decode"])
         router = router_config(routing, admin, listen.host, tokenizer=config.model, **own)
-        tell(f"starting {fleet.prefill} prefill and {fleet.decode} decode engines of {model}")
+        log_lines(f"starting {fleet.prefill} prefill and {fleet.decode} decode engines of {model}")
         deployment = Deployment(
             config.model,
             fleet.prefill,
@@ -179,7 +179,7 @@ def up_command(
             role_flags=role_flags,
             kv_transport=config.kv_transfer_config.kv_transport,
             router=False,
-            tell=tell,
+            tell=log_lines,
             forward=pass_on,
             log_format=listen.log_format,
             shutdown_timeout_s=listen.shutdown_timeout,
@@ -194,13 +194,13 @@ def up_command(
 
             def on_ready(url: str) -> None:
                 took = f"started in {time.monotonic() - began:.1f} s"
-                tell(_banner(config, deployment.engines(), url))
-                tell(f"ready: {url}/v1   (status: {url}/status, {took}, Ctrl-C ends all)")
+                log_lines(_banner(config, deployment.engines(), url))
+                log_lines(f"ready: {url}/v1   (status: {url}/status, {took}, Ctrl-C ends all)")
 
             supervisor, stop = Supervisor(deployment, logger.warning, fleet.max_restarts), asyncio.Event()
             beside = functools.partial(_supervise, supervisor, stop)
             asyncio.run(serve_router(router, listener, on_ready, beside, listen.shutdown_timeout, stop))
-            tell("ending all processes")
+            log_lines("ending all processes")
         if supervisor.failure is not None:
             raise EngineUnavailableError(supervisor.failure)
 

@@ -13,7 +13,7 @@ import msgspec
 import typer
 import yaml
 
-from baton.cli.logs import log_to_stderr, logs
+from baton.cli.logs import is_logging, log_to_stderr
 from baton.deployment import FLAG_VARIABLES
 from baton.errors import ConfigError
 
@@ -75,7 +75,7 @@ def _apply(context: typer.Context, path: str | None) -> str | None:
     settings |= _as_flags(context, given, _ENVIRONMENT)
     context.meta[_SOURCES] |= {name: _where(name, _ENVIRONMENT) for name in given}
     context.default_map = settings
-    if settings.get("log_format") == "json" and not logs():
+    if settings.get("log_format") == "json" and not is_logging():
         log_to_stderr(form="json")
     return path
 

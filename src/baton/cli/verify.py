@@ -16,11 +16,11 @@ import typer
 from baton.cli.options import to_flags, with_options
 from baton.cli.roles import RoleOptions
 from baton.deployment import Deployment, check_shared_transport
-from baton.engine.config import StepSettings, declared
+from baton.engine.config import StepSettings, declared_settings
 from baton.engine.loading.hub import checkpoint_directory
 from baton.errors import ConfigError
 from baton.sampling_params import MAX_LOGPROBS, SamplingParams
-from baton.verify.compare import compare
+from baton.verify.compare import compare_answers
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case, next_turns
 from baton.verify.options import DEFAULT_LENGTHS, MODES, Bounds, choose_cases, find_bos, parse_modes
 from baton.verify.prompts import num_doubled
@@ -218,7 +218,7 @@ def verify_command(
 
 def _reference_settings(engine: StepSettings, model: str | None, batch_invariant: bool) -> dict[str, Any]:
     """Of an engine with one rank and the default memory, which hands nothing over."""
-    settings = {name: getattr(engine, name) for name in declared(StepSettings)}
+    settings = {name: getattr(engine, name) for name in declared_settings(StepSettings)}
     for name in (
         "kv_cache_memory",
         "integrity",
@@ -257,7 +257,9 @@ def _print_reports(
     reports = []
     for mode in modes:
         found = ask(mode)
-        report = compare(mode, cases, expected.observed, found.observed, bounds.logprob_tolerance, bounds.near_tie)
+        report = compare_answers(
+            mode, cases, expected.observed, found.observed, bounds.logprob_tolerance, bounds.near_tie
+        )
         report.check = bounds.check(expected, found)
         reports.append(report)
     print(json.dumps([report_json(r) for r in reports], indent=1) if json_output else format_reports(reports))

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from baton.doctor.ask_vllm import ask_vllm, identify, read_cache
+from baton.doctor.ask_vllm import ask_identity, ask_vllm, read_cache
 from baton.doctor.facts import BOTH, RANK, Problem, Reading, RouterEntry, RouterFacts, Server
 from baton.doctor.servers import dialled_addresses
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, OverloadedError, ProtocolError
-from baton.openai.answers import Model, decode, printable
-from baton.openai.client import OpenAIClient, connected
+from baton.openai.answers import Model, decode_answer, printable_line
+from baton.openai.client import OpenAIClient, connected_client
 from baton.timeouts import timeout
 from baton.wire import EngineInfo, LegRole, Role
 
@@ -64,7 +64,7 @@ class _Status(msgspec.Struct, frozen=True):
     engines: list[_Entry]
 
 
-async def ask(url: str, timeout_s: float, api_key: str | None = None) -> Server | RouterFacts:
+async def ask_server(url: str, timeout_s: float, api_key: str | None = None) -> Server | RouterFacts:
     """Never raises a Baton error: a failure is the result's `problem`."""
     async with _connected(url, timeout_s, api_key) as client:
         try:
@@ -84,14 +84,14 @@ async def read_clock(server: Server, timeout_s: float, api_key: str | None = Non
         async with _connected(server.url, timeout_s, api_key) as client:
             if server.kind == "baton":
                 return (await _identify(client))[1]
-            return (await identify(client, await client.model()))[1]
+            return (await ask_identity(client, await client.model()))[1]
     return None
 
 
 def _connected(url: str, timeout_s: float, api_key: str | None) -> AbstractAsyncContextManager[OpenAIClient]:
     """`url` may name a data-parallel rank of a vLLM server, as for a router: `#dp_rank=N`."""
     base, _, rank = url.partition(RANK)
-    return connected(base, timeout_s, api_key, rank or None)
+    return connected_client(base, timeout_s, api_key, rank or None)
 
 
 async def _ask(client: OpenAIClient, url: str) -> Server | RouterFacts:
@@ -108,7 +108,7 @@ async def _ask(client: OpenAIClient, url: str) -> Server | RouterFacts:
                     url=one.url,
                     role=one.role,
                     engine_id=None if one.info is None else one.info.engine_id,
-                    problem=None if one.problem is None else printable(one.problem),
+                    problem=None if one.problem is None else printable_line(one.problem),
                     draining=one.draining,
                 )
                 for one in status.engines
@@ -173,13 +173,13 @@ async def _ask_sglang(client: OpenAIClient, model: Model) -> Server:
     return Server(
         url=client.url,
         kind="sglang",
-        version=None if told.get("version") is None else printable(str(told["version"])),
+        version=None if told.get("version") is None else printable_line(str(told["version"])),
         model=model.id,
         max_model_len=model.max_model_len,
         roles=_MODES.get(str(told.get("disaggregation_mode", "null")), ()),
         connector=str(told.get("disaggregation_transfer_backend")),
-        settings={name: printable(str(told[name])) for name in _SGLANG if name in told},
-        page_size=None if told.get("page_size") is None else printable(str(told["page_size"])),
+        settings={name: printable_line(str(told[name])) for name in _SGLANG if name in told},
+        page_size=None if told.get("page_size") is None else printable_line(str(told["page_size"])),
     )
 
 
@@ -201,7 +201,7 @@ async def _dialled(server: Server, timeout_s: float) -> Server:
 
 async def _version(client: OpenAIClient) -> str | None:
     try:
-        return printable((await _get(client, "/version", _Version)).version)
+        return printable_line((await _get(client, "/version", _Version)).version)
     except (_MissingError, ProtocolError):
         return None
 
@@ -224,13 +224,13 @@ async def _get(client: OpenAIClient, path: str, kind: type[T]) -> T:
             raise _MissingError(str(error), error.status) from None
         raise
     try:
-        return decode(body, kind)
+        return decode_answer(body, kind)
     except ProtocolError as error:  # some servers answer every path
         raise _MissingError(str(error)) from None
 
 
 def _problem(error: BatonError) -> Problem:
-    text = printable(str(error))
+    text = printable_line(str(error))
     status = error.status if isinstance(error, EngineUnavailableError) else None
     if status in (401, 403):
         return Problem("api_key", text)

@@ -13,7 +13,7 @@ from prometheus_client.samples import Sample
 
 from baton.doctor.facts import BOTH, Reading, Server
 from baton.errors import BatonError, ProtocolError
-from baton.openai.answers import Model, decode, printable
+from baton.openai.answers import Model, decode_answer, printable_line
 from baton.openai.client import OpenAIClient
 from baton.router.clients.vllm_api import render_bodies, rendered_defaults
 from baton.wire import BATON_PARAM, EngineIdentity, LegParams, LegRole, VllmIdentity
@@ -45,7 +45,7 @@ async def ask_vllm(client: OpenAIClient, model: Model) -> Server:
         samples = []
     cache = _cache_of(samples)
     nixl = any(sample.name.startswith(_NIXL) for sample in samples)
-    identity, reading = (None, None) if nixl else await identify(client, model)
+    identity, reading = (None, None) if nixl else await ask_identity(client, model)
     transfer = _dict(_dict(info, "vllm_config"), "kv_transfer_config")
     named = transfer.get("kv_connector")
     connector = "BatonConnector" if identity is not None else str(named or "a NIXL connector") if nixl else None
@@ -81,13 +81,13 @@ async def ask_vllm(client: OpenAIClient, model: Model) -> Server:
     return Server(
         url=client.url,
         kind="vllm",
-        version=None if told is None else printable(told),
+        version=None if told is None else printable_line(told),
         model=model.id,
         max_model_len=model.max_model_len,
         identity=identity or _side_channel(info, client.url, nixl),
         roles=roles,
         connector=connector,
-        settings={name: printable(value) for name, value in settings.items() if value is not None},
+        settings={name: printable_line(value) for name, value in settings.items() if value is not None},
         clocks=() if reading is None else (reading,),
         not_told=tuple(not_told),
         page_size=cache.get("block_size"),
@@ -98,7 +98,7 @@ def _cache_of(samples: Sequence[Sample]) -> Mapping[str, str]:
     return next((sample.labels for sample in samples if sample.name == _CACHE), {})
 
 
-async def identify(client: OpenAIClient, model: Model) -> tuple[VllmIdentity | None, Reading | None]:
+async def ask_identity(client: OpenAIClient, model: Model) -> tuple[VllmIdentity | None, Reading | None]:
     """Ask for the identity by a completion of one token, as routers do; other connectors ignore its parameters."""
     params = {BATON_PARAM: msgspec.to_builtins(LegParams(role="identify"))}
     body = {"model": model.id, "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
@@ -133,7 +133,7 @@ def _side_channel(info: Mapping[str, Any] | None, url: str, nixl: bool) -> Engin
     host, port = env.get("VLLM_NIXL_SIDE_CHANNEL_HOST"), env.get("VLLM_NIXL_SIDE_CHANNEL_PORT")
     if not nixl or host is None or port is None:
         return None
-    address = f"tcp://{printable(str(host))}:{printable(str(port))}"
+    address = f"tcp://{printable_line(str(host))}:{printable_line(str(port))}"
     return EngineIdentity(
         engine_id=url,
         incarnation=url,
@@ -158,7 +158,7 @@ async def _sampling_defaults(client: OpenAIClient, model: Model) -> str | None:
 
 async def _json(client: OpenAIClient, path: str) -> dict[str, Any] | None:
     with contextlib.suppress(BatonError):
-        return decode(await client.fetch("GET", client.url + path), dict[str, Any])
+        return decode_answer(await client.fetch("GET", client.url + path), dict[str, Any])
     return None
 
 

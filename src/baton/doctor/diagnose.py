@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from baton.doctor.ask import ask, read_clock
+from baton.doctor.ask import ask_server, read_clock
 from baton.doctor.facts import Checkup, Finding, Problem, RouterFacts, Server, Trial
 from baton.doctor.host import check_host, read_host
 from baton.doctor.keys import check_keys
@@ -16,7 +16,7 @@ from baton.doctor.routers import check_router
 from baton.doctor.servers import check_servers
 from baton.doctor.trial import try_handoff
 from baton.errors import BatonError
-from baton.openai.answers import printable
+from baton.openai.answers import printable_line
 
 # Between two readings of a clock.
 CLOCK_S = 1.0
@@ -33,7 +33,7 @@ async def check_up(
     """Ask the servers at base URLs, and a router with its engines, which may be among `urls` too. A handoff is tried
     if the router has engines of both roles."""
     began = time.monotonic()
-    found = await asyncio.gather(*(ask(url, timeout_s, api_key) for url in [*urls, *filter(None, [router_url])]))
+    found = await asyncio.gather(*(ask_server(url, timeout_s, api_key) for url in [*urls, *filter(None, [router_url])]))
     routers = [one for one in found if isinstance(one, RouterFacts)]
     servers = [one for one in found if isinstance(one, Server)]
     router = routers[0] if routers else None
@@ -45,7 +45,7 @@ async def check_up(
         known = {server.url for server in servers}
         ids = {server.identity.engine_id for server in servers if server.identity is not None}
         more = [engine.url for engine in router.engines if engine.url not in known and engine.engine_id not in ids]
-        asked = await asyncio.gather(*(ask(url, timeout_s, api_key) for url in more))
+        asked = await asyncio.gather(*(ask_server(url, timeout_s, api_key) for url in more))
         servers += [one for one in asked if isinstance(one, Server)]
     trial = await _trial(router, servers, timeout_s, api_key)
     await asyncio.sleep(max(0.0, clock_s - (time.monotonic() - began)))
@@ -81,7 +81,7 @@ async def _trial(
     try:
         return await try_handoff(router.url, min(lengths, default=None), timeout_s, api_key)
     except BatonError as error:
-        return Trial(problem=printable(str(error)))
+        return Trial(problem=printable_line(str(error)))
 
 
 async def _read_again(server: Server, timeout_s: float, api_key: str | None) -> Server:

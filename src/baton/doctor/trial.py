@@ -14,8 +14,8 @@ from prometheus_client.samples import Sample
 
 from baton.doctor.facts import Trial
 from baton.errors import BatonError
-from baton.openai.answers import decode, printable
-from baton.openai.client import OpenAIClient, connected
+from baton.openai.answers import decode_answer, printable_line
+from baton.openai.client import OpenAIClient, connected_client
 
 _PROMPT_TOKENS, _MAX_TOKENS = 512, 8
 # Ids that vocabularies of all sizes have.
@@ -88,7 +88,7 @@ async def try_handoff(url: str, max_model_len: int | None, timeout_s: float, api
     model or no counters."""
     num_prompt = min(_PROMPT_TOKENS, (max_model_len or _PROMPT_TOKENS) // 2)
     prompt = random.SystemRandom().choices(_IDS, k=max(num_prompt, 2))
-    async with connected(url, timeout_s, api_key) as client:
+    async with connected_client(url, timeout_s, api_key) as client:
         model = await client.model()
         before = await _counts(client)
         body = {"model": model.id, "prompt": prompt, "max_tokens": _MAX_TOKENS, "temperature": 0, "ignore_eos": True}
@@ -101,7 +101,7 @@ async def try_handoff(url: str, max_model_len: int | None, timeout_s: float, api
                     first = time.monotonic()
                 num_tokens += came
         except BatonError as error:
-            problem = printable(str(error))
+            problem = printable_line(str(error))
         ended = time.monotonic()
         if problem is None and first is None:
             problem = "no token came"
@@ -122,7 +122,7 @@ async def try_handoff(url: str, max_model_len: int | None, timeout_s: float, api
 
 
 async def _counts(client: OpenAIClient) -> _Counts:
-    status = decode(await client.fetch("GET", f"{client.url}/status"), _Status)
+    status = decode_answer(await client.fetch("GET", f"{client.url}/status"), _Status)
     return _Counts(status, await client.samples())
 
 

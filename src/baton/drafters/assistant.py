@@ -30,7 +30,7 @@ from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import rotate
 from baton.models.loading.config_json import read_config
-from baton.models.loading.loader import fill
+from baton.models.loading.loader import fill_module
 from baton.models.loading.stored import stored_tensors
 
 _KIND = "gemma4_assistant"
@@ -127,7 +127,7 @@ class Assistant(nn.Module):
                 return embedding
             return None if name.endswith("rotary_emb.inv_freq") else name.removeprefix("model.")
 
-        fill(drafter, path, rename)
+        fill_module(drafter, path, rename)
         return drafter.eval()
 
     def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:

@@ -25,7 +25,7 @@ from baton.drafters.head import (
     head_tensors,
     target_ids,
 )
-from baton.drafters.head_config import LAYER_IDS, flag, nested, read_head
+from baton.drafters.head_config import LAYER_IDS, eagle_flag, nested, read_head
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerCache
@@ -78,7 +78,7 @@ class Eagle3(HeadDrafter):
         self.feature_size = target.hidden_size * (len(self.aux_layers) or 1)
         self.fc = Linear(self.feature_size, hidden, build, bias="fc.bias" in names) if self.aux_layers else None
         self._add_norms(raw, target.hidden_size, config.rms_eps, build)
-        first = FusionLayer(config, flag(raw, "norm_before_residual"), build)
+        first = FusionLayer(config, eagle_flag(raw, "norm_before_residual"), build)
         self.layers = nn.ModuleList([first, *(_layer(config, i, build) for i in range(1, config.num_layers))])
         self.norm = RMSNorm(hidden, config.rms_eps, build)
         draft_vocab = get_int(raw, "draft_vocab_size", config.vocab_size)
@@ -99,11 +99,11 @@ class Eagle3(HeadDrafter):
 
     def _add_norms(self, raw: RawConfig, target_hidden: int, eps: float, build: Build) -> None:
         """The norms of EAGLE-3.1."""
-        self._norm_output = flag(raw, "norm_output")
+        self._norm_output = eagle_flag(raw, "norm_output")
         self.input_norm, self.fc_norm = None, None
-        if flag(raw, "norm_before_fc"):
+        if eagle_flag(raw, "norm_before_fc"):
             self.input_norm = RMSNorm(self.feature_size, eps, build)
-        if flag(raw, "fc_norm"):
+        if eagle_flag(raw, "fc_norm"):
             self.fc_norm = nn.ModuleList(RMSNorm(target_hidden, eps, build) for _ in self.aux_layers)
         if self.fc is None and (self.input_norm is not None or self.fc_norm is not None):
             raise CheckpointError("drafter: config.json: norm_before_fc and fc_norm go with auxiliary hidden states")
@@ -159,7 +159,7 @@ def aux_layer_ids(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     `CheckpointError` for ids out of range.
     """
     inner = nested(raw)
-    if not flag(raw, "use_aux_hidden_state", True):
+    if not eagle_flag(raw, "use_aux_hidden_state", True):
         return ()
     given = [(key, section[key]) for section in (raw, inner) for key in LAYER_IDS if section.get(key)]
     key, ids = given[0] if given else (LAYER_IDS[0], [2, num_layers // 2, num_layers - 3])

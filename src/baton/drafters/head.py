@@ -23,7 +23,7 @@ from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerCache, LayerSp
 from baton.models.config import ModelConfig
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import Rotary
-from baton.models.loading.loader import fill
+from baton.models.loading.loader import fill_module
 from baton.models.loading.stored import stored_tensors
 
 
@@ -142,20 +142,20 @@ def fill_drafter(
     """Copy a head's tensors into `drafter` under canonical names, `renamed`, except those in `skip`."""
 
     def rename(name: str) -> str | None:
-        name = renamed(canonical(name))
+        name = renamed(canonical_tensor_name(name))
         return None if name in skip or name.endswith("rotary_emb.inv_freq") else name
 
-    fill(drafter, path, rename)
+    fill_module(drafter, path, rename)
 
 
-def canonical(name: str) -> str:
+def canonical_tensor_name(name: str) -> str:
     """The name without a `model.` prefix, and with `midlayer` as layer 0."""
     name = name.removeprefix("model.")
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
 def head_tensors(path: str) -> set[str]:
-    return {canonical(name) for name in stored_tensors(path)}
+    return {canonical_tensor_name(name) for name in stored_tensors(path)}
 
 
 def target_ids(offsets: Tensor, target_vocab: int) -> Tensor:

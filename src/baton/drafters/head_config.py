@@ -123,7 +123,7 @@ def nested(raw: RawConfig) -> RawConfig:
     return found
 
 
-def flag(raw: RawConfig, name: str, default: bool = False) -> bool:
+def eagle_flag(raw: RawConfig, name: str, default: bool = False) -> bool:
     """A flag of the method, from `eagle_config` or from the top level."""
     inner = nested(raw)
     return get_bool(inner if inner.get(name) is not None else raw, name, default)

@@ -15,7 +15,7 @@ from baton.models.base import CausalLM
 from baton.models.config import RawConfig, get_bool, get_int
 from baton.models.layers.linear import Build
 from baton.models.loading.config_json import read_config, text_config
-from baton.models.loading.loader import fill, quantized_weights
+from baton.models.loading.loader import fill_module, quantized_weights
 from baton.models.loading.stored import StoredTensors
 
 # A module's own tensors in DeepSeek's checkpoints; all others belong to its layer.
@@ -42,7 +42,7 @@ class Mtp(MtpHead):
             found = place(stored.name(name), num_layers)
             return f"layers.{found[0]}.{found[1]}" if found is not None and found[0] < num else None
 
-        fill(drafter, path, rename, target.unpack, quantized_weights(raw, stored))
+        fill_module(drafter, path, rename, target.unpack, quantized_weights(raw, stored))
         return drafter.eval()
 
 
@@ -70,7 +70,7 @@ def _of_qwen(name: str, num_layers: int) -> tuple[int, str] | None:
     for stored, part in _QWEN_PARTS.items():
         if rest.startswith(stored):
             return 0, part + rest.removeprefix(stored)
-    return 0, rest  # unknown, which `fill` refuses by name
+    return 0, rest  # unknown, which `fill_module` refuses by name
 
 
 def _of_nemotron(name: str, num_layers: int) -> tuple[int, str] | None:

@@ -37,7 +37,7 @@ from baton.engine.request import Request
 from baton.engine.runner import ModelRunner, plan_spec
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import Scheduler
-from baton.engine.speculation.start import adapt
+from baton.engine.speculation.start import enable_adaptive_drafts
 from baton.engine.step import DecodingLimits
 from baton.errors import ConfigError, EngineUnavailableError, HandoffError
 from baton.handoff.agent.agent import AgentConfig, EngineWatch, HandoffAgent, Timers
@@ -179,7 +179,7 @@ def _build(
     for agent in agents:
         agent.start()
     computing.followers.watch(lambda cause: mailbox.post(EngineUnavailableError(cause)))
-    adapt(config, core, pool.size.max_model_len)
+    enable_adaptive_drafts(config, core, pool.size.max_model_len)
     addresses = [agent.address for agent in agents]
     info = engine_info(config, loaded, pool.size, facts, incarnation, addresses, cache, events)
     redeemer = Redeemer(ticket_key, config.engine_id, incarnation) if ticket_key else None

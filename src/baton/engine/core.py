@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from baton.engine.handoff import HandoffLegs
-from baton.engine.leg import Effect, PagesReleased, PrefixArrived, RequestArrived, RequestFailed
+from baton.engine.leg import Effect, PagesReleased, PrefixArrived, RequestFailed, SeedsArrived
 from baton.engine.mailbox import Mailbox
 from baton.engine.metrics import EngineMetrics
 from baton.engine.planning import DraftRows
@@ -218,7 +218,7 @@ class EngineCore:
                 case PrefixArrived():
                     self._end(request, "length")
                     self._tell(request, True, num_cached_tokens=effect.num_tokens, finish_reason="length")
-                case RequestArrived():
+                case SeedsArrived():
                     (self._finished_elsewhere if effect.finished else self._committed)(request, effect.seeds)
                 case PagesReleased() if request.status is RequestStatus.AWAITING_RELEASE:
                     has_ended = request.finish_reason is not None

@@ -10,10 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.plan import DraftPlan, DraftResult, IntArray, PlanSpec, PromptLogprobs, StepPlan, StepResult, Written
+from baton.engine.plan import (
+    DraftPlan,
+    DraftResult,
+    IntArray,
+    PlanSpec,
+    PromptLogprobRows,
+    StepPlan,
+    StepResult,
+    Written,
+)
 from baton.engine.runner import ModelRunner, TargetOutput
 from baton.engine.sampling.prompt_logprobs import prompt_logprobs
-from baton.engine.sampling.sampler import choose
+from baton.engine.sampling.sampler import choose_tokens
 from baton.wire import TokenLogprobs
 
 
@@ -83,18 +92,18 @@ class LocalExecutor:
     def sample(self, plan: StepPlan, computed: TargetResult) -> StepResult:
         """The choice of tokens, which only rank 0 makes."""
         logits_NV = computed.logits
-        choices = plan.sample_rows if logits_NV is None else choose(logits_NV, plan.sampling)
+        choices = plan.sample_rows if logits_NV is None else choose_tokens(logits_NV, plan.sampling)
         result = StepResult(choices, _on_host(logits_NV, plan.logit_rows), computed.features, computed.scores)
         self._settle()
         return result
 
-    def _scored(self, plan: StepPlan, output: TargetOutput) -> Iterator[tuple[PromptLogprobs, Tensor]]:
+    def _scored(self, plan: StepPlan, output: TargetOutput) -> Iterator[tuple[PromptLogprobRows, Tensor]]:
         """Blocks of the rows to score, with logits [rows, V]: those of a whole prompt would take gigabytes."""
         found = plan.scored
         for first in range(0, 0 if found is None else len(found.row), _SCORED_ROWS):
             assert found is not None
             some = slice(first, first + _SCORED_ROWS)
-            block = PromptLogprobs(found.row[some], found.token[some], found.num_top[some])
+            block = PromptLogprobRows(found.row[some], found.token[some], found.num_top[some])
             yield block, self.runner.logits(output, block.row)
 
     @torch.inference_mode()

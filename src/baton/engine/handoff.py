@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from baton.clock import Clock, SystemClock
 from baton.engine.layer_stream import LayerStream
-from baton.engine.leg import Effect, Leg, LegSettings, LegStatus, PagesReleased, RequestArrived, RequestFailed
+from baton.engine.leg import Effect, Leg, LegSettings, LegStatus, PagesReleased, RequestFailed, SeedsArrived
 from baton.engine.metrics import EngineMetrics
 from baton.engine.prefix_legs import PrefixLegs
 from baton.engine.request import Request, RequestStatus
@@ -31,7 +31,7 @@ from baton.handoff.protocol.events import (
     Sampled,
 )
 from baton.handoff.protocol.messages import AttemptKey, Seeds
-from baton.wire import recovers
+from baton.wire import allows_recovery
 
 # Reasons of a failed leg that the peer's engine is told; others are `failed`.
 _PEER_REASONS = ("queue_timeout", "nonfinite_logits")
@@ -257,7 +257,7 @@ class HandoffLegs:
         """Continue from the seeds, or end with them. The pages are quiet."""
         fault = self._fault(leg.request, seeds, finished)
         if fault is None:
-            return [RequestArrived(leg.request, seeds, finished)]
+            return [SeedsArrived(leg.request, seeds, finished)]
         self.metrics.handoff_failures["bad_seeds"] += 1
         return self._failed(leg, f"bad_seeds: {fault}", recoverable=True)
 
@@ -282,7 +282,7 @@ class HandoffLegs:
     def _failed(self, leg: Leg, error: str, recoverable: bool) -> list[Effect]:
         """Without a commit, recompute the request here if allowed, else end it."""
         request, scheduler = leg.request, self.scheduler
-        if not (recoverable and recovers(self.recovery, "recompute")):
+        if not (recoverable and allows_recovery(self.recovery, "recompute")):
             return [RequestFailed(request, error, recoverable)]
         assert request.ticket is not None
         self.metrics.recoveries["recompute"] += 1

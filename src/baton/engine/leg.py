@@ -76,7 +76,7 @@ class RequestFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestArrived:
+class SeedsArrived:
     """The request decodes from the seeds, or has `finished` with them."""
 
     request: Request
@@ -99,7 +99,7 @@ class PagesReleased:
     request: Request
 
 
-Effect = RequestFailed | RequestArrived | PrefixArrived | PagesReleased
+Effect = RequestFailed | SeedsArrived | PrefixArrived | PagesReleased
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ import msgspec
 from tqdm import tqdm
 
 from baton.engine.build import build_engine
-from baton.engine.config import EngineConfig, declared
+from baton.engine.config import EngineConfig, declared_settings
 from baton.engine.metrics import EngineMetrics
 from baton.engine.requests import make_request
 from baton.errors import ConfigError, RequestError
-from baton.openai.output import SampleOutput
+from baton.openai.output import ChoiceOutput
 from baton.sampling_params import SamplingParams
 from baton.text.content_format import ContentFormatOption
 from baton.wire import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs, check_salt
@@ -143,7 +143,7 @@ class LLM:
             params = [sampling_params or self.get_default_sampling_params()] * len(many)
         engine = self._engine
         results: list[RequestOutput] = []
-        samples: list[list[SampleOutput]] = []
+        samples: list[list[ChoiceOutput]] = []
         records = []
         for prompt, one in zip(many, params, strict=True):
             text, ids, salt = self._read_prompt(prompt)
@@ -157,7 +157,7 @@ class LLM:
                     cache_salt=salt,
                 )
                 records.append(make_request(engine, wire))
-                outputs.append(SampleOutput(engine.tokenizer, wire))
+                outputs.append(ChoiceOutput(engine.tokenizer, wire))
             samples.append(outputs)
         self._chunks = {record.request_id: [] for record in records}
         try:
@@ -197,7 +197,7 @@ class LLM:
     def _run(
         self,
         results: Sequence[RequestOutput],
-        samples: Sequence[Sequence[SampleOutput]],
+        samples: Sequence[Sequence[ChoiceOutput]],
         complete: Callable[[], object],
     ) -> None:
         """Run steps until all samples are complete. Calls `complete` after each prompt's last sample."""
@@ -237,7 +237,7 @@ def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
     for name in settings:
         if name not in known:
             raise ConfigError(name, f"is unknown; known: {', '.join(sorted(known))}")
-    for name, one in declared(EngineConfig).items():
+    for name, one in declared_settings(EngineConfig).items():
         if one.setting.parse is not None and isinstance(settings.get(name), str | dict):
             settings[name] = one.setting.parse(settings[name])
     return EngineConfig(model=model, **settings).check().located()

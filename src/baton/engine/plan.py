@@ -90,19 +90,19 @@ class Noise:
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class TokenValues:
     """A value for some token ids of some rows; `row`, ascending, indexes the rows of a `Sampling`."""
 
     row: IntArray
     token: IntArray
     value: FloatArray
 
-    def take(self, rows: IntArray) -> Entries:
+    def take(self, rows: IntArray) -> TokenValues:
         """The entries of `rows` (ascending), renumbered from 0."""
         if not len(self.row):
             return self
         kept = np.isin(self.row, rows)
-        return Entries(np.searchsorted(rows, self.row[kept]), self.token[kept], self.value[kept])
+        return TokenValues(np.searchsorted(rows, self.row[kept]), self.token[kept], self.value[kept])
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +137,10 @@ class Sampling:
     repetition: FloatArray
     frequency: FloatArray
     presence: FloatArray
-    bias: Entries  # added to logits
-    masked: Entries  # -inf: must not be chosen
+    bias: TokenValues  # added to logits
+    masked: TokenValues  # -inf: must not be chosen
     allowed: Masks  # for rows with a grammar, allowed_token_ids or bad words
-    counts: Entries  # for rows with penalties: how often each token of prompt and output occurs in the output
+    counts: TokenValues  # for rows with penalties: how often each token of prompt and output occurs in the output
     rejection: bool
 
     def take(self, rows: IntArray) -> Sampling:
@@ -158,7 +158,7 @@ _COLUMNS = ("row", "draft", "position", "log_min_p", "top_k", "top_p", "repetiti
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
+class PromptLogprobRows:
     """Rows whose next token is a prompt token that needs a logprob: [M] each, rows ascending. `num_top`: how many most
     likely tokens to report."""
 
@@ -176,7 +176,7 @@ class StepPlan:
     sampling: Sampling | None = None
     logit_rows: IntArray = field(default_factory=_none)  # indices into `sample_rows` whose logits are returned
     feature_rows: IntArray = field(default_factory=_none)  # rows whose drafter features are returned
-    scored: PromptLogprobs | None = None
+    scored: PromptLogprobRows | None = None
 
 
 @dataclass(frozen=True, slots=True)

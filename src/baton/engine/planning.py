@@ -15,7 +15,7 @@ from baton.engine.plan import (
     Int32Array,
     IntArray,
     PlanSpec,
-    PromptLogprobs,
+    PromptLogprobRows,
     Rows,
     StateSlots,
     StepPlan,
@@ -110,7 +110,7 @@ def step_plan(
     sampling = sampling_of(to_sample, rejection)
     plan = StepPlan(rows_of_step, _array(sample_rows), sampling, _array(logit_rows))
     if scored:
-        plan = replace(plan, scored=PromptLogprobs(*(_array(list(column)) for column in zip(*scored, strict=True))))
+        plan = replace(plan, scored=PromptLogprobRows(*(_array(list(column)) for column in zip(*scored, strict=True))))
     return plan, sampled
 
 

@@ -18,7 +18,7 @@ from baton.log_limit import LogLimit
 from baton.sampling_params import MIN_TEMPERATURE, seed_word
 from baton.structured import Matcher
 from baton.structured.source import PARAM
-from baton.text.bad_words import tokens_of
+from baton.text.bad_words import word_tokens
 from baton.wire import EngineInfo, GenerateRequest, LegRole
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
     if seed != params.seed:
         params = msgspec.structs.replace(params, seed=seed)
     wire = msgspec.structs.replace(wire, sampling_params=params)
-    barred = BadWords(tokens_of(params.bad_words, engine.tokenizer, info.vocab_size))
+    barred = BadWords(word_tokens(params.bad_words, engine.tokenizer, info.vocab_size))
     sampler = SamplingState(params, prompt[:num_prompt], info.vocab_size, info.eos_token_ids, barred)
     sampler.advance(prompt[num_prompt:])
     return Request(wire, sampler, ticket, _matcher(engine, wire, prompt[num_prompt:]))

@@ -24,9 +24,9 @@ from baton.engine.sampling.logprobs import token_logprobs
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.sampling.verifier import Verified, verify
 from baton.engine.scheduler import ScheduledRows, Scheduler
-from baton.engine.speculation.adaptive import AdaptiveDrafts, cut
+from baton.engine.speculation.adaptive import AdaptiveDrafts, limit_drafts
 from baton.engine.speculation.probe import draft_probe, target_probe
-from baton.errors import NonFiniteLogitsError, RequestError, refusal
+from baton.errors import NonFiniteLogitsError, RequestError, refusal_text
 from baton.wire import TokenChunk, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class StepRunner:
         self._end_without_tokens([rows for rows in scheduled if rows.request not in failed])
         draft_rows = self._advance(scheduled, plan, failed)
         if self.adaptive is not None:
-            draft_rows = cut(self.adaptive, draft_rows)
+            draft_rows = limit_drafts(self.adaptive, draft_rows)
         for drafted in draft_rows:
             request = drafted.request
             self.cache.plan_checkpoints(request.kv, request.token_ids, drafted.start, drafted.stop, "draft")
@@ -289,7 +289,7 @@ def client_error(request: Request, error: Exception) -> str:
     """Error text for the client of a failed request. Of internal errors it has only the type; the log has the rest."""
     if isinstance(error, RequestError):
         log.info("%s ends: %s", request.request_id, error)
-        return refusal(error)
+        return refusal_text(error)
     if isinstance(error, NonFiniteLogitsError):
         log.error("%s ends: %s", request.request_id, error)
         return f"nonfinite_logits: {error}"

@@ -34,7 +34,7 @@ def triton_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None)
     """RMSNorm over the last dimension. Without an `offset` the norm is rounded to x's dtype before it is multiplied by
     the weight; else it is multiplied by weight + `offset` in float32."""
     # A reshaped view may keep its strides.
-    rows = aligned(x.reshape(-1, x.shape[-1]).contiguous())
+    rows = aligned_copy(x.reshape(-1, x.shape[-1]).contiguous())
     out = torch.empty_like(rows)
     if len(rows):
         _kernels("rows").rms_norm[len(rows),](
@@ -49,14 +49,14 @@ def square_sums(x: Tensor) -> Tensor:
     of rows."""
     if not has_kernels(x.device.type):
         return x.float().pow(2).sum(-1, keepdim=True)
-    rows = aligned(x.float().reshape(-1, x.shape[-1]).contiguous())
+    rows = aligned_copy(x.float().reshape(-1, x.shape[-1]).contiguous())
     out = rows.new_empty(len(rows))
     if len(rows):
         _kernels("rows").square_sums[len(rows),](rows, out, rows.shape[1], BLOCK=_power_of_two(rows.shape[1]))
     return out.view(*x.shape[:-1], 1)
 
 
-def aligned(x: Tensor) -> Tensor:
+def aligned_copy(x: Tensor) -> Tensor:
     """`x`, on a GPU copied unless it begins at a multiple of 16 bytes: kernels for other addresses may add in another
     order."""
     return x.clone() if x.device.type == "cuda" and x.data_ptr() % 16 else x

@@ -87,7 +87,7 @@ class FileStore:
         if key and self.use(key):
             return key
         about = dict(about or {})
-        found = digest(tensors, about)
+        found = entry_digest(tensors, about)
         path = self._path(key or found)
         if self._touch(path):
             return key or found
@@ -227,7 +227,7 @@ def content_key(context: str, token_ids: Sequence[int]) -> str:
     return state.hexdigest()
 
 
-def digest(tensors: Mapping[str, ByteArray], about: Mapping[str, str]) -> str:
+def entry_digest(tensors: Mapping[str, ByteArray], about: Mapping[str, str]) -> str:
     """32 hex digits of BLAKE2b over names, strings and bytes."""
     state = hashlib.blake2b(digest_size=16)
     _feed(state, json.dumps([sorted(about.items()), sorted(tensors)]).encode())
@@ -258,6 +258,6 @@ def _decode(data: bytes) -> Entry:
         if part["dtype"] != "U8" or len(part["shape"]) != 1:
             raise ValueError(f"tensor {name!r} is not uint8 [bytes]")
         tensors[name] = np.frombuffer(part["data"], dtype=np.uint8)
-    if about.pop(_DIGEST, "") != digest(tensors, about):
+    if about.pop(_DIGEST, "") != entry_digest(tensors, about):
         raise ValueError("its digest does not match")
     return Entry(tensors, about)

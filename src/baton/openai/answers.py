@@ -135,12 +135,12 @@ class _Error(msgspec.Struct, frozen=True):
     error: ErrorFields
 
 
-def decode(body: bytes, kind: type[T], problem: str = "the answer is malformed") -> T:
+def decode_answer(body: bytes, kind: type[T], problem: str = "the answer is malformed") -> T:
     """Raises `ProtocolError` with `problem` if the JSON is not of this `kind`."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{problem}: {printable(str(error))}") from None
+        raise ProtocolError(f"{problem}: {printable_line(str(error))}") from None
 
 
 def read_error(body: bytes) -> ErrorFields:
@@ -151,7 +151,7 @@ def read_error(body: bytes) -> ErrorFields:
         return ErrorFields()
 
 
-def tokens_of(choice: Choice) -> list[int]:
+def answer_token_ids(choice: Choice) -> list[int]:
     """A choice's `token_ids`, or else those that its logprobs name. Raises `ProtocolError`."""
     if choice.token_ids is not None:
         return choice.token_ids
@@ -171,7 +171,7 @@ def token_id(name: str) -> int | None:
     return int(digits) if digits != name and digits.isascii() and digits.isdigit() and len(digits) < 10 else None
 
 
-def printable(text: str) -> str:
+def printable_line(text: str) -> str:
     """`text` on one line, without control characters, cut to `_MAX_MESSAGE` characters."""
     line = "".join(c if c.isprintable() else " " for c in text[: _MAX_MESSAGE + 1])
     return line if len(text) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]} ..."

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from baton.openai.format import Json
 from baton.openai.http.errors import ApiError, to_api_error
-from baton.openai.output import Delta, SampleOutput
+from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan
 from baton.openai.service import Begun, OpenAIService
 
@@ -31,7 +31,7 @@ class ChatAnswer(Protocol):
 
 
 async def respond_as_chat(
-    service: OpenAIService, plan: Plan, outputs: list[SampleOutput], answer: ChatAnswer
+    service: OpenAIService, plan: Plan, outputs: list[ChoiceOutput], answer: ChatAnswer
 ) -> bytes | AsyncGenerator[bytes, None]:
     """Return a body, or server-sent events to stream. `outputs`: of `service.begin(plan)`."""
     if plan.stream:
@@ -46,7 +46,7 @@ async def respond_as_chat(
 
 
 async def _events(
-    service: OpenAIService, plan: Plan, outputs: list[SampleOutput], answer: ChatAnswer
+    service: OpenAIService, plan: Plan, outputs: list[ChoiceOutput], answer: ChatAnswer
 ) -> AsyncGenerator[bytes, None]:
     begun = False
     try:

@@ -21,7 +21,7 @@ from baton.errors import (
     OverloadedError,
     ProtocolError,
 )
-from baton.openai.answers import ChatCompletion, Completion, Model, Models, decode, printable, read_error
+from baton.openai.answers import ChatCompletion, Completion, Model, Models, decode_answer, printable_line, read_error
 from baton.sampling_params import TokenId
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -43,24 +43,24 @@ def base_url(url: str, field: str) -> str:
 
 
 @contextlib.contextmanager
-def failures(where: str, unreached: type[EngineUnavailableError] = EngineLostError) -> Iterator[None]:
+def convert_errors(where: str, unreached: type[EngineUnavailableError] = EngineLostError) -> Iterator[None]:
     """Convert errors of an exchange with the server `where` to `EngineLostError` (it may have taken the request),
     `unreached`, or `ProtocolError` (its response is malformed)."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise unreached(f"{where}: {describe(error)}") from None
+        raise unreached(f"{where}: {error_line(error)}") from None
     except asyncio.TimeoutError:
         raise EngineLostError(f"{where}: no answer in time") from None
     except (aiohttp.ClientError, OSError) as error:
-        raise EngineLostError(f"{where}: {describe(error)}") from None
+        raise EngineLostError(f"{where}: {error_line(error)}") from None
     except (msgspec.DecodeError, LineTooLong, ValueError, RecursionError) as error:
-        raise ProtocolError(f"{where}: the answer is malformed: {describe(error)}") from None
+        raise ProtocolError(f"{where}: the answer is malformed: {error_line(error)}") from None
 
 
-def describe(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """An exception's message on one line, or its type if it has none."""
-    return printable(str(error) or type(error).__name__)
+    return printable_line(str(error) or type(error).__name__)
 
 
 async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
@@ -97,11 +97,11 @@ def read_samples(text: str) -> list[Sample]:
     try:
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except (ValueError, KeyError, IndexError, OverflowError) as error:
-        raise ProtocolError(f"the metrics are malformed: {printable(str(error))}") from None
+        raise ProtocolError(f"the metrics are malformed: {printable_line(str(error))}") from None
 
 
 @contextlib.asynccontextmanager
-async def connected(
+async def connected_client(
     url: str, timeout_s: float | None = None, api_key: str | None = None, rank: str | None = None
 ) -> AsyncIterator[OpenAIClient]:
     """A client with its own session. `timeout_s` limits a request with its response; None: no limit. `rank`: of a
@@ -119,9 +119,9 @@ async def connected(
 class OpenAIClient:
     """A client of the server at one base URL.
 
-    All methods raise the errors of `failures` (`EngineLostError` also if a response ends early), `OverloadedError` for
-    HTTP status 429, `EngineUnavailableError` for any other but 200 (redirects are not followed), and `ProtocolError`
-    for a response that is too large.
+    All methods raise the errors of `convert_errors` (`EngineLostError` also if a response ends early),
+    `OverloadedError` for HTTP status 429, `EngineUnavailableError` for any other but 200 (redirects are not followed),
+    and `ProtocolError` for a response that is too large.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
@@ -130,18 +130,18 @@ class OpenAIClient:
 
     async def model(self) -> Model:
         """The first model in the server's list."""
-        models = decode(await self.fetch("GET", f"{self.url}/v1/models"), Models).data
+        models = decode_answer(await self.fetch("GET", f"{self.url}/v1/models"), Models).data
         if not models:
             raise ProtocolError("the server lists no model")
         return models[0]
 
     async def complete(self, body: dict[str, Any]) -> Completion:
         """`POST /v1/completions`. The result has at least one choice."""
-        return _with_choices(decode(await self.fetch("POST", f"{self.url}/v1/completions", body), Completion))
+        return _with_choices(decode_answer(await self.fetch("POST", f"{self.url}/v1/completions", body), Completion))
 
     async def chat(self, body: dict[str, Any]) -> Completion:
         """`POST /v1/chat/completions`, without messages. The result has at least one choice."""
-        answer = decode(await self.fetch("POST", f"{self.url}/v1/chat/completions", body), ChatCompletion)
+        answer = decode_answer(await self.fetch("POST", f"{self.url}/v1/chat/completions", body), ChatCompletion)
         return _with_choices(answer.of_completion())
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Completion, None]:
@@ -158,7 +158,7 @@ class OpenAIClient:
 
     async def tokenize(self, model: str, prompt: str, add_special_tokens: bool = True) -> list[int]:
         body = {"model": model, "prompt": prompt, "add_special_tokens": add_special_tokens}
-        return decode(await self.fetch("POST", f"{self.url}/tokenize", body), _Tokens).tokens
+        return decode_answer(await self.fetch("POST", f"{self.url}/tokenize", body), _Tokens).tokens
 
     async def samples(self, url: str | None = None) -> list[Sample]:
         """Samples of a `/metrics` page, by default the server's own."""
@@ -172,7 +172,7 @@ class OpenAIClient:
     async def _answer(
         self, method: str, url: str, body: dict[str, Any] | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        with failures(url):
+        with convert_errors(url):
             async with self._session.request(
                 method, url, json=body, allow_redirects=False, read_bufsize=MAX_BODY_BYTES
             ) as response:
@@ -192,7 +192,7 @@ async def _refused(response: aiohttp.ClientResponse, url: str) -> EngineUnavaila
     text = read_error(body).message or body.decode(errors="replace")
     if 300 <= status < 400:
         text = "redirects are not followed"
-    message = f"{url}: HTTP {status}: {printable(text)}"
+    message = f"{url}: HTTP {status}: {printable_line(text)}"
     return OverloadedError(message) if status == 429 else EngineUnavailableError(message, status)
 
 

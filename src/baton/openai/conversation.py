@@ -58,10 +58,10 @@ def chat_text(
 def chat_prompt(text: str, request: ChatRequest | TokenizeRequest, model: ServedModel) -> PromptIds:
     """Tokenise the result of `chat_text`. Raises `RequestError` if it is too long."""
     # The template has already written BOS.
-    return encode(text, model, request.add_special_tokens is True, "messages")
+    return encode_text(text, model, request.add_special_tokens is True, "messages")
 
 
-def encode(text: str, model: ServedModel, special: bool, param: str) -> PromptIds:
+def encode_text(text: str, model: ServedModel, special: bool, param: str) -> PromptIds:
     """Raises `RequestError` for a text that is too long."""
     check_num_chars(len(text), param, model)
     return PromptIds(model.tokenizer.encode(text, special))

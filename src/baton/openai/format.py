@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.openai.answers import Logprobs, SpecDecode, Usage
-from baton.openai.output import Delta, SampleOutput
+from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan
 from baton.parsing import Content, Reasoning
 from baton.text import IncrementalDetokenizer
@@ -15,7 +15,7 @@ from baton.wire import FinishReason, TokenLogprobs
 Json = dict[str, Any]
 
 
-def usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Usage:
+def usage(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Usage:
     """A prompt counts once, however many choices share it. Draft counts are left out if the engine speculates without
     reporting its verifications (vLLM)."""
     num_prompt = sum(len(prompt) for prompt in plan.prompts)
@@ -37,7 +37,7 @@ def usage_so_far(plan: Plan, index: int, num_output: int) -> Usage:
     return Usage(num_prompt, num_output, num_prompt + num_output)
 
 
-def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
+def response_body(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Json:
     """The body of a response that is not streamed."""
     choices = []
     for index, output in enumerate(outputs):
@@ -66,7 +66,7 @@ def whole(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
     return body
 
 
-def streamed(plan: Plan, index: int, delta: Delta, output: SampleOutput, first: bool) -> Json:
+def stream_event(plan: Plan, index: int, delta: Delta, output: ChoiceOutput, first: bool) -> Json:
     choice = _choice(plan, index, delta)
     if plan.chat:
         choice["delta"] = ({"role": "assistant"} if first else {}) | _delta(plan, delta, output)
@@ -88,7 +88,7 @@ def streamed(plan: Plan, index: int, delta: Delta, output: SampleOutput, first: 
     return body
 
 
-def streamed_usage(plan: Plan, outputs: Sequence[SampleOutput]) -> Json:
+def streamed_usage(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Json:
     """The last event of a stream with `include_usage`."""
     body = _head(plan, "chat.completion.chunk" if plan.chat else "text_completion")
     return body | {"choices": [], "usage": usage(plan, outputs)}
@@ -101,11 +101,11 @@ def is_visible(plan: Plan, delta: Delta) -> bool:
     return any(plan.tells_reasoning or not isinstance(event, Reasoning) for event in delta.events)
 
 
-def _finish_reason(plan: Plan, output: SampleOutput, reason: FinishReason | None) -> str | None:
+def _finish_reason(plan: Plan, output: ChoiceOutput, reason: FinishReason | None) -> str | None:
     return "tool_calls" if reason == "stop" and output.calls and plan.tells_calls else reason
 
 
-def _message(plan: Plan, output: SampleOutput) -> Json:
+def _message(plan: Plan, output: ChoiceOutput) -> Json:
     """The message, parsed if the request asks for it."""
     if plan.reader is None:
         return {"content": output.text}
@@ -121,7 +121,7 @@ def _message(plan: Plan, output: SampleOutput) -> Json:
     return message
 
 
-def _delta(plan: Plan, delta: Delta, output: SampleOutput) -> Json:
+def _delta(plan: Plan, delta: Delta, output: ChoiceOutput) -> Json:
     """The content of one event. Only a call's first part has its id and name."""
     if plan.reader is None:
         return {"content": delta.text}
@@ -146,7 +146,7 @@ def _head(plan: Plan, kind: str) -> Json:
     return {"id": plan.id, "object": kind, "created": plan.created, "model": plan.model.name}
 
 
-def _choice(plan: Plan, index: int, said: Delta | SampleOutput) -> Json:
+def _choice(plan: Plan, index: int, said: Delta | ChoiceOutput) -> Json:
     choice: Json = {"index": index, "logprobs": None}
     if plan.requests[index].sampling_params.logprobs is not None:
         if plan.chat:
@@ -158,7 +158,7 @@ def _choice(plan: Plan, index: int, said: Delta | SampleOutput) -> Json:
     return choice
 
 
-def _echo(plan: Plan, index: int, output: SampleOutput, choice: Json) -> None:
+def _echo(plan: Plan, index: int, output: ChoiceOutput, choice: Json) -> None:
     """Put the prompt before the output, in text and logprobs."""
     prompt = plan.requests[index].prompt_token_ids
     detokenizer = IncrementalDetokenizer(plan.model.tokenizer, skip_special_tokens=False)
@@ -179,7 +179,7 @@ def _echo(plan: Plan, index: int, output: SampleOutput, choice: Json) -> None:
         choice["token_ids"] = [*prompt, *output.token_ids]
 
 
-def _prompt_logprobs(plan: Plan, index: int, output: SampleOutput) -> list[Json | None]:
+def _prompt_logprobs(plan: Plan, index: int, output: ChoiceOutput) -> list[Json | None]:
     """vLLM's `prompt_logprobs`: per token its own entry and the most likely ones, by token id."""
     text, found = plan.model.tokenizer.token_text, list[Json | None]()
     for token, score in zip(plan.requests[index].prompt_token_ids, output.prompt_logprobs, strict=True):

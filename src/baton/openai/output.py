@@ -47,7 +47,7 @@ class Call:
     arguments: str = ""
 
 
-class SampleOutput:
+class ChoiceOutput:
     """The growing output of one `GenerateRequest`: the sum of the deltas, and of each verification the number of
     `accepted` and `drafted` tokens. With a `parser` also `content`, `reasoning` and `calls`. `times` and `route`, the
     backend's reason for the route if there was a choice, are set at the end."""

@@ -13,20 +13,20 @@ import msgspec
 
 from baton.errors import RequestError, UnknownModelError
 from baton.openai.backend import ServedModel
-from baton.openai.conversation import chat_prompt, chat_text, encode
+from baton.openai.conversation import chat_prompt, chat_text, encode_text
 from baton.openai.http.caller import asked_standing
 from baton.openai.requests import (
     ChatRequest,
     CompletionRequest,
     chat_logprobs,
-    decode,
+    decode_request,
     grammar_of,
     sampling_params,
 )
 from baton.openai.tools import NO_PARSING, CheckedTools, NamedChoice, Parsing
 from baton.parsing import Parser
 from baton.sampling_params import SamplingParams
-from baton.text.bad_words import tokens_of
+from baton.text.bad_words import word_tokens
 from baton.wire import GenerateRequest, Mode, PromptIds
 
 MAX_CHOICES = 256  # prompts times n in one request
@@ -144,13 +144,13 @@ def template_variables(request: ChatRequest, model: ServedModel) -> dict[str, An
 
 def make_completion_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
     """`POST /v1/completions`, whose responses are not parsed. A long body may take seconds, during which other threads
-    run. Raises the errors of `decode` and `plan_completion`."""
-    return plan_completion(decode(body, CompletionRequest), model)
+    run. Raises the errors of `decode_request` and `plan_completion`."""
+    return plan_completion(decode_request(body, CompletionRequest), model)
 
 
 def make_chat_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
-    """`POST /v1/chat/completions`. Raises the errors of `decode` and `plan_chat`."""
-    return plan_chat(decode(body, ChatRequest), model, parsing)
+    """`POST /v1/chat/completions`. Raises the errors of `decode_request` and `plan_chat`."""
+    return plan_chat(decode_request(body, ChatRequest), model, parsing)
 
 
 def _plan(
@@ -165,7 +165,7 @@ def _plan(
         raise RequestError(f"prompts times n must be at most {MAX_CHOICES}", "n")
     _check_scores(prompts, params)
     # Engines do this too; here it refuses before anything runs.
-    tokens_of(params.bad_words, model.tokenizer, model.vocab_size)
+    word_tokens(params.bad_words, model.tokenizer, model.vocab_size)
     priority, ttft_slo_s = asked_standing(request.priority)
     plan_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     requests: list[GenerateRequest] = []
@@ -269,14 +269,14 @@ def _check_lengths(
 
 def _prompts(value: str | list[str | int | list[int]], model: ServedModel, special: bool) -> list[PromptIds]:
     if isinstance(value, str):
-        return [encode(value, model, special, "prompt")]
+        return [encode_text(value, model, special, "prompt")]
     if not value:
         raise RequestError("prompt must not be empty", "prompt")
     if len(value) > MAX_CHOICES and not isinstance(value[0], int):
         raise RequestError(f"prompt must be at most {MAX_CHOICES} prompts", "prompt")
     texts = [item for item in value if isinstance(item, str)]
     if len(texts) == len(value):
-        return [encode(text, model, special, "prompt") for text in texts]
+        return [encode_text(text, model, special, "prompt") for text in texts]
     if all(isinstance(item, int) for item in value):
         lists = [PromptIds(item for item in value if isinstance(item, int))]
     else:

@@ -144,7 +144,7 @@ async def report_throughput(metrics: FrontMetrics, more: Callable[[], str], ever
             logger.info(text, prompt, output, metrics.running, more())
 
 
-async def reporting(metrics: FrontMetrics, more: Callable[[], str]) -> AsyncIterator[None]:
+async def throughput_reports(metrics: FrontMetrics, more: Callable[[], str]) -> AsyncIterator[None]:
     task = asyncio.create_task(report_throughput(metrics, more))
     yield
     task.cancel()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from baton.openai.output import SampleOutput
+from baton.openai.output import ChoiceOutput
 from baton.openai.plan import Plan
 
 SpecDecodeLevel = Literal["none", "summary", "detailed"]
@@ -19,7 +19,7 @@ class PerRequestMetrics:
     enable_per_request_metrics: bool = False
     per_request_spec_decode_metrics: SpecDecodeLevel = "none"
 
-    def of(self, plan: Plan, outputs: Sequence[SampleOutput]) -> dict[str, Any] | None:
+    def of(self, plan: Plan, outputs: Sequence[ChoiceOutput]) -> dict[str, Any] | None:
         """None if no metrics are enabled or, as in vLLM, if there are several choices."""
         if len(outputs) != 1:
             return None
@@ -38,7 +38,7 @@ class PerRequestMetrics:
 NO_METRICS = PerRequestMetrics()
 
 
-def _times(output: SampleOutput) -> dict[str, Any]:
+def _times(output: ChoiceOutput) -> dict[str, Any]:
     """Milliseconds since the request's arrival here, queues included. `queue_time_ms` is the engine's own; vLLM
     servers behind a router do not report it."""
     times, num_tokens = output.times, len(output.token_ids)
@@ -54,7 +54,7 @@ def _times(output: SampleOutput) -> dict[str, Any]:
     }
 
 
-def _spec_decode(output: SampleOutput, num_spec_tokens: int) -> dict[str, Any]:
+def _spec_decode(output: ChoiceOutput, num_spec_tokens: int) -> dict[str, Any]:
     """vLLM's `speculative_decoding`. Entry j of the histogram: verifications that accepted j drafts. Empty if the
     engine does not speculate, or does not report its verifications (vLLM)."""
     rounds = output.accepted

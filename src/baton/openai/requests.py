@@ -180,12 +180,12 @@ def decode_body(
         raise RequestError(f"the request body is not valid JSON: {error}") from None
 
 
-def decode(body: bytes, kind: type[R]) -> R:
-    """A completion or chat. Raises the errors of `decode_body` and `checked`."""
-    return checked(decode_body(body, kind))
+def decode_request(body: bytes, kind: type[R]) -> R:
+    """A completion or chat. Raises the errors of `decode_body` and `check_request`."""
+    return check_request(decode_body(body, kind))
 
 
-def checked(request: R) -> R:
+def check_request(request: R) -> R:
     """Raises `RequestError` if fields contradict each other."""
     check_salt(request.cache_salt)
     for name in ("echo", "prompt_logprobs"):

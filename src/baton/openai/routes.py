@@ -10,7 +10,7 @@ from aiohttp import web
 from baton import __version__
 from baton.errors import BatonError, RequestError
 from baton.openai.backend import ServedModel
-from baton.openai.http.app import BODIES, DRAIN, KEYS, MESSAGES, Handler, json_response, reply
+from baton.openai.http.app import BODIES, DRAIN, KEYS, MESSAGES, Handler, json_response, send_answer
 from baton.openai.messages import count_tokens, error_event, make_message_plan
 from baton.openai.messages import respond as respond_message
 from baton.openai.pages import docs_page, home_page, openapi
@@ -71,20 +71,20 @@ def _add_model(app: web.Application, service: OpenAIService) -> None:
 def _add_generation(app: web.Application, service: OpenAIService) -> None:
     async def completions(request: web.Request) -> web.StreamResponse:
         """OpenAI's completions, whole or streamed."""
-        return await reply(request, await service.answer(await plan(request, make_completion_plan)))
+        return await send_answer(request, await service.answer(await plan(request, make_completion_plan)))
 
     async def chat(request: web.Request) -> web.StreamResponse:
         """OpenAI's chat completions, whole or streamed."""
-        return await reply(request, await service.answer(await plan(request, make_chat_plan)))
+        return await send_answer(request, await service.answer(await plan(request, make_chat_plan)))
 
     async def responses(request: web.Request) -> web.StreamResponse:
         """OpenAI's responses, whole or streamed. They are not stored."""
-        return await reply(request, await respond(service, await plan(request, make_response_plan)))
+        return await send_answer(request, await respond(service, await plan(request, make_response_plan)))
 
     async def messages(request: web.Request) -> web.StreamResponse:
         """Anthropic's messages, whole or streamed."""
         answer = await respond_message(service, await plan(request, make_message_plan))
-        return await reply(request, answer, error_event)
+        return await send_answer(request, answer, error_event)
 
     async def count(request: web.Request) -> web.StreamResponse:
         """The number of tokens in a message's prompt."""

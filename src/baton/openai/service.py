@@ -16,11 +16,11 @@ from baton.openai import format as fmt
 from baton.openai.backend import Backend, ServedModel
 from baton.openai.http.errors import to_api_error
 from baton.openai.http.metrics import FrontMetrics
-from baton.openai.output import Delta, SampleOutput
+from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan, check_model
 from baton.openai.records import SequenceRecord
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
-from baton.openai.structured import named
+from baton.openai.structured import with_field_name
 from baton.openai.tokens import detokenize, tokenize
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.waiting import AdmissionLimit
@@ -97,13 +97,13 @@ class OpenAIService:
         work.add_done_callback(lambda _: _call_on(loop, self._free_workers.release))
         return await asyncio.wrap_future(work)
 
-    def begin(self, plan: Plan) -> list[SampleOutput]:
+    def begin(self, plan: Plan) -> list[ChoiceOutput]:
         """An empty output per choice. Raises `RequestError` for what the backend does not support."""
         if plan.kv_mode is not None and not self._backend.allows_kv_mode:
             raise RequestError("kv_mode cannot be chosen by a request here", "kv_mode")
         self._backend.check(plan.asked)
         return [
-            SampleOutput(
+            ChoiceOutput(
                 plan.model.tokenizer, request, plan.asked.stop, plan.reader() if plan.reader else None, plan.spelt
             )
             for request in plan.requests
@@ -119,9 +119,9 @@ class OpenAIService:
         async with self.running(plan, outputs) as deltas:
             async for _ in deltas:
                 pass
-        return msgspec.json.encode(self._with_metrics(fmt.whole(plan, outputs), plan, outputs))
+        return msgspec.json.encode(self._with_metrics(fmt.response_body(plan, outputs), plan, outputs))
 
-    async def _events(self, plan: Plan, outputs: Sequence[SampleOutput]) -> AsyncGenerator[bytes, None]:
+    async def _events(self, plan: Plan, outputs: Sequence[ChoiceOutput]) -> AsyncGenerator[bytes, None]:
         begun: set[int] = set()
         counts = [0] * len(outputs)
         wants_tokens = plan.return_token_ids or plan.requests[0].sampling_params.logprobs is not None
@@ -132,7 +132,7 @@ class OpenAIService:
                     if not (fmt.is_visible(plan, delta) or (wants_tokens and delta.token_ids)):
                         continue  # all its text is held back
                     first = index not in begun
-                    event = fmt.streamed(plan, index, delta, outputs[index], first)
+                    event = fmt.stream_event(plan, index, delta, outputs[index], first)
                     if plan.continuous_usage:
                         event["usage"] = fmt.usage_so_far(plan, index, counts[index])
                     yield _event(event)
@@ -146,13 +146,13 @@ class OpenAIService:
                 yield _event(self._with_metrics(fmt.streamed_usage(plan, outputs), plan, outputs))
         yield b"data: [DONE]\n\n"
 
-    def _with_metrics(self, body: dict[str, object], plan: Plan, outputs: Sequence[SampleOutput]) -> dict[str, object]:
+    def _with_metrics(self, body: dict[str, object], plan: Plan, outputs: Sequence[ChoiceOutput]) -> dict[str, object]:
         metrics = self._per_request.of(plan, outputs)
         return body if metrics is None else body | {"metrics": metrics}
 
     @contextlib.asynccontextmanager
     async def running(
-        self, plan: Plan, outputs: Sequence[SampleOutput]
+        self, plan: Plan, outputs: Sequence[ChoiceOutput]
     ) -> AsyncIterator[AsyncGenerator[tuple[int, Delta], None]]:
         """A generator of (choice, delta) of all choices. At the end, those that still run are aborted."""
         try:
@@ -165,7 +165,7 @@ class OpenAIService:
             longest.observe(max(len(output.token_ids) for output in outputs))
 
     async def _sample(
-        self, plan: Plan, index: int, output: SampleOutput, served: Callable[[], None]
+        self, plan: Plan, index: int, output: ChoiceOutput, served: Callable[[], None]
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         request = plan.requests[index]
         record = SequenceRecord(self._metrics, request.request_id, plan.model.name, len(request.prompt_token_ids))
@@ -189,7 +189,7 @@ class OpenAIService:
             raise EngineUnavailableError("the engine's stream ended before the request did")
         except RequestError as error:
             record.end("error", str(error))
-            raise named(error, plan.grammar_field) from None
+            raise with_field_name(error, plan.grammar_field) from None
         except Exception as error:
             record.end("error", str(error) or type(error).__name__)
             raise

@@ -66,11 +66,11 @@ def structured_params(
     try:
         params.check()
     except RequestError as error:
-        raise named(error, field) from None
+        raise with_field_name(error, field) from None
     return params, field
 
 
-def named(error: RequestError, field: str) -> RequestError:
+def with_field_name(error: RequestError, field: str) -> RequestError:
     """Name the request's field in a grammar's refusal."""
     return RequestError(f"{field}: {error}", field) if error.param == FIELD else error
 

@@ -9,7 +9,7 @@ import msgspec
 
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
-from baton.openai.conversation import chat_prompt, chat_text, encode
+from baton.openai.conversation import chat_prompt, chat_text, encode_text
 from baton.openai.plan import check_model
 from baton.openai.requests import DetokenizeRequest, TokenizeRequest, decode_body
 from baton.openai.tools import CheckedTools
@@ -31,7 +31,7 @@ def tokenize(body: bytes, model: ServedModel) -> dict[str, object]:
         tools, variables = CheckedTools.of(request.tools, None, None).shown(), dict(request.chat_template_kwargs or {})
         ids = list(chat_prompt(chat_text(request, request.messages, variables, tools, model), request, model))
     else:
-        ids = list(encode(request.prompt or "", model, request.add_special_tokens is not False, "prompt"))
+        ids = list(encode_text(request.prompt or "", model, request.add_special_tokens is not False, "prompt"))
     strings = [model.tokenizer.token(token) for token in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strings}
 

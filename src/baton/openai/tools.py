@@ -11,7 +11,7 @@ import msgspec
 
 from baton.errors import ConfigError, RequestError
 from baton.parsing import REASONING_PARSERS, TOOL_PARSERS, Parser
-from baton.parsing.forced import NamedParser, Plain, RequiredParser
+from baton.parsing.forced import NamedParser, PlainParser, RequiredParser
 from baton.sampling_params import StructuredOutputsParams
 
 MAX_TOOLS = 128
@@ -165,7 +165,7 @@ class CheckedTools:
 
         if parsing.reasoning_parser is None or constrained:
             return make
-        form_of_reasoning, rest = REASONING_PARSERS[parsing.reasoning_parser], make or Plain
+        form_of_reasoning, rest = REASONING_PARSERS[parsing.reasoning_parser], make or PlainParser
         return lambda: form_of_reasoning.make(rest(), reasons)
 
     def markers(self, parsing: Parsing, constrained: bool) -> tuple[str, ...]:

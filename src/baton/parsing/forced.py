@@ -55,7 +55,7 @@ class NamedParser:
         return []
 
 
-class Plain:
+class PlainParser:
     """All text is content."""
 
     def push(self, text: str) -> list[ParsedEvent]:

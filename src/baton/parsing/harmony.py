@@ -140,6 +140,6 @@ class HarmonyReasoning:
         return self._read(self._channels.finish()) + self._rest.finish()
 
 
-def reasoning(rest: Parser, within: bool | None) -> Parser:
+def harmony_reasoning(rest: Parser, within: bool | None) -> Parser:
     """`HarmonyParser` needs none: it parses reasoning itself."""
     return rest if isinstance(rest, HarmonyParser) else HarmonyReasoning(rest)

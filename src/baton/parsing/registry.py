@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.parsing.base import Parser
-from baton.parsing.harmony import HarmonyParser, reasoning
+from baton.parsing.harmony import HarmonyParser, harmony_reasoning
 from baton.parsing.hermes import HermesParser
 from baton.parsing.llama3_json import Llama3JsonParser
 from baton.parsing.mistral import MistralParser
@@ -48,6 +48,6 @@ class ReasoningFormat:
 REASONING_PARSERS: dict[str, ReasoningFormat] = {
     # The template writes `<think>`, or the model leaves it out.
     "deepseek_r1": ReasoningFormat(lambda rest, within: ThinkParser(rest, within is not False), _THINK),
-    "openai_gptoss": ReasoningFormat(reasoning, _HARMONY),
+    "openai_gptoss": ReasoningFormat(harmony_reasoning, _HARMONY),
     "qwen3": ReasoningFormat(lambda rest, within: ThinkParser(rest, bool(within), to_call=True), _THINK),
 }

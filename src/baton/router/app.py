@@ -18,7 +18,7 @@ from baton.observe.tracing.tracer import Tracer, make_tracer
 from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.http.app import BODIES, json_response, new_app
 from baton.openai.http.metrics import Row, RowCollector, counter, gauge
-from baton.openai.records import reporting
+from baton.openai.records import throughput_reports
 from baton.openai.routes import add_health, add_openai_routes
 from baton.router.admin import Admin
 from baton.router.backend import RouterBackend
@@ -35,7 +35,7 @@ from baton.router.policies import create_policies
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import PooledEngine
 from baton.router.routes import WHYS, Routes
-from baton.router.scrape import Shared, families
+from baton.router.scrape import Shared, deployment_metrics
 from baton.text import Tokenizer
 from baton.waiting import AdmissionLimit
 from baton.wire import EngineLoad, Role
@@ -107,7 +107,7 @@ async def build_app(config: RouterConfig) -> web.Application:
         metrics,
         config.limits,
         config.access,
-        families=Shared(lambda: families(metrics.registry.collect(), pool.engines)).get,
+        families=Shared(lambda: deployment_metrics(metrics.registry.collect(), pool.engines)).get,
     )
     backend.observer = RequestObserver(tracer, lambda: backend.model().name)
     service = OpenAIService(backend, metrics, config.max_queued_requests, config.parsing, config.per_request)
@@ -118,7 +118,7 @@ async def build_app(config: RouterConfig) -> web.Application:
     if services:
         discovery = Discovery(pool, services)
         app.cleanup_ctx.append(lambda _: discovery.run())
-    app.cleanup_ctx.append(lambda _: reporting(metrics, lambda: _report(backend, service.queue)))
+    app.cleanup_ctx.append(lambda _: throughput_reports(metrics, lambda: _report(backend, service.queue)))
     return app
 
 

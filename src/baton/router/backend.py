@@ -40,7 +40,7 @@ from baton.router.pooled_engine import Charge, OnLost, PooledEngine
 from baton.router.routes import PREFIX_MISSING, Decisions, Route, Routes
 from baton.sampling_params import SamplingParams
 from baton.timeouts import timeout
-from baton.wire import GenerateRequest, LegRole, Mode, Recovery, TokenChunk, recovers
+from baton.wire import GenerateRequest, LegRole, Mode, Recovery, TokenChunk, allows_recovery
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class RouterBackend:
         if not full:
             progress.fruitless = 1 if len(joined.token_ids) > num_known else progress.fruitless + 1
         rung = _rung(failed, bool(joined.token_ids))
-        if rung is None or not recovers(self._recovery, rung) or progress.fruitless >= MAX_ATTEMPTS:
+        if rung is None or not allows_recovery(self._recovery, rung) or progress.fruitless >= MAX_ATTEMPTS:
             raise error
         if joined.token_ids and not self._connector.can_resume(joined.request.sampling_params):
             raise error
@@ -231,7 +231,7 @@ class RouterBackend:
 
     def _may_move(self, joined: Joined, request: GenerateRequest, fruitless: int, engine: PooledEngine) -> bool:
         """Whether a request loses nothing by leaving this silent engine at once. Its last attempt waits."""
-        if joined.token_ids or fruitless + 1 >= MAX_ATTEMPTS or not recovers(self._recovery, "retry"):
+        if joined.token_ids or fruitless + 1 >= MAX_ATTEMPTS or not allows_recovery(self._recovery, "retry"):
             return False
         return any(other.may_serve(request) for other in self.pool.usable(healthy=True) if other is not engine)
 

@@ -34,7 +34,7 @@ class Shared(Generic[T]):
 _OWN = "vllm:"
 
 
-async def families(own: Iterable[Metric], engines: Sequence[PooledEngine]) -> list[Metric]:
+async def deployment_metrics(own: Iterable[Metric], engines: Sequence[PooledEngine]) -> list[Metric]:
     """The router's `own` families, and its engines' with labels `engine` and `role`. Engines that do not answer with
     metrics are left out."""
     pages = await asyncio.gather(*(_page(engine) for engine in engines))

@@ -23,7 +23,7 @@ from baton.openai.http.connections import Stream
 from baton.openai.http.errors import to_api_error
 from baton.openai.http.limits import HttpLimits
 from baton.openai.http.metrics import RowCollector, with_vllm_names
-from baton.openai.records import SequenceRecord, reporting
+from baton.openai.records import SequenceRecord, throughput_reports
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.routes import add_health, add_openai_routes
 from baton.openai.tools import NO_PARSING, Parsing
@@ -78,7 +78,7 @@ def build_app(
     metrics.registry.register(RowCollector(lambda: with_vllm_names(engine.metrics().collect_rows(), model)))
     app = new_app(metrics, limits, access)
     app.on_response_prepare.append(reports_load(engine.load))
-    app.cleanup_ctx.append(lambda _: reporting(metrics, lambda: _load_text(engine)))
+    app.cleanup_ctx.append(lambda _: throughput_reports(metrics, lambda: _load_text(engine)))
     backend = EngineBackend(engine, tokenizer)
     add_openai_routes(app, OpenAIService(backend, metrics, parsing=parsing, per_request=per_request))
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from baton.engines.agent import start_agent
-from baton.engines.ranks import WorkerPart, join
 from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.protocol.ticket import Redeemer
+from baton.plugin_base.agent import start_agent
+from baton.plugin_base.ranks import WorkerPart, join_workers
 from baton.sglang import compat
 from baton.sglang.config import read_config
 from baton.sglang.geometry import describe_buffers
@@ -49,7 +49,7 @@ class RankBackend:
         self.transport.close()
 
 
-def start(args: Any, mode: str, server: Any, queue: Any) -> RankBackend:
+def start_rank_backend(args: Any, mode: str, server: Any, queue: Any) -> RankBackend:
     """`args`: SGLang's `KVArgs`; `mode`: `prefill` or `decode`; `server`: its `ServerArgs`; `queue`: the scheduler's
     queue that makes the manager. Collective over the engine's tensor ranks.
 
@@ -69,7 +69,7 @@ def start(args: Any, mode: str, server: Any, queue: Any) -> RankBackend:
         facts=compat.facts(server, model, args, version),
         has_states=any(rules.kind == "state" for rules in layout.rules.values()),
     )
-    whole = join(part, lambda own: compat.gather_ranks(queue, own))
+    whole = join_workers(part, lambda own: compat.gather_ranks(queue, own))
     key = settings.ticket_key()
     legs = RankLegs(layout, Redeemer(key, engine_id, whole.incarnation), compat.settle_of(server))
     together = InstanceAgent(whole.instance, legs.post)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.engines.memory import cuda_region, host_region
 from baton.errors import ConfigError
 from baton.kv.spec import Owner
 from baton.models.loading.loader import fingerprint, tokenizer_hash
+from baton.plugin_base.memory import cuda_region, host_region
 from baton.sglang.geometry import RequestPages
 from baton.sglang.pools import RankPools
 from baton.sglang.seeds import MetadataRows
@@ -94,9 +94,9 @@ def gather_ranks(queue: Any, own: bytes) -> list[bytes]:
     """`own` of every attention tensor rank. Collective."""
     if tensor_rank()[1] == 1:
         return [own]
-    from baton.engines.ranks import gather
+    from baton.plugin_base.ranks import gather_bytes
 
-    return gather(own, queue.scheduler.attn_tp_cpu_group)
+    return gather_bytes(own, queue.scheduler.attn_tp_cpu_group)
 
 
 def region_maker(server: Any, args: Any) -> Callable[[int, int], Region]:

@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from baton.engines.config import EngineSettings
 from baton.errors import ConfigError
+from baton.plugin_base.config import EngineSettings
 
 VARIABLE = "BATON_SGLANG_CONFIG"
 

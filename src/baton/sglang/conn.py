@@ -49,7 +49,7 @@ class BatonKVManager(CommonKVManager):
         # Baton's agent has its own sockets. This one would take messages from anyone.
         self.server_socket.close(linger=0)
         self.prefill_info_table = _AnyPrefill()
-        self.backend = backend.start(args, disaggregation_mode.value, server_args, type(self).queue)
+        self.backend = backend.start_rank_backend(args, disaggregation_mode.value, server_args, type(self).queue)
 
     def register_to_bootstrap(self) -> None:
         """Routers ask the server for its identity instead (`hooks`)."""

@@ -14,10 +14,10 @@ import time
 
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.structured.source import limits
+from baton.structured.source import parser_limits
 from baton.structured.vocabulary import vocabulary
 
-# Far more than a valid grammar can take within `limits`, with the vocabulary.
+# Far more than a valid grammar can take within `parser_limits`, with the vocabulary.
 _MAX_MEMORY = 4 << 30
 # A slow step would block an engine.
 _NUM_STEPS = 16
@@ -25,9 +25,9 @@ _STRIDE = 7919
 _MAX_STEP_S = 0.25
 
 
-def problem(tokens: LLTokenizer, source: str) -> str:
+def grammar_problem(tokens: LLTokenizer, source: str) -> str:
     """What is wrong with a grammar or its first steps; empty if nothing is."""
-    matcher = LLMatcher(tokens, source, log_level=0, limits=limits())
+    matcher = LLMatcher(tokens, source, log_level=0, limits=parser_limits())
     if matcher.is_error():
         return matcher.get_error()
     for step in range(_NUM_STEPS):
@@ -55,14 +55,14 @@ def main() -> None:
     try:
         tokens = vocabulary(tokenizer_json, vocab_size, eos_ids)
     except ValueError as error:
-        say(str(error))
+        write_line(str(error))
         return
-    say("")
+    write_line("")
     for line in sys.stdin:
-        say(problem(tokens, json.loads(line)))
+        write_line(grammar_problem(tokens, json.loads(line)))
 
 
-def say(text: str) -> None:
+def write_line(text: str) -> None:
     sys.stdout.write(json.dumps(text) + "\n")
     sys.stdout.flush()
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from baton.structured.source import refused
+from baton.structured.source import grammar_error
 
 START_LIMIT_S = 60.0
 CHECK_LIMIT_S = 5.0
@@ -37,12 +37,12 @@ class Checker:
                 problem = self._ask(source, CHECK_LIMIT_S)
             except TimeoutError:
                 self._end()
-                raise refused(f"it takes more than {CHECK_LIMIT_S:g} s to compile") from None
+                raise grammar_error(f"it takes more than {CHECK_LIMIT_S:g} s to compile") from None
             except (OSError, ValueError):
                 self._end()
-                raise refused("it takes too much memory or nests too deeply to be compiled") from None
+                raise grammar_error("it takes too much memory or nests too deeply to be compiled") from None
             if problem:
-                raise refused(problem)
+                raise grammar_error(problem)
 
     def close(self) -> None:
         with self._lock:
@@ -64,7 +64,7 @@ class Checker:
             problem = "the process that checks grammars did not start"
         if problem:
             self._end()
-            raise refused(problem)
+            raise grammar_error(problem)
 
     def _ask(self, value: object, limit_s: float) -> str:
         """The process's answer to `value`. Raises `TimeoutError`, and `OSError` or `ValueError` if it has ended."""

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.sampling_params import StructuredOutputsParams
 from baton.structured.checker import Checker
 from baton.structured.matcher import Compiled, Matcher
-from baton.structured.source import limits, refused, source_of
+from baton.structured.source import grammar_error, parser_limits, source_of
 from baton.structured.vocabulary import vocabulary
 from baton.text import Tokenizer
 
@@ -67,9 +67,9 @@ class Grammars:
 
     def _compile(self, asked: StructuredOutputsParams) -> Compiled:
         tokens = self._vocabulary()
-        matcher = LLMatcher(tokens, source_of(asked), log_level=0, limits=limits())
+        matcher = LLMatcher(tokens, source_of(asked), log_level=0, limits=parser_limits())
         if matcher.is_error():
-            raise refused(matcher.get_error())
+            raise grammar_error(matcher.get_error())
         compiled = Compiled(matcher, tokens.vocab_size)
         with self._lock:
             self._keep(asked, compiled)
@@ -81,5 +81,5 @@ class Grammars:
                 try:
                     self._tokens = vocabulary(self._tokenizer.json(), self._model_vocab, sorted(self._eos_ids))
                 except ValueError as error:
-                    raise refused(str(error)) from None
+                    raise grammar_error(str(error)) from None
             return self._tokens

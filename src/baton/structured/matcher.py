@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from baton.structured.source import refused
+from baton.structured.source import grammar_error
 
 Bits = npt.NDArray[np.uint8]
 
@@ -65,7 +65,7 @@ class Matcher:
         self._tokens = list(output_ids[:num_same])
         for token in output_ids[num_same:]:
             if not self.consume(token):
-                raise refused(self._matcher.get_error() or "the output does not follow it")
+                raise grammar_error(self._matcher.get_error() or "the output does not follow it")
 
     def consume(self, token: int) -> bool:
         """Returns False, without changes, if the token is not allowed or ends the output."""
@@ -80,7 +80,7 @@ class Matcher:
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error() or not bits.any():
-            raise refused(self._matcher.get_error() or "no token can go on")
+            raise grammar_error(self._matcher.get_error() or "no token can go on")
         return bits
 
     def allowed(self, output_ids: Sequence[int], drafts: Sequence[int]) -> Allowed:

@@ -38,7 +38,7 @@ def source_of(asked: StructuredOutputsParams) -> str:
         check_repetition(asked.grammar or "")
         return grammar_from("grammar", asked.grammar or "")
     except (ValueError, RecursionError) as error:
-        raise refused(str(error)) from None
+        raise grammar_error(str(error)) from None
 
 
 def _quoted(text: str) -> str:
@@ -97,7 +97,7 @@ def check_repetition(regex: str) -> None:
             raise ValueError(f"what it repeats is more than {MAX_EXPANDED} characters long")
 
 
-def limits() -> LLParserLimits:
+def parser_limits() -> LLParserLimits:
     """Limits for compiling a grammar and for one step; beyond them a matcher is in error. A step, on the engine
     thread, must stay within tens of milliseconds."""
     return LLParserLimits(
@@ -111,7 +111,7 @@ def limits() -> LLParserLimits:
     )
 
 
-def refused(why: str) -> RequestError:
+def grammar_error(why: str) -> RequestError:
     """`why` becomes one line of limited length."""
     line = " ".join(why.replace("<non-verbose/>", "").split())
     line = "it allows no output" if line in ("", _NO_OUTPUT) else line[:300]

@@ -21,7 +21,7 @@ from baton.testing.transport_suite import check_names, check_transport
 from baton.transports.registry import create_transport, parse_uri
 
 
-def measure(uri: str, device: str | None = None) -> tuple[dict[str, str], list[str]]:
+def run_suite(uri: str, device: str | None = None) -> tuple[dict[str, str], list[str]]:
     """Seconds per check, or `FAILED`; and why a check failed or none ran."""
     scheme = uri.partition(":")[0]
     try:
@@ -44,7 +44,7 @@ def measure(uri: str, device: str | None = None) -> tuple[dict[str, str], list[s
     return cells, notes
 
 
-def table(columns: Sequence[tuple[str, dict[str, str]]]) -> str:
+def format_table(columns: Sequence[tuple[str, dict[str, str]]]) -> str:
     """Rows of checks, columns of transports (name, cells)."""
     names = check_names()
     width = max(len(name) for name in names)
@@ -72,14 +72,14 @@ def main(arguments: Sequence[str]) -> int:
         columns, notes = [], []
         for uri in options.transports or built_in:
             print(f"{uri} ...", file=sys.stderr, flush=True)
-            cells, more = measure(uri, options.device)
+            cells, more = run_suite(uri, options.device)
             columns.append((uri.partition(":")[0], cells))
             notes += more
     try:
         notes.append(f"the store of file: {len(check_store(FileStore))} checks passed")
     except AssertionError as error:
         notes.append(f"the store of file: FAILED {error}")
-    print("\n".join([table(columns), *notes]))
+    print("\n".join([format_table(columns), *notes]))
     return int(any("FAILED" in cells.values() for _, cells in columns) or "FAILED" in notes[-1])
 
 

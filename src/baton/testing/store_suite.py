@@ -18,7 +18,7 @@ import numpy as np
 
 from baton.errors import BatonError, TransportError
 from baton.kvstore.store import KEEP_S, Entry, FileStore
-from baton.testing.transport_near import need
+from baton.testing.transport_near import require
 from baton.testing.transport_peer import pattern
 from baton.transports.base import ByteArray
 
@@ -59,24 +59,24 @@ def _same(entry: Entry | None, tensors: dict[str, ByteArray], about: dict[str, s
 def _check_returns_what_was_put(factory: NewStore, directory: Path) -> None:
     store, about = factory(directory, ROOM), {"tokens": "128"}
     key = store.put(_groups(), about)
-    need(_same(store.get(key), _groups(), about), "every group comes back, the drafter's too")
+    require(_same(store.get(key), _groups(), about), "every group comes back, the drafter's too")
     named = store.put(_groups(5), about, key="ab" * 16)
-    need(named == "ab" * 16 and _same(store.get(named), _groups(5), about), "an entry may have a name of its own")
-    need(store.get("00" * 16) is None, "an absent entry is None")
+    require(named == "ab" * 16 and _same(store.get(named), _groups(5), about), "an entry may have a name of its own")
+    require(store.get("00" * 16) is None, "an absent entry is None")
     again = factory(directory, ROOM)
-    need(_same(again.get(key), _groups(), about), "entries outlive the store object")
+    require(_same(again.get(key), _groups(), about), "entries outlive the store object")
     again.remove(key)
     again.remove(key)
-    need(store.get(key) is None, "a removed entry is gone")
+    require(store.get(key) is None, "a removed entry is gone")
 
 
 def _check_is_content_addressed(factory: NewStore, directory: Path) -> None:
     store = factory(directory, ROOM)
     key = store.put(_groups())
-    need(store.put(_groups()) == key and store.keys() == [key], "equal content is stored once")
+    require(store.put(_groups()) == key and store.keys() == [key], "equal content is stored once")
     swapped = {"target": _groups()["draft"], "draft": _groups()["target"], "empty": _groups()["empty"]}
     others = [store.put(swapped), store.put(_groups(), {"a": "b"}), store.put({"target": _groups()["target"]})]
-    need(len({key, *others}) == 4, "names, strings and bytes all count")
+    require(len({key, *others}) == 4, "names, strings and bytes all count")
 
 
 def _check_refuses_damage(factory: NewStore, directory: Path) -> None:
@@ -90,9 +90,9 @@ def _check_refuses_damage(factory: NewStore, directory: Path) -> None:
     for data in damaged:
         (directory / key).write_bytes(data)
         _refuses(store, key)
-        need(store.get(key) is None, "a damaged entry is removed")
-    need(store.put(_groups(), {"tokens": "128"}) == key, "what was damaged can be put again")
-    need(_same(store.get(key), _groups(), {"tokens": "128"}), "and comes back")
+        require(store.get(key) is None, "a damaged entry is removed")
+    require(store.put(_groups(), {"tokens": "128"}) == key, "what was damaged can be put again")
+    require(_same(store.get(key), _groups(), {"tokens": "128"}), "and comes back")
 
 
 def _check_refuses_hostile_files(factory: NewStore, directory: Path) -> None:
@@ -113,7 +113,7 @@ def _check_refuses_hostile_files(factory: NewStore, directory: Path) -> None:
     for make in hostile:
         make(directory / key)
         _refuses(store, key)
-    need(outside.exists(), "a link is not followed")
+    require(outside.exists(), "a link is not followed")
     for name in ("../" + "ab" * 15, "", "AB" * 16, "ab" * 16 + "\n", "ab" * 16 + ".tmp", "/etc/passwd"):
         _refuses(store, name)
 
@@ -132,13 +132,13 @@ def _check_evicts_by_size(factory: NewStore, directory: Path) -> None:
     for age, key in enumerate(reversed(keys)):
         at = os.stat(directory / key).st_mtime - 2 * KEEP_S - age
         os.utime(directory / key, (at, at))
-    need(store.get(keys[0]) is not None, "an old entry is there")
+    require(store.get(keys[0]) is not None, "an old entry is there")
     keys.append(store.put({"x": pattern(ROOM // 4, 99)}))
     size = sum(path.stat().st_size for path in directory.iterdir())
-    need(size <= ROOM, "all entries fit into max_bytes")
+    require(size <= ROOM, "all entries fit into max_bytes")
     left = set(store.keys())
-    need(keys[0] in left and keys[-1] in left, "what was used last stays")
-    need(keys[1] not in left and keys[6] in left, "what was used longest ago goes")
+    require(keys[0] in left and keys[-1] in left, "what was used last stays")
+    require(keys[1] not in left and keys[6] in left, "what was used longest ago goes")
     for i in range(20):
         try:
             store.put({"x": pattern(ROOM // 4, 200 + i)})
@@ -146,7 +146,7 @@ def _check_evicts_by_size(factory: NewStore, directory: Path) -> None:
             break
     else:
         raise AssertionError("expected that a store full of young entries refuses more")
-    need(store.get(keys[-1]) is not None, "young entries stay: a peer may be about to read them")
+    require(store.get(keys[-1]) is not None, "young entries stay: a peer may be about to read them")
     try:
         store.put({"x": pattern(ROOM, 1)})
     except TransportError:
@@ -181,15 +181,15 @@ def _check_shows_whole_entries_only(factory: NewStore, directory: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    need(not failures, f"a reader beside two writers sees whole entries ({failures})")
-    need(sorted(path.name for path in directory.iterdir()) == keys, "nothing half-written is left behind")
+    require(not failures, f"a reader beside two writers sees whole entries ({failures})")
+    require(sorted(path.name for path in directory.iterdir()) == keys, "nothing half-written is left behind")
 
 
 def _check_is_private(factory: NewStore, directory: Path) -> None:
     store = factory(directory / "new" / "store", ROOM)
     key = store.put(_groups())
     modes = [os.stat(path).st_mode & 0o777 for path in (store.directory, store.directory / key)]
-    need(modes == [0o700, 0o600], "directory and entries are for one user")
+    require(modes == [0o700, 0o600], "directory and entries are for one user")
 
 
 _CHECKS: tuple[Callable[[NewStore, Path], None], ...] = (

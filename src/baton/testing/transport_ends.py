@@ -9,7 +9,7 @@ import numpy as np
 
 from baton.errors import ProtocolError, TransportError
 from baton.testing.transport_memory import register
-from baton.testing.transport_near import CALLS_S, SIZES, WAIT_S, NearSide, copies_of, need, scattered
+from baton.testing.transport_near import CALLS_S, SIZES, WAIT_S, NearSide, copies_of, require, scattered_runs
 from baton.testing.transport_peer import FarSide, pattern
 from baton.transports.base import Direction, Peer, Transport
 
@@ -17,27 +17,27 @@ from baton.transports.base import Direction, Peer, Transport
 def check_cancel_is_quiet(here: NearSide) -> None:
     with here.far() as far:
         peer = here.transport.connect(far.descriptor).result(30)
-        copies = scattered(1024, 64, seed=2)
+        copies = scattered_runs(1024, 64, seed=2)
         operations = [here.transport.submit(peer, "write", copies, f"{i}") for i in range(20)]
         for operation in reversed(operations):
             here.transport.cancel(operation)
-        need(all(op.wait(WAIT_S) != "pending" for op in operations), "a cancelled operation ends")
+        require(all(op.wait(WAIT_S) != "pending" for op in operations), "a cancelled operation ends")
         far.fill(0, 55)
-        need(np.array_equal(far.read(0), pattern(SIZES[0], 55)), "nothing is written after the end")
-        need(all(op.error for op in operations if op.poll() == "failed"), "a failed operation says why")
+        require(np.array_equal(far.read(0), pattern(SIZES[0], 55)), "nothing is written after the end")
+        require(all(op.error for op in operations if op.poll() == "failed"), "a failed operation says why")
         done = here.run(peer, "write", copies_of([0], [0], [16]))
         here.transport.cancel(done)
-        need(done.poll() == "done", "a cancel does not change the state of an ended operation")
+        require(done.poll() == "done", "a cancel does not change the state of an ended operation")
 
 
 def check_survives_a_closed_peer(here: NearSide) -> None:
     """An orderly close during a copy."""
     with here.far() as far:
         peer = here.transport.connect(far.descriptor).result(30)
-        need(peer.alive() and not peer.fenced(), "an open peer is alive and not fenced")
-        operation = here.transport.submit(peer, "write", scattered(1024, 64, seed=3), "into the close")
+        require(peer.alive() and not peer.fenced(), "an open peer is alive and not fenced")
+        operation = here.transport.submit(peer, "write", scattered_runs(1024, 64, seed=3), "into the close")
         far.close()
-        need(operation.wait(WAIT_S) != "pending", "an operation ends when the peer closes")
+        require(operation.wait(WAIT_S) != "pending", "an operation ends when the peer closes")
         _is_gone(here, peer, far)
 
 
@@ -46,7 +46,7 @@ def check_survives_a_killed_peer(here: NearSide) -> None:
     with here.far() as far:
         peer = here.transport.connect(far.descriptor).result(30)
         if far.kill():
-            need(here.soon(peer.fenced), "a dead peer is fenced")
+            require(here.soon(peer.fenced), "a dead peer is fenced")
             _is_gone(here, peer, far)
 
 
@@ -54,31 +54,31 @@ def check_survives_a_peer_killed_while_copying(here: NearSide) -> None:
     """A death during copies in both directions."""
     with here.far() as far:
         peer = here.transport.connect(far.descriptor).result(30)
-        copies = scattered(1024, 64, seed=5)
+        copies = scattered_runs(1024, 64, seed=5)
         directions: tuple[Direction, ...] = ("write", "read")
         operations = [here.transport.submit(peer, directions[i % 2], copies, f"{i}") for i in range(20)]
         if far.kill():
-            need(all(op.wait(WAIT_S) != "pending" for op in operations), "operations end when the peer dies")
-            need(all(op.error for op in operations if op.poll() == "failed"), "a failed operation says why")
-            need(here.soon(peer.fenced), "a dead peer is fenced")
+            require(all(op.wait(WAIT_S) != "pending" for op in operations), "operations end when the peer dies")
+            require(all(op.error for op in operations if op.poll() == "failed"), "a failed operation says why")
+            require(here.soon(peer.fenced), "a dead peer is fenced")
             here.regions[0][:] = 77
             _is_gone(here, peer, far)
-            need(bool((here.regions[0] == 77).all()), "nothing is written here once the peer is fenced")
+            require(bool((here.regions[0] == 77).all()), "nothing is written here once the peer is fenced")
 
 
 def check_a_failure_stays_with_its_peer(here: NearSide) -> None:
     with here.far() as one, here.far() as two:
         lost, kept = (here.transport.connect(side.descriptor).result(30) for side in (one, two))
-        copies = scattered(1024, 64, seed=6)
+        copies = scattered_runs(1024, 64, seed=6)
         into_the_end = [here.transport.submit(lost, "write", copies, "lost") for _ in range(10)]
         others = [here.transport.submit(kept, "write", copies, "kept") for _ in range(10)]
         if not one.kill():
             one.close()
-        need(
+        require(
             [op.wait(WAIT_S) for op in others] == ["done"] * 10, f"the other peer's copies are done ({others[0].error})"
         )
-        need(all(op.wait(WAIT_S) != "pending" for op in into_the_end), "operations end when the peer is gone")
-        need(not lost.alive() and kept.alive(), "one peer's end is not the other's")
+        require(all(op.wait(WAIT_S) != "pending" for op in into_the_end), "operations end when the peer is gone")
+        require(not lost.alive() and kept.alive(), "one peer's end is not the other's")
 
 
 def _is_gone(here: NearSide, peer: Peer, far: FarSide) -> None:
@@ -87,8 +87,8 @@ def _is_gone(here: NearSide, peer: Peer, far: FarSide) -> None:
     except TransportError:
         pass
     else:
-        need(operation.poll() == "failed", "a copy to a peer that is gone fails")
-    need(not peer.alive(), "a peer that is gone is not alive")
+        require(operation.poll() == "failed", "a copy to a peer that is gone fails")
+    require(not peer.alive(), "a peer that is gone is not alive")
     here.transport.disconnect(peer)
     here.transport.disconnect(peer)
     _refuses_connection(here.factory, far.descriptor)
@@ -113,24 +113,24 @@ def check_reconnects(here: NearSide) -> None:
             far.fill(0, seed)
             peer = here.transport.connect(far.descriptor).result(30)
             operation = here.run(peer, "read", copies_of([0], [0], [SIZES[0]]))
-            need(operation.poll() == "done", f"a copy after reconnecting is done ({operation.error})")
-            need(np.array_equal(here.regions[0], pattern(SIZES[0], seed)), "it brings the new bytes")
+            require(operation.poll() == "done", f"a copy after reconnecting is done ({operation.error})")
+            require(np.array_equal(here.regions[0], pattern(SIZES[0], seed)), "it brings the new bytes")
             here.transport.disconnect(peer)
             _refuses_copies(here, peer)
         lost = here.transport.connect(far.descriptor).result(30)
-        into_the_end = here.transport.submit(lost, "write", scattered(1024, 64, seed=9), "into the end")
+        into_the_end = here.transport.submit(lost, "write", scattered_runs(1024, 64, seed=9), "into the end")
         if not far.kill():
             far.close()
     with here.far() as far:
         peer = here.transport.connect(far.descriptor).result(30)
-        need(not lost.alive() and peer.alive(), "a peer's successor is another peer")
+        require(not lost.alive() and peer.alive(), "a peer's successor is another peer")
         for copies in (copies_of([0], [0], [SIZES[1]], 1, 0), copies_of([0], [8], [64], 1, 1)):
             operation = here.run(peer, "write", copies)
-            need(operation.poll() == "done", f"a copy to a peer's successor is done ({operation.error})")
+            require(operation.poll() == "done", f"a copy to a peer's successor is done ({operation.error})")
             # Between the two copies.
             here.transport.disconnect(lost)
-        need(into_the_end.wait(WAIT_S) != "pending", "an operation ends when its peer is gone")
-        need(np.array_equal(far.read(0)[: SIZES[1]], here.regions[1]), "the successor has its bytes")
+        require(into_the_end.wait(WAIT_S) != "pending", "an operation ends when its peer is gone")
+        require(np.array_equal(far.read(0)[: SIZES[1]], here.regions[1]), "the successor has its bytes")
 
 
 def _refuses_copies(here: NearSide, peer: Peer) -> None:
@@ -149,22 +149,22 @@ def check_waits_for_no_peer(here: NearSide) -> None:
         if not far.stop():
             return
         try:
-            operation = here.transport.submit(known, "write", scattered(1024, 64, seed=10), "into the stop")
+            operation = here.transport.submit(known, "write", scattered_runs(1024, 64, seed=10), "into the stop")
             start = time.monotonic()
             connecting = here.transport.connect(far.descriptor)
             here.transport.cancel(operation)
             here.transport.disconnect(known)
-            need(not known.fenced(), "a stopped peer is not fenced")
-            need(time.monotonic() - start < CALLS_S, "connect, cancel and disconnect wait for no peer")
+            require(not known.fenced(), "a stopped peer is not fenced")
+            require(time.monotonic() - start < CALLS_S, "connect, cancel and disconnect wait for no peer")
             done = here.run(kept, "write", copies_of([0], [0], [SIZES[0]]))
-            need(done.poll() == "done", f"another peer's copies are done meanwhile ({done.error})")
+            require(done.poll() == "done", f"another peer's copies are done meanwhile ({done.error})")
         finally:
             far.go_on()
-        need(operation.wait(WAIT_S) != "pending", "a cancelled operation ends when its peer goes on")
+        require(operation.wait(WAIT_S) != "pending", "a cancelled operation ends when its peer goes on")
         error = connecting.exception(WAIT_S)
-        need(error is None or isinstance(error, TransportError), f"connecting ends ({error})")
+        require(error is None or isinstance(error, TransportError), f"connecting ends ({error})")
         again = here.transport.connect(far.descriptor).result(WAIT_S)
-        need(here.run(again, "read", copies_of([0], [0], [64])).poll() == "done", "the peer is reached again")
+        require(here.run(again, "read", copies_of([0], [0], [64])).poll() == "done", "the peer is reached again")
 
 
 def check_keeps_two_peers_apart(here: NearSide) -> None:
@@ -175,15 +175,15 @@ def check_keeps_two_peers_apart(here: NearSide) -> None:
             here.transport.submit(peers[0], "write", copies_of([0], [0], [SIZES[0]]), "one"),
             here.transport.submit(peers[1], "write", copies_of([0], [0], [SIZES[1]], 1, 1), "two"),
         ]
-        need([op.wait(WAIT_S) for op in operations] == ["done", "done"], "both copies are done")
-        need([op.tag for op in operations] == ["one", "two"], "an operation keeps its tag")
-        need(np.array_equal(one.read(0), here.regions[0]), "the first peer has its bytes")
-        need(np.array_equal(two.read(1), here.regions[1]), "the second peer has its bytes")
-        need(np.array_equal(two.read(0), before), "the first peer's bytes go nowhere else")
+        require([op.wait(WAIT_S) for op in operations] == ["done", "done"], "both copies are done")
+        require([op.tag for op in operations] == ["one", "two"], "an operation keeps its tag")
+        require(np.array_equal(one.read(0), here.regions[0]), "the first peer has its bytes")
+        require(np.array_equal(two.read(1), here.regions[1]), "the second peer has its bytes")
+        require(np.array_equal(two.read(0), before), "the first peer's bytes go nowhere else")
         one.close()
-        need(peers[1].alive(), "one peer's end is not the other's")
+        require(peers[1].alive(), "one peer's end is not the other's")
         operation = here.run(peers[1], "write", copies_of([0], [0], [64]))
-        need(operation.poll() == "done", f"the other peer still takes copies ({operation.error})")
+        require(operation.poll() == "done", f"the other peer still takes copies ({operation.error})")
 
 
 def check_refuses_misuse(here: NearSide) -> None:

@@ -57,11 +57,11 @@ class NearSide:
 
     def run(self, peer: Peer, direction: Direction, copies: CopyList) -> Operation:
         operation = self.transport.submit(peer, direction, copies, "check")
-        need(operation.wait(WAIT_S) != "pending", "an operation ends")
+        require(operation.wait(WAIT_S) != "pending", "an operation ends")
         return operation
 
 
-def need(holds: bool, what: str) -> None:
+def require(holds: bool, what: str) -> None:
     """Raises `AssertionError`."""
     if not holds:
         raise AssertionError(f"expected that {what}")
@@ -74,14 +74,14 @@ def copies_of(
     return CopyList(source_region, dest_region, *columns)
 
 
-def applied(before: ByteArray, source: ByteArray, copies: CopyList) -> ByteArray:
+def copied_bytes(before: ByteArray, source: ByteArray, copies: CopyList) -> ByteArray:
     after: ByteArray = before.copy()
     for s, d, n in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
         after[d : d + n] = source[s : s + n]
     return after
 
 
-def scattered(runs: int, slot: int, seed: int) -> CopyList:
+def scattered_runs(runs: int, slot: int, seed: int) -> CopyList:
     """Runs of ragged length, in shuffled slots on both sides."""
     rng = np.random.default_rng(seed)
     places = [rng.permutation(runs) * slot for _ in range(2)]

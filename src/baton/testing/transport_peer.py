@@ -1,7 +1,7 @@
 """The far side of a transport under test, in this process or in its own.
 
-It is passive, so the process that owns the memory sees the effect of a copy. A separate process (`serve`) reads one
-JSON object per line of stdin and answers each with one line.
+It is passive, so the process that owns the memory sees the effect of a copy. A separate process (`serve_peer`) reads
+one JSON object per line of stdin and answers each with one line.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class SpawnedPeer(FarSide):
         os.kill(self._process.pid, signal.SIGCONT)
 
 
-def serve(uri: str, device: str | None = None) -> None:
+def serve_peer(uri: str, device: str | None = None) -> None:
     """Answer requests on stdin until it ends."""
     transport = create_transport(uri)
     peer: NearbyPeer | None = None

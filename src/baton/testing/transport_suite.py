@@ -16,7 +16,7 @@ from baton.errors import BatonError, ProtocolError
 from baton.kv.geometry import CopyList
 from baton.testing import transport_ends as ends
 from baton.testing.transport_memory import allocate, register
-from baton.testing.transport_near import SIZES, WAIT_S, NearSide, applied, copies_of, need, scattered
+from baton.testing.transport_near import SIZES, WAIT_S, NearSide, copied_bytes, copies_of, require, scattered_runs
 from baton.testing.transport_peer import pattern
 from baton.transports.base import Transport
 
@@ -44,7 +44,7 @@ def check_transport(
         near = factory()
         try:
             regions = [allocate(near, f"near {i}", size, device) for i, size in enumerate(SIZES)]
-            need(all(not region.any() for region in regions), f"{name}: allocated memory is zeroed")
+            require(all(not region.any() for region in regions), f"{name}: allocated memory is zeroed")
             for i, region in enumerate(regions):
                 region[:] = pattern(region.size, i)
             check(NearSide(factory, spawn_uri, near, regions, register(near, regions), device))
@@ -59,25 +59,25 @@ def check_transport(
 def _check_copies_exactly(here: NearSide) -> None:
     with here.far() as far:
         peer = here.transport.connect(far.descriptor).result(30)
-        need(list(peer.region_sizes) == list(SIZES), "the peer's region sizes are known")
+        require(list(peer.region_sizes) == list(SIZES), "the peer's region sizes are known")
         cases = [
             copies_of([0, 4096, 77], [1000, 0, 60000], [100, 512, 1]),
             copies_of([3], [5], [SIZES[1] - 8], 1, 1),
             copies_of([0], [0], [SIZES[1]], 0, 1),
-            scattered(1024, 64, seed=1),
+            scattered_runs(1024, 64, seed=1),
             copies_of([], [], []),
         ]
         for copies in cases:
             before = far.read(copies.dest_region)
             operation = here.run(peer, "write", copies)
-            need(operation.poll() == "done" and operation.error is None, f"a write is done ({operation.error})")
-            after = applied(before, here.regions[copies.source_region].copy(), copies)
-            need(np.array_equal(far.read(copies.dest_region), after), "a write changes just its bytes")
+            require(operation.poll() == "done" and operation.error is None, f"a write is done ({operation.error})")
+            after = copied_bytes(before, here.regions[copies.source_region].copy(), copies)
+            require(np.array_equal(far.read(copies.dest_region), after), "a write changes just its bytes")
             source, before = far.read(copies.source_region), here.regions[copies.dest_region].copy()
             operation = here.run(peer, "read", copies)
-            need(operation.poll() == "done", f"a read is done ({operation.error})")
-            after = applied(before, source, copies)
-            need(np.array_equal(here.regions[copies.dest_region], after), "a read changes just its bytes")
+            require(operation.poll() == "done", f"a read is done ({operation.error})")
+            after = copied_bytes(before, source, copies)
+            require(np.array_equal(here.regions[copies.dest_region], after), "a read changes just its bytes")
 
 
 def _check_moves_large_regions(here: NearSide) -> None:
@@ -91,8 +91,8 @@ def _check_moves_large_regions(here: NearSide) -> None:
             operation = near.submit(
                 near.connect(far.descriptor).result(30), "write", copies_of([0], [0], [size]), "large"
             )
-            need(operation.wait(WAIT_S) == "done", f"8 MiB in one run are copied ({operation.error})")
-            need(np.array_equal(far.read(0), region), "8 MiB arrive unchanged")
+            require(operation.wait(WAIT_S) == "done", f"8 MiB in one run are copied ({operation.error})")
+            require(np.array_equal(far.read(0), region), "8 MiB arrive unchanged")
     finally:
         near.close()
 
@@ -106,17 +106,19 @@ def _check_copies_many_runs(here: NearSide) -> None:
         register(near, [region])
         with here.far([region.size]) as far:
             peer = near.connect(far.descriptor).result(30)
-            copies = scattered(runs, slot, seed=4)
-            after = applied(far.read(0), region.copy(), copies)
+            copies = scattered_runs(runs, slot, seed=4)
+            after = copied_bytes(far.read(0), region.copy(), copies)
             operation = near.submit(peer, "write", copies, "many")
-            need(operation.wait(WAIT_S) == "done", f"20,000 runs are written ({operation.error})")
-            need(np.array_equal(far.read(0), after), "20,000 runs arrive, and change nothing else")
+            require(operation.wait(WAIT_S) == "done", f"20,000 runs are written ({operation.error})")
+            require(np.array_equal(far.read(0), after), "20,000 runs arrive, and change nothing else")
             back = copies_of(copies.dest_offset, copies.source_offset, copies.nbytes)
             want = region.copy()
             region[:] = 0
             operation = near.submit(peer, "read", back, "many")
-            need(operation.wait(WAIT_S) == "done", f"20,000 runs are read ({operation.error})")
-            need(np.array_equal(region, applied(np.zeros_like(want), want, _to_itself(copies))), "they come back")
+            require(operation.wait(WAIT_S) == "done", f"20,000 runs are read ({operation.error})")
+            require(
+                np.array_equal(region, copied_bytes(np.zeros_like(want), want, _to_itself(copies))), "they come back"
+            )
     finally:
         near.close()
 
@@ -130,11 +132,11 @@ def _check_keeps_order(here: NearSide) -> None:
         peer = here.transport.connect(far.descriptor).result(30)
         for round_ in range(20):
             here.regions[1][:] = round_
-            first = here.transport.submit(peer, "write", scattered(256, 64, seed=round_), "first")
-            need(first.wait(WAIT_S) == "done", f"a write is done ({first.error})")
+            first = here.transport.submit(peer, "write", scattered_runs(256, 64, seed=round_), "first")
+            require(first.wait(WAIT_S) == "done", f"a write is done ({first.error})")
             second = here.run(peer, "write", copies_of([0], [0], [SIZES[1]], 1, 0))
-            need(second.poll() == "done", f"a write is done ({second.error})")
-            need(bool((far.read(0)[: SIZES[1]] == round_).all()), "nothing of an operation arrives after it is done")
+            require(second.poll() == "done", f"a write is done ({second.error})")
+            require(bool((far.read(0)[: SIZES[1]] == round_).all()), "nothing of an operation arrives after it is done")
 
 
 def _check_done_means_visible(here: NearSide) -> None:
@@ -143,8 +145,8 @@ def _check_done_means_visible(here: NearSide) -> None:
         for round_ in range(50):
             here.regions[1][:] = round_
             operation = here.run(peer, "write", copies_of([0], [0], [SIZES[1]], 1, 1))
-            need(operation.poll() == "done", f"a write is done ({operation.error})")
-            need(bool((far.read(1) == round_).all()), "the owner sees all bytes once the operation is done")
+            require(operation.poll() == "done", f"a write is done ({operation.error})")
+            require(bool((far.read(1) == round_).all()), "the owner sees all bytes once the operation is done")
 
 
 def _check_refuses_out_of_bounds(here: NearSide) -> None:
@@ -170,7 +172,7 @@ def _check_refuses_out_of_bounds(here: NearSide) -> None:
                 except ProtocolError:
                     continue
                 raise AssertionError(f"expected that a {direction} outside a region is refused: {copies}")
-        need(np.array_equal(far.read(0), before), "a refused copy moves no byte")
+        require(np.array_equal(far.read(0), before), "a refused copy moves no byte")
 
 
 _CHECKS: tuple[Callable[[NearSide], None], ...] = (

@@ -3,7 +3,7 @@
 from baton.text.content_format import ContentFormatOption
 from baton.text.detokenizer import IncrementalDetokenizer
 from baton.text.stop import StopChecker
-from baton.text.template import chosen_template
+from baton.text.template import read_template_option
 from baton.text.tokenizer import Tokenizer
 
-__all__ = ["ContentFormatOption", "IncrementalDetokenizer", "StopChecker", "Tokenizer", "chosen_template"]
+__all__ = ["ContentFormatOption", "IncrementalDetokenizer", "StopChecker", "Tokenizer", "read_template_option"]

@@ -20,7 +20,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
-class DeclaredTokens:
+class AddedTokens:
     """The tokens declared in the directory `root`. `special`: special tokens by name, such as `eos_token`, for
     templates. Raises `CheckpointError` with the name of a malformed file."""
 

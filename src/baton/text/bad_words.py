@@ -12,7 +12,7 @@ PARAM = "bad_words"
 
 
 @functools.lru_cache(maxsize=32)  # all samples of a prompt have the same words
-def tokens_of(words: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+def word_tokens(words: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """The tokens of each word at the beginning of a text, and after a space if that gives as many tokens with a
     different first one, as in vLLM 0.32 (`SamplingParams.update_from_tokenizer`).
 

@@ -78,7 +78,7 @@ class Spelling:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
 
 
-def escaped(spelt: bytes) -> str:
+def escaped_text(spelt: bytes) -> str:
     """Bytes as text; invalid UTF-8 as in OpenAI's API: `\\xe2\\x82`."""
     try:
         return spelt.decode()

@@ -36,7 +36,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _TEMPLATE_CHARS = frozenset("{}\n")
 
 
-def chosen_template(given: str) -> str:
+def read_template_option(given: str) -> str:
     """`--chat-template`: of the file with this name, else the value itself, as in vLLM.
 
     Raises `ConfigError` for an unreadable file and for invalid Jinja.

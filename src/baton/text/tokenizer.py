@@ -13,11 +13,11 @@ from typing import Any, get_args
 import tokenizers
 
 from baton.errors import CheckpointError, ConfigError, RequestError
-from baton.text.added_tokens import DeclaredTokens
+from baton.text.added_tokens import AddedTokens
 from baton.text.content_format import ContentFormatOption
 from baton.text.files import read_object
 from baton.text.llama import apply_class
-from baton.text.spelling import Spelling, escaped
+from baton.text.spelling import Spelling, escaped_text
 from baton.text.template import DEFAULT, TOOL_USE, ChatTemplate, read_templates
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Tokenizer:
             raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
         backend.no_padding()
         backend.no_truncation()
-        declared = DeclaredTokens(root)
+        declared = AddedTokens(root)
         apply_class(backend, path, declared.settings, read_object(root / "config.json"))
         declared.add_to(backend)
         own = read_templates(root, declared.settings)
@@ -126,7 +126,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         r"""The text that one token adds, also of special tokens. A part of a character is written as `\xe2\x82`."""
-        return escaped(self.spelling.token_bytes(token_id))
+        return escaped_text(self.spelling.token_bytes(token_id))
 
     def special_tokens_of(self, texts: Iterable[str]) -> frozenset[int]:
         numbers = {self._backend.token_to_id(text) for text in texts}

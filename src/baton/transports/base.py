@@ -195,11 +195,11 @@ class Transport(Protocol):
 def future_of(make: Callable[[], Peer]) -> Future[Peer]:
     """For transports that connect without waiting: a finished future."""
     future: Future[Peer] = Future()
-    settle(future, make)
+    finish_future(future, make)
     return future
 
 
-def settle(future: Future[Peer], make: Callable[[], Peer]) -> None:
+def finish_future(future: Future[Peer], make: Callable[[], Peer]) -> None:
     """For transports: finish `future` with the result of `make`. Errors other than Baton's become `TransportError`."""
     try:
         peer = make()

@@ -55,7 +55,7 @@ class ProcessWatch:
     def _has_gone(self) -> bool:
         pid, start_time = self._owner
         try:
-            return self._same_host and start_time_of(pid) != start_time
+            return self._same_host and process_start_ticks(pid) != start_time
         except OSError:
             return False  # it cannot be known now, for example if no file descriptor is left
 
@@ -85,7 +85,7 @@ def own_host_key() -> str:
         return secrets.token_hex(16)  # unique: no process is ever taken to share pids with this one
 
 
-def start_time_of(pid: int) -> str:
+def process_start_ticks(pid: int) -> str:
     """Clock ticks from boot to the start of a process; "" if there is none. Raises `OSError` as `stat_of` does."""
     fields = stat_of(pid)
     return fields[19] if fields else ""

@@ -102,7 +102,7 @@ def with_path(text: str, path: str) -> str:
     return f"{found}://?{urlencode(query)}" if query else f"{found}://"
 
 
-def check_keys(uri: str, has_keys: bool, field: str) -> None:
+def require_keys(uri: str, has_keys: bool, field: str) -> None:
     """Without CURVE keys, refuse a transport whose KV leaves the processes of one user on one host, among which the
     kernel keeps strangers out.
 

@@ -48,7 +48,7 @@ class Report:
         return not self.differences and not self.check.failed
 
 
-def compare(
+def compare_answers(
     mode: str,
     cases: Sequence[Case],
     reference: Sequence[Observed],
@@ -86,7 +86,7 @@ def of_answers(observed: Sequence[Observed]) -> Acceptance | None:
     return Acceptance.of_rounds(rounds, max(o.num_speculative_tokens for o in observed))
 
 
-def acceptance(observed: Sequence[Observed]) -> list[float]:
+def acceptance_rates(observed: Sequence[Observed]) -> list[float]:
     """The share of verifications that accepted draft position 1, 2, ..."""
     found = of_answers(observed)
     return found.rates if found else []

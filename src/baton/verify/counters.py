@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from prometheus_client.samples import Sample
 
 from baton.errors import EngineUnavailableError, ProtocolError
-from baton.openai.answers import printable
+from baton.openai.answers import printable_line
 from baton.openai.client import OpenAIClient, base_url
 from baton.verify.acceptance import Acceptance
 
@@ -44,7 +44,7 @@ def count_drafts(samples: Sequence[Sample]) -> Acceptance | None:
             elif sample.name == prefix + _ACCEPTED:
                 accepted[int(sample.labels["position"])] += _count(sample.value)
     except (ValueError, KeyError) as error:
-        raise ProtocolError(f"the metrics are malformed: {printable(str(error))}") from None
+        raise ProtocolError(f"the metrics are malformed: {printable_line(str(error))}") from None
     if any(not 0 <= position < MAX_POSITIONS for position in accepted):
         raise ProtocolError(f"the metrics are malformed: draft positions must be below {MAX_POSITIONS}")
     return Acceptance(num_drafts, tuple(accepted[position] for position in range(max(accepted, default=-1) + 1)))

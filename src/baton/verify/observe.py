@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from baton.engine.config import SpeculativeConfig
 from baton.errors import BatonError, ProtocolError
-from baton.openai.answers import Completion, Logprobs, token_id, tokens_of
+from baton.openai.answers import Completion, Logprobs, answer_token_ids, token_id
 from baton.openai.client import OpenAIClient
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
@@ -83,7 +83,7 @@ def next_turns(cases: Sequence[Case], answers: Sequence[Observed]) -> list[Case]
     return turns
 
 
-def progress(**options: Any) -> tqdm[NoReturn]:
+def progress_bar(**options: Any) -> tqdm[NoReturn]:
     """Shown after two seconds. Without a terminal, it prints a line now and then."""
     every = 0.1 if sys.stderr.isatty() else _PIPED_INTERVAL_S
     return tqdm(**{"desc": "answers"} | options, unit="request", delay=_BAR_DELAY_S, mininterval=every, leave=False)
@@ -97,7 +97,7 @@ def num_drafts(settings: Mapping[str, Any]) -> int:
 
 def observe_llm(llm: Any, cases: Sequence[Case], num_speculative_tokens: int) -> list[Observed]:
     prompts, params = [list(case.prompt_token_ids) for case in cases], [case.params for case in cases]
-    results = llm.generate(prompts, params, use_tqdm=progress)
+    results = llm.generate(prompts, params, use_tqdm=progress_bar)
     observed = []
     for case, result in zip(cases, results, strict=True):
         out = result.outputs[0]
@@ -147,7 +147,7 @@ async def observe_client(
             finally:
                 bar.update()
 
-    with progress(total=len(cases)) as bar:
+    with progress_bar(total=len(cases)) as bar:
         return list(await asyncio.gather(*(one(index, case) for index, case in enumerate(cases))))
 
 
@@ -189,7 +189,7 @@ def _body(model: str, params: SamplingParams) -> dict[str, Any]:
 def observed(answer: Completion, max_tokens: int) -> Observed:
     """What a completion shows. Raises `ProtocolError` if it contradicts itself or the request."""
     choice = answer.choices[0]
-    token_ids = tokens_of(choice)
+    token_ids = answer_token_ids(choice)
     if len(token_ids) > max_tokens:
         raise ProtocolError(f"the server sent {len(token_ids)} tokens where at most {max_tokens} were asked for")
     spec, usage = choice.spec_decode, answer.usage

@@ -14,7 +14,7 @@ from typing import Any
 from baton.deployment import Deployment
 from baton.errors import BatonError, ConfigError
 from baton.imports import without_gc
-from baton.openai.client import OpenAIClient, base_url, connected
+from baton.openai.client import OpenAIClient, base_url, connected_client
 from baton.verify.acceptance import Acceptance
 from baton.verify.counters import metrics_urls, read_counters, read_handed_back, read_settled
 from baton.verify.observe import (
@@ -90,7 +90,7 @@ class ServerSide:
             return None
 
     def _client(self) -> AbstractAsyncContextManager[OpenAIClient]:
-        return connected(self.url, self.timeout_s, self.api_key)
+        return connected_client(self.url, self.timeout_s, self.api_key)
 
     async def _answers(self, cases: Sequence[Case], kv_mode: str | None, salted: bool) -> Answers:
         async with self._client() as client:
@@ -194,7 +194,7 @@ class DeploymentSide:
         return asyncio.run(self._ask(running.url, [f"{url}/metrics" for url in running.decode_urls], cases, mode))
 
     async def _ask(self, url: str, metrics: Sequence[str], cases: Sequence[Case], mode: str) -> Answers:
-        async with connected(url, REQUEST_TIMEOUT_S) as client:
+        async with connected_client(url, REQUEST_TIMEOUT_S) as client:
             before, moved = await read_settled(client, metrics), await read_handed_back(client)
             model, salts = (await client.model()).id, [mode] * len(cases)
             observed = await observe_client(client, model, cases, self.concurrency, mode, salts)

@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.errors import ConfigError
 from baton.kv.interval import Kind
-from baton.vllm.compat import tensor_rank
+from baton.vllm.compat import worker_heads
 from baton.vllm.geometry import KernelLayout
 from baton.vllm.groups import CacheTable
 from baton.vllm.states import DeltaState, Mamba2State, StatePart
@@ -18,7 +18,7 @@ _K_BY_DIMENSION = ("vec", "vec16")
 _DELTA_NET = "QwenGatedDeltaNetAttention"  # by name: vLLM has moved its module
 
 
-def cache_tables(kv_cache_config: Any) -> list[CacheTable]:
+def split_cache_groups(kv_cache_config: Any) -> list[CacheTable]:
     """vLLM's cache groups, split by kind, window and block size. Raises `ConfigError` for an unknown kind of cache."""
     from vllm.v1 import kv_cache_interface as kv
 
@@ -73,7 +73,7 @@ def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    rank, found = tensor_rank(config).rank, {}
+    rank, found = worker_heads(config).rank, {}
     for layer in layers:
         module = config.compilation_config.static_forward_context[layer]
         if isinstance(module, MambaMixer2) and not module.use_replayssm:

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from baton.engines.ranks import gather
 from baton.errors import ConfigError
 from baton.kv.spec import Owner
 from baton.models.loading.loader import fingerprint, tokenizer_hash
+from baton.plugin_base.ranks import gather_bytes
 from baton.sampling_params import SamplingDefaults
 from baton.vllm.geometry import WorkerHeads
 from baton.wire import KVStream
@@ -185,12 +185,12 @@ def gather_workers(config: Any, own: bytes) -> list[bytes]:
         return [own]
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    stage = msgspec.msgpack.encode(gather(own, get_tp_group().cpu_group))
-    stages = gather(stage, get_pp_group().cpu_group)
+    stage = msgspec.msgpack.encode(gather_bytes(own, get_tp_group().cpu_group))
+    stages = gather_bytes(stage, get_pp_group().cpu_group)
     return [each for found in stages for each in msgspec.msgpack.decode(found, type=list[bytes])]
 
 
-def tensor_rank(config: Any) -> WorkerHeads:
+def worker_heads(config: Any) -> WorkerHeads:
     parallel, speculative = config.parallel_config, config.speculative_config
     heads: dict[Owner, int] = dict.fromkeys(("target", "draft"), config.model_config.get_total_num_kv_heads())
     if speculative is not None and speculative.draft_model_config is not None:

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from baton.engines.config import EngineSettings
 from baton.errors import ConfigError
+from baton.plugin_base.config import EngineSettings
 from baton.vllm.geometry import Granularity
 from baton.wire import KVStream
 

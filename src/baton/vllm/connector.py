@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from baton.engines.ranks import joined_addresses
 from baton.errors import ConfigError
+from baton.plugin_base.ranks import joined_addresses
 from baton.vllm import caches, compat
 from baton.vllm.config import read_config
 from baton.vllm.draft_slots import RememberedSlots
@@ -198,7 +198,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         addresses = [(each.rank, each.identity.control_addresses[0]) for each in found]
         joined = joined_addresses(addresses, self._vllm_config.parallel_config.world_size)
         identity = msgspec.structs.replace(found[0].identity, control_addresses=joined)
-        tables = caches.cache_tables(self._kv_cache_config)
+        tables = caches.split_cache_groups(self._kv_cache_config)
         self._scheduler = SchedulerSide(
             identity, self._config.ticket_key(), tables, self._pool, verify_first=self._verify_first
         )

@@ -23,7 +23,7 @@ from baton.kv.geometry import Geometry, Plane
 from baton.kv.spec import Cut, Owner
 from baton.transports.base import DeviceMemory, Region
 from baton.vllm.groups import LayerGroup
-from baton.vllm.states import StatePart, dtype_name, layer_stride, slots
+from baton.vllm.states import StatePart, dtype_name, layer_stride, state_geometry
 
 # How a kernel stores a page: by token; K by dimension, then V by token; or unknown.
 KernelLayout = Literal["tokens", "k_by_dimension", "unknown"]
@@ -66,7 +66,7 @@ class CacheLayout:
     blocks_per_page: dict[str, int]
 
 
-def describe(
+def describe_caches(
     caches: Mapping[str, Any],
     groups: Sequence[LayerGroup],
     kernels: Mapping[str, KernelLayout],
@@ -111,7 +111,7 @@ def describe(
             region = order[tensors[0].untyped_storage().data_ptr()]
             if group.kind == "state":
                 held = [states.get(layer) for layer in part.layers]
-                geometry = slots(part, tensors, region, held, alone=worker.size == 1).check()
+                geometry = state_geometry(part, tensors, region, held, alone=worker.size == 1).check()
             else:
                 geometry = _geometry(part, tensors, kernel, granularity, region, worker).check()
             if part.name in out.geometries:

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from baton.engines.agent import start_agent
-from baton.engines.ranks import JoinedWorkers, WorkerPart, join
 from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
+from baton.plugin_base.agent import start_agent
+from baton.plugin_base.ranks import JoinedWorkers, WorkerPart, join_workers
 from baton.transports.base import Transport
 from baton.transports.registry import transport_name
 from baton.vllm import caches, compat
 from baton.vllm.config import PluginConfig
-from baton.vllm.geometry import describe
+from baton.vllm.geometry import describe_caches
 from baton.vllm.groups import split_tables
 from baton.vllm.worker import WorkerSide
 from baton.wire import VllmIdentity
@@ -55,12 +55,12 @@ def open_cache(
     Raises `ConfigError` for a cache or a configuration that cannot be handed off.
     """
     engine_id, rank = str(config.kv_transfer_config.engine_id), compat.worker_number(config)
-    groups = split_tables(caches.cache_tables(kv_cache_config), compat.num_target_layers(config))
+    groups = split_tables(caches.split_cache_groups(kv_cache_config), compat.num_target_layers(config))
     layers = {layer: kv_caches[layer] for group in groups for layer in group.layers}
     kernels = {layer: caches.kernel_layout(config, layer) for layer in layers}
-    heads, stages = compat.tensor_rank(config), compat.num_stages(config)
+    heads, stages = compat.worker_heads(config), compat.num_stages(config)
     states = caches.state_parts(config, (layer for g in groups if g.kind == "state" for layer in g.layers))
-    layout = describe(layers, groups, kernels, settings.granularity, heads, stages, states)
+    layout = describe_caches(layers, groups, kernels, settings.granularity, heads, stages, states)
     facts = compat.facts(config, version)
     facts["output.first_step"] = settings.first_step
     for group in layout.groups:
@@ -73,7 +73,7 @@ def open_cache(
         facts=facts,
         has_states=any(group.kind == "state" for group in layout.groups),
     )
-    whole = join(part, lambda own: compat.gather_workers(config, own))
+    whole = join_workers(part, lambda own: compat.gather_workers(config, own))
     stream = compat.stream_of(config, settings.kv_stream)
     side = WorkerSide(layout, compat.zeroes_before_preemptions(config), kv_stream=stream)
     together = InstanceAgent(whole.instance, side.post)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from baton.errors import ProtocolError
-from baton.handoff.protocol.ticket import Redeemer, SignedTicket, adapter_digest, request_digest, verify
+from baton.handoff.protocol.ticket import Redeemer, SignedTicket, adapter_digest, request_digest, verify_ticket
 from baton.log_limit import LogLimit
 from baton.sampling_params import SamplingParams
 from baton.vllm.adapters import Adapters
@@ -173,7 +173,7 @@ class SchedulerSide:
     def _cancel(self, request: VllmRequest, text: str) -> None:
         """Give up a ticket's prefill leg: no decode engine will fetch its KV."""
         try:
-            key = verify(self._ticket_key, text, "prefill", self._clock()).key
+            key = verify_ticket(self._ticket_key, text, "prefill", self._clock()).key
         except ProtocolError as error:
             self._refuse(request, str(error))
             return

@@ -108,7 +108,7 @@ def _parts(
     return tuple(found)
 
 
-def slots(
+def state_geometry(
     group: LayerGroup,
     tensors: Sequence[Tensor],
     region: int,

@@ -43,7 +43,7 @@ def test_the_best_keys_that_a_row_sees_are_chosen(dtype: torch.dtype, monkeypatc
     expected = [sorted(scores[t, : t + 1].topk(TOP_K).indices.tolist()) for t in range(TOP_K, LENGTH)]
     for on_cpu in (True, False):
         monkeypatch.setattr(sparse, "supports", lambda device, dtype, on_cpu=on_cpu: on_cpu)
-        found = sparse.choose(empty(dtype), 1, batch_of(0, LENGTH), rows)
+        found = sparse.choose_keys(empty(dtype), 1, batch_of(0, LENGTH), rows)
         assert found.rows.tolist() == list(range(TOP_K, LENGTH)), "earlier rows see no more keys than are chosen"
         # Of keys with equal scores (0 if no head likes them) any may be chosen.
         for t, chosen, best in zip(found.rows, found.positions.tolist(), expected, strict=True):
@@ -52,10 +52,10 @@ def test_the_best_keys_that_a_row_sees_are_chosen(dtype: torch.dtype, monkeypatc
 
 def test_a_row_chooses_the_same_keys_in_every_chunk() -> None:
     rows = rows_of()
-    whole = sparse.choose(empty(), 0, batch_of(0, LENGTH), rows)
+    whole = sparse.choose_keys(empty(), 0, batch_of(0, LENGTH), rows)
     plane, found = empty(), []
     for start, stop in ((0, 3), (3, 40), (40, 41), (41, LENGTH)):
-        some: Chosen = sparse.choose(plane, 0, batch_of(start, stop), part(rows, start, stop))
+        some: Chosen = sparse.choose_keys(plane, 0, batch_of(start, stop), part(rows, start, stop))
         found += [(int(row) + start, chosen) for row, chosen in zip(some.rows, some.positions.tolist(), strict=True)]
     assert found == list(zip(whole.rows.tolist(), whole.positions.tolist(), strict=True))
 
@@ -65,4 +65,4 @@ def test_a_page_outside_the_plane_is_an_error(page: int) -> None:
     batch = batch_of(20, 22)
     batch.page_table[0, 1] = page  # of a key, not of a row's own slot
     with pytest.raises(BatonError, match="null page"):
-        sparse.choose(empty(), 0, batch, part(rows_of(), 20, 22))
+        sparse.choose_keys(empty(), 0, batch, part(rows_of(), 20, 22))

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from baton.engine.config import EngineConfig
 from baton.engine.loading import progress
 from baton.engine.loading.checkpoints import load_checkpoints
-from baton.engine.loading.progress import showing
-from baton.models.loading.loader import load_model, watching
+from baton.engine.loading.progress import show_loading
+from baton.models.loading.loader import load_model, watch_tensors
 from testkit.checkpoints.common import make_checkpoint
 
 
@@ -43,7 +43,7 @@ def test_all_bytes_are_told_once_they_are_read(model: Path, tmp_path: Path) -> N
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {index}}}'.replace("'", '"'))
     total = sum((tmp_path / name).stat().st_size for name in shards)
     told: list[tuple[int, int]] = []
-    with watching(lambda read, of: told.append((read, of))):
+    with watch_tensors(lambda read, of: told.append((read, of))):
         load_model(tmp_path)
     load_model(tmp_path)
     assert len(told) == len(names)
@@ -75,7 +75,7 @@ def test_a_rank_beside_another_tells_the_step_alone(model: Path, monkeypatch: py
     clock = itertools.count(0, 2)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     told: list[str] = []
-    with showing("loading", told.append, shows=False):
+    with show_loading("loading", told.append, shows=False):
         load_model(model)
     assert told == ["loading"]
 

@@ -18,7 +18,7 @@ from baton import LLM, SamplingParams, StructuredOutputsParams
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.plan import StepPlan, one_request
 from baton.engine.ranks.executor import RankExecutor
-from baton.engine.ranks.messages import Compute, decode_order, encode
+from baton.engine.ranks.messages import Compute, decode_order, encode_message
 from baton.errors import BatonError, ConfigError, EngineUnavailableError
 from baton.transports.mapped.segments import file_of
 from testkit.checkpoints.granite import make_granite
@@ -145,12 +145,12 @@ def test_a_model_that_cannot_be_cut_leaves_nothing(tmp_path: Path) -> None:
 
 def test_plans_travel_as_they_are() -> None:
     plan = StepPlan(one_request([5, 6, 7], {"full": [3, 1], "state": [2]}, {"state"}), np.array([2]))
-    got = decode_order(encode(Compute(plan)))
+    got = decode_order(encode_message(Compute(plan)))
     assert isinstance(got, Compute)
-    assert encode(got) == encode(Compute(plan))
+    assert encode_message(got) == encode_message(Compute(plan))
     assert got.plan.rows.query_start.dtype == np.int32
     assert got.plan.rows.tables["full"].tolist() == [[3, 1]]
-    for bad in (b"", b"\x80", msgspec.msgpack.encode({"type": "compute"}), encode(Compute(plan))[:-3]):
+    for bad in (b"", b"\x80", msgspec.msgpack.encode({"type": "compute"}), encode_message(Compute(plan))[:-3]):
         with pytest.raises(msgspec.MsgspecError):
             decode_order(bad)
 

@@ -13,7 +13,7 @@ from baton.engine.sampling.bad_words import BadWords
 from baton.errors import RequestError
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer
-from baton.text.bad_words import tokens_of
+from baton.text.bad_words import word_tokens
 from testkit.engines import TARGET, Stepped, pair, request, stepped
 
 POOL = {"kv_cache_memory": 16 << 20}
@@ -53,12 +53,12 @@ def barring(one: Stepped, prompt: list[int], way: SamplingParams, name: str) -> 
     tokens = one.run(name, prompt, way).token_ids
     for round_, length in enumerate((3, 2, 1, 2)):
         texts = [tokenizer.decode(tokens[i : i + length]).strip() for i in range(len(tokens))]
-        found = [text for text in texts if text and holds(tokens, tokens_of((text,), tokenizer, 2048)[-1])]
+        found = [text for text in texts if text and holds(tokens, word_tokens((text,), tokenizer, 2048)[-1])]
         words += [text for text in found if len(tokenizer.encode(text, add_special_tokens=False)) == length][1:3]
         params = msgspec.structs.replace(way, bad_words=tuple(words))
         before, tokens = tokens, one.run(f"{name}-{round_}", prompt, params).token_ids
         assert tokens != before
-    lengths = {len(word) for word in tokens_of(tuple(words), tokenizer, 2048)}
+    lengths = {len(word) for word in word_tokens(tuple(words), tokenizer, 2048)}
     assert lengths >= {1, 2, 3}
     return params, tokens
 
@@ -71,7 +71,7 @@ def asked(plain: Stepped, prompt: list[int]) -> list[tuple[SamplingParams, list[
 def test_no_output_holds_a_word(asked: list[tuple[SamplingParams, list[int]]], tokenizer: Tokenizer) -> None:
     for params, tokens in asked:
         assert len(tokens) == LENGTH
-        for word in tokens_of(params.bad_words, tokenizer, 2048):
+        for word in word_tokens(params.bad_words, tokenizer, 2048):
             assert not holds(tokens, word)
 
 
@@ -84,9 +84,9 @@ def test_a_word_of_one_token_is_a_token_that_is_not_allowed(
             text
             for token in before
             if (text := tokenizer.decode([token]).strip())
-            and all(len(word) == 1 for word in tokens_of((text,), tokenizer, 2048))
+            and all(len(word) == 1 for word in word_tokens((text,), tokenizer, 2048))
         )
-        barred = {word[0] for word in tokens_of((text,), tokenizer, 2048)}
+        barred = {word[0] for word in word_tokens((text,), tokenizer, 2048)}
         rest = tuple(i for i in range(2048) if i not in barred)
         by_ids = msgspec.structs.replace(way, allowed_token_ids=rest)
         by_word = msgspec.structs.replace(way, bad_words=(text,))
@@ -141,7 +141,7 @@ def test_with_a_grammar_both_hold(plain: Stepped, prompt: list[int]) -> None:
     assert made[0].finish_reason == "stop"
     assert re.fullmatch("[a-z]{12} (yes|no)", tokenizer.decode(made[0].token_ids))
     assert all(
-        holds(free, spelt) > holds(made[0].token_ids, spelt) for spelt in tokens_of((word,), tokenizer, 2048)[:1]
+        holds(free, spelt) > holds(made[0].token_ids, spelt) for spelt in word_tokens((word,), tokenizer, 2048)[:1]
     )
 
 
@@ -186,5 +186,5 @@ def test_what_is_no_word_is_refused(plain: Stepped, words: tuple[str, ...]) -> N
 
 def test_without_a_tokenizer_they_are_refused() -> None:
     with pytest.raises(RequestError, match="without a tokenizer") as refused:
-        tokens_of(("a",), Tokenizer.load(TARGET, skip_vocabulary=True), 2048)
+        word_tokens(("a",), Tokenizer.load(TARGET, skip_vocabulary=True), 2048)
     assert refused.value.param == "bad_words"

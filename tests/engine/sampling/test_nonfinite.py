@@ -23,7 +23,7 @@ from baton.engine.llm import LLM
 from baton.engine.plan import NOT_FINITE, DraftPlan, DraftResult
 from baton.engine.runner import ModelRunner
 from baton.engine.sampling.nonfinite import rows_not_finite
-from baton.engine.sampling.sampler import choose
+from baton.engine.sampling.sampler import choose_tokens
 from baton.errors import HandoffError
 from baton.handoff.protocol.events import DecodeProgress
 from baton.handoff.protocol.ticket import load_or_create_key
@@ -364,8 +364,8 @@ def test_which_rows_are_not_finite() -> None:
     logits[5, :2] = torch.tensor([math.inf, -math.inf])
     logits[6] = 3e38  # the sum of finite numbers may be infinite
     assert rows_not_finite(logits).tolist() == [1, 3, 4, 5]
-    assert choose(logits, None).tolist()[1:6:2] == [NOT_FINITE] * 3
-    assert choose(logits, None)[0] == logits[0].argmax()
+    assert choose_tokens(logits, None).tolist()[1:6:2] == [NOT_FINITE] * 3
+    assert choose_tokens(logits, None)[0] == logits[0].argmax()
     assert rows_not_finite(logits[:0]).tolist() == []
 
 

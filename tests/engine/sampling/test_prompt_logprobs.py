@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from baton.engine.llm import LLM
-from baton.engine.plan import PromptLogprobs
+from baton.engine.plan import PromptLogprobRows
 from baton.engine.requests import make_request
 from baton.engine.sampling.prompt_logprobs import prompt_logprobs
 from baton.errors import RequestError
@@ -72,7 +72,7 @@ def test_scores_are_those_of_transformers() -> None:
 
 def test_equal_scores_are_told_in_the_order_of_ids() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0, 2.0]])
-    one, other = prompt_logprobs(logits, PromptLogprobs(np.array([0, 1]), np.array([4, 3]), np.array([2, 9])))
+    one, other = prompt_logprobs(logits, PromptLogprobRows(np.array([0, 1]), np.array([4, 3]), np.array([2, 9])))
     assert [i for i, _ in one.top] == [1, 2]
     assert (one.rank, other.rank) == (1, 1)
     assert [i for i, _ in other.top] == [0, 1, 2, 3, 4]

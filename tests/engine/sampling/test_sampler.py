@@ -15,7 +15,7 @@ from baton.engine.plan import Sampling
 from baton.engine.sampling import sampler
 from baton.engine.sampling.logprobs import token_logprobs
 from baton.engine.sampling.noise import gumbel, gumbel_rows, uniform
-from baton.engine.sampling.sampler import DraftSampler, choose
+from baton.engine.sampling.sampler import DraftSampler, choose_tokens
 from baton.engine.sampling.sampling_state import SamplingRows, SamplingState, noise_of, sampling_of
 from baton.engine.sampling.verifier import Verified, rejection_choice, verify
 from baton.errors import RequestError
@@ -48,7 +48,7 @@ def verify_all(
     asked: Sequence[tuple[SamplingState, Sequence[int]]], rows: np.ndarray, rejection: bool = False
 ) -> list[Verified]:
     """Verify requests with their drafts in one batch; `rows` [all rows, V]."""
-    choices = choose(torch.from_numpy(rows), sampling(asked, rejection)).tolist()
+    choices = choose_tokens(torch.from_numpy(rows), sampling(asked, rejection)).tolist()
     found, first = [], 0
     for _, drafts in asked:
         found.append(verify(drafts, choices, first))
@@ -62,7 +62,7 @@ def verify_one(one: SamplingState, rows: np.ndarray, drafts: Sequence[int]) -> V
 
 def processed(rows: torch.Tensor, asked: Sampling) -> torch.Tensor:
     """Scores with all processing before the noise."""
-    found = sampler.processed(rows, asked)
+    found = sampler.process_logits(rows, asked)
     drawn = asked.noise.temperature > 0.0
     sampler._cut_nucleus(found, np.flatnonzero(drawn & (asked.top_p < 1.0)), asked.top_p)
     return found

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import IncompatiblePeerError, ProtocolError
-from baton.handoff.plan.planner import Instance, RankGeometry, plan, senders
+from baton.handoff.plan.planner import Instance, RankGeometry, plan_copies, senders
 from baton.kv.geometry import (
     BLOCK_MAJOR_NHD,
     LAYER_MAJOR_NHD,
@@ -100,7 +100,7 @@ def check_against_oracle(
     tokens: Interval,
     layers: Interval = ALL_LAYERS,
 ) -> dict[int, CopyList]:
-    planned = plan(sources, dest, here, there, tokens, layers)
+    planned = plan_copies(sources, dest, here, there, tokens, layers)
     wanted = addresses(dest.geometry, there, range(tokens.start, tokens.stop))
     of_dest = {offset: key for key, offset in wanted.items() if layers.start <= key[0] < layers.stop}
     have = {s.rank: addresses(s.geometry, here, range(tokens.start, tokens.stop)) for s in sources}
@@ -193,13 +193,13 @@ def test_every_wanted_byte_exactly_once(case: Case) -> None:
 
 def test_contiguous_pages_are_one_run() -> None:
     whole = ranks(make(pages=20))
-    planned = plan(whole, whole[0], range(3, 11), range(8, 16), Interval(0, 32))
+    planned = plan_copies(whole, whole[0], range(3, 11), range(8, 16), Interval(0, 32))
     assert planned[0].nbytes.tolist() == [8 * whole[0].geometry.planes[0].page_stride]
 
 
 def test_runs_of_a_fragmented_plan_are_pages() -> None:
     whole = ranks(make(pages=40))
-    planned = plan(whole, whole[0], range(1, 39, 2), range(1, 20), Interval(0, 76))
+    planned = plan_copies(whole, whole[0], range(1, 39, 2), range(1, 20), Interval(0, 76))
     assert planned[0].nbytes.tolist() == [whole[0].geometry.planes[0].page_stride] * 19
 
 
@@ -258,7 +258,7 @@ def test_latents_move_once_to_each_rank_however_many_heads_ranks_share(p_size: i
     for rank in range(d_size):
         dest = share(rank)
         assert senders(sources, dest) == (rank % p_size,)
-        planned = plan(sources, dest, [1, 2, 3], [5, 6, 7], Interval(2, 11))
+        planned = plan_copies(sources, dest, [1, 2, 3], [5, 6, 7], Interval(2, 11))
         assert {source: copies.total for source, copies in planned.items() if len(copies)} == {
             rank % p_size: 9 * 3 * 7 * 2
         }
@@ -284,7 +284,7 @@ def tiled(**options: Any) -> Geometry:
 
 def test_tiles_are_copied_whole() -> None:
     whole = ranks(tiled())
-    planned = plan(whole, whole[0], [3, 5], [2, 9], Interval(5, 9))
+    planned = plan_copies(whole, whole[0], [3, 5], [2, 9], Interval(5, 9))
     plain = make(page_size=8, order=BLOCK_MAJOR_HND)
     want = addresses(plain, [2, 9], range(4, 12))
     got = set()
@@ -297,7 +297,7 @@ def test_a_state_slot_moves_whole() -> None:
     def state(pages: int) -> Geometry:
         return make(heads=(0, 1), kind="state", page_size=1, head_dim=40, pages=pages)
 
-    planned = plan(ranks(state(5)), ranks(state(9))[0], [4], [7], Interval(0, 1))
+    planned = plan_copies(ranks(state(5)), ranks(state(9))[0], [4], [7], Interval(0, 1))
     stride = state(5).planes[0].page_stride
     assert planned[0].source_offset.tolist() == [4 * stride]
     assert planned[0].dest_offset.tolist() == [7 * stride]
@@ -305,13 +305,13 @@ def test_a_state_slot_moves_whole() -> None:
 
 
 def test_regions_are_named() -> None:
-    planned = plan(ranks(make(region=3)), ranks(make(region=5))[0], [1], [1], Interval(0, 2))
+    planned = plan_copies(ranks(make(region=3)), ranks(make(region=5))[0], [1], [1], Interval(0, 2))
     assert (planned[0].source_region, planned[0].dest_region) == (3, 5)
 
 
 def test_nothing_wanted_plans_nothing() -> None:
     whole = ranks(make())
-    assert plan(whole, whole[0], [], [], Interval(7, 7)) == {}
+    assert plan_copies(whole, whole[0], [], [], Interval(7, 7)) == {}
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_nothing_wanted_plans_nothing() -> None:
 def test_bad_page_ids_are_refused(here: Any, there: Any, message: str) -> None:
     whole = ranks(make())
     with pytest.raises(ProtocolError, match=message):
-        plan(whole, whole[0], here, there, Interval(2, 6))
+        plan_copies(whole, whole[0], here, there, Interval(2, 6))
 
 
 def test_pages_outside_the_interval_may_be_null() -> None:
@@ -465,13 +465,13 @@ def test_a_layer_range_moves_those_layers_alone() -> None:
     whole = ranks(make((5, 3, 4)))
     for layers in (Interval(3, 5), Interval(5, 6), Interval(4, 5)):
         check_against_oracle(whole, RankGeometry(rank=0, geometry=make((3, 4, 5))), [3], [7], Interval(1, 3), layers)
-    assert plan(whole, whole[0], [3], [7], Interval(1, 3), Interval(6, 9)) == {}
+    assert plan_copies(whole, whole[0], [3], [7], Interval(1, 3), Interval(6, 9)) == {}
 
 
 def test_a_hostile_interval_sizes_nothing() -> None:
     whole = ranks(make())
     with pytest.raises(ProtocolError, match="source block table ends"):
-        plan(whole, whole[0], [1], [1], Interval(0, 1 << 60))
+        plan_copies(whole, whole[0], [1], [1], Interval(0, 1 << 60))
 
 
 def test_one_long_plan_of_ragged_pages() -> None:

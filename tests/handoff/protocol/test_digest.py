@@ -15,12 +15,12 @@ from baton.handoff.protocol.digests import (
     MemoryDigester,
     cells_of,
     check_shape,
-    due,
-    mismatches,
-    pieces,
+    cut_into_pieces,
+    find_mismatches,
+    groups_without_digests,
     seeds_digest,
     share,
-    uncovered,
+    tokens_to_digest,
 )
 from baton.handoff.protocol.events import BadPiece
 from baton.handoff.protocol.messages import AttemptKey, PieceDigest, Seeds
@@ -77,7 +77,7 @@ def test_layout_and_page_size_do_not_matter() -> None:
     for start, stop in ((0, TOKENS), (3, 64), (63, 65), (149, 150)):
         found = one.digests(start, stop)
         assert found == other.digests(start, stop)
-        assert [p.tokens for p in found] == list(pieces(Interval(start, stop)))
+        assert [p.tokens for p in found] == list(cut_into_pieces(Interval(start, stop)))
         assert all(len(p.hashes) == 2 * 8 * LAYERS for p in found)
     assert one.digests(5, 5) == []
 
@@ -93,13 +93,13 @@ def test_a_rank_sends_every_cell_of_another_that_it_holds_alone() -> None:
 def test_one_flipped_bit_is_named() -> None:
     one, other = Pool(16), Pool(7, LAYER_MAJOR_HND)
     digests = {"target": one.digests(2, TOKENS)}
-    assert mismatches(other.digester, other.ranks, digests, {"target": other.pages}) == []
+    assert find_mismatches(other.digester, other.ranks, digests, {"target": other.pages}) == []
     other.at(70, 1, 1, 0, 3)[1] ^= 4
-    bad = mismatches(other.digester, other.ranks, digests, {"target": other.pages})
+    bad = find_mismatches(other.digester, other.ranks, digests, {"target": other.pages})
     assert bad == [BadPiece("target", Interval(64, 128), ((5, "v"),))]
     # A token that is in no interval may hold anything.
     other.at(1, 0, 0, 0, 0)[0] ^= 1
-    assert mismatches(other.digester, other.ranks, digests, {"target": other.pages}) == bad
+    assert find_mismatches(other.digester, other.ranks, digests, {"target": other.pages}) == bad
 
 
 def test_equal_bytes_elsewhere_do_not_pass() -> None:
@@ -154,15 +154,17 @@ def test_pages_that_do_not_exist_are_refused() -> None:
 
 
 def test_sampled_integrity_digests_one_block_in_so_many() -> None:
-    assert due("off", KEY, Interval(0, 1000)) == ()
-    assert due("full", KEY, Interval(3, 1000)) == (Interval(3, 1000),)
-    assert due("full", KEY, Interval(3, 3)) == ()
+    assert tokens_to_digest("off", KEY, Interval(0, 1000)) == ()
+    assert tokens_to_digest("full", KEY, Interval(3, 1000)) == (Interval(3, 1000),)
+    assert tokens_to_digest("full", KEY, Interval(3, 3)) == ()
     counts = []
     for _ in range(50):
         key = AttemptKey(secrets.token_bytes(16), 0, "p", "d")
-        chosen = due("sampled", key, Interval(10, 64 * 80))
+        chosen = tokens_to_digest("sampled", key, Interval(10, 64 * 80))
         # However a prefill is cut into chunks, the same blocks are chosen.
-        chunks = [part for a, b in ((10, 700), (700, 64 * 80)) for part in due("sampled", key, Interval(a, b))]
+        chunks = [
+            part for a, b in ((10, 700), (700, 64 * 80)) for part in tokens_to_digest("sampled", key, Interval(a, b))
+        ]
         assert {part.start // 64 for part in chunks} == {part.start // 64 for part in chosen}
         counts.append(len(chosen))
     assert set(counts) == {80 // SAMPLED_SHARE}
@@ -172,12 +174,12 @@ def test_groups_without_due_digests_are_found() -> None:
     one = Pool(16)
     wanted = {"target": Interval(3, TOKENS)}
     whole = one.digests(3, 100) + one.digests(100, TOKENS)
-    assert uncovered({"target": whole}, wanted, "full", KEY) == []
+    assert groups_without_digests({"target": whole}, wanted, "full", KEY) == []
     for missing in range(len(whole)):
         part = whole[:missing] + whole[missing + 1 :]
-        assert uncovered({"target": part}, wanted, "full", KEY) == ["target"]
-    assert uncovered({}, wanted, "full", KEY) == ["target"]
-    assert uncovered({}, wanted, "off", KEY) == []
+        assert groups_without_digests({"target": part}, wanted, "full", KEY) == ["target"]
+    assert groups_without_digests({}, wanted, "full", KEY) == ["target"]
+    assert groups_without_digests({}, wanted, "off", KEY) == []
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
 from baton.handoff.plan.planner import Instance, RankGeometry
-from baton.handoff.protocol.fingerprint import compare, geometry_fields
-from baton.handoff.protocol.frames import DECODERS, MAX_FRAME, PROTOCOL_VERSION, Envelope, decode, encode, kind_of
+from baton.handoff.protocol.fingerprint import compare_fingerprints, geometry_fields
+from baton.handoff.protocol.frames import (
+    DECODERS,
+    MAX_FRAME,
+    PROTOCOL_VERSION,
+    Envelope,
+    decode_frame,
+    encode_frame,
+    kind_of,
+)
 from baton.handoff.protocol.messages import (
     MAX_DRAFTER_STATES,
     MAX_DRAFTS,
@@ -26,9 +34,9 @@ from baton.handoff.protocol.messages import (
     Cancelled,
     Commit,
     Confirm,
+    ControlMessage,
     Finished,
     Hello,
-    Message,
     Nack,
     PieceDigest,
     Progress,
@@ -69,7 +77,7 @@ def one(geometry: RankGeometry) -> Instance:
     return Instance(rank=0, groups={"target": [geometry]})
 
 
-MESSAGES: list[Message] = [
+MESSAGES: list[ControlMessage] = [
     Hello("P", "p-1", {"model": "m"}, one(rank()), bytes(16), b"proof", b"descriptor"),
     Bye("closing", True),
     Announce(KEY, ticket="t"),
@@ -91,8 +99,8 @@ MESSAGES: list[Message] = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=kind_of)
-def test_round_trip(message: Message) -> None:
-    assert decode(encode(message, 3, 4)) == (3, 4, message)
+def test_round_trip(message: ControlMessage) -> None:
+    assert decode_frame(encode_frame(message, 3, 4)) == (3, 4, message)
 
 
 def test_the_table_holds_exactly_the_messages() -> None:
@@ -102,16 +110,16 @@ def test_the_table_holds_exactly_the_messages() -> None:
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
-        decode(frame)
+        decode_frame(frame)
 
 
 @given(st.sampled_from(MESSAGES), st.data())
-def test_a_damaged_frame_is_refused_or_is_another_valid_message(message: Message, data: st.DataObject) -> None:
-    frame = bytearray(encode(message, 1, 1))
+def test_a_damaged_frame_is_refused_or_is_another_valid_message(message: ControlMessage, data: st.DataObject) -> None:
+    frame = bytearray(encode_frame(message, 1, 1))
     at = data.draw(st.integers(0, len(frame) - 1))
     frame[at] = data.draw(st.integers(0, 255))
     with contextlib.suppress(ProtocolError):
-        decode(bytes(frame[: data.draw(st.integers(at + 1, len(frame)))]))
+        decode_frame(bytes(frame[: data.draw(st.integers(at + 1, len(frame)))]))
 
 
 def envelope(kind: str, body: bytes, version: int = PROTOCOL_VERSION, sequence: int = 1) -> bytes:
@@ -123,7 +131,7 @@ def test_the_largest_seeds_fit_into_each_message_that_has_some() -> None:
     drafts = [(1 << 31) - 1] * MAX_DRAFTS
     seeds = Seeds((1 << 31) - 1, TokenLogprobs(-1e300, most), drafts, b"x" * MAX_DRAFTER_STATES)
     for message in (Commit(KEY, {}, seeds), Confirm(KEY, seeds), Finished(KEY, seeds)):
-        assert decode(encode(message, 1, 1))[2] == message
+        assert decode_frame(encode_frame(message, 1, 1))[2] == message
 
 
 def test_what_is_wrong_is_named() -> None:
@@ -138,11 +146,11 @@ def test_what_is_wrong_is_named() -> None:
         (b"\x91" * 5000, "malformed"),
     ):
         with pytest.raises(ProtocolError, match=text):
-            decode(frame)
+            decode_frame(frame)
 
 
 def test_values_are_bounded() -> None:
-    bad: list[Message] = [
+    bad: list[ControlMessage] = [
         Ack(AttemptKey(b"short", 0, "p", "d")),
         Ack(AttemptKey(b"0" * 16, -1, "p", "d")),
         Register(KEY, ticket="t", wanted={"g": (-1, 2)}, pages={}),
@@ -172,15 +180,15 @@ def test_values_are_bounded() -> None:
     ]
     for message in bad:
         with pytest.raises(ProtocolError, match="malformed"):
-            decode(encode(message, 1, 1))
+            decode_frame(encode_frame(message, 1, 1))
     with pytest.raises(ProtocolError, match="over its limit"):
-        encode(Cancel(KEY, "x", "y" * 9000), 1, 1)
+        encode_frame(Cancel(KEY, "x", "y" * 9000), 1, 1)
 
 
 def test_a_geometry_that_describes_no_memory_is_refused() -> None:
     geometry = msgspec.structs.replace(rank().geometry, region_bytes=10)
     hello = Hello("P", "p", {}, one(RankGeometry(rank=0, geometry=geometry)), bytes(16))
-    _, _, message = decode(encode(hello, 1, 1))
+    _, _, message = decode_frame(encode_frame(hello, 1, 1))
     assert isinstance(message, Hello)
     with pytest.raises(ProtocolError, match="outside the region"):
         message.instance.check()
@@ -209,17 +217,17 @@ def test_a_table_that_does_not_fit_is_refused(pages: Any, start: int, stop: int)
 
 def test_fingerprints_name_each_difference() -> None:
     here = {"model": "a", **geometry_fields(one(rank(16)))}
-    compare(here, {"model": "a", **geometry_fields(one(rank(7)))})
+    compare_fingerprints(here, {"model": "a", **geometry_fields(one(rank(7)))})
     with pytest.raises(ProtocolError) as error:
-        compare(here, {"draft": "x", **geometry_fields(one(rank(16, "float32")))})
+        compare_fingerprints(here, {"draft": "x", **geometry_fields(one(rank(16, "float32")))})
     text = str(error.value)
     assert "model: here 'a', peer 'absent'" in text
     assert "draft: here 'absent'" in text
     assert "group.target.k.dtype: here 'bfloat16', peer 'float32'" in text
     assert "layer_ids" not in text
-    compare(here, dict(reversed(here.items())))
+    compare_fingerprints(here, dict(reversed(here.items())))
     with pytest.raises(ProtocolError, match="model: here 'a', peer 'b'"):
-        compare(here, {**here, "model": "b"})
+        compare_fingerprints(here, {**here, "model": "b"})
 
 
 def sharded(tp: int, stages: int, heads: int = 4, **changes: Any) -> Instance:
@@ -243,11 +251,11 @@ def sharded(tp: int, stages: int, heads: int = 4, **changes: Any) -> Instance:
 def test_instances_are_compared_as_wholes() -> None:
     here = geometry_fields(sharded(1, 1))
     for tp, stages in ((2, 1), (1, 2), (4, 1), (2, 4)):
-        compare(here, geometry_fields(sharded(tp, stages).check()))
+        compare_fingerprints(here, geometry_fields(sharded(tp, stages).check()))
     with pytest.raises(ProtocolError, match="heads: here '0-4', peer '0-8'"):
-        compare(here, geometry_fields(sharded(2, 1, heads=8)))
+        compare_fingerprints(here, geometry_fields(sharded(2, 1, heads=8)))
     with pytest.raises(ProtocolError, match=r"target\.v\.cut: here 'heads', peer 'channels'"):
-        compare(here, geometry_fields(sharded(2, 1, cut="channels")))
+        compare_fingerprints(here, geometry_fields(sharded(2, 1, cut="channels")))
 
 
 def test_ranks_that_contradict_each_other_are_no_instance() -> None:

@@ -18,10 +18,10 @@ from baton.handoff.protocol.ticket import (
     SignedTicket,
     Ticket,
     load_or_create_key,
-    mint,
     new_transfer_id,
     request_digest,
-    verify,
+    sign_ticket,
+    verify_ticket,
 )
 from baton.sampling_params import SamplingParams
 from baton.wire import EngineIdentity
@@ -41,14 +41,14 @@ TICKET = make_ticket(
 
 
 def test_round_trip() -> None:
-    text = mint(KEY, TICKET)
-    assert text == mint(KEY, TICKET)
+    text = sign_ticket(KEY, TICKET)
+    assert text == sign_ticket(KEY, TICKET)
     assert text.isascii()
     assert "=" not in text
-    assert verify(KEY, text, "prefill", now=900.0) == verify(KEY, text, "decode", now=4900.0)
-    found = verify(KEY, text, "prefill", now=900.0)
+    assert verify_ticket(KEY, text, "prefill", now=900.0) == verify_ticket(KEY, text, "decode", now=4900.0)
+    found = verify_ticket(KEY, text, "prefill", now=900.0)
     assert found == SignedTicket.of(TICKET, text)
-    assert mint(KEY, found) == text
+    assert sign_ticket(KEY, found) == text
     assert TICKET.key == AttemptKey(b"0123456789abcdef", 1, "p-1", "d-1")
     assert str(TICKET.key) == b"0123456789abcdef".hex() + "/1"
 
@@ -70,32 +70,32 @@ def test_a_ticket_names_both_engines() -> None:
 @pytest.mark.parametrize(
     ("text", "now", "what"),
     [
-        (mint(b"x" * 32, TICKET), 900.0, "signature"),
-        (mint(KEY, TICKET), 1000.0, "expired"),
-        (mint(KEY, TICKET), 100.0, "more than"),
-        (mint(KEY, msgspec.structs.replace(TICKET, prefill_expiry=float("inf"))), 900.0, "more than"),
-        (mint(KEY, msgspec.structs.replace(TICKET, prefill_expiry=float("nan"))), 900.0, "more than|malformed"),
+        (sign_ticket(b"x" * 32, TICKET), 900.0, "signature"),
+        (sign_ticket(KEY, TICKET), 1000.0, "expired"),
+        (sign_ticket(KEY, TICKET), 100.0, "more than"),
+        (sign_ticket(KEY, msgspec.structs.replace(TICKET, prefill_expiry=float("inf"))), 900.0, "more than"),
+        (sign_ticket(KEY, msgspec.structs.replace(TICKET, prefill_expiry=float("nan"))), 900.0, "more than|malformed"),
         ("", 900.0, "signature"),
         ("a" * 25000, 900.0, "too long"),
         ("***", 900.0, "base64url"),
         ("é", 900.0, "base64url"),
-        (mint(KEY, msgspec.structs.replace(TICKET, transfer_id=b"short")), 900.0, "malformed"),
-        (mint(KEY, msgspec.structs.replace(TICKET, prefill_addresses=["localhost"])), 900.0, "malformed"),
+        (sign_ticket(KEY, msgspec.structs.replace(TICKET, transfer_id=b"short")), 900.0, "malformed"),
+        (sign_ticket(KEY, msgspec.structs.replace(TICKET, prefill_addresses=["localhost"])), 900.0, "malformed"),
     ],
 )
 def test_refusals_are_named(text: str, now: float, what: str) -> None:
     with pytest.raises(ProtocolError, match=what):
-        verify(KEY, text, "prefill", now)
+        verify_ticket(KEY, text, "prefill", now)
 
 
 @given(st.integers(0, 10_000), st.sampled_from("ABab01-_"))
 def test_no_changed_character_passes(position: int, character: str) -> None:
-    text = mint(KEY, TICKET)
+    text = sign_ticket(KEY, TICKET)
     position %= len(text)
     changed = text[:position] + character + text[position + 1 :]
     try:
         # The last character may carry unused bits, so that two texts can be one ticket.
-        assert verify(KEY, changed, "prefill", 900.0) == SignedTicket.of(TICKET, changed)
+        assert verify_ticket(KEY, changed, "prefill", 900.0) == SignedTicket.of(TICKET, changed)
         assert changed == text or position == len(text) - 1
     except ProtocolError:
         assert changed != text
@@ -116,17 +116,17 @@ def test_digest_covers_prompt_and_parameters() -> None:
 
 def test_refused_tickets_are_counted() -> None:
     redeemer = Redeemer(KEY, TICKET.decode_engine, "d-1")
-    redeemer.redeem(mint(KEY, TICKET), "decode", None, 4900.0)
+    redeemer.redeem(sign_ticket(KEY, TICKET), "decode", None, 4900.0)
     assert redeemer.refused == 0
     with pytest.raises(ProtocolError, match="used before"):
-        redeemer.redeem(mint(KEY, TICKET), "decode", None, 4900.0)
+        redeemer.redeem(sign_ticket(KEY, TICKET), "decode", None, 4900.0)
     assert redeemer.refused == 1
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_a_ticket_serves_the_request_that_it_was_signed_for(same: bool) -> None:
     redeemer = Redeemer(KEY, TICKET.decode_engine, "d-1")
-    text, digest = mint(KEY, TICKET), TICKET.request_digest
+    text, digest = sign_ticket(KEY, TICKET), TICKET.request_digest
     if same:
         assert redeemer.redeem(text, "decode", digest, 4900.0).key == TICKET.key
     else:

@@ -16,8 +16,8 @@ import zmq
 
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.plan.planner import Instance
-from baton.handoff.protocol.frames import decode, encode
-from baton.handoff.protocol.messages import AttemptKey, Bye, Cancel, Hello, Message, Renew
+from baton.handoff.protocol.frames import decode_frame, encode_frame
+from baton.handoff.protocol.messages import AttemptKey, Bye, Cancel, ControlMessage, Hello, Renew
 from baton.handoff.session import accepted
 from baton.handoff.session import sockets as channels
 from baton.handoff.session.base import Connection
@@ -30,7 +30,7 @@ from testkit.processes.leftovers import files_left_open, open_files
 
 KEYS = TicketKeys(b"k" * 32)
 LOOPBACK = "tcp://127.0.0.1:*"
-Received = list[tuple[Connection, Message]]
+Received = list[tuple[Connection, ControlMessage]]
 
 
 def hello(engine_id: str) -> Hello:
@@ -260,7 +260,7 @@ def stranger(p: Channel) -> Iterator[Stranger]:
 def test_a_new_session_on_one_connection_ends_the_old(p: Channel, stranger: Stranger) -> None:
     sock = stranger.connect()
     for session in (1, 2, 3):
-        sock.send(encode(hello("D"), session, 1))
+        sock.send(encode_frame(hello("D"), session, 1))
     got = exchange(p, until=lambda: p.frames == 3)[p]
     sessions = [(c.session, type(m)) for c, m in got]
     assert sessions == [(1, Hello), (1, Bye), (2, Hello), (2, Bye), (3, Hello)]
@@ -271,18 +271,18 @@ def test_strangers_make_room_and_proven_peers_stay(
     p: Channel, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accepted, "MAX_UNPROVEN", 4)
-    stranger.connect().send(encode(hello("D"), 1, 1))
+    stranger.connect().send(encode_frame(hello("D"), 1, 1))
     ((peer, _),) = exchange(p, until=lambda: p.frames == 1)[p]
     peer.proven = True
     for session in range(2, 12):
-        stranger.connect().send(encode(hello(f"X{session}"), session, 1))
+        stranger.connect().send(encode_frame(hello(f"X{session}"), session, 1))
     got = exchange(p, until=lambda: p.frames == 11)[p]
     ended = [c for c, m in got if isinstance(m, Bye)]
     assert len(ended) == p.evicted == 6
     assert peer not in ended
     assert accepted_of(p).num_unproven == 4
     assert len(accepted_of(p)) == 5
-    stranger.sockets[0].send(encode(Bye("x"), 1, 2))
+    stranger.sockets[0].send(encode_frame(Bye("x"), 1, 2))
     assert exchange(p, until=lambda: p.frames == 12)[p] == [(peer, Bye("x"))]
     p.drop(peer)
     assert len(accepted_of(p)) == 4
@@ -292,24 +292,24 @@ def test_sessions_are_bounded(p: Channel, stranger: Stranger, monkeypatch: pytes
     monkeypatch.setattr(accepted, "MAX_SESSIONS", 3)
     monkeypatch.setattr(accepted, "MAX_UNPROVEN", 2)
     for session in range(1, 4):
-        stranger.connect().send(encode(hello("D"), session, 1))
+        stranger.connect().send(encode_frame(hello("D"), session, 1))
         exchange(p, until=lambda session=session: p.frames == session)[p][-1][0].proven = True
-    stranger.connect().send(encode(hello("D"), 9, 1))
+    stranger.connect().send(encode_frame(hello("D"), 9, 1))
     assert exchange(p, until=lambda: p.malformed == 1)[p] == []
     assert len(accepted_of(p)) == 3
 
 
 def test_unknown_sessions_are_told_and_repeats_dropped(p: Channel, stranger: Stranger) -> None:
     sock = stranger.connect()
-    sock.send(encode(hello("D"), 5, 2))
-    sock.send(encode(hello("D"), 5, 2))
-    sock.send(encode(hello("D"), 5, 1))
+    sock.send(encode_frame(hello("D"), 5, 2))
+    sock.send(encode_frame(hello("D"), 5, 2))
+    sock.send(encode_frame(hello("D"), 5, 1))
     other = stranger.connect()
     ((connection, _),) = exchange(p, until=lambda: p.frames == 3)[p]
     assert connection.received == 2
     p.send(connection, Bye("x"))
     assert sock.poll(5000)
-    other.send(encode(Cancel(AttemptKey(bytes(16), 0, "P-1", "D-1"), "x"), 5, 1))
+    other.send(encode_frame(Cancel(AttemptKey(bytes(16), 0, "P-1", "D-1"), "x"), 5, 1))
     exchange(p, until=lambda: p.frames == 4)
     assert other.poll(5000)
     assert b"unknown_session" in other.recv()
@@ -326,7 +326,7 @@ def test_what_was_not_read_at_the_end_is_answered() -> None:
     stranger = Stranger(p.address)
     sock = stranger.connect()
     sock.send_multipart([b"a", b"b"])
-    sock.send(encode(hello("D"), 5, 1))
+    sock.send(encode_frame(hello("D"), 5, 1))
     arrived = time.monotonic() + 20
     while not p._router.poll(20):
         assert time.monotonic() < arrived
@@ -334,7 +334,7 @@ def test_what_was_not_read_at_the_end_is_answered() -> None:
             p._gate.serve(gate)  # the handshake
     p.close(Bye("engine_closed", quiet=True))
     assert sock.poll(20_000)
-    session, _, message = decode(sock.recv())
+    session, _, message = decode_frame(sock.recv())
     assert (session, message) == (5, Bye("engine_closed", quiet=True))
     stranger.close()
 
@@ -377,7 +377,7 @@ def test_connections_without_the_right_keys_are_counted(
         sock.curve_serverkey = server
         sock.curve_publickey, sock.curve_secretkey = zmq.curve_keypair()
     sock.connect(caller.address)
-    sock.send(encode(hello("D"), 1, 1))
+    sock.send(encode_frame(hello("D"), 1, 1))
     try:
         exchange(keyed, until=lambda: keyed.refused > 0)
     finally:

@@ -22,7 +22,7 @@ from baton.handoff.session.connecting import TransportEnds
 from baton.kv.interval import Interval
 from baton.transports.base import Peer
 from baton.transports.mapped.segments import remove_stale_segments
-from baton.transports.process import ProcessWatch, own_host_key, start_time_of
+from baton.transports.process import ProcessWatch, own_host_key, process_start_ticks
 from baton.transports.remote.lifeline import Lifeline
 from testkit.handoffs.nodes import SEEDS, Node, Pair, ticket_for
 from testkit.inside import node_of
@@ -122,21 +122,21 @@ def test_an_error_of_the_clock_part_does_not_keep_messages_waiting(pair: Pair) -
 def test_a_process_that_cannot_be_looked_at_is_not_dead() -> None:
     """Treating it as dead would free pages that it may still write, and unlink memory that it uses."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        started, host_key = start_time_of(child.pid), own_host_key()
+        started, host_key = process_start_ticks(child.pid), own_host_key()
         with no_descriptors(), pytest.MonkeyPatch.context() as patch:
             patch.setattr("baton.transports.process.own_host_key", lambda: host_key)
             watch = ProcessWatch(child.pid, started, host_key)
             assert not watch.dead()
             with pytest.raises(OSError, match="Too many open files"):
-                start_time_of(child.pid)
+                process_start_ticks(child.pid)
         assert not watch.dead()
         child.kill()
     assert watch.dead()
-    assert start_time_of(child.pid) == ""
+    assert process_start_ticks(child.pid) == ""
 
 
 def test_segments_of_a_process_that_cannot_be_looked_at_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    name = f"baton-{os.getpid()}-{start_time_of(os.getpid())}-0123456789abcdef"
+    name = f"baton-{os.getpid()}-{process_start_ticks(os.getpid())}-0123456789abcdef"
     path = os.path.join(str(tmp_path), name)
     with open(path, "wb"):
         pass

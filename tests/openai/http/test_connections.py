@@ -23,7 +23,7 @@ from baton.openai.http.access import Access
 from baton.openai.http.app import BODIES, DRAIN
 from baton.openai.http.connections import ClientConnection
 from baton.openai.http.limits import Bodies, HttpLimits
-from baton.openai.http.serving import bind, serve_until, terminator, url_of
+from baton.openai.http.serving import bind, serve_until, sigterm_handler, url_of
 from baton.server import build_app
 from baton.text import Tokenizer
 from testkit.servers.fake_serving import TEXT, FakeEngine, served, until
@@ -320,7 +320,7 @@ async def test_what_still_runs_at_the_end_is_told(directory: Path, session: aioh
 def test_an_echo_of_a_signal_does_not_hurry() -> None:
     """GNU's `timeout` sends SIGTERM to the process and then to its group."""
     now, asked, ended = [50.0], asyncio.Event(), asyncio.Event()
-    terminate = terminator(asked, ended, lambda: now[0])
+    terminate = sigterm_handler(asked, ended, lambda: now[0])
     for now[0], hurried in ((50.0, False), (50.001, False), (50.9, False), (51.0, True)):
         terminate()
         assert (asked.is_set(), ended.is_set()) == (True, hurried)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import EngineUnavailableError, HandoffError, OverloadedError, ProtocolError, RequestError, refusal
+from baton.errors import (
+    EngineUnavailableError,
+    HandoffError,
+    OverloadedError,
+    ProtocolError,
+    RequestError,
+    refusal_text,
+)
 from baton.openai.http.errors import error_of_chunk, to_api_error
 
 
@@ -47,5 +54,5 @@ def test_a_body_that_nests_too_deeply_for_whoever_handles_it() -> None:
 
 @pytest.mark.parametrize("error", [RequestError("no: token", "bad_words"), RequestError("no token")])
 def test_a_refusal_crosses_http(error: RequestError) -> None:
-    told = to_api_error(error_of_chunk(refusal(error)))
+    told = to_api_error(error_of_chunk(refusal_text(error)))
     assert (told.status, told.param, told.message) == (400, error.param, str(error))

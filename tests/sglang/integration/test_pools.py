@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engines.memory import host_region
-from baton.handoff.plan.planner import plan
+from baton.handoff.plan.planner import plan_copies
+from baton.plugin_base.memory import host_region
 from baton.sglang.geometry import BufferLayout, RequestPages, describe_buffers
 from baton.sglang.pools import RankPools, buffers
 
@@ -188,7 +188,7 @@ def test_every_byte_of_sglangs_pools_arrives(kind: Kind, prefill: int, decode: i
             expected.setdefault(tensor.data_ptr(), torch.zeros_like(tensor))[index] = values
         wanted, own = dest.layout.wanted(TOKENS, hit), dest.layout.tables(TOKENS, pages_of(sides[1]))
         for name, geometry in dest.layout.geometries.items():
-            copies = plan(
+            copies = plan_copies(
                 [source.layout.geometries[name] for source in sources], geometry, tables[name], own[name], wanted[name]
             )
             for number, copy in copies.items():

@@ -34,7 +34,7 @@ def test_a_group_of_mla_and_full_attention_is_two_kinds_on_one_table() -> None:
     groups = [kv.KVCacheGroupSpec(list(specs), uniform)]
     window = kv.SlidingWindowSpec(num_kv_heads=2, head_size=32, sliding_window=64, **common)
     groups.append(kv.KVCacheGroupSpec(["model.layers.2.attn"], window))
-    assert caches.cache_tables(SimpleNamespace(kv_cache_groups=groups)) == [
+    assert caches.split_cache_groups(SimpleNamespace(kv_cache_groups=groups)) == [
         CacheTable(0, "mla", None, 16, ("model.layers.0.attn",)),
         CacheTable(0, "full", None, 16, ("model.layers.1.attn",)),
         CacheTable(1, "sliding_window", 64, 16, ("model.layers.2.attn",)),
@@ -68,7 +68,7 @@ REFUSED: dict[str, Any] = {
 
 def tables_of(spec: Any, **group: Any) -> list[CacheTable]:
     found = kv.KVCacheGroupSpec(["model.layers.0.attn"], spec, **group)
-    return caches.cache_tables(SimpleNamespace(kv_cache_groups=[found]))
+    return caches.split_cache_groups(SimpleNamespace(kv_cache_groups=[found]))
 
 
 def test_each_kind_of_cache_is_moved_or_refused_by_name() -> None:
@@ -199,9 +199,9 @@ def test_the_heads_of_a_worker_are_those_of_its_rank() -> None:
         return SimpleNamespace(get_total_num_kv_heads=lambda: num_kv_heads)
 
     found = config(model_config=model(8), parallel_config=SimpleNamespace(rank=5, tensor_parallel_size=4))
-    assert compat.tensor_rank(found) == WorkerHeads(1, 4, {"target": 8, "draft": 8})
+    assert compat.worker_heads(found) == WorkerHeads(1, 4, {"target": 8, "draft": 8})
     found.speculative_config = SimpleNamespace(draft_model_config=model(2))
-    assert compat.tensor_rank(found) == WorkerHeads(1, 4, {"target": 8, "draft": 2})
+    assert compat.worker_heads(found) == WorkerHeads(1, 4, {"target": 8, "draft": 2})
 
 
 @pytest.mark.parametrize(

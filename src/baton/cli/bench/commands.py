@@ -36,10 +36,10 @@ def split_command(
     json_output: JsonFlag = False,
 ) -> None:
     """Time to first token and decode speed of a P/D deployment, beside those of one engine."""
-    from baton.bench.serve import measure
+    from baton.bench.serve import measure_deployments
 
     spec = SpeculativeConfig.parse(speculative_config)
-    figures = measure(
+    figures = measure_deployments(
         checkpoint_directory(model),
         json.loads(speculative_config) if spec and speculative_config else None,
         prompt_tokens,

@@ -54,7 +54,7 @@ def handoff_command(
     kv: KVOptions, options: HandoffOptions, output_json: OutputJson = None, json_: JsonFlag = False
 ) -> None:
     """Time, runs and hidden part of handoffs between two processes, by length and order of pages."""
-    from baton.bench.handoff import Pace, Topology, measure
+    from baton.bench.handoff import Pace, Topology, measure_handoffs
     from baton.bench.modelled import ModelledKV, check_modelled
     from baton.deployment import check_shared_transport
 
@@ -80,7 +80,9 @@ def handoff_command(
     orders = [word.strip() for word in options.fragmentation.split(",")]
     lengths = parse_list(options.num_tokens, "num_tokens", _MAX_TOKENS)
     pace = Pace(options.max_num_batched_tokens, options.prefill_rate)
-    rows = [dataclasses.asdict(f) for f in measure(modelled, topology, pace, lengths, orders, options.num_iters)]
+    rows = [
+        dataclasses.asdict(f) for f in measure_handoffs(modelled, topology, pace, lengths, orders, options.num_iters)
+    ]
     asked = dataclasses.asdict(kv) | dataclasses.asdict(options)
     _tell({**asked, "handoffs": rows}, rows, output_json, json_)
 
@@ -94,7 +96,7 @@ def transport_command(
     json_: JsonFlag = False,
 ) -> None:
     """Copies to another process over memcpy, by transport, size and length of runs; and planning time."""
-    from baton.bench.transport import ALL, available, measure_copies, measure_planning
+    from baton.bench.transport import ALL, measure_copies, measure_planning, runnable_transports
     from baton.deployment import check_shared_transport
 
     sizes, runs = (_sizes(text, name) for text, name in ((size, "size"), (run_size, "run_size")))
@@ -102,7 +104,7 @@ def transport_command(
     for uri in uris:
         check_shared_transport(uri)
     if kv_transport == "all":
-        uris, missing = available(uris)
+        uris, missing = runnable_transports(uris)
         for uri, why in missing.items():
             print(f"{uri} is not measured: {why}", file=sys.stderr)
     rows: list[dict[str, Any]] = []

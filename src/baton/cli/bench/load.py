@@ -128,9 +128,9 @@ async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficO
     import numpy as np
 
     from baton.bench.load import Load, run_load
-    from baton.bench.prompts import PrefixRepetition, RandomPrompts, arrivals
+    from baton.bench.prompts import PrefixRepetition, RandomPrompts, arrival_times
     from baton.engine.loading.hub import checkpoint_directory
-    from baton.openai.client import base_url, connected
+    from baton.openai.client import base_url, connected_client
     from baton.text import Tokenizer
 
     prompts: RandomPrompts | PrefixRepetition
@@ -151,7 +151,7 @@ async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficO
     prompts.check()
     url, name, source = base_url(target.base_url, "base_url"), target.model, target.tokenizer or target.model
     if name is None or source is None:
-        async with connected(url, 30.0, target.api_key) as client:
+        async with connected_client(url, 30.0, target.api_key) as client:
             served = await client.model()
         name, source = name or served.id, source or _local(served.root)
     random = np.random.default_rng(dataset.seed)
@@ -163,7 +163,7 @@ async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficO
     if traffic.temperature is not None:
         extra["temperature"] = traffic.temperature
     requests = prompts.make(dataset.num_prompts, vocabulary, random)
-    due = arrivals(dataset.num_prompts, traffic.request_rate, traffic.burstiness, random)
+    due = arrival_times(dataset.num_prompts, traffic.request_rate, traffic.burstiness, random)
     load = Load(requests, due, traffic.max_concurrency, extra)
     asked = target.served_model_name or name
     return await run_load(url, load, asked, traffic.num_warmups, target.api_key), source

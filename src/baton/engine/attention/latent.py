@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.attention.base import AttnBatch, slot_error
-from baton.engine.attention.latent_cpu import absorbed
+from baton.engine.attention.latent_cpu import attend_latents
 from baton.engine.attention.sdpa import mark_nonfinite_rows, zero_nonfinite
 from baton.kernels.cpu.scalar import supports
 from baton.models.cache import Chosen, LatentHeads
@@ -160,7 +160,7 @@ class PagedLatentAttention(PagedLatents):
 
     def _absorbed(self, batch: AttnBatch, q_THW: Tensor, latent_dim: int, scale: float) -> Tensor:
         if supports(self._device, q_THW.dtype) and all(plane.dtype == q_THW.dtype for plane in self._planes):
-            return absorbed(self._planes, self._layer, q_THW, latent_dim, scale, batch)
+            return attend_latents(self._planes, self._layer, q_THW, latent_dim, scale, batch)
         heads, width = q_THW.shape[1:]
         out = torch.empty(len(q_THW), heads, latent_dim, dtype=torch.float32, device=q_THW.device)
         for r, start, stop in self.requests(batch):

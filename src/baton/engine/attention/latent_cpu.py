@@ -19,7 +19,7 @@ _VECTORS = 128
 _PARALLEL_WORK = 1 << 24
 
 
-def absorbed(
+def attend_latents(
     planes: Sequence[Tensor], layer: int, q_THW: Tensor, latent_dim: int, scale: float, batch: AttnBatch
 ) -> Tensor:
     """Weighted sums of latents [T, H, C] in the dtype of q and of the one or two planes, float32 or bfloat16. Raises

@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
 from baton.engine.attention.latent import PagedLatentAttention
 from baton.engine.attention.scan import StateBatch, scan
-from baton.engine.attention.sparse import choose
+from baton.engine.attention.sparse import choose_keys
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.plan import Written
 from baton.kv.spec import INDEX_PLANE, GroupSpec
@@ -107,7 +107,7 @@ class PagedCache:
         memory, index = place.memory, place.index
         names = [plane.name for plane in memory.spec.planes]
         plane = memory.planes[names.index(INDEX_PLANE)]
-        self.chosen = choose(plane, index, self._batches[memory.spec.name], rows)
+        self.chosen = choose_keys(plane, index, self._batches[memory.spec.name], rows)
 
     def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:
         place = self._layers[layer_id]

@@ -19,7 +19,7 @@ _TILE = 64
 _ROW_BLOCK = 64
 
 
-def choose(plane: Tensor, layer: int, batch: AttnBatch, rows: IndexRows) -> Chosen:
+def choose_keys(plane: Tensor, layer: int, batch: AttnBatch, rows: IndexRows) -> Chosen:
     """Write the rows' keys to their slots of `plane` [pages, layers, page_size, 1, D], then choose for each row that
     sees more than `top_k` keys. Raises `BatonError` for a slot in the null page or outside the page table."""
     latents = PagedLatents([plane], layer, batch)

@@ -5,7 +5,7 @@ from baton.engine.config.kv_transfer import KVTransferConfig
 from baton.engine.config.settings import DTYPES, RANKS, ServingSettings, StepSettings
 from baton.engine.config.speculative import SpeculativeConfig
 from baton.engine.config.values import block_sizes, json_object, parse_size
-from baton.setting import declared
+from baton.setting import declared_settings
 
 __all__ = [
     "DTYPES",
@@ -16,7 +16,7 @@ __all__ = [
     "SpeculativeConfig",
     "StepSettings",
     "block_sizes",
-    "declared",
+    "declared_settings",
     "json_object",
     "parse_size",
 ]

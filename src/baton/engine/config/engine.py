@@ -16,7 +16,7 @@ from baton.errors import ConfigError
 from baton.handoff.session.keys import check_bind, ticket_key_file
 from baton.sampling_params import SamplingDefaults
 from baton.setting import check_settings
-from baton.transports.registry import check_device, check_keys, parse_uri
+from baton.transports.registry import check_device, parse_uri, require_keys
 from baton.wire import Role
 
 
@@ -82,7 +82,7 @@ class EngineConfig(ServingSettings):
             raise ConfigError("ticket_key_file", f"is required with role {self.role}, or a key directory with --keys")
         # Only an engine with handoffs opens its transport.
         guarded = self.ticket_key_path is None or self.keys is not None
-        check_keys(transfer.kv_transport, guarded, "kv_transfer_config.kv_transport")
+        require_keys(transfer.kv_transport, guarded, "kv_transfer_config.kv_transport")
         if self.ticket_key_path is not None:
             check_device(transfer.kv_transport, self.device, "kv_transfer_config.kv_transport")
         store = transfer.prefix_store

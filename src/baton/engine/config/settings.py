@@ -14,7 +14,7 @@ from baton.kv.cache import CHECKPOINT_TOKENS
 from baton.kv.interval import MAX_TOKENS
 from baton.kvevents.config import KVEventsConfig
 from baton.sampling_params import MAX_WORD
-from baton.setting import Rule, Setting, at_least, between, like, one_of
+from baton.setting import Rule, Setting, at_least, in_range, matching, one_of
 from baton.wire import Integrity, KVStream, Recovery
 
 IntegritySetting = Literal["auto", "off", "sampled", "full"]
@@ -51,16 +51,16 @@ class StepSettings:
         int | str, Setting("Tokens per KV page; of groups that differ: 16,draft=8,mla=32.", parse=str, metavar="<str>")
     ] = 16
     max_num_batched_tokens: Annotated[int, Setting("Token budget of one step.")] = 2048
-    max_num_seqs: Annotated[int, Setting("Most sequences in one step.", rule=between(1, 4096))] = 64
+    max_num_seqs: Annotated[int, Setting("Most sequences in one step.", rule=in_range(1, 4096))] = 64
     dtype: Annotated[str, Setting("auto, float32, bfloat16, or float16: computed in float32.", rule=one_of(DTYPES))] = (
         "auto"
     )
     quantization: Annotated[
         str | None, Setting("int8: linear layers' weights in 8 bits, on CPUs.", short="-q", rule=one_of(QUANTIZATIONS))
     ] = None
-    device: Annotated[str, Setting("cpu, cuda or cuda:N.", rule=like(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N"))] = (
-        "cpu"
-    )
+    device: Annotated[
+        str, Setting("cpu, cuda or cuda:N.", rule=matching(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N"))
+    ] = "cpu"
     kv_cache_memory: Annotated[
         int | None,
         Setting(
@@ -74,14 +74,14 @@ class StepSettings:
         int, Setting("Ranks that share the model, a process each.", short="-tp", rule=one_of(RANKS))
     ] = 1
     pipeline_parallel_size: Annotated[
-        int, Setting("Stages that share the layers; their ranks multiply.", short="-pp", rule=between(1, 8))
+        int, Setting("Stages that share the layers; their ranks multiply.", short="-pp", rule=in_range(1, 8))
     ] = 1
     data_parallel_size: Annotated[
         int,
         Setting(
             "Engines that split requests and share experts, each with a port of its own.",
             short="-dp",
-            rule=between(1, MAX_DATA_RANKS),
+            rule=in_range(1, MAX_DATA_RANKS),
         ),
     ] = 1
     reduction_slices: Annotated[
@@ -124,7 +124,7 @@ class ServingSettings(StepSettings):
     engines_per_host: Annotated[
         int | None,
         Setting(
-            "Engines that have this part in equal shares; default: 1, or as many as up starts.", rule=between(1, 1024)
+            "Engines that have this part in equal shares; default: 1, or as many as up starts.", rule=in_range(1, 1024)
         ),
     ] = None
     seed: Annotated[
@@ -150,7 +150,7 @@ class ServingSettings(StepSettings):
     ] = 1024
     enable_prefix_caching: Annotated[bool, Setting("Reuse KV of equal prefixes.")] = True
     mamba_block_size: Annotated[
-        int, Setting("Tokens between kept states of a prompt.", rule=between(1, MAX_TOKENS))
+        int, Setting("Tokens between kept states of a prompt.", rule=in_range(1, MAX_TOKENS))
     ] = CHECKPOINT_TOKENS
     batch_invariant: Annotated[bool, Setting("Same bits in every batch, at a cost.")] = False
     queue_timeout_s: Annotated[

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton.drafters.base import Drafter
 from baton.drafters.registry import load_drafter
 from baton.engine.config import EngineConfig
-from baton.engine.loading.progress import showing
+from baton.engine.loading.progress import show_loading
 from baton.models.base import CausalLM
 from baton.models.layers.parallel import SINGLE_RANK, TensorRank
 from baton.models.loading.config_json import read_config
@@ -35,7 +35,7 @@ def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], rank
     """
     shows = ranks.rank == ranks.stage.index == 0
     hf_config = read_config(config.model)
-    with showing(f"loading target {config.model}", progress, shows):
+    with show_loading(f"loading target {config.model}", progress, shows):
         model = load_model(
             config.model, config.dtype, config.device, config.batch_invariant, ranks, config.quantization
         )
@@ -44,7 +44,7 @@ def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], rank
     drafter: Drafter | None = None
     if spec is not None:
         path = spec.model or config.model
-        with showing(f"loading drafter {path} ({spec.method})", progress, shows):
+        with show_loading(f"loading drafter {path} ({spec.method})", progress, shows):
             drafter = load_drafter(
                 spec.method,
                 path,

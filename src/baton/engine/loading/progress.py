@@ -10,14 +10,14 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from baton.models.loading.loader import watching
+from baton.models.loading.loader import watch_tensors
 
 _EVERY_S = 3.0
 _BAR = "Loading safetensors checkpoint"  # vLLM's words
 
 
 @contextmanager
-def showing(step: str, progress: Callable[[str], None], shows: bool = True) -> Iterator[None]:
+def show_loading(step: str, progress: Callable[[str], None], shows: bool = True) -> Iterator[None]:
     """Tell `progress` of a step that loads weights, and show how far it is unless it is short.
 
     `shows` false: report the step alone, for ranks that load at the same time. While the bar is shown, `progress` gets
@@ -34,10 +34,10 @@ def showing(step: str, progress: Callable[[str], None], shows: bool = True) -> I
                 bar.update(read - bar.n)
 
             progress("")
-            with watching(draw):
+            with watch_tensors(draw):
                 yield
     else:
-        with watching(_Lines(step, progress).watch):
+        with watch_tensors(_Lines(step, progress).watch):
             yield
 
 

@@ -64,7 +64,7 @@ def expert_ranks(config: EngineConfig, store: str) -> ExpertRanks:
     )
 
 
-def tensor_rank(config: EngineConfig, store: str, rank: int) -> TensorRank:
+def connect_ranks(config: EngineConfig, store: str, rank: int) -> TensorRank:
     """This process among an engine's ranks, after all have connected. Ranks are numbered stage by stage. Tensor rank t
     exchanges layer outputs with tensor rank t of the other stages, and sums within its stage."""
     size, stages = config.tensor_parallel_size, config.pipeline_parallel_size

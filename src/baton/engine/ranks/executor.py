@@ -9,7 +9,7 @@ from typing import TypeVar
 from baton.engine.executor import LocalExecutor
 from baton.engine.plan import DraftPlan, DraftResult, PlanSpec, StepPlan, StepResult, Written
 from baton.engine.ranks.followers import Followers
-from baton.engine.ranks.messages import Compute, Copy, Done, Draft, Order, digest
+from baton.engine.ranks.messages import Compute, Copy, Done, Draft, Order, drafts_digest
 from baton.errors import EngineUnavailableError
 
 R = TypeVar("R")
@@ -36,7 +36,7 @@ class RankExecutor:
     def draft(self, plan: DraftPlan) -> DraftResult:
         """Raises as `execute` does."""
         result, answers = self._answers(Draft(plan), lambda: self.local.draft(plan))
-        own = digest(result)
+        own = drafts_digest(result)
         for rank, answer in enumerate(answers, 1):
             if answer.drafts not in (own, None):
                 raise EngineUnavailableError(self._followers.kill_all(f"rank {rank} has other drafts than rank 0"))

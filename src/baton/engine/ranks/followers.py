@@ -20,8 +20,17 @@ from baton.children import wait_or_kill
 from baton.directories import RunDirectory
 from baton.engine.config import EngineConfig
 from baton.engine.memory.kv_memory import KVMemory
-from baton.engine.ranks.collective import tensor_rank
-from baton.engine.ranks.messages import MAX_MESSAGE_BYTES, Allocate, Done, Failed, Order, Start, decode_answer, encode
+from baton.engine.ranks.collective import connect_ranks
+from baton.engine.ranks.messages import (
+    MAX_MESSAGE_BYTES,
+    Allocate,
+    Done,
+    Failed,
+    Order,
+    Start,
+    decode_answer,
+    encode_message,
+)
 from baton.errors import EngineUnavailableError
 from baton.models.layers.parallel import TensorRank
 from baton.transports.mapped.segments import file_of
@@ -74,7 +83,7 @@ class Followers:
     def join(self) -> TensorRank:
         """Rank 0's `TensorRank`, after all ranks have connected. Raises `EngineUnavailableError`."""
         try:
-            return tensor_rank(self._config, self._store, 0)
+            return connect_ranks(self._config, self._store, 0)
         except RuntimeError as error:
             raise self.fail_after(error) from error
 
@@ -90,7 +99,7 @@ class Followers:
 
     def order(self, message: Order) -> None:
         """Send an order to all ranks; call `answered` next. Raises `EngineUnavailableError`."""
-        data = encode(message)
+        data = encode_message(message)
         for rank in range(1, self._size):
             self._send(rank, data)
 
@@ -98,7 +107,7 @@ class Followers:
         if self._failure is not None:
             raise EngineUnavailableError(self._failure)
         try:
-            self._pipes[rank - 1].send_bytes(message if isinstance(message, bytes) else encode(message))
+            self._pipes[rank - 1].send_bytes(message if isinstance(message, bytes) else encode_message(message))
         except OSError as error:
             raise EngineUnavailableError(self.kill_all(f"rank {rank} has gone: {error}")) from None
 

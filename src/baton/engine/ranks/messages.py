@@ -47,7 +47,7 @@ class Draft(msgspec.Struct, frozen=True, tag="draft"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The answer to each order. `drafts`: the `digest` of the drafts, from ranks with the drafter."""
+    """The answer to each order. `drafts`: the `drafts_digest`, from ranks with the drafter."""
 
     drafts: int | None = None
 
@@ -80,12 +80,12 @@ _ORDERS = msgspec.msgpack.Decoder(Order, dec_hook=_from_builtin)
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
-def digest(result: DraftResult) -> int:
+def drafts_digest(result: DraftResult) -> int:
     """Compared between ranks: the next plan's rows contain the drafts."""
     return zlib.crc32(msgspec.msgpack.encode(result.drafts))
 
 
-def encode(message: Order | Answer) -> bytes:
+def encode_message(message: Order | Answer) -> bytes:
     return _ENCODER.encode(message)
 
 

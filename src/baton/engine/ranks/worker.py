@@ -21,7 +21,7 @@ from baton.engine.loading.checkpoints import load_checkpoints
 from baton.engine.loading.facts import numeric_probe
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.memory.kv_memory import model_groups, parts_of
-from baton.engine.ranks.collective import tensor_rank
+from baton.engine.ranks.collective import connect_ranks
 from baton.engine.ranks.messages import (
     MAX_MESSAGE_BYTES,
     Allocate,
@@ -33,8 +33,8 @@ from baton.engine.ranks.messages import (
     Order,
     Start,
     decode_order,
-    digest,
-    encode,
+    drafts_digest,
+    encode_message,
 )
 from baton.engine.runner import ModelRunner
 from baton.errors import BatonError
@@ -45,17 +45,17 @@ from baton.transports.mapped.populate import populate
 log = logging.getLogger(__name__)
 
 
-def serve(pipe: Connection) -> None:
+def serve_orders(pipe: Connection) -> None:
     """Carry out rank 0's orders. Raises `EOFError` when rank 0 closes the pipe."""
     start = _next(pipe)
     assert isinstance(start, Start)
     config, device = start.config, torch.device(start.config.device)
-    ranks = tensor_rank(config, start.store, start.rank)
+    ranks = connect_ranks(config, start.store, start.rank)
     drafts = ranks.stage.index == 0
     loaded = load_checkpoints(config if drafts else replace(config, speculative_config=None), lambda text: None, ranks)
     whole = model_groups(config, loaded.model, loaded.drafter)
     groups = [group for group, _ in parts_of(whole, config, loaded.model.config.num_layers, start.rank)]
-    pipe.send_bytes(encode(Done()))
+    pipe.send_bytes(encode_message(Done()))
     pages = _next(pipe)
     assert isinstance(pages, Allocate)
     kv = {group.name: _memory(group, pages, device) for group in groups}
@@ -66,7 +66,7 @@ def serve(pipe: Connection) -> None:
     )
     if config.batch_invariant:
         numeric_probe(loaded.model, groups, backend, device)
-    pipe.send_bytes(encode(Done()))
+    pipe.send_bytes(encode_message(Done()))
     while True:
         drafted = None
         match _next(pipe):
@@ -74,12 +74,12 @@ def serve(pipe: Connection) -> None:
                 executor.compute_follower(plan)
             case Draft(plan):
                 if drafts:
-                    drafted = digest(executor.draft(plan))
+                    drafted = drafts_digest(executor.draft(plan))
             case Copy(group, source, destination):
                 executor.copy_page(group, source, destination)
             case other:
                 raise AssertionError(f"rank 0 said {type(other).__name__} to a rank that computes")
-        pipe.send_bytes(encode(Done(drafted)))
+        pipe.send_bytes(encode_message(Done(drafted)))
 
 
 def _next(pipe: Connection) -> Order:
@@ -105,7 +105,7 @@ def main(fd: int) -> NoReturn:
     pipe = Connection(fd)
     status = 0
     try:
-        serve(pipe)
+        serve_orders(pipe)
     except EOFError:
         pass  # rank 0 has closed the pipe
     except Exception as error:
@@ -113,7 +113,7 @@ def main(fd: int) -> NoReturn:
         if not isinstance(error, BatonError):  # rank 0 reports a `BatonError` in one line
             log.exception("a rank fails")
         with contextlib.suppress(OSError):  # rank 0 may have died, which made this rank fail
-            pipe.send_bytes(encode(Failed(f"{type(error).__name__}: {error}"[:1000])))
+            pipe.send_bytes(encode_message(Failed(f"{type(error).__name__}: {error}"[:1000])))
     # Library threads may still wait for other ranks, so a normal exit could hang.
     sys.stderr.flush()
     os._exit(status)

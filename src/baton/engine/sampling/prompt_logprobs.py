@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.engine.plan import PromptLogprobs
+from baton.engine.plan import PromptLogprobRows
 from baton.engine.sampling.logprobs import token_logprobs
 from baton.engine.sampling.nonfinite import rows_not_finite
 from baton.wire import TokenLogprobs
 
 
-def prompt_logprobs(logits_MV: Tensor, wanted: PromptLogprobs) -> list[TokenLogprobs | None]:
+def prompt_logprobs(logits_MV: Tensor, wanted: PromptLogprobRows) -> list[TokenLogprobs | None]:
     """The logprob and rank of each row's token, and the most likely tokens. None for a row whose logits are not all
     finite."""
     not_finite = rows_not_finite(logits_MV)

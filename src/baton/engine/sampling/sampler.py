@@ -23,7 +23,7 @@ _BLOCK = 1 << 19
 _MINUS_INFINITY = float("-inf")
 
 
-def choose(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
+def choose_tokens(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
     """The next token of each row, int64 [N]. -1 in a sampled request's rows after a draft that was not chosen.
     `NOT_FINITE` in rows whose logits are not all finite, whatever the request allows."""
     not_finite = rows_not_finite(logits_NV)
@@ -45,7 +45,7 @@ def _choices(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
     for rows in _blocks(sampling.draft, max(1, _BLOCK // vocab_size)):
         block = sampling.take(rows)
         logits_SV = logits_NV if len(rows) == num_rows else logits_NV[_tensor(block.row, logits_NV)]
-        choices[block.row] = _chosen(processed(logits_SV, block), block)
+        choices[block.row] = _chosen(process_logits(logits_SV, block), block)
     return choices
 
 
@@ -59,7 +59,7 @@ def _blocks(draft: IntArray, at_once: int) -> list[IntArray]:
 
 
 def _chosen(scores: Tensor, sampling: Sampling) -> IntArray:
-    """As `choose`, from processed scores [S, V] of all rows of some requests."""
+    """As `choose_tokens`, from processed scores [S, V] of all rows of some requests."""
     temperature = sampling.noise.temperature
     found = np.full(len(temperature), -1, dtype=np.int64)
     # The first rows of all requests, then the second rows of those whose draft was chosen, and so on.
@@ -89,7 +89,7 @@ def _verified(scores: FloatArray, sampling: Sampling, row: int, noise: FloatArra
     return rejection_choice(scores, int(sampling.draft[row]), draw, noise)
 
 
-def processed(logits_SV: Tensor, sampling: Sampling) -> Tensor:
+def process_logits(logits_SV: Tensor, sampling: Sampling) -> Tensor:
     """Processed logits float64 [S, V], -inf where masked. Lacks top_p, which is applied only to rows that are
     reached."""
     scores = logits_SV.double()

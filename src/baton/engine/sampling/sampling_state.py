@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.engine.plan import Entries, FloatArray, IntArray, Masks, Noise, Sampling
+from baton.engine.plan import FloatArray, IntArray, Masks, Noise, Sampling, TokenValues
 from baton.engine.sampling.bad_words import BadWords
 from baton.sampling_params import SamplingParams
 from baton.structured import Allowed
@@ -187,12 +187,12 @@ def _masks(asked: Sequence[SamplingRows]) -> Masks:
     return Masks(np.array(rows, dtype=np.int64), np.concatenate(bits[1:]) if rows else bits[0])
 
 
-def _entries(by_row: Sequence[ForTokens | None]) -> Entries:
+def _entries(by_row: Sequence[ForTokens | None]) -> TokenValues:
     rows = [row for row, some in enumerate(by_row) if some is not None]
     some = [some for some in by_row if some is not None]
     if not some:
-        return Entries(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
-    return Entries(
+        return TokenValues(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
+    return TokenValues(
         row=np.repeat(rows, [len(ids) for ids, _ in some]),
         token=np.concatenate([ids for ids, _ in some]),
         value=np.concatenate([values for _, values in some]),

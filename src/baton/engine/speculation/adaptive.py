@@ -134,7 +134,7 @@ class AdaptiveDrafts:
         log.info("measured the costs of drafts in %.2f s", now() - started)
 
 
-def cut(chooser: DraftCounts, draft_rows: Sequence[DraftRows]) -> list[DraftRows]:
+def limit_drafts(chooser: DraftCounts, draft_rows: Sequence[DraftRows]) -> list[DraftRows]:
     chosen = [rows for rows in draft_rows if rows.num_drafts > 0 and rows.request.role != "prefill"]
     if not chosen:
         return [_at_most(rows, SEEDED_DRAFTS) for rows in draft_rows]

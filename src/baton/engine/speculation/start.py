@@ -9,7 +9,7 @@ from baton.engine.core import EngineCore
 from baton.engine.speculation.adaptive import AdaptiveDrafts
 
 
-def adapt(config: EngineConfig, core: EngineCore, max_model_len: int) -> None:
+def enable_adaptive_drafts(config: EngineConfig, core: EngineCore, max_model_len: int) -> None:
     spec = config.speculative_config
     if spec is None or spec.num_speculative_tokens != "auto":
         return

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol import events as ev
-from baton.handoff.protocol.digests import Cell, Digester, mismatches
+from baton.handoff.protocol.digests import Cell, Digester, find_mismatches
 from baton.handoff.session.base import Worker
 
 _Owner = TypeVar("_Owner")
@@ -49,7 +49,7 @@ class Digesting(Generic[_Owner]):
                 pieces = [p for part in action.intervals for p in self._digester.digests(group, pages, part, cells)]
                 return ev.DigestsComputed(group, pieces)
             every = {group: shares(group) for group in action.digests}
-            bad = mismatches(self._digester, self._geometries, action.digests, action.pages, every)
+            bad = find_mismatches(self._digester, self._geometries, action.digests, action.pages, every)
             return ev.DigestsChecked(action.check_id, tuple(bad))
         except Exception as error:  # an attempt without an answer would wait for ever
             return ev.Fault("transfer_failed", f"no digest: {error}")

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from baton.errors import BatonError, ProtocolError
 from baton.handoff.agent.stats import CopyStats
-from baton.handoff.plan.planner import CopyList, Instance, plan
+from baton.handoff.plan.planner import CopyList, Instance, plan_copies
 from baton.handoff.plan.topology import senders
 from baton.handoff.protocol.events import CopyEnded, StartCopy
 from baton.kv.interval import ALL_LAYERS
@@ -95,7 +95,7 @@ class Operations(Generic[_Owner]):
             sources, tables = source.groups[copy.group], (copy.source_pages, copy.dest_pages)
             if copy.layers.start > max(layer for each in sources for layer in each.geometry.layer_ids):
                 return None  # the remainder of an interval whose last layers are being copied
-            if copies := plan(sources, here, *tables, copy.tokens, copy.layers, source.rank).get(source.rank):
+            if copies := plan_copies(sources, here, *tables, copy.tokens, copy.layers, source.rank).get(source.rank):
                 return copies
             if copy.layers is not ALL_LAYERS and source.rank in senders(sources, here):
                 return None

@@ -16,8 +16,8 @@ from baton.handoff.protocol.messages import (
     Bye,
     Cancel,
     Cancelled,
+    ControlMessage,
     Hello,
-    Message,
     ReadDone,
     Ready,
     Register,
@@ -40,7 +40,7 @@ class Routing:
         self._channel, self._sessions, self._clock = runner.channel, runner.sessions, runner.clock
         self.registrations = Registrations(runner)
 
-    def on_message(self, connection: Connection, message: Message) -> None:
+    def on_message(self, connection: Connection, message: ControlMessage) -> None:
         """A forbidden message is counted and dropped. Never raises `ProtocolError`."""
         try:
             if connection.identity is None:
@@ -53,7 +53,7 @@ class Routing:
 
     # ------------------------------------------------------------ D's side
 
-    def _from_server(self, connection: Connection, message: Message) -> None:
+    def _from_server(self, connection: Connection, message: ControlMessage) -> None:
         session = self._sessions.servers.get(connection.address)
         if session is None or session.connection is not connection:
             return
@@ -183,7 +183,7 @@ class Routing:
 
     # ------------------------------------------------------------ P's side
 
-    def _from_client(self, connection: Connection, message: Message) -> None:
+    def _from_client(self, connection: Connection, message: ControlMessage) -> None:
         if isinstance(message, Hello):
             session = self._sessions.client_hello(connection, message)
             for attempt in self._runner.prefills.live.values():

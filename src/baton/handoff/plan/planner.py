@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from baton.errors import ProtocolError
-from baton.handoff.plan.runs import Segments, columns_of
+from baton.handoff.plan.runs import TokenSegments, columns_of
 from baton.handoff.plan.topology import Instance, RankGeometry, assign, of_layers, senders
 from baton.kv.geometry import NULL_PAGE, CopyList, Geometry, Int64Array
 from baton.kv.interval import ALL_LAYERS, Interval
 
-__all__ = ["CopyList", "Instance", "RankGeometry", "plan", "senders"]
+__all__ = ["CopyList", "Instance", "RankGeometry", "plan_copies", "senders"]
 
 
-def plan(
+def plan_copies(
     sources: Sequence[RankGeometry],
     dest: RankGeometry,
     source_pages: ArrayLike,
@@ -85,7 +85,7 @@ def _pages(table: Int64Array, index: slice | Int64Array, geometry: Geometry, sid
 
 def _segments(
     tokens: Interval, have: Geometry, to: Geometry, source_pages: ArrayLike, dest_pages: ArrayLike
-) -> Segments:
+) -> TokenSegments:
     first, last = tokens.start // to.page_size, (tokens.stop - 1) // to.page_size
     source_table = _table(source_pages, (tokens.stop - 1) // have.page_size, have, "source")
     dest_table = _table(dest_pages, last, to, "destination")
@@ -113,10 +113,10 @@ def _segments(
     dest_page = _pages(dest_table, dest_index, to, "destination")
     key = dest_page if have.page_size == to.page_size else dest_page * to.page_size + dest_token
     if bool(np.all(key[1:] > key[:-1])):
-        return Segments(source_page, source_token, dest_page, dest_token, length)
+        return TokenSegments(source_page, source_token, dest_page, dest_token, length)
     # The keys are unique, so the default sort is deterministic, and several times faster than a stable one.
     order = np.argsort(key)
-    out = Segments(source_page[order], source_token[order], dest_page[order], dest_token[order], length[order])
+    out = TokenSegments(source_page[order], source_token[order], dest_page[order], dest_token[order], length[order])
     # After sorting, equal destination pages are adjacent.
     twice = out.dest_page[1:] == out.dest_page[:-1]
     if not isinstance(dest_index, slice):

@@ -27,7 +27,7 @@ _Axis = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class TokenSegments:
     """Token ranges within one page on both sides, in order of the destination. Int64 arrays `[segments]`."""
 
     source_page: Int64Array
@@ -50,7 +50,7 @@ class _Factors:
     inner: Sequence[_Axis]
 
 
-def columns_of(source_side: Geometry, dest_side: Geometry, boxes: Sequence[tuple[Box, Segments]]) -> Int64Array:
+def columns_of(source_side: Geometry, dest_side: Geometry, boxes: Sequence[tuple[Box, TokenSegments]]) -> Int64Array:
     found = [runs for box, segments in boxes for runs in _of_box(source_side, dest_side, box, segments)]
     if len(found) == 1:
         columns, is_clean = found[0]
@@ -65,7 +65,7 @@ def columns_of(source_side: Geometry, dest_side: Geometry, boxes: Sequence[tuple
 
 
 def _of_box(
-    source_side: Geometry, dest_side: Geometry, box: Box, segments: Segments
+    source_side: Geometry, dest_side: Geometry, box: Box, segments: TokenSegments
 ) -> Iterator[tuple[Int64Array, bool]]:
     """Columns, and whether they are known to be sorted and coalesced."""
     for factors in _factors(source_side, dest_side, box, segments):
@@ -77,7 +77,7 @@ def _of_box(
         yield _product(merged), _is_clean(merged)
 
 
-def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: Segments) -> Iterator[_Factors]:
+def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: TokenSegments) -> Iterator[_Factors]:
     have, to = source_side.planes[box.plane], dest_side.planes[box.plane]
     source = have.base + box.source_layer * have.layer_stride + box.source_head * have.head_stride
     dest = to.base + box.dest_layer * to.layer_stride + box.dest_head * to.head_stride

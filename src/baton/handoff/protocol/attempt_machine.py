@@ -10,7 +10,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.copies import CopyLedger
 from baton.handoff.protocol.event_names import name_of
 from baton.handoff.protocol.messages import AttemptKey
-from baton.handoff.protocol.transitions import Table, Told, tell
+from baton.handoff.protocol.transitions import Table, Told, format_events
 from baton.wire import Integrity, Mode
 
 PhaseT = TypeVar("PhaseT", bound=Enum)
@@ -39,7 +39,7 @@ class AttemptMachine(Generic[PhaseT]):
 
     @property
     def story(self) -> list[str]:
-        return tell(self._events)
+        return format_events(self._events)
 
     def _enter(self, event: ev.MachineEvent) -> str:
         """The name of an input. Raises `UndefinedTransitionError` if it cannot come in this phase."""

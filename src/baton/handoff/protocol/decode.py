@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg
 from baton.handoff.protocol.decode_state import UNPLACED, UNREACHED, DecodeState
-from baton.handoff.protocol.digest_checks import DigestChecks, tokens_of
-from baton.handoff.protocol.digests import check_shape, seeds_digest, uncovered
+from baton.handoff.protocol.digest_checks import DigestChecks, digested_tokens
+from baton.handoff.protocol.digests import check_shape, groups_without_digests, seeds_digest
 from baton.handoff.protocol.messages import AttemptKey
 from baton.handoff.protocol.phases import DecodePhase as Phase
 from baton.kv.interval import Interval
@@ -192,7 +192,7 @@ class DecodeHandoff(DecodeState):
         missing = sorted(group for group, tokens in self._wanted.items() if message.final.get(group, -1) < tokens.stop)
         if missing:
             return f"does not cover groups {missing}"
-        missing = uncovered(message.digests, self._wanted, self.integrity, self.key)
+        missing = groups_without_digests(message.digests, self._wanted, self.integrity, self.key)
         return f"brings no digests of groups {missing}" if missing else ""
 
     def _finished(self, message: msg.Finished) -> list[ev.Action]:
@@ -271,7 +271,7 @@ class DecodeHandoff(DecodeState):
             self._step("read done")
             self._pending = msg.ReadDone(self.key)
             return [ev.Send(self._pending)]
-        pieces, again = sum(map(len, bad.values())), tokens_of(bad)
+        pieces, again = sum(map(len, bad.values())), digested_tokens(bad)
         # One REPAIR cannot name so many intervals, and merging them would overwrite proven tokens.
         scattered = any(len(found) > msg.MAX_REPAIRS for found in again.values())
         if self.round == self.max_retries or scattered:

@@ -79,7 +79,7 @@ class DigestChecks:
         return ends
 
 
-def tokens_of(digests: Digests) -> dict[str, list[Interval]]:
+def digested_tokens(digests: Digests) -> dict[str, list[Interval]]:
     """The tokens of `digests` per group, adjacent pieces merged."""
     out: dict[str, list[Interval]] = {}
     for group, pieces in sorted(digests.items()):

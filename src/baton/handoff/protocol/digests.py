@@ -98,7 +98,7 @@ class MemoryDigester:
         used = np.asarray(pages[first : last + 1], dtype=np.int64)
         if used.size != last + 1 - first or used.min() <= NULL_PAGE or used.max() >= geometry.num_pages:
             raise ProtocolError(f"group {group!r}: tokens {tokens} are not all in pages")
-        cut = list(pieces(tokens))
+        cut = list(cut_into_pieces(tokens))
         hashes = [bytearray() for _ in cut]
         layers = {layer_id: layer for layer, layer_id in enumerate(geometry.layer_ids)}
         for layer_id, index, *heads in cells:
@@ -164,7 +164,7 @@ def share(sources: tuple[RankGeometry, ...], dest: RankGeometry, source: int) ->
     return tuple(sorted(found))
 
 
-def pieces(tokens: Interval) -> Iterator[Interval]:
+def cut_into_pieces(tokens: Interval) -> Iterator[Interval]:
     return _cut(tokens, PIECE_TOKENS)
 
 
@@ -176,14 +176,14 @@ def _cut(tokens: Interval, size: int) -> Iterator[Interval]:
         start = end
 
 
-def due(integrity: Integrity, key: AttemptKey, tokens: Interval) -> tuple[Interval, ...]:
+def tokens_to_digest(integrity: Integrity, key: AttemptKey, tokens: Interval) -> tuple[Interval, ...]:
     """The parts of `tokens` that must be digested. Both engines choose the same ones, by the transfer's random id."""
     if integrity == "off" or tokens.empty:
         return ()
     if integrity == "full":
         return (tokens,)
     chosen = int.from_bytes(key.transfer_id[:8], "big") % SAMPLED_SHARE
-    return tuple(piece for piece in pieces(tokens) if (piece.start // PIECE_TOKENS) % SAMPLED_SHARE == chosen)
+    return tuple(piece for piece in cut_into_pieces(tokens) if (piece.start // PIECE_TOKENS) % SAMPLED_SHARE == chosen)
 
 
 def seeds_digest(key: AttemptKey, seeds: Seeds) -> bytes:
@@ -206,12 +206,14 @@ def check_shape(digests: Digests, wanted: Mapping[str, Interval]) -> None:
             at = stop
 
 
-def uncovered(digests: Digests, wanted: Mapping[str, Interval], integrity: Integrity, key: AttemptKey) -> list[str]:
+def groups_without_digests(
+    digests: Digests, wanted: Mapping[str, Interval], integrity: Integrity, key: AttemptKey
+) -> list[str]:
     """Groups with due tokens that have no digest. `digests` must have passed `check_shape`."""
     short = []
     for group, tokens in sorted(wanted.items()):
         ends = {piece.tokens.start: piece.tokens.stop for piece in digests.get(group, [])}
-        for part in due(integrity, key, tokens):
+        for part in tokens_to_digest(integrity, key, tokens):
             at = part.start
             while at < part.stop and at in ends:
                 at = ends[at]
@@ -221,7 +223,7 @@ def uncovered(digests: Digests, wanted: Mapping[str, Interval], integrity: Integ
     return short
 
 
-def mismatches(
+def find_mismatches(
     digester: Digester,
     geometries: Mapping[str, RankGeometry],
     digests: Digests,

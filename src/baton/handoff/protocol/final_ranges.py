@@ -9,7 +9,7 @@ from baton.errors import ProtocolError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg
 from baton.handoff.protocol.copies import CopyLedger
-from baton.handoff.protocol.digests import due
+from baton.handoff.protocol.digests import tokens_to_digest
 from baton.handoff.protocol.messages import AttemptKey
 from baton.kv.interval import ALL_LAYERS, Interval
 from baton.wire import Integrity, Mode
@@ -125,7 +125,7 @@ class FinalRanges:
             if self._mode == "push":
                 layers = ALL_LAYERS if partial is None else Interval(partial.copied, ALL_LAYERS.stop)
                 actions.append(self._copies.start(group, tokens, source, register.pages[group], layers))
-            if parts := due(self._integrity, self._key, tokens):
+            if parts := tokens_to_digest(self._integrity, self._key, tokens):
                 self._computing += 1
                 actions.append(ev.ComputeDigests(group, parts, source))
         return actions

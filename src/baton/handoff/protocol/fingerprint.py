@@ -36,7 +36,7 @@ def geometry_fields(instance: Instance) -> dict[str, str]:
     return fields
 
 
-def compare(here: Mapping[str, str], peer: Mapping[str, str]) -> bool:
+def compare_fingerprints(here: Mapping[str, str], peer: Mapping[str, str]) -> bool:
     """Whether the drafters' KV moves too, see `differing_facts`.
 
     Raises `IncompatiblePeerError` naming every field that forbids a handoff.

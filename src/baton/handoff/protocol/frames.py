@@ -23,9 +23,9 @@ from baton.handoff.protocol.messages import (
     Cancelled,
     Commit,
     Confirm,
+    ControlMessage,
     Finished,
     Hello,
-    Message,
     Nack,
     Progress,
     ReadDone,
@@ -40,7 +40,7 @@ PROTOCOL_VERSION = 7
 _SMALL = 8 * 1024
 _SEEDS = MAX_DRAFTER_STATES + 64 * 1024
 _TABLES = 8 * 1024 * 1024
-_LIMITS: dict[type[Message], int] = {
+_LIMITS: dict[type[ControlMessage], int] = {
     Hello: 1024 * 1024,
     Bye: _SMALL,
     Renew: 256,
@@ -61,7 +61,7 @@ _LIMITS: dict[type[Message], int] = {
 }
 
 
-def kind_of(message: Message | type[Message]) -> str:
+def kind_of(message: ControlMessage | type[ControlMessage]) -> str:
     """Name on the wire, such as `"REGISTER"`."""
     return str(message.__struct_config__.tag)
 
@@ -88,10 +88,10 @@ _envelope = msgspec.msgpack.Decoder(Envelope)
 _encoder = msgspec.msgpack.Encoder()
 # ValueError: text that is not UTF-8. ProtocolError: an invalid interval. msgspec wraps neither.
 _MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError, ProtocolError)
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=ControlMessage)
 
 
-def encode(message: Message, session: int, sequence: int) -> bytes:
+def encode_frame(message: ControlMessage, session: int, sequence: int) -> bytes:
     """Raises `ProtocolError` if the message exceeds its size limit."""
     kind = kind_of(message)
     body = _encoder.encode(message)
@@ -100,7 +100,7 @@ def encode(message: Message, session: int, sequence: int) -> bytes:
     return _encoder.encode(Envelope(PROTOCOL_VERSION, session, sequence, kind, msgspec.Raw(body)))
 
 
-def decode(frame: bytes) -> tuple[int, int, Message]:
+def decode_frame(frame: bytes) -> tuple[int, int, ControlMessage]:
     """Returns `(session, sequence, message)`. Raises `ProtocolError` with a one-line text."""
     if len(frame) > MAX_FRAME:
         raise ProtocolError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME}")
@@ -117,7 +117,7 @@ def decode(frame: bytes) -> tuple[int, int, Message]:
     if len(body) > limit:
         raise ProtocolError(f"{envelope.kind} of {len(body)} bytes is over its limit of {limit}")
     try:
-        message: Message = decoder.decode(body)
+        message: ControlMessage = decoder.decode(body)
     except _MALFORMED as error:
         raise ProtocolError(f"malformed {envelope.kind}: {error}") from error
     return envelope.session, envelope.sequence, message

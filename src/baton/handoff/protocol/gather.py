@@ -44,7 +44,7 @@ def pairs(
 LEAD: Pair = (0, 0)  # always present; its key is that of the whole attempt
 
 
-def leads(source: Instance, dest: Instance) -> set[Pair]:
+def leading_pairs(source: Instance, dest: Instance) -> set[Pair]:
     """The pairs that are opened even if they move no bytes: from one of them a process learns the other side's ranks.
 
     If a side's ranks are apart (one process each), each has a pair with rank 0 of the other side. If D's are, each
@@ -56,14 +56,14 @@ def leads(source: Instance, dest: Instance) -> set[Pair]:
 
 
 def pairs_of(source: Instance, dest: Instance) -> dict[Pair, frozenset[str]]:
-    """The pairs that bring `dest` all of its groups from `source`, and those of `leads`.
+    """The pairs that bring `dest` all of its groups from `source`, and those of `leading_pairs`.
 
     Raises `IncompatiblePeerError` naming what no pair can bring. Each field has the source's value first.
     """
     try:
         if alone := sorted(source.groups.keys() ^ dest.groups.keys()):
             raise ProtocolError(f"one side alone has groups {alone}")
-        led: dict[Pair, frozenset[str]] = dict.fromkeys(sorted(leads(source, dest)), frozenset())
+        led: dict[Pair, frozenset[str]] = dict.fromkeys(sorted(leading_pairs(source, dest)), frozenset())
         return led | pairs(source.groups, dest.groups, source.sampling)
     except IncompatiblePeerError:
         raise

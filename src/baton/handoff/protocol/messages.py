@@ -110,11 +110,11 @@ class PieceDigest(msgspec.Struct, frozen=True, array_like=True):
 Digests = Annotated[dict[Name, Annotated[list[PieceDigest], Meta(max_length=MAX_PIECES)]], Meta(max_length=MAX_GROUPS)]
 
 
-class Message(msgspec.Struct, frozen=True, tag_field="kind"):
+class ControlMessage(msgspec.Struct, frozen=True, tag_field="kind"):
     """Base class."""
 
 
-class Hello(Message, frozen=True, tag="HELLO"):
+class Hello(ControlMessage, frozen=True, tag="HELLO"):
     """Opens a session in four messages: D's first has D's challenge; P's answer proves P; D's second proves D and has
     D's transport `descriptor`; P's second answer has P's.
 
@@ -130,14 +130,14 @@ class Hello(Message, frozen=True, tag="HELLO"):
     descriptor: Annotated[bytes, Meta(max_length=1 << 16)] | None = None
 
 
-class Bye(Message, frozen=True, tag="BYE"):
+class Bye(ControlMessage, frozen=True, tag="BYE"):
     """Ends a session. `quiet`: the sender's copies have all ended, and it will start no other."""
 
     reason: Reason
     quiet: bool = False
 
 
-class Renew(Message, frozen=True, tag="RENEW"):
+class Renew(ControlMessage, frozen=True, tag="RENEW"):
     """Keeps a session alive: the sender counts as alive for `lease` seconds after this arrives.
 
     The receiver returns `nonce` with `echo` set, which measures the round trip and renews the other direction.
@@ -150,7 +150,7 @@ class Renew(Message, frozen=True, tag="RENEW"):
     stalled: bool = False
 
 
-class AttemptMessage(Message, frozen=True):
+class AttemptMessage(ControlMessage, frozen=True):
     key: AttemptKey
 
 

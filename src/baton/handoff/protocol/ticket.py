@@ -145,14 +145,14 @@ def prefix_digest(prompt_token_ids: Sequence[int], cache_salt: str | None) -> by
     return hashlib.sha256(msgspec.msgpack.encode(content)).digest()
 
 
-def mint(key: bytes, ticket: Ticket) -> str:
+def sign_ticket(key: bytes, ticket: Ticket) -> str:
     """Equal tickets under one key give equal strings."""
     body = msgspec.msgpack.encode({name: getattr(ticket, name) for name in Ticket.__struct_fields__})
     signed = body + hmac.new(key, _CONTEXT + body, hashlib.sha256).digest()
     return base64.urlsafe_b64encode(signed).rstrip(b"=").decode("ascii")
 
 
-def verify(key: bytes, text: str, role: LegRole, now: float) -> SignedTicket:
+def verify_ticket(key: bytes, text: str, role: LegRole, now: float) -> SignedTicket:
     """Decode a ticket; check its signature, and that it expires after `now`, in monotonic seconds of this engine,
     which has `role` in it.
 
@@ -200,7 +200,7 @@ class Redeemer:
         while self._used and next(iter(self._used.values())) <= now:
             del self._used[next(iter(self._used))]
         try:
-            ticket = verify(self._key, text, role, now)
+            ticket = verify_ticket(self._key, text, role, now)
             prefill = (ticket.prefill_engine, ticket.prefill_incarnation)
             decode = (ticket.decode_engine, ticket.decode_incarnation)
             if (prefill if role == "prefill" else decode) != self._self:

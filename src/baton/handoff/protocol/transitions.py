@@ -19,7 +19,7 @@ PhaseT = TypeVar("PhaseT", bound=Enum)
 Told = tuple[str, Enum | None]
 
 
-def tell(events: Iterable[Told]) -> list[str]:
+def format_events(events: Iterable[Told]) -> list[str]:
     return [what if phase is None else f"{what} -> {phase.value}" for what, phase in events]
 
 
@@ -42,7 +42,7 @@ class Table(Generic[PhaseT]):
         try:
             return self._after[event][phase]
         except KeyError:
-            raise UndefinedTransitionError(self.machine, phase.value, event, tell(events)) from None
+            raise UndefinedTransitionError(self.machine, phase.value, event, format_events(events)) from None
 
 
 # Inputs of both machines.

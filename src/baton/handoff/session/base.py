@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from baton.handoff.protocol.messages import CHALLENGE_BYTES, Message
+from baton.handoff.protocol.messages import CHALLENGE_BYTES, ControlMessage
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class ControlChannel(Protocol):
 
     def drop(self, connection: Connection) -> None: ...
 
-    def send(self, connection: Connection, message: Message) -> None:
+    def send(self, connection: Connection, message: ControlMessage) -> None:
         """Send or drop; never block. Raises `ProtocolError` for a message over its size limit."""
         ...
 

@@ -7,11 +7,11 @@ import msgspec
 from baton.clock import Clock
 from baton.errors import ProtocolError
 from baton.handoff.plan.planner import Instance
-from baton.handoff.protocol.fingerprint import check_pair, compare, geometry_fields, target_groups
+from baton.handoff.protocol.fingerprint import check_pair, compare_fingerprints, geometry_fields, target_groups
 from baton.handoff.protocol.gather import LEAD, pairs_with
 from baton.handoff.protocol.handshake import Side, is_proven, prove, session_key
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, Announce, Hello, Pair, Register
-from baton.handoff.protocol.ticket import SignedTicket, verify
+from baton.handoff.protocol.ticket import SignedTicket, verify_ticket
 from baton.handoff.session.base import Connection
 from baton.handoff.session.config import AgentConfig
 from baton.handoff.session.session import Session
@@ -60,7 +60,7 @@ class Greeting:
         """
         session.hello = hello
         here = self.hello.instance
-        if not compare(self._fields, {**hello.fingerprint, **geometry_fields(hello.instance.check())}):
+        if not compare_fingerprints(self._fields, {**hello.fingerprint, **geometry_fields(hello.instance.check())}):
             here = here.only(target_groups(here))
             session.hello = msgspec.structs.replace(hello, instance=hello.instance.only(target_groups(hello.instance)))
             session.groups = frozenset(here.groups)
@@ -79,7 +79,7 @@ class Greeting:
         config, hello = self._config, session.hello
         if hello is None or session.refusal is not None:
             raise ProtocolError(session.refusal[1] if session.refusal else "a session begins with HELLO")
-        ticket = verify(config.ticket_key, message.ticket, "prefill", self._clock.monotonic())
+        ticket = verify_ticket(config.ticket_key, message.ticket, "prefill", self._clock.monotonic())
         if ticket.key.of_pair(message.key.pair) != message.key:
             raise ProtocolError("the ticket is for another attempt")
         if message.key.pair not in session.pairs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.errors import ProtocolError
 from baton.handoff.protocol.handshake import Side, is_sealed, seal
-from baton.handoff.protocol.messages import Bye, Hello, Message
+from baton.handoff.protocol.messages import Bye, ControlMessage, Hello
 from baton.handoff.session.base import Connection
 
 
@@ -15,7 +15,9 @@ def seal_of(connection: Connection, frame: bytes) -> list[bytes]:
     return [seal(connection.key, "dialled" if connection.identity is None else "answered", frame)]
 
 
-def checked(connection: Connection, side: Side, message: Message, frame: bytes, mark: list[bytes]) -> Message:
+def check_seal(
+    connection: Connection, side: Side, message: ControlMessage, frame: bytes, mark: list[bytes]
+) -> ControlMessage:
     """The message, if the session's peer has sealed it or anybody may send it. Raises `ProtocolError` otherwise.
 
     A HELLO proves its sender by itself. An engine that does not know the session answers BYE, and D then begins

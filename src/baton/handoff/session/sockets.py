@@ -22,14 +22,14 @@ from typing import Any
 import zmq
 
 from baton.errors import ConfigError, ProtocolError
-from baton.handoff.protocol.frames import MAX_FRAME, decode, encode
-from baton.handoff.protocol.messages import Bye, Hello, Message
+from baton.handoff.protocol.frames import MAX_FRAME, decode_frame, encode_frame
+from baton.handoff.protocol.messages import Bye, ControlMessage, Hello
 from baton.handoff.session.accepted import AcceptedConnections
 from baton.handoff.session.addresses import ControlEndpoint, endpoint_of
 from baton.handoff.session.base import Connection
 from baton.handoff.session.curve import Gate, Socket, as_client, begin_ids_at_random
 from baton.handoff.session.keys import CONTROL_BIND, Keys, check_bind
-from baton.handoff.session.seals import checked, seal_of
+from baton.handoff.session.seals import check_seal, seal_of
 from baton.log_limit import LogLimit
 
 log = logging.getLogger(__name__)
@@ -164,10 +164,10 @@ class Channel:
             self._poller.unregister(connection.socket)
             connection.socket.close()
 
-    def send(self, connection: Connection, message: Message) -> None:
+    def send(self, connection: Connection, message: ControlMessage) -> None:
         """A full or broken connection drops the message: the waiting side repeats."""
         last = isinstance(message, Bye)
-        frame = encode(message, connection.session, _LAST_SEQUENCE if last else connection.sent + 1)
+        frame = encode_frame(message, connection.session, _LAST_SEQUENCE if last else connection.sent + 1)
         connection.sent += 1
         if not self._is_open(connection):
             self.dropped += 1
@@ -182,7 +182,7 @@ class Channel:
 
     # ------------------------------------------------------------ receiving
 
-    def receive(self, timeout_s: float) -> Iterator[tuple[Connection, Message]]:
+    def receive(self, timeout_s: float) -> Iterator[tuple[Connection, ControlMessage]]:
         """Wait up to `timeout_s` seconds for messages or for `wake`. Malformed frames are only counted.
 
         A session that was evicted, or replaced by its peer, yields a BYE. Each frame is read after the previous
@@ -196,7 +196,7 @@ class Channel:
             else:
                 yield from self._read(ready)
 
-    def _read(self, ready: Socket) -> Iterator[tuple[Connection, Message]]:
+    def _read(self, ready: Socket) -> Iterator[tuple[Connection, ControlMessage]]:
         accepted = ready is self._router
         for _ in range(_BURST):  # one busy peer must not starve the others
             try:
@@ -217,7 +217,7 @@ class Channel:
             while self._wake_out.recv(4096):
                 pass
 
-    def _accept(self, parts: list[Any]) -> list[tuple[Connection, Message]]:
+    def _accept(self, parts: list[Any]) -> list[tuple[Connection, ControlMessage]]:
         if not 2 <= len(parts) <= 3:
             raise ProtocolError(f"{len(parts)} frame parts where 2 or 3 are due")
         engine: str | None = None
@@ -225,13 +225,13 @@ class Channel:
             engine = parts[1].get("User-Id")
             parts = [part.bytes for part in parts]
         identity, frame, *mark = parts
-        session, sequence, message = decode(frame)
+        session, sequence, message = decode_frame(frame)
         connection = self._accepted.get(identity)
-        ended: list[tuple[Connection, Message]] = []
+        ended: list[tuple[Connection, ControlMessage]] = []
         if connection is None or connection.session != session or connection.engine != engine:
             if not isinstance(message, Hello):
                 if not isinstance(message, Bye):
-                    bye = encode(Bye("unknown_session"), session, _LAST_SEQUENCE)
+                    bye = encode_frame(Bye("unknown_session"), session, _LAST_SEQUENCE)
                     self._transmit(self._router, identity, bye)
                 return []
             if engine is not None and message.engine_id != engine:
@@ -239,16 +239,16 @@ class Channel:
             ended = [(old, Bye("replaced")) for old in self._accepted.make_room(identity)]
             connection = Connection(session, self._router, identity, engine=engine)
             self._accepted.add(identity, connection)
-        return ended + self._in_order(connection, sequence, checked(connection, "dialled", message, frame, mark))
+        return ended + self._in_order(connection, sequence, check_seal(connection, "dialled", message, frame, mark))
 
-    def _answered(self, sock: Socket, parts: list[bytes]) -> list[tuple[Connection, Message]]:
+    def _answered(self, sock: Socket, parts: list[bytes]) -> list[tuple[Connection, ControlMessage]]:
         connection = self._dialled.get(sock)
         if connection is None:
             return []
         if not 1 <= len(parts) <= 2:
             raise ProtocolError(f"{len(parts)} frame parts where 1 or 2 are due")
         frame, *mark = parts
-        session, sequence, message = decode(frame)
+        session, sequence, message = decode_frame(frame)
         if session != connection.session:
             return []
         if isinstance(message, Hello) and connection.engine not in (None, message.engine_id):
@@ -256,9 +256,11 @@ class Channel:
         if isinstance(message, Hello):
             # The other side may have dropped this session and begun it anew, counting from 1.
             connection.received = 0
-        return self._in_order(connection, sequence, checked(connection, "answered", message, frame, mark))
+        return self._in_order(connection, sequence, check_seal(connection, "answered", message, frame, mark))
 
-    def _in_order(self, connection: Connection, sequence: int, message: Message) -> list[tuple[Connection, Message]]:
+    def _in_order(
+        self, connection: Connection, sequence: int, message: ControlMessage
+    ) -> list[tuple[Connection, ControlMessage]]:
         if sequence <= connection.received:
             return []
         connection.received = sequence
@@ -283,12 +285,12 @@ class Channel:
         for _ in range(_LAST_FRAMES):
             try:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
-                session, _, message = decode(frames[0] if len(frames) == 1 else b"")
+                session, _, message = decode_frame(frames[0] if len(frames) == 1 else b"")
             except zmq.ZMQError:
                 return
             except ProtocolError:
                 continue
             if not isinstance(message, Bye):
-                frame = encode(farewell, session, _LAST_SEQUENCE)
+                frame = encode_frame(farewell, session, _LAST_SEQUENCE)
                 known = self._accepted.get(identity)
                 self._transmit(self._router, identity, frame, *(seal_of(known, frame) if known is not None else []))

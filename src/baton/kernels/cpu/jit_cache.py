@@ -54,11 +54,11 @@ def callback(function: Callable[..., Any], signature: Any, **options: Any) -> An
 def _stamp(cache: Any, module: str) -> None:
     # Without a writable folder there is no file that could be outdated.
     if (file := getattr(cache, "_cache_file", None)) is not None:
-        file._source_stamp = digest(module)
+        file._source_stamp = source_digest(module)
 
 
 @functools.cache
-def digest(module: str) -> str:
+def source_digest(module: str) -> str:
     """A hash of the files of `module` and of all Baton modules that it imports, directly or not."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(_files(module)))).hexdigest()
 

@@ -103,7 +103,7 @@ def gated_squares(y: Any, rows: Any, gated: Any, sums: Any) -> None:
 
 
 @jit_contract
-def scaled(gated: Any, factors: Any, weight: Any, out: Any) -> None:
+def scale_rows(gated: Any, factors: Any, weight: Any, out: Any) -> None:
     """`gated` [T, I] times the factor of its piece of the row (`factors` [T, pieces]), times `weight` [I], to `out`."""
     size = gated.shape[1] // factors.shape[1]
     element = weight[0]

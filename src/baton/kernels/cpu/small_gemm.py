@@ -132,7 +132,7 @@ def _multiply(arguments: Any) -> None:
 _MULTIPLY = Kernel(_multiply)
 
 
-def address(weight: Tensor, packed: Tensor) -> int | None:
+def packed_address(weight: Tensor, packed: Tensor) -> int | None:
     """The address of the data of `packed` [N, K], oneDNN's copy of bfloat16 `weight`. None if the kernel cannot read
     it: on another CPU, for other sizes, or if this oneDNN uses another layout."""
     outputs, columns = weight.shape
@@ -155,7 +155,7 @@ def address(weight: Tensor, packed: Tensor) -> int | None:
     return at if np.array_equal(stored[some], plain[some].transpose(0, 2, 1, 3)) else None
 
 
-def multiply(x: Tensor, at: int, outputs: int, bias: Tensor | None) -> Tensor:
+def multiply_packed(x: Tensor, at: int, outputs: int, bias: Tensor | None) -> Tensor:
     """x [T, K] times the transposed weight [N, K] at `address` `at`, plus bias [N]: [T, N]. bfloat16, contiguous."""
     num_rows, columns = x.shape
     out = torch.empty(num_rows, outputs, dtype=x.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.models.config import ModelConfig, RawConfig, get_bool, get_float, get_int
-from baton.models.families.deepseek import Deepseek, expect, expert_layers, latent_fields
+from baton.models.families.deepseek import Deepseek, expert_layers, latent_fields, require_value
 from baton.models.layers.specs import MoESpec
 
 
@@ -11,10 +11,10 @@ class DeepseekV2(Deepseek):
     @classmethod
     def parse_config(cls, raw: RawConfig) -> ModelConfig:
         fields = latent_fields(raw, max_position_default=2048, interleaved=True)
-        expect(raw, "topk_method", "greedy", "group_limited_greedy")
-        expect(raw, "scoring_func", "softmax")
+        require_value(raw, "topk_method", "greedy", "group_limited_greedy")
+        require_value(raw, "scoring_func", "softmax")
         # DeepSeek's own code then renormalises instead of scaling, transformers never does.
-        expect(raw, "norm_topk_prob", False)
+        require_value(raw, "norm_topk_prob", False)
         grouped = raw.get("topk_method") == "group_limited_greedy"
         width = get_int(raw, "moe_intermediate_size", 1407)
         moe = MoESpec(

@@ -21,7 +21,7 @@ from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool
 from baton.models.layers import moe
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.linear import Build, Linear
-from baton.models.layers.mxfp4 import BLOCKS, SCALES, Mxfp4Pairs, dequantised
+from baton.models.layers.mxfp4 import BLOCKS, SCALES, Mxfp4Pairs, dequantise_mxfp4
 from baton.models.layers.row_linear import RowLinear
 from baton.models.layers.specs import MoESpec
 
@@ -99,7 +99,7 @@ class GptOss(CausalLM):
         elif (pair := self._pairs.add(name, tensor)) is not None:
             stem, blocks, scales = pair
             for expert in range(len(blocks)):
-                yield _of_expert(stem, expert), dequantised(blocks[expert], scales[expert])
+                yield _of_expert(stem, expert), dequantise_mxfp4(blocks[expert], scales[expert])
 
     def _is_stacked(self, name: str, tensor: Tensor) -> bool:
         if ".mlp.experts." not in name:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from baton.errors import CheckpointError
 from baton.models.architectures.mixtral import Mixtral
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_int, rope_section
-from baton.models.families.deepseek import expect
+from baton.models.families.deepseek import require_value
 from baton.models.layers.decoder_layer import Attention, DecoderLayer
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build
@@ -29,8 +29,8 @@ class MiniMaxM2(Mixtral):
     def parse_config(cls, raw: RawConfig) -> ModelConfig:
         raw = {**_DEFAULTS, **raw}
         for name, supported in (("scoring_func", "sigmoid"), ("qk_norm_type", "per_layer"), ("use_qk_norm", True)):
-            expect(raw, name, supported)
-        expect(raw, "shared_intermediate_size", 0)
+            require_value(raw, name, supported)
+        require_value(raw, "shared_intermediate_size", 0)
         if any(kind != 1 for kind in raw.get("attn_type_list") or ()):
             raise CheckpointError("config.json: attn_type_list has layers of linear attention, which is not supported")
         if raw.get("sliding_window") is not None:

@@ -63,8 +63,8 @@ def latent_fields(raw: RawConfig, max_position_default: int, interleaved: bool) 
 
 def sigmoid_experts(raw: RawConfig, num_layers: int) -> MoESpec:
     """The spec of DeepSeek-V3's experts (arXiv:2412.19437, 2.1.2)."""
-    expect(raw, "topk_method", "noaux_tc")
-    expect(raw, "scoring_func", "sigmoid")
+    require_value(raw, "topk_method", "noaux_tc")
+    require_value(raw, "scoring_func", "sigmoid")
     width = get_int(raw, "moe_intermediate_size")
     return MoESpec(
         layers=expert_layers(raw, num_layers),
@@ -89,7 +89,7 @@ def expert_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer >= first and layer % step == 0 for layer in range(num_layers))
 
 
-def expect(raw: RawConfig, name: str, *supported: object) -> None:
+def require_value(raw: RawConfig, name: str, *supported: object) -> None:
     """Raise `CheckpointError` for an unsupported value. Absence and null pass."""
     value = raw.get(name)
     if value is not None and value not in supported:

@@ -13,7 +13,7 @@ from baton.models.layers.linear import (
     HEIGHTS,
     TALL,
     blocks,
-    cancelling,
+    cancelling_operands,
     isolate_non_finite,
     matching_heights,
     reads_next_row,
@@ -40,7 +40,7 @@ def _heights(
     heads, inner, columns = shape
     heights = [height for height in HEIGHTS if height <= TALL or heads * inner * columns < BIG_PROBE]
     x = torch.randn(heights[0], heads, inner, generator=generator)
-    x, numbers = cancelling(x, torch.randn(heads, columns, inner, generator=generator))
+    x, numbers = cancelling_operands(x, torch.randn(heads, columns, inner, generator=generator))
     weight = torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(numbers.transpose(1, 2))
     narrow = x.to(device, dtype)
     return matching_heights(lambda block: headwise(block, weight), narrow, heights)

@@ -16,7 +16,7 @@ from baton.models.config import ModelConfig, RopeSpec
 from baton.models.layers.headwise import headwise, invariant_headwise
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear, isolate_non_finite, reads_next_row
-from baton.models.layers.rotary import deinterleaved, rotate, yarn_mscale
+from baton.models.layers.rotary import deinterleave, rotate, yarn_mscale
 from baton.models.layers.row_linear import RowLinear
 from baton.models.layers.specs import LatentSpec
 
@@ -99,7 +99,7 @@ class LatentAttention(nn.Module):
 
     def _rotated(self, ropes: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """The rotated parts [T, H + 1, R] of queries and the key."""
-        return rotate(deinterleaved(ropes) if self._spec.is_interleaved else ropes, self._heads + 1, *cos_sin)
+        return rotate(deinterleave(ropes) if self._spec.is_interleaved else ropes, self._heads + 1, *cos_sin)
 
     def _chosen(
         self, x: Tensor, low_rank: Tensor | None, cos_sin: tuple[Tensor, Tensor], cache: LayerCache

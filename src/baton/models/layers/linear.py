@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from baton.kernels.cpu import small_gemm
 from baton.kernels.cpu.int8_gemm import Int8Weight
-from baton.kernels.device import aligned
+from baton.kernels.device import aligned_copy
 from baton.models.layers.parallel import SINGLE_RANK, Share, TensorRank
 
 # oneDNN and PyTorch each cache what they compile for 1,024 shapes by default: most of a gigabyte with prompts of many
@@ -79,7 +79,7 @@ def packed(weight: Tensor) -> Tensor | None:
     return blocked
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]. The weight may be packed."""
     if weight.is_mkldnn:
         return cast(Tensor, torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], ""))
@@ -109,14 +109,14 @@ def block_heights(
         assert blocked is not None
         weight = blocked
     bias = weight[:, 0].contiguous() if has_bias else None
-    return matching_heights(lambda block: product(block, weight, bias), x, heights)
+    return matching_heights(lambda block: linear_product(block, weight, bias), x, heights)
 
 
 def _probe(height: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows [height, columns] and a weight [rows, columns] whose products reveal the order of summation."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(height, columns, generator=generator), torch.randn(rows, columns, generator=generator)
-    x, weight = cancelling(x, weight)
+    x, weight = cancelling_operands(x, weight)
     return x.to(device, dtype), weight.to(device, dtype)
 
 
@@ -125,19 +125,19 @@ def small_gemm_matches(rows: int, columns: int, threads: int) -> bool:
     """Whether `small_gemm` gives each bfloat16 row the bits of the reference, with and without bias."""
     x, weight = _probe(small_gemm.MAX_ROWS, rows, columns, torch.bfloat16, torch.device("cpu"))
     blocked = packed(weight)
-    at = None if blocked is None else small_gemm.address(weight, blocked)
+    at = None if blocked is None else small_gemm.packed_address(weight, blocked)
     if blocked is None or at is None:
         return False
     for bias in (None, weight[:, 0].contiguous()):
-        expected = torch.cat([product(block, blocked, bias) for block in torch.split(x, _REFERENCE_HEIGHT)])
+        expected = torch.cat([linear_product(block, blocked, bias) for block in torch.split(x, _REFERENCE_HEIGHT)])
         for height in (1, 2, 4, len(x)):
-            made = [small_gemm.multiply(block, at, rows, bias) for block in torch.split(x, height)]
+            made = [small_gemm.multiply_packed(block, at, rows, bias) for block in torch.split(x, height)]
             if not torch.equal(torch.cat(made), expected):
                 return False
     return True
 
 
-def cancelling(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def cancelling_operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """`x` and `weight` [..., K], changed so that products cancel in pairs and a sum consists of rounding errors.
 
     Rounding to bfloat16's 8 bits hides the order of most other sums.
@@ -151,7 +151,7 @@ def cancelling(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def matching_heights(multiply: Callable[[Tensor], Tensor], x: Tensor, heights: Sequence[int]) -> tuple[int, ...]:
-    """The heights at which `multiply` gives each row of a block the bits of the reference."""
+    """The heights at which `multiply_packed` gives each row of a block the bits of the reference."""
 
     def in_blocks(x: Tensor, height: int) -> Tensor:
         return torch.cat([multiply(block) for block in torch.split(x, height)])
@@ -188,16 +188,16 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     key = (weight.dtype, x.device, torch.get_num_threads(), weight.is_mkldnn)
     has_bias = bias is not None and x.device.type != "cpu"
     chosen = blocks(total, block_heights(weight.shape[0], weight.shape[1], *key, has_bias=has_bias))
-    x = aligned(x)
+    x = aligned_copy(x)
     if sum(chosen) > total:
         x = F.pad(x, (0, 0, 0, sum(chosen) - total))
     if len(chosen) == 1:
-        return product(x, weight, bias)[:total]
+        return linear_product(x, weight, bias)[:total]
     out = x.new_empty(total, weight.shape[0])
     start = 0
     for height in chosen:
         stop = min(start + height, total)
-        out[start:stop] = product(aligned(x[start : start + height]), weight, bias)[: stop - start]
+        out[start:stop] = linear_product(aligned_copy(x[start : start + height]), weight, bias)[: stop - start]
         start = stop
     return out
 
@@ -209,7 +209,7 @@ def reads_next_row(columns: int, dtype: torch.dtype, device: torch.device) -> bo
 
 
 def isolate_non_finite(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`multiply` rows [T, ..., K]. A row that is not finite gives NaN, and others are protected from it."""
+    """Multiply rows [T, ..., K]. A row that is not finite gives NaN, and others are protected from it."""
     bad_T = ~x.flatten(1).sum(dim=1, dtype=torch.float32).isfinite()
     if not bad_T.any():
         return multiply(x)
@@ -240,7 +240,7 @@ class Linear(nn.Module):
         self._is_quantized = build.quantization is not None and build.dtype is torch.bfloat16
         self._int8: Int8Weight | None = None
         self._batch_invariant = build.batch_invariant
-        self._product = invariant_product if build.batch_invariant else product
+        self._product = invariant_product if build.batch_invariant else linear_product
         self._reads_next_row = reads_next_row(in_features, build.dtype, build.device)
 
     def pack(self) -> None:
@@ -248,7 +248,7 @@ class Linear(nn.Module):
         if self.weight is not None and self._is_quantized:
             self._int8, self.weight = Int8Weight(self.weight), None
         elif self.weight is not None and (blocked := packed(self.weight)) is not None:
-            self._address = small_gemm.address(self.weight, blocked)
+            self._address = small_gemm.packed_address(self.weight, blocked)
             self._packed, self.weight = blocked, None
 
     def forward(self, x: Tensor, adds_bias: bool = True) -> Tensor:
@@ -257,7 +257,7 @@ class Linear(nn.Module):
         if self._int8 is not None:
             return self._int8.multiply(x, bias)
         if self._address is not None and self._takes(x):
-            return small_gemm.multiply(x, self._address, self.out_features, bias)
+            return small_gemm.multiply_packed(x, self._address, self.out_features, bias)
         weight = self.weight if self._packed is None else self._packed
         assert weight is not None
         if self._reads_next_row:

@@ -165,7 +165,7 @@ class Mamba2(nn.Module):
             normed = (gated.view(len(y), own, -1) * factors[:, :, None]).flatten(1)
             return (weight.float() * normed).to(weight.dtype)
         out = torch.empty(y.shape, dtype=projected.dtype)
-        mamba2_cpu.scaled(as_array(gated), as_array(factors), as_array(weight), as_array(out))
+        mamba2_cpu.scale_rows(as_array(gated), as_array(factors), as_array(weight), as_array(out))
         return out
 
     def _parameters32(self) -> tuple[Tensor, ...]:

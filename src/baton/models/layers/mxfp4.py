@@ -42,7 +42,7 @@ class Mxfp4Pairs:
         return stem, blocks, scales
 
 
-def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
+def dequantise_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Float32 numbers [..., 32 G] of blocks uint8 [..., G, 16], low half first, and scales uint8 [..., G].
 
     Exact in bfloat16 within its range.

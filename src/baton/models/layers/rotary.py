@@ -132,7 +132,7 @@ class Rotary:
         return self._cos[positions_T].unsqueeze(1), self._sin[positions_T].unsqueeze(1)
 
 
-def deinterleaved(heads_THD: Tensor) -> Tensor:
+def deinterleave(heads_THD: Tensor) -> Tensor:
     """Reorder heads from interleaved pairs (x1, x2), (x1, x2), ... to the halves of `rotate`."""
     return torch.cat((heads_THD[..., 0::2], heads_THD[..., 1::2]), dim=-1)
 

@@ -19,7 +19,7 @@ from baton.models.cache import Chosen, IndexRows, LayerCache
 from baton.models.config import ModelConfig
 from baton.models.layers.latent import LatentAttention
 from baton.models.layers.linear import Build, Linear
-from baton.models.layers.rotary import deinterleaved, rotate
+from baton.models.layers.rotary import deinterleave, rotate
 from baton.models.layers.specs import IndexSpec
 
 _NORM_EPS = 1e-6
@@ -72,7 +72,7 @@ class Indexer(nn.Module):
         heads = torch.cat((q, k[:, None]), dim=1)
         if spec.is_interleaved:
             rotated, rest = heads[..., : self._rope_dim], heads[..., self._rope_dim :]
-            heads = torch.cat((deinterleaved(rotated), rest), dim=-1)
+            heads = torch.cat((deinterleave(rotated), rest), dim=-1)
         heads = rotate(heads, spec.num_heads + 1, *cos_sin)
         weights = self.weights_proj(x.float()) * (spec.num_heads * spec.head_dim) ** -0.5
         return IndexRows(heads[:, :-1], heads[:, -1], weights, spec.top_k)

@@ -28,7 +28,7 @@ from baton.models.layers.parallel import SINGLE_RANK, Share, Stage, TensorRank
 from baton.models.loading.config_json import read_config, text_config
 from baton.models.loading.dtypes import check_quantization, dtype_name, resolve_dtype
 from baton.models.loading.quantized import QuantizedWeights, scheme_of
-from baton.models.loading.stored import StoredTensors, open_file, weight_files
+from baton.models.loading.stored import StoredTensors, open_safetensors, weight_files
 from baton.models.loading.tensor_names import layer_index
 from baton.models.registry import model_class
 
@@ -102,8 +102,8 @@ def weight_table(module: nn.Module) -> dict[str, Place]:
 
 
 @contextmanager
-def watching(watch: Watch) -> Iterator[None]:
-    """`fill` calls `watch` after each tensor in this context."""
+def watch_tensors(watch: Watch) -> Iterator[None]:
+    """`fill_module` calls `watch` after each tensor in this context."""
     token = _WATCH.set(watch)
     try:
         yield
@@ -115,7 +115,7 @@ def keep_tensor(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     return ((name, tensor),)
 
 
-def fill(
+def fill_module(
     module: nn.Module,
     path: str | Path,
     rename: Rename,
@@ -180,11 +180,11 @@ def _expert_of(name: str) -> str | None:
 def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor, float]]:
     """The tensors of a file that `rename` keeps, each with the share of them that is then read. The mapped part of an
     open file counts as this process's memory, so it is reopened now and then."""
-    with open_file(file) as tensors:
+    with open_safetensors(file) as tensors:
         names = [name for name in tensors.keys() if rename(name) is not None]  # noqa: SIM118 - not a mapping
     number = 0
     while number < len(names):
-        with open_file(file) as tensors:
+        with open_safetensors(file) as tensors:
             num_bytes = 0
             while number < len(names) and num_bytes < _MAPPED_SIZE:
                 tensor = tensors.get_tensor(names[number])
@@ -255,7 +255,7 @@ def load_model(
         logger.info(
             "%s: weights in %s become %s, %.1f GiB", path, quantized.scheme, dtype_name(chosen), size / (1 << 30)
         )
-    fill(model, path, rename, model.unpack, quantized)
+    fill_module(model, path, rename, model.unpack, quantized)
     if ranks.rank == ranks.stage.index == 0:
         stored.log_unused(unused)
     return model.eval()

@@ -60,7 +60,7 @@ def weight_files(path: str | Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def open_file(file: Path) -> Any:
+def open_safetensors(file: Path) -> Any:
     """Raises `CheckpointError` naming the file."""
     try:
         return safe_open(file, framework="pt", device="cpu")
@@ -72,7 +72,7 @@ def stored_tensors(path: str | Path) -> dict[str, Path]:
     """The file of each tensor. Raises `CheckpointError` if two files have the same tensor."""
     found: dict[str, Path] = {}
     for file in weight_files(path):
-        with open_file(file) as tensors:
+        with open_safetensors(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 if name in found:
                     raise CheckpointError(f"{file}: tensor {name} is in {found[name].name} too")
@@ -114,7 +114,7 @@ class StoredTensors:
         return replace(config, tie_word_embeddings=False)
 
     def _are_equal(self, one: str, other: str, dtype: torch.dtype) -> bool:
-        with open_file(self._files[one]) as file, open_file(self._files[other]) as other_file:
+        with open_safetensors(self._files[one]) as file, open_safetensors(self._files[other]) as other_file:
             first, second = file.get_slice(one), other_file.get_slice(other)
             if first.get_shape() != second.get_shape():
                 return False

@@ -126,7 +126,7 @@ class RequestTrace:
             "gen_ai.usage.prompt_tokens": timeline.num_prompt_tokens,
             "gen_ai.usage.completion_tokens": timeline.num_output_tokens,
             "baton.route": timeline.route,
-            "baton.engines": timeline.engines,
+            "baton.plugin_base": timeline.engines,
             "baton.num_attempts": self.attempts,
             **attributes,
         }
@@ -209,6 +209,6 @@ def _engine(leg: LegTrace) -> str:
     return str(leg.span.attributes["baton.engine"])
 
 
-def is_sampled(trace_id: int, ratio: float) -> bool:
+def is_trace_sampled(trace_id: int, ratio: float) -> bool:
     """Sample a trace without a parent by its id, as OpenTelemetry's `traceidratio`."""
     return (trace_id & (2**64 - 1)) < ratio * 2**64

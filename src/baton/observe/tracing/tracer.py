@@ -10,7 +10,7 @@ from baton.errors import ConfigError
 from baton.observe.timeline import RequestTimeline
 from baton.observe.tracing.otlp import OtlpSink, endpoint_is_set
 from baton.observe.tracing.perfetto import PerfettoFile
-from baton.observe.tracing.request_trace import RemoteParent, RequestTrace, is_sampled
+from baton.observe.tracing.request_trace import RemoteParent, RequestTrace, is_trace_sampled
 from baton.observe.tracing.span import SpanSink
 
 
@@ -24,7 +24,7 @@ class Tracer:
     def begin(self, timeline: RequestTimeline, traceparent: str | None) -> RequestTrace | None:
         """None if the request is not sampled."""
         parent = None if traceparent is None else RemoteParent.of(traceparent)
-        sampled = is_sampled(secrets.randbits(64), self.ratio) if parent is None else parent.sampled
+        sampled = is_trace_sampled(secrets.randbits(64), self.ratio) if parent is None else parent.sampled
         return RequestTrace.begin(self.sinks, timeline, parent) if sampled else None
 
     def close(self) -> None:

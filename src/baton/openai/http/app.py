@@ -20,7 +20,7 @@ from baton.openai.http.caller import CALLER, Caller, note_standing, request_id_o
 from baton.openai.http.connections import ClientConnection, Stream
 from baton.openai.http.errors import ApiError, to_api_error
 from baton.openai.http.limits import Bodies, HttpLimits
-from baton.openai.http.metrics import FrontMetrics, RowCollector, exposed, gauge
+from baton.openai.http.metrics import FrontMetrics, RowCollector, exposition_text, gauge
 from baton.openai.http.tracing import TRACE, trace_of
 from baton.openai.messages import error_body
 from baton.openai.records import log_refusal
@@ -141,7 +141,7 @@ def _add_metrics(
 ) -> None:
     async def show_metrics(request: web.Request) -> web.StreamResponse:
         """Metrics for Prometheus."""
-        body = exposed(metrics.registry.collect() if families is None else await families())
+        body = exposition_text(metrics.registry.collect() if families is None else await families())
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     text, drain = "Whether the server ends, and takes no new requests.", app[DRAIN]
@@ -160,7 +160,7 @@ def error_response(error: ApiError, body: bytes | None = None) -> web.Response:
     )
 
 
-async def reply(
+async def send_answer(
     request: web.Request,
     answer: bytes | AsyncGenerator[bytes, None],
     ended: Callable[[ApiError], bytes] = lambda error: b"data: " + error.body() + b"\n\ndata: [DONE]\n\n",

@@ -116,7 +116,7 @@ class FrontMetrics:
         return prometheus_client.Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
 
-def exposed(families: Iterable[Metric]) -> bytes:
+def exposition_text(families: Iterable[Metric]) -> bytes:
     """Prometheus' text format, without `_created` samples."""
 
     class Families(CollectorRegistry):

@@ -114,7 +114,7 @@ async def serve(
     _raise_file_limit()
     asked, ended = asyncio.Event(), stop or asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, terminator(asked, ended))
+    loop.add_signal_handler(signal.SIGTERM, sigterm_handler(asked, ended))
     loop.add_signal_handler(signal.SIGINT, ended.set)
     try:
         await serve_until(asked, ended, app, listener, on_ready, shutdown_timeout_s)
@@ -124,7 +124,7 @@ async def serve(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def terminator(
+def sigterm_handler(
     asked: asyncio.Event, ended: asyncio.Event, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], None]:
     """A handler of SIGTERM. The first sets `asked`; one that is not an echo of the first sets `ended`."""

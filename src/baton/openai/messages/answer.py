@@ -15,10 +15,10 @@ from baton.openai.format import Json
 from baton.openai.http.errors import ApiError
 from baton.openai.messages.blocks import Blocks
 from baton.openai.messages.errors import error_event
-from baton.openai.messages.requests import named_here, read, read_count, to_chat
-from baton.openai.output import Delta, SampleOutput
+from baton.openai.messages.requests import read_count, read_request, rename_field, to_chat
+from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan, check_model, plan_chat, template_variables
-from baton.openai.requests import checked
+from baton.openai.requests import check_request
 from baton.openai.service import OpenAIService
 from baton.openai.tools import NO_PARSING, CheckedTools, Parsing
 
@@ -37,13 +37,13 @@ class MessagePlan:
 
 def make_message_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> MessagePlan:
     """Raises `RequestError` for what is not supported, `UnknownModelError` for another model."""
-    request = read(body)
+    request = read_request(body)
     model = check_model(request.model, model)
     try:
-        plan = plan_chat(checked(to_chat(request, model)), model, parsing)
+        plan = plan_chat(check_request(to_chat(request, model)), model, parsing)
     except RequestError as error:
-        raise named_here(error) from None
-    field = named_here(RequestError(plan.grammar_field, plan.grammar_field)).param
+        raise rename_field(error) from None
+    field = rename_field(RequestError(plan.grammar_field, plan.grammar_field)).param
     return MessagePlan(replace(plan, grammar_field=field or plan.grammar_field))
 
 
@@ -57,7 +57,7 @@ def count_tokens(body: bytes, model: ServedModel) -> Json:
         text = chat_text(chat, chat.messages, template_variables(chat, model), tools, model)
         return {"input_tokens": len(chat_prompt(text, chat, model))}
     except RequestError as error:
-        raise named_here(error) from None
+        raise rename_field(error) from None
 
 
 async def respond(service: OpenAIService, asked: MessagePlan) -> bytes | AsyncGenerator[bytes, None]:
@@ -66,7 +66,7 @@ async def respond(service: OpenAIService, asked: MessagePlan) -> bytes | AsyncGe
 
 
 class MessageAnswer:
-    def __init__(self, asked: MessagePlan, output: SampleOutput) -> None:
+    def __init__(self, asked: MessagePlan, output: ChoiceOutput) -> None:
         self._asked, self._output = asked, output
         self._blocks = Blocks(output, asked.id)
 

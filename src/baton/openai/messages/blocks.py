@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from baton.openai.format import Json
-from baton.openai.output import Delta, SampleOutput
+from baton.openai.output import ChoiceOutput, Delta
 from baton.parsing import Content, ParsedEvent, Reasoning
 
 
@@ -17,7 +17,7 @@ class Blocks:
     """The blocks of one message, in order; only the last grows. `output` has the ids of calls. `signature`: of
     thinking blocks, no real one."""
 
-    def __init__(self, output: SampleOutput, signature: str) -> None:
+    def __init__(self, output: ChoiceOutput, signature: str) -> None:
         self.blocks: list[Json] = []
         self._output, self._signature = output, signature
         self._growing: object = None

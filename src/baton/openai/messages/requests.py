@@ -99,13 +99,13 @@ _NAMES = (
 )
 
 
-def read(body: bytes) -> MessagesRequest:
+def read_request(body: bytes) -> MessagesRequest:
     """Raises `RequestError` for a field that is malformed or not supported."""
     return decode_body(body, MessagesRequest, served=_SERVED, also=REFUSED)
 
 
 def read_count(body: bytes) -> CountTokensRequest:
-    """Raises the errors of `read`. Clients send the same body to both, so fields of messages only are ignored."""
+    """Raises the errors of `read_request`. Clients send the same body to both, so fields that only messages have are ignored."""
     return decode_body(body, CountTokensRequest, served=_SERVED, also=REFUSED)
 
 
@@ -134,7 +134,7 @@ def to_chat(request: CountTokensRequest, model: ServedModel) -> ChatRequest:
     return chat
 
 
-def named_here(error: RequestError) -> RequestError:
+def rename_field(error: RequestError) -> RequestError:
     """Rename the chat's field in a refusal to the message's."""
     text, param = str(error), error.param
     if param is None:

@@ -13,11 +13,11 @@ from baton.openai.backend import ServedModel
 from baton.openai.chat_answer import respond_as_chat
 from baton.openai.format import Json, usage
 from baton.openai.http.errors import ApiError
-from baton.openai.output import Delta, SampleOutput
+from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan, plan_chat
-from baton.openai.requests import checked
+from baton.openai.requests import check_request
 from baton.openai.responses.items import Items
-from baton.openai.responses.requests import ResponsesRequest, field_here, named_here, read, to_chat
+from baton.openai.responses.requests import ResponsesRequest, field_here, read_request, rename_field, to_chat
 from baton.openai.responses.tools import names_of
 from baton.openai.service import OpenAIService
 from baton.openai.tools import NO_PARSING, Parsing
@@ -36,11 +36,11 @@ class ResponsePlan:
 
 def make_response_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> ResponsePlan:
     """Raises `RequestError` for what is not supported, `UnknownModelError` for another model."""
-    request = read(body)
+    request = read_request(body)
     try:
-        plan = plan_chat(checked(to_chat(request)), model, parsing)
+        plan = plan_chat(check_request(to_chat(request)), model, parsing)
     except RequestError as error:
-        raise named_here(error) from None
+        raise rename_field(error) from None
     return ResponsePlan(request, replace(plan, grammar_field=field_here(plan.grammar_field)))
 
 
@@ -52,7 +52,7 @@ async def respond(service: OpenAIService, asked: ResponsePlan) -> bytes | AsyncG
 class ResponseAnswer:
     """A `ChatAnswer`: a response, of which streamed events are numbered."""
 
-    def __init__(self, asked: ResponsePlan, output: SampleOutput) -> None:
+    def __init__(self, asked: ResponsePlan, output: ChoiceOutput) -> None:
         self._asked, self._output = asked, output
         self._items = Items(asked.id, output, asked.plan.tells_reasoning, names_of(asked.request.tools or ()))
         self._num_events = 0
@@ -82,7 +82,7 @@ class ResponseAnswer:
         return self.encode({"type": "response.failed", "response": failed})
 
 
-def _response(asked: ResponsePlan, items: Items, output: SampleOutput | None) -> Json:
+def _response(asked: ResponsePlan, items: Items, output: ChoiceOutput | None) -> Json:
     """`output` is None before the end."""
     request, plan = asked.request, asked.plan
     stopped_short = output is not None and output.finish_reason == "length"
@@ -115,7 +115,7 @@ def _response(asked: ResponsePlan, items: Items, output: SampleOutput | None) ->
     }
 
 
-def _usage(plan: Plan, output: SampleOutput) -> Json:
+def _usage(plan: Plan, output: ChoiceOutput) -> Json:
     """Reasoning tokens are counted by tokenising the reasoning: the parser works on text."""
     counted = usage(plan, [output])
     reasoning = output.reasoning

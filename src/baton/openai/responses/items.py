@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from baton.openai.format import Json
-from baton.openai.output import Delta, SampleOutput
+from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.responses.tools import NO_NAMES, CalledName, custom_input
 from baton.parsing import Content, ParsedEvent, Reasoning
 
@@ -22,7 +22,7 @@ class Items:
     def __init__(
         self,
         response_id: str,
-        output: SampleOutput,
+        output: ChoiceOutput,
         tells_reasoning: bool,
         names: Mapping[str, CalledName] = NO_NAMES,
     ) -> None:

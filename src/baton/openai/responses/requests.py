@@ -99,7 +99,7 @@ _NAMES = {
 }
 
 
-def read(body: bytes) -> ResponsesRequest:
+def read_request(body: bytes) -> ResponsesRequest:
     """Raises `RequestError` for a field that is malformed or not supported."""
     request = decode_body(body, ResponsesRequest, served=_SERVED, also=REFUSED)
     for item in request.include or ():
@@ -126,7 +126,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
     )
 
 
-def named_here(error: RequestError) -> RequestError:
+def rename_field(error: RequestError) -> RequestError:
     """Rename the chat's field in a refusal to the response's."""
     name = _NAMES.get(error.param or "")
     if name is None:

@@ -22,8 +22,8 @@ from baton.errors import (
     RequestError,
     ShortageError,
 )
-from baton.openai.answers import decode, read_error
-from baton.openai.client import PLAIN, describe, failures, read_body, read_refusal
+from baton.openai.answers import decode_answer, read_error
+from baton.openai.client import PLAIN, convert_errors, error_line, read_body, read_refusal
 from baton.openai.http.errors import DRAINING, ENGINE_STALLED
 from baton.openai.http.tracing import TRACE
 from baton.router.clients.address import split_rank
@@ -110,7 +110,7 @@ class EngineClient(ABC):
         size = sum(map(len, body))
         headers = {"Content-Type": "application/json", "Content-Length": str(size), **self._headers}
         headers |= trace.headers() if trace is not None else {}
-        with failures(f"engine {self.url}", EngineUnavailableError):
+        with convert_errors(f"engine {self.url}", EngineUnavailableError):
             async with self._session.post(
                 self._base + path,
                 data=_pieces(body) if size > _PIECE_BYTES else b"".join(body),  # small: one packet with the headers
@@ -142,7 +142,7 @@ class EngineClient(ABC):
         except (aiohttp.ClientError, OSError, ValueError) as error:
             short = isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in _SHORTAGES
             kind = ShortageError if short else EngineUnavailableError
-            raise kind(f"engine {self.url}: {describe(error)}") from None
+            raise kind(f"engine {self.url}: {error_line(error)}") from None
 
 
 class BatonClient(EngineClient):
@@ -166,7 +166,7 @@ class BatonClient(EngineClient):
                 yield chunk
 
     async def _ask(self, path: str, kind: type[T]) -> T:
-        return decode(await self._get(path, _MAX_ASK_BYTES), kind, f"{self.url} is not a Baton engine")
+        return decode_answer(await self._get(path, _MAX_ASK_BYTES), kind, f"{self.url} is not a Baton engine")
 
 
 def _scores_bytes(request: GenerateRequest) -> int:

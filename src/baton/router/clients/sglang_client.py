@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from baton.errors import EngineLostError, HandoffError, ProtocolError, RequestError
-from baton.openai.answers import decode
+from baton.openai.answers import decode_answer
 from baton.router.clients.engine_client import EngineClient
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
@@ -91,7 +91,7 @@ class SglangClient(EngineClient):
     async def info(self) -> EngineInfo:
         """Asks the server each time: it may have restarted."""
         asked = time.monotonic()
-        found = decode(
+        found = decode_answer(
             await self._get("/server_info", _MAX_BODY_BYTES), _ServerInfo, f"{self.url} is not an SGLang server"
         )
         identity = chosen(
@@ -111,7 +111,7 @@ class SglangClient(EngineClient):
 
     async def load(self) -> EngineLoad:
         body = await self._get("/v1/loads", _MAX_BODY_BYTES)
-        loads = decode(body, _Loads, f"{self.url} is not an SGLang server").loads
+        loads = decode_answer(body, _Loads, f"{self.url} is not an SGLang server").loads
         return EngineLoad(
             num_running=sum(load.num_running_reqs for load in loads),
             num_waiting=sum(load.num_waiting_reqs for load in loads),
@@ -144,7 +144,7 @@ class SglangClient(EngineClient):
                     return
                 if not data:
                     continue
-                event = decode(data, _Event, f"{self.url} is not an SGLang server")
+                event = decode_answer(data, _Event, f"{self.url} is not an SGLang server")
                 chunk = to_token_chunk(request, event, sent)
                 sent += len(chunk.token_ids)
                 if first_only and left > 1 and chunk.finish_reason == "length":

@@ -16,8 +16,8 @@ import msgspec
 
 from baton.comparison import token_identity
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, IncompatiblePeerError, ProtocolError
-from baton.openai.answers import Completion, Model, Models, decode
-from baton.openai.client import failures, read_body, read_event, read_samples
+from baton.openai.answers import Completion, Model, Models, decode_answer
+from baton.openai.client import convert_errors, read_body, read_event, read_samples
 from baton.router.clients.engine_client import EngineClient, error_of_response
 from baton.router.clients.vllm_api import completion_body, render_bodies, rendered_defaults, to_chunk
 from baton.router.timers import RouterTimers
@@ -183,7 +183,7 @@ class VllmClient(EngineClient):
 
     async def _render(self, body: dict[str, Any]) -> bytes:
         """The answer of `/v1/completions/render`, whatever its status."""
-        with failures(f"engine {self.url}", EngineUnavailableError):
+        with convert_errors(f"engine {self.url}", EngineUnavailableError):
             async with self._session.post(
                 self._base + "/v1/completions/render",
                 json=body,
@@ -235,7 +235,7 @@ class VllmClient(EngineClient):
             answer = self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
         if not answer.choices:
             raise ProtocolError(f"engine {self.url} sent no choice")
-        with failures(f"engine {self.url}", EngineUnavailableError):
+        with convert_errors(f"engine {self.url}", EngineUnavailableError):
             chunk = to_chunk(request, answer.choices[0], position)
         more = request.sampling_params.max_tokens - position > 1
         return _goes_on(chunk) if more else chunk, answer.kv_transfer_params or {}
@@ -263,7 +263,7 @@ class VllmClient(EngineClient):
         return self._answer("/v1/completions", [msgspec.json.encode(body)], timeout, _MAX_BODY_BYTES)
 
     def _decode(self, body: bytes, kind: type[_T]) -> _T:
-        return decode(body, kind, f"{self.url} is not a vLLM server")
+        return decode_answer(body, kind, f"{self.url} is not a vLLM server")
 
 
 def _goes_on(chunk: TokenChunk) -> TokenChunk:

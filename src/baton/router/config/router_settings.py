@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, TICKET_LIFE_S
 from baton.router.config.policy_config import DEFAULT_POLICY, PolicyConfig, read_config
-from baton.setting import Setting, at_least, between
+from baton.setting import Setting, at_least, in_range
 from baton.waiting import MAX_QUEUED_REQUESTS
 from baton.wire import Mode, Recovery
 
@@ -50,7 +50,7 @@ class RoutingSettings:
     ] = None
     trace: Annotated[str | None, Setting("Write spans as a timeline for ui.perfetto.dev.", metavar="FILE")] = None
     trace_sampling_ratio: Annotated[
-        float, Setting("Share of requests without a traceparent that are traced.", rule=between(0.0, 1.0))
+        float, Setting("Share of requests without a traceparent that are traced.", rule=in_range(0.0, 1.0))
     ] = 1.0
 
 
@@ -79,7 +79,7 @@ class RouterSettings(RoutingSettings):
     ] = None
     ticket_life: Annotated[
         float,
-        Setting("Seconds in which both legs reach their engines; they may wait.", rule=between(1, MAX_TICKET_LIFE_S)),
+        Setting("Seconds in which both legs reach their engines; they may wait.", rule=in_range(1, MAX_TICKET_LIFE_S)),
     ] = TICKET_LIFE_S
     max_queued_requests: Annotated[
         int, Setting("Choices that may wait for their first token; more get 429.", rule=at_least(1))

@@ -145,7 +145,7 @@ def in_turn(
     return {"prefill": prefill(), "decode": decode}
 
 
-async def muted(leg: Chunks) -> Chunks:
+async def errors_only(leg: Chunks) -> Chunks:
     """A leg without its tokens, which the other leg sends too; only an error is kept."""
     async with contextlib.aclosing(leg):
         async for chunk in leg:

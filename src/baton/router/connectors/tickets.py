@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from baton.errors import EngineUnavailableError
-from baton.handoff.protocol.ticket import Ticket, mint
+from baton.handoff.protocol.ticket import Ticket, sign_ticket
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.pooled_engine import PooledEngine
 from baton.wire import Mode
@@ -27,4 +27,4 @@ def mint_ticket(
     now, life_s = asyncio.get_running_loop().time(), config.ticket_life_s
     expiries = (p.clock + now - prefill.answered + life_s, d.clock + now - decode.answered + life_s)
     ticket = Ticket.between(p, d, mode, request_digest, expiries, config.new_transfer_id())
-    return mint(config.ticket_key, ticket)
+    return sign_ticket(config.ticket_key, ticket)

@@ -14,7 +14,7 @@ import msgspec
 from baton.errors import ProtocolError, RequestError
 from baton.handoff.protocol.ticket import adapter_digest, request_digest
 from baton.router.clients.vllm_client import VllmClient
-from baton.router.connectors.base import ConnectorConfig, HandoffOutcome, Legs, in_turn, muted
+from baton.router.connectors.base import ConnectorConfig, HandoffOutcome, Legs, errors_only, in_turn
 from baton.router.connectors.tickets import mint_ticket
 from baton.router.connectors.vllm import VllmConnector, draws_anew
 from baton.router.leg_tasks import Chunks, LegSource
@@ -84,9 +84,9 @@ class VllmBatonConnector(VllmConnector):
         decoding = d.leg(request, _params(LegParams(role="decode", ticket=ticket)))
         if self._truncates(p):
             short = _short(request, self._handed_over(p, len(tokens)))
-            return {"prefill": muted(p.leg(short, offered, first_only=True)), "decode": decoding}
+            return {"prefill": errors_only(p.leg(short, offered, first_only=True)), "decode": decoding}
         first = p.leg(request, offered, first_only=True)
-        return {"prefill": muted(first) if draws_anew(request, prefill) else first, "decode": decoding}
+        return {"prefill": errors_only(first) if draws_anew(request, prefill) else first, "decode": decoding}
 
     async def _adapters(self, client: VllmClient) -> dict[str, str]:
         told = {name: (await self._told(client, name)).adapter for name in client.adapters}

@@ -41,10 +41,10 @@ def cost(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:
     """What it costs to give this request to this engine, in prompt tokens."""
     uncached = asked.uncached(engine)
     moved = uncached if asked.receives else asked.handed_back(engine, config)
-    return config.moved_weight * moved + config.uncached_weight * (uncached - moved) + load(asked, engine, config)
+    return config.moved_weight * moved + config.uncached_weight * (uncached - moved) + other_load(asked, engine, config)
 
 
-def load(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:
+def other_load(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:
     """The part of the cost from the engine's other requests. A prefill engine has prompts only."""
     found = config.queued_weight * engine.queued_tokens
     if asked.decodes:

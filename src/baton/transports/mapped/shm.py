@@ -32,7 +32,7 @@ from baton.transports.base import ByteArray, Peer, close_at_exit
 from baton.transports.mapped.memory import MemoryPeer, MemoryTransport
 from baton.transports.mapped.populate import populate_beside
 from baton.transports.mapped.segments import SEGMENT_NAME, SHM_DIR, remove_stale_segments
-from baton.transports.process import ProcessWatch, own_host_key, start_time_of
+from baton.transports.process import ProcessWatch, own_host_key, process_start_ticks
 from baton.transports.registry import refuse_options
 
 _PID_LIMIT = 1 << 31
@@ -98,7 +98,7 @@ class ShmTransport(MemoryTransport):
             raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}")
         with self._lock:
             self._need_open()
-            file = f"baton-{self._owner}-{start_time_of(self._owner)}-{secrets.token_hex(8)}"
+            file = f"baton-{self._owner}-{process_start_ticks(self._owner)}-{secrets.token_hex(8)}"
             path = os.path.join(SHM_DIR, file)
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:

@@ -20,7 +20,7 @@ import time
 from typing import NamedTuple
 
 from baton.errors import ConfigError, TransportError
-from baton.transports.process import Contact, own_host_key, start_time_of
+from baton.transports.process import Contact, own_host_key, process_start_ticks
 
 DIAL_TIMEOUT_S = 5.0
 MAX_FRAME = 1 << 16
@@ -126,7 +126,7 @@ class Lifeline:
         self._listener.setblocking(False)
         port = self._listener.getsockname()[1]
         pid = os.getpid()
-        self.contact = Contact(host, port, secrets.token_bytes(16), pid, start_time_of(pid), own_host_key())
+        self.contact = Contact(host, port, secrets.token_bytes(16), pid, process_start_ticks(pid), own_host_key())
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()  # so that `wake` never writes to a closed descriptor's number
         self._strangers: dict[Line, None] = {}

@@ -28,7 +28,7 @@ from baton.transports.base import (
     check_copies,
     check_regions,
     close_at_exit,
-    settle,
+    finish_future,
     source_and_dest,
 )
 from baton.transports.batches import Job, make_job
@@ -112,7 +112,9 @@ class RemoteTransport:
         future: Future[Peer] = Future()
         name = f"baton-{self.scheme}-connect"
         # One thread per attempt: a peer that does not answer must delay no other.
-        threading.Thread(target=settle, args=(future, lambda: self._reach(descriptor)), name=name, daemon=True).start()
+        threading.Thread(
+            target=finish_future, args=(future, lambda: self._reach(descriptor)), name=name, daemon=True
+        ).start()
         return future
 
     def _reach(self, descriptor: bytes) -> RemotePeer:

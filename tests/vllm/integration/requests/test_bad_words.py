@@ -15,7 +15,7 @@ from baton import sampling_params
 from baton.engine.sampling.bad_words import BadWords
 from baton.errors import RequestError
 from baton.text import Tokenizer
-from baton.text.bad_words import tokens_of
+from baton.text.bad_words import word_tokens
 
 MODEL = "models/baton-demo-llama"
 WORDS = [
@@ -46,7 +46,7 @@ def theirs(words: list[str]) -> list[list[int]]:
 def test_words_are_the_same_tokens() -> None:
     tokenizer = Tokenizer.load(MODEL)
     for words in [*([word] for word in WORDS), WORDS]:
-        assert [list(tokens) for tokens in tokens_of(tuple(words), tokenizer, 2048)] == theirs(words)
+        assert [list(tokens) for tokens in word_tokens(tuple(words), tokenizer, 2048)] == theirs(words)
     with_space = [words for words in theirs(WORDS) if Tokenizer.load(MODEL).decode(words).startswith(" ")]
     assert with_space, "some words are other tokens within a text"
 
@@ -61,7 +61,7 @@ def test_what_is_no_word_there_is_none_here(words: list[str]) -> None:
 
 def refused_here(words: tuple[str, ...]) -> None:
     sampling_params.SamplingParams(bad_words=words).check()
-    tokens_of(words, Tokenizer.load(MODEL), 2048)
+    word_tokens(words, Tokenizer.load(MODEL), 2048)
 
 
 def test_the_same_tokens_are_barred() -> None:

@@ -14,9 +14,9 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as VllmR
 
 from baton.errors import RequestError
 from baton.openai.fields import FORBIDDEN, REFUSED
-from baton.openai.requests import ChatRequest, CompletionRequest, decode
+from baton.openai.requests import ChatRequest, CompletionRequest, decode_request
 from baton.openai.responses.requests import REFUSED as REFUSED_IN_RESPONSES
-from baton.openai.responses.requests import ResponsesRequest, read
+from baton.openai.responses.requests import ResponsesRequest, read_request
 from tests.openai.test_fields import IGNORED
 from tests.openai.test_request_metrics import TIMES
 
@@ -41,8 +41,8 @@ def names_of(model: Any) -> set[str]:
 
 def ask(kind: str, body: bytes) -> Any:
     if kind == "responses":
-        return read(body)
-    return decode(body, ChatRequest if kind == "chat" else CompletionRequest)
+        return read_request(body)
+    return decode_request(body, ChatRequest if kind == "chat" else CompletionRequest)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,7 +23,7 @@ from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, load_or_create_key
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.router import RouterConfig, build_app
 from baton.text import Tokenizer
-from baton.text.bad_words import tokens_of
+from baton.text.bad_words import word_tokens
 from benchmarks.scrape import scrape
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
 from testkit.servers.fake_serving import await_engines, served
@@ -230,7 +230,7 @@ def test_bad_words_are_barred_on_both_legs(pair: tuple[VllmServer, VllmServer], 
                 free = (await alone(session, d, prompt))["choices"][0]["token_ids"]
                 texts = [tokenizer.decode(free[i : i + n]).strip() for i, n in ((0, 1), (0, 2), (6, 2), (11, 1))]
                 words = tuple(text for text in texts if text)
-                spelt = tokens_of(words, tokenizer, tokenizer.vocab_size)
+                spelt = word_tokens(words, tokenizer, tokenizer.vocab_size)
                 num_barred += any(holds(free, word) for word in spelt)
                 await same_as_one_server(session, url, d, [prompt], bad_words=list(words), ignore_eos=True)
                 found = await complete(session, url, prompt, bad_words=list(words), ignore_eos=True)

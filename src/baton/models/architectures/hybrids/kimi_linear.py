@@ -14,7 +14,7 @@ from baton.models.architectures.deepseek_v32 import expert_kinds
 from baton.models.architectures.mixtral import rename_expert
 from baton.models.cache import LayerSpec
 from baton.models.config import ModelConfig, RawConfig, get_int
-from baton.models.families.deepseek import Deepseek, expect, latent_fields, sigmoid_experts
+from baton.models.families.deepseek import Deepseek, latent_fields, require_value, sigmoid_experts
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.gated_delta import GatedDeltaSpec
 from baton.models.layers.kimi_delta import KimiDeltaNet
@@ -58,8 +58,8 @@ class KimiLinear(Deepseek):
     @classmethod
     def parse_config(cls, raw: RawConfig) -> KimiConfig:
         raw = {**_DEFAULTS, **raw, **{new: raw[old] for old, new in _NAMES.items() if raw.get(old) is not None}}
-        expect(raw, "mla_use_nope", True)
-        expect(raw, "moe_router_activation_func", "sigmoid")
+        require_value(raw, "mla_use_nope", True)
+        require_value(raw, "moe_router_activation_func", "sigmoid")
         # Positions are not rotated.
         ropes = dict.fromkeys(("rope_parameters", "rope_scaling", "partial_rotary_factor"))
         fields = latent_fields({**raw, **ropes}, max_position_default=1048576, interleaved=False)

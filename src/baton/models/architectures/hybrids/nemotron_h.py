@@ -16,7 +16,7 @@ from baton.models.architectures.hybrids.granitemoehybrid import refuse_limit
 from baton.models.base import CausalLM
 from baton.models.cache import EmptyLayerSpec, LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int
-from baton.models.families.deepseek import expect
+from baton.models.families.deepseek import require_value
 from baton.models.layers.decoder_layer import Attention
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, Linear
@@ -54,10 +54,10 @@ class NemotronH(CausalLM):
     def parse_config(cls, raw: RawConfig) -> NemotronConfig:
         kinds = _kinds(raw, "hybrid_override_pattern", "layers_block_type", "layer_types")
         for name, supported in (("mamba_hidden_act", "silu"), ("mamba_ssm_cache_dtype", "float32")):
-            expect(raw, name, supported)
-        expect(raw, "n_shared_experts", 1)
+            require_value(raw, name, supported)
+        require_value(raw, "n_shared_experts", 1)
         for name in ("attention_bias", "residual_in_fp32"):
-            expect(raw, name, False)
+            require_value(raw, name, False)
         if raw.get("sliding_window") is not None:
             raise CheckpointError(f"config.json: sliding_window is {raw['sliding_window']!r}, expected null")
         refuse_limit(raw.get("time_step_limit"))

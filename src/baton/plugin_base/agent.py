@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from baton.engines.config import EngineSettings
-from baton.engines.ranks import JoinedWorkers
 from baton.errors import ConfigError
 from baton.handoff.agent.agent import AgentConfig, HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
@@ -13,6 +11,8 @@ from baton.handoff.plan.topology import RankGeometry
 from baton.handoff.protocol.digests import Digester, MemoryDigester
 from baton.handoff.session.config import own_bind
 from baton.handoff.session.keys import KeyRing
+from baton.plugin_base.config import EngineSettings
+from baton.plugin_base.ranks import JoinedWorkers
 from baton.transports.base import DeviceMemory, Region, Transport
 from baton.transports.registry import create_transport
 

@@ -34,7 +34,7 @@ class JoinedWorkers(msgspec.Struct, frozen=True, kw_only=True):
     has_states: bool
 
 
-def gather(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
+def gather_bytes(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Bytes of any length, by rank. `group` must move tensors in host memory."""
     count = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
@@ -46,7 +46,7 @@ def gather(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
     return [each.numpy().tobytes()[: int(length)] for each, length in zip(found, lengths, strict=True)]
 
 
-def join(own: WorkerPart, all_gather: AllGather) -> JoinedWorkers:
+def join_workers(own: WorkerPart, all_gather: AllGather) -> JoinedWorkers:
     """Exchange the parts of all workers. Raises `ConfigError` if they contradict each other."""
     parts = [msgspec.msgpack.decode(each, type=WorkerPart) for each in all_gather(msgspec.msgpack.encode(own))]
     if [part.rank for part in parts] != list(range(len(parts))):
