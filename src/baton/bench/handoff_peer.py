@@ -27,7 +27,7 @@ class PrefillPeer:
     """The process, seen from the decode engine's. Raises `EngineUnavailableError` if it has ended."""
 
     def __init__(self, kv: ModelledKV, tensor_parallel_size: int, num_pages: int, uri: str, ticket_key: bytes) -> None:
-        self._child = LineProcess([sys.executable, "-c", f"from {__name__} import serve; serve()"])
+        self._child = LineProcess([sys.executable, "-c", f"from {__name__} import serve_prefill; serve_prefill()"])
         self._say([msgspec.to_builtins(kv), tensor_parallel_size, num_pages, uri, ticket_key.hex()])
         self.addresses: list[str] = self.hear()
 

@@ -74,7 +74,7 @@ class NearbyPeer(FarSide):
 
 class SpawnedPeer(FarSide):
     def __init__(self, uri: str, sizes: Sequence[int], device: str | None = None) -> None:
-        command = [sys.executable, "-c", f"from {__name__} import serve; serve({uri!r}, {device!r})"]
+        command = [sys.executable, "-c", f"from {__name__} import serve_peer; serve_peer({uri!r}, {device!r})"]
         self._child = LineProcess(command, {**os.environ, "OMP_NUM_THREADS": "1"})
         self._process = self._child.process
         self.descriptor = base64.b64decode(self._ask({"do": "open", "sizes": list(sizes)}))
