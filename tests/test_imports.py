@@ -28,6 +28,13 @@ def test_no_collection_during_an_import_and_no_imported_object_in_one_afterwards
     assert found.stdout == "[] True True\n"
 
 
+def test_what_exists_is_not_kept_by_an_import_of_what_is_there() -> None:
+    before = gc.get_freeze_count()
+    with without_gc():
+        import baton.errors  # noqa: F401
+    assert gc.get_freeze_count() <= before
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_as_before_even_after_an_error(enabled: bool) -> None:
     before = gc.isenabled()

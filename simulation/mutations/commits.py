@@ -66,7 +66,7 @@ def _duplicate_commit_is_progress() -> list[Patch]:
 
 @mutation("bytes are compared with their digests")
 def _skip_digest_check() -> list[Patch]:
-    return [(digesting, "mismatches", lambda *_: [])]
+    return [(digesting, "find_mismatches", lambda *_: [])]
 
 
 @mutation("nothing is committed after a failure")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 
@@ -150,9 +151,9 @@ def _places_are_lost() -> list[Patch]:
     original = ConcurrencyLimit.slot
 
     @contextlib.asynccontextmanager
-    async def slot(self: ConcurrencyLimit) -> AsyncIterator[None]:
+    async def slot(self: ConcurrencyLimit, standing: Any = None, output: Any = ()) -> AsyncIterator[None]:
         ended = False
-        async with original(self):
+        async with original(self, standing, output) if standing else original(self, output=output):
             try:
                 yield
                 ended = True

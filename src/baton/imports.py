@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 
 
@@ -15,11 +16,13 @@ def without_gc() -> Iterator[None]:
     longer with it, and in each full collection afterwards, which would stop a running engine for a tenth of a second.
     Modules are never garbage, so the collector leaves out what exists at the end (`gc.freeze`).
     """
-    enabled = gc.isenabled()
+    enabled, known = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        # Otherwise it would only keep garbage.
+        if len(sys.modules) > known:
+            gc.freeze()
         if enabled:
             gc.enable()

@@ -31,6 +31,7 @@ class Attacker:
         self.context = zmq.Context()
         self.sock = self.context.socket(zmq.DEALER)
         self.sock.setsockopt(zmq.LINGER, 0)
+        self.sock.set_hwm(0)  # a connection that exists takes every frame
         if pair is not None and server is not None:
             self.sock.curve_publickey, self.sock.curve_secretkey = pair
             self.sock.curve_serverkey = server

@@ -110,7 +110,7 @@ def guilty_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def guilty_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = executor.choose
+    whole = executor.choose_tokens
 
     def choose(logits: Any, sampling: Any) -> Any:
         # No other request reaches these positions.
@@ -118,7 +118,7 @@ def guilty_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
             raise IndexError("guilty sampling")
         return whole(logits, sampling)
 
-    monkeypatch.setattr(executor, "choose", choose)
+    monkeypatch.setattr(executor, "choose_tokens", choose)
 
 
 def guilty_drafting(monkeypatch: pytest.MonkeyPatch) -> None:

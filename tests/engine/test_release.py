@@ -23,6 +23,7 @@ PARAMS = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture
 def no_garbage_collector() -> Iterator[None]:
+    gc.collect()  # engines of earlier tests
     gc.disable()
     yield
     gc.enable()

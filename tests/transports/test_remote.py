@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -227,6 +228,9 @@ def test_peers_that_never_answer_hold_no_thread_and_no_connection(
                 attempt.result(60)
         assert near.submit(peer, "write", run_of(64)).wait(30) == "done"
         eventually(lambda: driver_of(near).peers == [peer])
+        attempts.clear()  # their errors' tracebacks hold the watch of a process
+        del attempt
+        gc.collect()
         assert not files_left_open(files)
         eventually(lambda: threading.active_count() <= threads + 16)  # the workers, which are idle
     finally:

@@ -20,7 +20,7 @@ from tests.engine.ranks.test_rank_processes import GREEDY, PARAMS, PROMPTS, SETT
 def test_whose_fault_ends_what(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(TARGET, **SETTINGS, tensor_parallel_size=2) as llm:
         expected = [r.outputs[0].token_ids for r in llm.generate(PROMPTS[:3], GREEDY)]
-        chosen = executor.choose
+        chosen = executor.choose_tokens
 
         def choose(logits: Any, sampling: Sampling | None) -> Any:
             if sampling is not None:
@@ -28,7 +28,7 @@ def test_whose_fault_ends_what(monkeypatch: pytest.MonkeyPatch) -> None:
             return chosen(logits, sampling)
 
         with monkeypatch.context() as patch:
-            patch.setattr(executor, "choose", choose)
+            patch.setattr(executor, "choose_tokens", choose)
             with pytest.raises(BatonError, match="step_failed: ValueError"):
                 llm.generate(PROMPTS, PARAMS)
             # The ranks keep running, also with such requests.

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
 from baton.handoff.plan.planner import Instance, RankGeometry
+from baton.handoff.plan.topology import MAX_GROUPS
 from baton.handoff.protocol.fingerprint import compare_fingerprints, geometry_fields
 from baton.handoff.protocol.frames import (
     DECODERS,
@@ -156,7 +157,7 @@ def test_values_are_bounded() -> None:
         Register(KEY, ticket="t", wanted={"g": (-1, 2)}, pages={}),
         Register(KEY, ticket="t", wanted={"g": (3, 2)}, pages={}),
         Register(KEY, ticket="t", wanted={"g": (0, (1 << 24) + 1)}, pages={}),
-        Register(KEY, ticket="t", wanted={f"g{i}": (0, 1) for i in range(65)}, pages={}),
+        Register(KEY, ticket="t", wanted={f"g{i}": (0, 1) for i in range(MAX_GROUPS + 1)}, pages={}),
         Ready(KEY, final={}, pages={"g": [-1]}),
         Finished(KEY, Seeds(-1)),
         Finished(KEY, Seeds(1, None, [0] * 257)),
@@ -169,14 +170,14 @@ def test_values_are_bounded() -> None:
         Repair(KEY, 1, {"target": [(-1, 2)]}),
         Repair(KEY, 1, {"target": [(2, 1)]}),
         Repair(KEY, 1, {"target": [(i, i + 1) for i in range(257)]}),
-        Repair(KEY, 1, {f"g{i}": [] for i in range(65)}),
+        Repair(KEY, 1, {f"g{i}": [] for i in range(MAX_GROUPS + 1)}),
         Commit(KEY, final={}, seeds=SEEDS, round=17),
         Commit(KEY, final={}, seeds=SEEDS, seeds_digest=bytes(9)),
         Confirm(KEY, SEEDS, seeds_digest=bytes(9)),
         Progress(KEY, {"target": [PieceDigest(Interval(3, (1 << 24) + 1), b"x" * 8)]}),
         Progress(KEY, {"target": [PieceDigest(Interval(3, 4), b"")]}),
         Progress(KEY, {"target": [PieceDigest(Interval(3, 4), bytes(8 * 2049))]}),
-        Ready(KEY, final={}, pages={}, digests={f"g{i}": [] for i in range(65)}),
+        Ready(KEY, final={}, pages={}, digests={f"g{i}": [] for i in range(MAX_GROUPS + 1)}),
     ]
     for message in bad:
         with pytest.raises(ProtocolError, match="malformed"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.kernels.cpu.jit_cache import jit_contract, jit_inline
+from baton.kernels.cpu.jit_cache import jit_contract
 from baton.kernels.cpu.scalar import exp32, from_f32, softplus32, to_f32
 
 _ONE = np.float32(1.0)
@@ -19,7 +19,7 @@ _ONE = np.float32(1.0)
 _EPS = np.float32(1e-6)
 
 
-@jit_inline
+@jit_contract
 def _scale_to(length: Any, row: Any, start: int, out: Any) -> None:
     """Write the vector that begins at `start` in `row` to `out`, with this length."""
     total = _EPS

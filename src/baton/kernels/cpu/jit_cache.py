@@ -33,11 +33,6 @@ def jit(function: F) -> F:
     return cast(F, compiled(function, nogil=True, error_model="numpy"))
 
 
-def jit_inline(function: F) -> F:
-    """As `jit`, but compiled into each caller, with the caller's arithmetic: a call would cost."""
-    return cast(F, compiled(function, nogil=True, error_model="numpy", inline="always"))
-
-
 def jit_contract(function: F) -> F:
     """A multiply and an add may be fused (their order is kept)."""
     return cast(F, compiled(function, nogil=True, error_model="numpy", fastmath={"contract"}))

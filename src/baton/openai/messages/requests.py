@@ -105,7 +105,7 @@ def read_request(body: bytes) -> MessagesRequest:
 
 
 def read_count(body: bytes) -> CountTokensRequest:
-    """Raises the errors of `read_request`. Clients send the same body to both, so fields that only messages have are ignored."""
+    """Raises the errors of `read_request`. Clients send the same body to both: fields of messages alone are ignored."""
     return decode_body(body, CountTokensRequest, served=_SERVED, also=REFUSED)
 
 
