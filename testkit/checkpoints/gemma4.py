@@ -116,9 +116,10 @@ def make_gemma4(
 def assistants_work() -> Iterator[None]:
     """transformers 5.23 refuses a config whose layers all share keys, which its own assistant's is, and gives an
     assistant no keys of a target whose layers share none."""
-    from transformers import Gemma4TextConfig
+    import transformers
 
-    original = Gemma4TextConfig.kv_sharing_modes.fget
+    config_class: Any = transformers.Gemma4TextConfig
+    original = config_class.kv_sharing_modes.fget
 
     def modes(config: Any) -> Any:
         layers, types = config.num_hidden_layers, config.layer_types
@@ -128,16 +129,18 @@ def assistants_work() -> Iterator[None]:
             return [None if kind in types[layer + 1 :] else "store" for layer, kind in enumerate(types)]
         return original(config)
 
-    with mock.patch.object(Gemma4TextConfig, "kv_sharing_modes", property(modes)):
+    with mock.patch.object(config_class, "kv_sharing_modes", property(modes)):
         yield
 
 
 def assistant_model(target_path: str | Path, seed: int = 0, num_centroids: int = 0, **overrides: Any) -> Any:
     """A random assistant of transformers for the target in `target_path`, with one layer of each kind."""
-    from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+    import transformers as typed
+
+    transformers: Any = typed
 
     target = read_config(target_path)
-    full = next(iter(target["per_layer_config"].values()), {})
+    full: dict[str, Any] = next(iter(target["per_layer_config"].values()), {})
     fields = {
         name: target[name]
         for name in ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
@@ -156,14 +159,14 @@ def assistant_model(target_path: str | Path, seed: int = 0, num_centroids: int =
         "max_position_embeddings": target["max_position_embeddings"],
     }
     clusters = {"use_ordered_embeddings": num_centroids > 0, "num_centroids": num_centroids or 4}
-    config = Gemma4AssistantConfig(
-        text_config=Gemma4TextConfig(**{**fields, **overrides}),
+    config = transformers.Gemma4AssistantConfig(
+        text_config=transformers.Gemma4TextConfig(**{**fields, **overrides}),
         backbone_hidden_size=target["hidden_size"],
         centroid_intermediate_top_k=2,
         **clusters,
     )
     with assistants_work():
-        model = Gemma4AssistantForCausalLM(config).eval()
+        model = transformers.Gemma4AssistantForCausalLM(config).eval()
     _randomise(model, seed)
     if num_centroids:
         order = torch.randperm(config.text_config.vocab_size, generator=torch.Generator().manual_seed(seed))

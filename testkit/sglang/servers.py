@@ -282,7 +282,7 @@ def greedy(found: Sequence[Sequence[int]], num: int, model: Path = MODEL) -> lis
     import torch
     from transformers import AutoModelForCausalLM
 
-    made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    made: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     made.generation_config.eos_token_id = None
     with torch.inference_mode():
         outputs = [
