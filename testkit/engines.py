@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import torch
 from torch import Tensor
 
 from baton.engine.build import Engine, build_engine
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
 Mode = Literal["push", "pull"]
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    """Token ids below 256; shorter ones are no prefixes of longer ones."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(0, 256, (length,), generator=generator).tolist()
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ tokens of two correct implementations agree.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,24 @@ def _random_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
             value = noise * place.shape[1] ** -0.5
         weights[name] = value.to(place.dtype).contiguous()
     return weights
+
+
+def state_model_values(
+    name: str, shape: torch.Size, generator: torch.Generator, norm_mean: Callable[[str], float | None]
+) -> Tensor:
+    """Random float32 values with which states neither vanish nor explode. `norm_mean`: the mean of a norm's
+    weights, None for a tensor that is none."""
+    noise = torch.randn(shape, generator=generator)
+    if (mean := norm_mean(name)) is not None:
+        return torch.add(mean, noise, alpha=0.1)
+    if name.endswith("A_log"):
+        return noise - 2.0
+    if name.endswith("bias"):
+        return 0.1 * noise - (1.0 if name.endswith("dt_bias") else 0.0)
+    if "embed" in name or "lm_head" in name:
+        return 0.3 * noise
+    scaled: Tensor = noise * shape[-1] ** -0.5
+    return scaled
 
 
 def _save(directory: Path, raw: Mapping[str, Any], weights: dict[str, Tensor]) -> None:

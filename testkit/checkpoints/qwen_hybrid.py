@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from testkit.checkpoints.common import write_tokenizer
+from testkit.checkpoints.common import state_model_values, write_tokenizer
 
 _TINY: dict[str, Any] = {
     "vocab_size": 260,
@@ -58,7 +58,7 @@ def make_qwen_hybrid(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor_name, weight in sorted(model.named_parameters()):
-            weight.copy_(_values(tensor_name, weight.shape, generator))
+            weight.copy_(state_model_values(tensor_name, weight.shape, generator, _norm_mean))
     model.to(dtype).save_pretrained(directory)
     write_tokenizer(directory, config.vocab_size)
     if with_mtp:
@@ -66,20 +66,11 @@ def make_qwen_hybrid(
     return directory
 
 
-def _values(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    noise = torch.randn(shape, generator=generator)
-    if name.endswith("linear_attn.norm.weight"):
-        return torch.add(1.0, noise, alpha=0.1)
-    if "norm" in name:  # these multiply by 1 + weight
-        return 0.1 * noise
-    if name.endswith("A_log"):
-        return noise - 2.0
-    if name.endswith("bias"):
-        return 0.1 * noise - (1.0 if name.endswith("dt_bias") else 0.0)
-    if "embed_tokens" in name or "lm_head" in name:
-        return 0.3 * noise
-    scaled: torch.Tensor = noise * shape[-1] ** -0.5
-    return scaled
+def _norm_mean(name: str) -> float | None:
+    """All but those of delta nets multiply by 1 + weight."""
+    if "norm" not in name:
+        return None
+    return 1.0 if name.endswith("linear_attn.norm.weight") else 0.0
 
 
 def _add_mtp(directory: Path, config: Any, generator: torch.Generator, dtype: torch.dtype) -> None:
@@ -90,5 +81,7 @@ def _add_mtp(directory: Path, config: Any, generator: torch.Generator, dtype: to
     shapes = {f"mtp.layers.0.{n.removeprefix(layer)}": t.shape for n, t in tensors.items() if n.startswith(layer)}
     shapes |= {f"mtp.{part}.weight": torch.Size([size]) for part in ("pre_fc_norm_embedding", "pre_fc_norm_hidden")}
     shapes |= {"mtp.norm.weight": torch.Size([size]), "mtp.fc.weight": torch.Size([size, 2 * size])}
-    tensors |= {name: _values(name, shape, generator).to(dtype) for name, shape in sorted(shapes.items())}
+    tensors |= {
+        name: state_model_values(name, shape, generator, _norm_mean).to(dtype) for name, shape in sorted(shapes.items())
+    }
     save_file(tensors, file, metadata={"format": "pt"})

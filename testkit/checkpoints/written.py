@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from testkit.checkpoints.common import write_tokenizer
+from testkit.checkpoints.common import state_model_values, write_tokenizer
 
 _TINY: dict[str, Any] = {
     "vocab_size": 260,
@@ -127,7 +127,7 @@ def make_written(
     with torch.no_grad():
         for tensor_name, tensor in sorted(model.state_dict().items()):
             if tensor.is_floating_point():
-                tensor.copy_(_values(tensor_name, tensor.shape, generator))
+                tensor.copy_(state_model_values(tensor_name, tensor.shape, generator, _norm_mean))
     model.to(dtype).save_pretrained(directory)
     write_tokenizer(directory, config.vocab_size)
     if getattr(config, "num_nextn_predict_layers", 0):
@@ -135,18 +135,8 @@ def make_written(
     return directory
 
 
-def _values(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    noise = torch.randn(shape, generator=generator)
-    if "norm" in name or name.endswith(".D"):
-        return torch.add(1.0, noise, alpha=0.1)
-    if name.endswith("A_log"):
-        return noise - 2.0
-    if name.endswith("bias"):
-        return 0.1 * noise - (1.0 if name.endswith("dt_bias") else 0.0)
-    if "embed" in name or "lm_head" in name:
-        return 0.3 * noise
-    scaled: torch.Tensor = noise * shape[-1] ** -0.5
-    return scaled
+def _norm_mean(name: str) -> float | None:
+    return 1.0 if "norm" in name or name.endswith(".D") else None
 
 
 def _add_mtp(directory: Path, config: Any, generator: torch.Generator, dtype: torch.dtype) -> None:
@@ -163,5 +153,7 @@ def _add_mtp(directory: Path, config: Any, generator: torch.Generator, dtype: to
         for name, tensor in tensors.items():
             if (found := name.partition(prefix))[1] and not found[0].startswith("mtp"):
                 shapes[f"mtp.layers.{block}.{found[2]}"] = tensor.shape
-    tensors |= {name: _values(name, shape, generator).to(dtype) for name, shape in sorted(shapes.items())}
+    tensors |= {
+        name: state_model_values(name, shape, generator, _norm_mean).to(dtype) for name, shape in sorted(shapes.items())
+    }
     save_file(tensors, file, metadata={"format": "pt"})

@@ -17,7 +17,7 @@ from baton.kv.tables import BlockTables
 from baton.models.loading.loader import load_model
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_drafter
-from testkit.engines import Mode, Stepped, Stream, pair, request, stepped
+from testkit.engines import Mode, Stepped, Stream, pair, random_prompt, request, stepped
 
 transformers = pytest.importorskip("transformers")
 from testkit.checkpoints.granite import make_granite  # noqa: E402 - needs transformers
@@ -49,12 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 Find = Callable[[str], Path]
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * seed + length)
-    return torch.randint(0, 256, (length,), generator=generator).tolist()
-
-
-PROMPTS = [prompt_of(length) for length in LENGTHS]
+PROMPTS = [random_prompt(length) for length in LENGTHS]
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +138,7 @@ def test_the_bytes_of_a_state_do_not_grow_with_the_prompt(find: Find, tmp_path: 
     with pair(tmp_path, **settings(find("dense 1"), find("dense 1 head"), enable_prefix_caching=False)) as two:
         for length in (5, 45):
             before = two.decode.core.metrics.handoff_bytes
-            two.legs(f"{length}", prompt_of(length), PARAMS, "push")
+            two.legs(f"{length}", random_prompt(length), PARAMS, "push")
             two.settle()
             head = 2 * 2 * 12 * 4
             assert two.decode.core.metrics.handoff_bytes - before == state + length * (attention + head)
@@ -152,9 +147,15 @@ def test_the_bytes_of_a_state_do_not_grow_with_the_prompt(find: Find, tmp_path: 
 # ---------------------------------------------------------------- prefixes
 
 INTERVAL = 16
-CHAT = prompt_of(90)
+CHAT = random_prompt(90)
 # Each begins with a part of the one before it.
-TURNS = [CHAT, CHAT[:50] + prompt_of(40, 7), CHAT[:50] + prompt_of(40, 7) + prompt_of(9, 8), CHAT[:64], CHAT[:33]]
+TURNS = [
+    CHAT,
+    CHAT[:50] + random_prompt(40, 7),
+    CHAT[:50] + random_prompt(40, 7) + random_prompt(9, 8),
+    CHAT[:64],
+    CHAT[:33],
+]
 
 
 def hybrid(find: Find, **more: Any) -> dict[str, Any]:
@@ -195,7 +196,7 @@ def test_a_conversation_goes_on_from_a_state_behind_generated_tokens(find: Find)
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     with stepped(**hybrid(find)) as one:
         (stream,) = one.all_of([CHAT], params)
-        longer = CHAT + stream.token_ids + prompt_of(5, 9)
+        longer = CHAT + stream.token_ids + random_prompt(5, 9)
         found = one.all_of([longer], PARAMS)[0]
         assert one.core.metrics.num_cached_tokens == 128
     expected = without_hits(find, [longer])[0]
@@ -204,7 +205,7 @@ def test_a_conversation_goes_on_from_a_state_behind_generated_tokens(find: Find)
 
 def test_preempted_requests_go_on_from_their_states(find: Find) -> None:
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-    prompts = [prompt_of(40 + i, 3) for i in range(4)]
+    prompts = [random_prompt(40 + i, 3) for i in range(4)]
     with stepped(**hybrid(find, enable_prefix_caching=False)) as one:
         expected = [stream.result for stream in one.all_of(prompts, params)]
     with stepped(**hybrid(find)) as one:
@@ -229,7 +230,7 @@ def test_both_engines_of_a_handoff_go_on_from_states(find: Find, tmp_path: Path)
             assert (rest.result, rest.accepted) == (whole.result, whole.accepted)
         assert two.prefill.core.metrics.num_cached_tokens == 48 + 80 + 48 + 32
         # D computes a prompt itself, so that it has the state after it; then P need not send it.
-        prompt = prompt_of(64, 5)
+        prompt = random_prompt(64, 5)
         alone = two.decode.run("alone", prompt, PARAMS)
         before = two.decode.core.metrics.handoff_bytes
         _, rest = two.legs("again", prompt, PARAMS, "push")

@@ -15,7 +15,7 @@ from baton.engine.config import SpeculativeConfig
 from baton.errors import CheckpointError
 from baton.models.loading.loader import load_model
 from baton.wire import SamplingParams
-from testkit.engines import pair, stepped
+from testkit.engines import pair, random_prompt, stepped
 
 transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -58,11 +58,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 Find = Callable[[str], Path]
 
 
-def prompt_of(length: int) -> list[int]:
-    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-
-
-PROMPTS = [prompt_of(length) for length in LENGTHS]
+PROMPTS = [random_prompt(length) for length in LENGTHS]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +102,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, find: Find) -> None:
 
 def test_drafts_are_those_of_the_reference(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers drops the module's tensors, so the reference is made of its layers."""
-    path, prompt = find("dense"), prompt_of(33)
+    path, prompt = find("dense"), random_prompt(33)
     tokens, drafts = drafts_of_the_engine(path, prompt, 1, monkeypatch, max_num_batched_tokens=10)
     model, stored = load_reference(path), load_file(path / "model.safetensors")
 
@@ -162,7 +158,7 @@ def test_the_bytes_of_a_state_do_not_grow_with_the_prompt(find: Find, tmp_path: 
     with pair(tmp_path, **settings(find("dense"), 2, enable_prefix_caching=False)) as two:
         for length in (5, 45):
             before = two.decode.core.metrics.handoff_bytes
-            two.legs(f"{length}", prompt_of(length), PARAMS, "push")
+            two.legs(f"{length}", random_prompt(length), PARAMS, "push")
             two.settle()
             assert two.decode.core.metrics.handoff_bytes - before == state + length * 2 * token
 

@@ -16,7 +16,7 @@ from baton.errors import CheckpointError
 from baton.models.loading.loader import load_model
 from baton.wire import SamplingParams
 from testkit.checkpoints.common import make_drafter
-from testkit.engines import pair, stepped
+from testkit.engines import pair, random_prompt, stepped
 
 transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
@@ -44,11 +44,7 @@ NAMES = (
 Find = Callable[[str], Path]
 
 
-def prompt_of(length: int) -> list[int]:
-    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-
-
-PROMPTS = [prompt_of(length) for length in LENGTHS]
+PROMPTS = [random_prompt(length) for length in LENGTHS]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +99,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, find: Find) -> None:
 
 def test_drafts_of_a_nemotron_are_those_of_the_reference(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers drops the module's tensors, so the reference is made of its blocks."""
-    path, prompt = find("nemotron_h"), prompt_of(33)
+    path, prompt = find("nemotron_h"), random_prompt(33)
     tokens, drafts = drafts_of_the_engine(path, prompt, 1, monkeypatch, max_num_batched_tokens=10)
     model, stored = load_reference(path), load_file(path / "model.safetensors")
     config = model.config

@@ -64,7 +64,7 @@ def acceptance(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 async def compare(pair: Pair, one: Server, mode: Mode, seed: int) -> tuple[int, list[int]]:
-    """The accepted drafts of the requests on `one`, and the lengths of prompts of which the pair accepts others."""
+    """How many drafts `one` accepted, and the lengths of the prompts for which the pair accepted another number."""
     accepted, differing = 0, []
     async with session() as http:
         for prompt in demo_prompts([5, 16, 17, 33, 64, 90], seed):

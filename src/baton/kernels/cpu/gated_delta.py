@@ -94,18 +94,25 @@ def scan(
 
 
 @jit_contract
+def _norm_factor(row: Any, start: int, size: int, element: Any, eps: Any) -> Any:
+    """One over the root mean square of the `size` numbers from `start` on, each rounded to the dtype of `element`."""
+    total = np.float32(0.0)
+    for i in range(size):
+        value = to_f32(from_f32(element, row[start + i]))
+        total += value * value
+    return _ONE / np.sqrt(total / np.float32(size) + eps)
+
+
+@jit_contract
 def gated_norm(o: Any, rows: Any, weight: Any, eps: Any, out: Any) -> None:
     """RMSNorm of each head of `o` float32 [T, H V] times `weight` [V], then times silu(gate), to `out` [T, H V]. Gates
     are the first columns of `rows`. Rounds to the dtype of `out` where transformers does."""
     size = len(weight)
     element = weight[0]
     for t in range(o.shape[0]):
+        row = o[t]
         for start in range(0, o.shape[1], size):
-            total = np.float32(0.0)
-            for i in range(size):
-                value = to_f32(from_f32(element, o[t, start + i]))
-                total += value * value
-            factor = _ONE / np.sqrt(total / np.float32(size) + eps)
+            factor = _norm_factor(row, start, size, element, eps)
             for i in range(size):
                 value = to_f32(from_f32(element, o[t, start + i]))
                 normed = to_f32(from_f32(element, value * factor))
@@ -121,12 +128,9 @@ def sigmoid_gated_norm(o: Any, gates: Any, weight: Any, eps: Any, out: Any) -> N
     size = len(weight)
     element = weight[0]
     for t in range(o.shape[0]):
+        row = o[t]
         for start in range(0, o.shape[1], size):
-            total = np.float32(0.0)
-            for i in range(size):
-                value = to_f32(from_f32(element, o[t, start + i]))
-                total += value * value
-            factor = _ONE / np.sqrt(total / np.float32(size) + eps)
+            factor = _norm_factor(row, start, size, element, eps)
             for i in range(size):
                 value = to_f32(from_f32(element, o[t, start + i])) * factor * to_f32(weight[i])
                 gate = _ONE / (_ONE + exp32(-to_f32(gates[t, start + i])))

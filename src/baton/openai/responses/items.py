@@ -74,7 +74,7 @@ class Items:
             yield self._begin_call(index)
         item = self.items[-1]
         if item["type"] == "custom_tool_call":
-            self._arguments += arguments  # of which the input is a part, told when it is complete
+            self._arguments += arguments  # its input is read from them, and sent, when they are complete
         elif arguments:
             item["arguments"] += arguments
             yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": arguments}
