@@ -1,11 +1,13 @@
 """Compare this tree with another commit: TTFT, TPOT, the duration of `baton verify` and figures of `baton bench`,
 interleaved.
 
-    python -m benchmarks.before_after COMMIT --pairs 60 --prompt 512 --output 64 --bench-rounds 10
+    python -m benchmarks.before_after COMMIT --launches 6 --pairs 60 --prompt 512 --output 64 --bench-rounds 10
 
 Both trees serve the same checkpoint by `baton up`, with one prefill and one decode engine each, side by side. Each
-prompt is sent to both, in a random order, and the tokens must be equal. The output is the median of the ratios of
-pairs with its 95% interval (bootstrap). The machine must be idle otherwise.
+prompt is sent to both, in a random order, and the tokens must be equal. The servers start afresh for each launch,
+since where a process got its memory makes it up to 2% faster or slower for as long as it runs. The output is the
+median of the ratios of all pairs with its 95% interval: the bootstrap draws launches, and of each launch its pairs. The
+machine must be idle otherwise.
 """
 
 from __future__ import annotations
@@ -38,11 +40,18 @@ _WARM_UP = 4
 _RESAMPLES = 2000
 
 
-def interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """Median of `ratios` and its 95% bootstrap interval."""
+def interval(launches: Sequence[Sequence[float]], seed: int = 0) -> tuple[float, float, float]:
+    """Median of the ratios of all `launches` and its 95% interval, by a bootstrap of two levels."""
     rng = random.Random(seed)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))
-    return statistics.median(ratios), medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES)]
+
+    def drawn() -> list[float]:
+        return [
+            ratio for ratios in rng.choices(launches, k=len(launches)) for ratio in rng.choices(ratios, k=len(ratios))
+        ]
+
+    medians = sorted(statistics.median(drawn()) for _ in range(_RESAMPLES))
+    overall = statistics.median(ratio for ratios in launches for ratio in ratios)
+    return overall, medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES)]
 
 
 @contextlib.contextmanager
@@ -71,10 +80,10 @@ def up(target: str, speculative: dict[str, Any] | None) -> list[str]:
 
 
 async def ask(
-    urls: Sequence[str], pairs: int, prompt: int, output: int, vocabulary: range
+    urls: Sequence[str], pairs: int, prompt: int, output: int, vocabulary: range, seed: int = 0
 ) -> list[tuple[Streamed, Streamed]]:
     """The answers of both servers to the same prompts. Raises `RuntimeError` if their tokens differ."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
     answers = []
     async with aiohttp.ClientSession() as session:
         for number in range(_WARM_UP + pairs):
@@ -90,6 +99,14 @@ async def ask(
             if number >= _WARM_UP:
                 answers.append((pair[0], pair[1]))
     return answers
+
+
+def _ttft_ms(answer: Streamed) -> float:
+    return 1000 * answer.ttft_s
+
+
+def _tpot_ms(answer: Streamed) -> float:
+    return 1000 / answer.tokens_per_s
 
 
 def verify_s(tree: Path, target: str, speculative: dict[str, Any] | None) -> float:
@@ -129,28 +146,32 @@ def _bench(tree: Path, arguments: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def print_row(name: str, unit: str, before: Sequence[float], after: Sequence[float]) -> None:
-    ratio, low, high = interval([b / a for a, b in zip(before, after, strict=True)])
-    medians = f"{statistics.median(before):8.2f} -> {statistics.median(after):8.2f} {unit}"
-    print(f"{name:18} {medians}  ratio {ratio:.3f} ({low:.3f} to {high:.3f}), {len(before)} pairs", flush=True)
+def print_row(name: str, unit: str, launches: Sequence[Sequence[tuple[float, float]]]) -> None:
+    """One line for `launches` of pairs: the figure before and after."""
+    ratio, low, high = interval([[after / before for before, after in pairs] for pairs in launches])
+    before, after = (statistics.median(pair[side] for pairs in launches for pair in pairs) for side in (0, 1))
+    count = sum(map(len, launches))
+    medians = f"{before:8.2f} -> {after:8.2f} {unit}"
+    print(f"{name:18} {medians}  ratio {ratio:.3f} ({low:.3f} to {high:.3f}), {count} pairs", flush=True)
 
 
 def _alternate(
     rounds: int, trees: Sequence[Path], measure: Callable[[Path], Measured]
-) -> tuple[list[Measured], list[Measured]] | None:
-    """What `measure` returned for each of the two trees, which begin in turns. None without rounds."""
-    found: tuple[list[Measured], list[Measured]] = ([], [])
+) -> list[tuple[Measured, Measured]]:
+    """What `measure` returned for the two trees, which begin in turns."""
+    found = []
     for number in range(rounds):
-        for side in (0, 1) if number % 2 else (1, 0):
-            found[side].append(measure(trees[side]))
-    return found if rounds else None
+        pair = {side: measure(trees[side]) for side in ((0, 1) if number % 2 else (1, 0))}
+        found.append((pair[0], pair[1]))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit")
     parser.add_argument("--model", help="a checkpoint, without a drafter; default: the demo's with its EAGLE-3 head")
-    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--launches", type=int, default=1, help="how often the servers of both trees start")
+    parser.add_argument("--pairs", type=int, default=60, help="prompts of each launch")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--verify-rounds", type=int, default=5)
@@ -161,21 +182,24 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         trees = [stack.enter_context(checked_out(options.commit)), ROOT]
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        with contextlib.ExitStack() as servers:
-            urls = [
-                servers.enter_context(
-                    served(up(target, speculative), directory / f"{side}.log", tree, environment(tree))
-                )[1]
-                for side, tree in enumerate(trees)
-            ]
-            answers = asyncio.run(ask(urls, options.pairs, options.prompt, options.output, range(10, 250)))
-        print_row("TTFT", "ms", *([1000 * pair[side].ttft_s for pair in answers] for side in (0, 1)))
-        print_row("TPOT", "ms", *([1000 / pair[side].tokens_per_s for pair in answers] for side in (0, 1)))
+        answers = []
+        for launch in range(options.launches):
+            with contextlib.ExitStack() as servers:
+                urls = {}
+                for side in (0, 1) if launch % 2 else (1, 0):
+                    log = directory / f"{launch}.{side}.log"
+                    server = served(up(target, speculative), log, trees[side], environment(trees[side]))
+                    urls[side] = servers.enter_context(server)[1]
+                one = ask([urls[0], urls[1]], options.pairs, options.prompt, options.output, range(10, 250), launch)
+                answers.append(asyncio.run(one))
+        if options.launches:
+            for name, figure in (("TTFT", _ttft_ms), ("TPOT", _tpot_ms)):
+                print_row(name, "ms", [[(figure(a), figure(b)) for a, b in pairs] for pairs in answers])
         if times := _alternate(options.verify_rounds, trees, lambda tree: verify_s(tree, target, speculative)):
-            print_row("verify", "s ", *times)
+            print_row("verify", "s ", [times])
         if figures := _alternate(options.bench_rounds, trees, bench):
             for name in figures[0][0]:
-                print_row(name, "ms", *([one[name] for one in side] for side in figures))
+                print_row(name, "ms", [[(before[name], after[name]) for before, after in figures]])
 
 
 if __name__ == "__main__":
