@@ -40,7 +40,7 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
     prompt = wire.prompt_token_ids
     if not prompt:
         raise RequestError("prompt must have at least one token", "prompt")
-    if not all(0 <= token < info.vocab_size for token in prompt):
+    if not 0 <= min(prompt) <= max(prompt) < info.vocab_size:
         raise RequestError(f"prompt token ids must be between 0 and {info.vocab_size - 1}", "prompt")
     if len(prompt) >= info.max_model_len:
         raise RequestError(

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -274,16 +274,16 @@ def _prompts(value: str | list[str | int | list[int]], model: ServedModel, speci
         raise RequestError("prompt must not be empty", "prompt")
     if len(value) > MAX_CHOICES and not isinstance(value[0], int):
         raise RequestError(f"prompt must be at most {MAX_CHOICES} prompts", "prompt")
-    texts = [item for item in value if isinstance(item, str)]
-    if len(texts) == len(value):
-        return [encode_text(text, model, special, "prompt") for text in texts]
-    if all(isinstance(item, int) for item in value):
-        lists = [PromptIds(item for item in value if isinstance(item, int))]
+    kinds = set(map(type, value))  # a prompt of ids is long: no loop in Python over them
+    if kinds == {str}:
+        return [encode_text(text, model, special, "prompt") for text in cast(list[str], value)]
+    if kinds == {int}:
+        lists = [PromptIds(cast(list[int], value))]
+    elif kinds == {list}:
+        lists = [PromptIds(item) for item in cast(list[list[int]], value)]
     else:
-        lists = [PromptIds(item) for item in value if isinstance(item, list)]
-        if len(lists) != len(value):
-            raise RequestError("prompt must be text(s) or (lists of) token ids, not a mixture", "prompt")
+        raise RequestError("prompt must be text(s) or (lists of) token ids, not a mixture", "prompt")
     for prompt in lists:
-        if len(prompt) < model.max_model_len and not all(0 <= i < model.vocab_size for i in prompt):
+        if prompt and len(prompt) < model.max_model_len and not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
             raise RequestError(f"prompt token ids must be in [0, {model.vocab_size})", "prompt")
     return lists
