@@ -12,6 +12,7 @@ import aiohttp
 
 from baton.errors import BatonError
 from baton.openai.client import OpenAIClient
+from baton.transports.process import stat_of
 
 IDLE_LIMIT_S = 30.0
 _HELD = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "num_quarantined_pages")
@@ -55,3 +56,26 @@ def process_status(pid: int) -> dict[str, str]:
 def own_mib(status: dict[str, str]) -> float:
     """Anonymous memory of a process, in MiB."""
     return int(status["RssAnon"].split()[0]) / 1024
+
+
+def process_cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far, of all its threads, with the resolution of the kernel's scheduler. Raises
+    `OSError` if there is no such process."""
+    return time.clock_gettime((~pid << 3) | 2)  # its CPU clock, as clock_getcpuclockid(3) makes it
+
+
+def descendants(pid: int) -> dict[int, list[str]]:
+    """The command lines of all processes below `pid`."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        if fields := stat_of(int(entry.name)):
+            parents[int(entry.name)] = int(fields[1])
+    found: dict[int, list[str]] = {}
+    for one in parents:
+        above = parents[one]
+        while above in parents and above != pid:
+            above = parents[above]
+        if above == pid:
+            words = Path(f"/proc/{one}/cmdline").read_bytes().split(b"\0")
+            found[one] = [word.decode(errors="replace") for word in words]
+    return found

@@ -4,7 +4,8 @@ dashboards, of its alert rules (examples/observability), whose thresholds are le
     python -m tools.prometheus_check [MODEL] [--prometheus PATH]
 
 The server comes from the distribution's package, unpacked in the user's cache (`apt-get download prometheus`). Prints
-each query with the number of its series and the largest value. Ends with status 1 if a query has no data.
+each query with the number of its series and the largest value. Ends with status 1 if a query has no data, or the server
+cannot evaluate an alert rule.
 
 Queries: those of the dashboards in vLLM's examples/observability, panel by panel, by the names of its metrics.
 """
@@ -147,20 +148,17 @@ def installed() -> Path:
 
 @contextlib.contextmanager
 def running(program: Path, target: str) -> Iterator[str]:
-    """Run a server that scrapes `target` once a second. Yields its URL."""
+    """Run a server with the example's configuration and rules that scrapes `target` once a second. Yields its URL."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         probe.close()
-        jobs = [
-            {
-                "job_name": "baton",
-                "honor_labels": True,
-                "static_configs": [{"targets": [urllib.parse.urlsplit(target).netloc]}],
-            }
-        ]
+        example = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
+        (job,) = example["scrape_configs"]
+        job["static_configs"] = [{"targets": [urllib.parse.urlsplit(target).netloc]}]
+        every = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config = Path(folder) / "prometheus.yml"
-        config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}))
+        config.write_text(json.dumps({**example, "global": every, "rule_files": [str(FOLDER / "alerts.yaml")]}))
         flags = [f"--config.file={config}", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"]
         with (Path(folder) / "log").open("wb") as log:
             process = subprocess.Popen([program, *flags], stdout=log, stderr=log)
@@ -186,6 +184,18 @@ def ask(url: str, query: str) -> list[Mapping[str, Any]]:
     with urllib.request.urlopen(f"{url}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=10) as answer:
         found: list[Mapping[str, Any]] = json.load(answer)["data"]["result"]
     return found
+
+
+def rules_with_errors(url: str) -> dict[str, str]:
+    """The server's alert rules that it could not evaluate, with its errors."""
+    with urllib.request.urlopen(f"{url}/api/v1/rules", timeout=10) as answer:
+        groups = json.load(answer)["data"]["groups"]
+    return {
+        rule["name"]: f"{rule['health']}: {rule.get('lastError', '')}"
+        for group in groups
+        for rule in group["rules"]
+        if rule["health"] != "ok"
+    }
 
 
 async def _load(url: str, seconds: float) -> None:
@@ -226,8 +236,9 @@ def main(
             largest = max((float(one["value"][1]) for one in series), default=None)
             shown = "no data" if largest is None else f"{largest:g}"
             print(f"{panel:48} {len(series):3} series  {shown}")
-    print(f"{len(asked) - missing} of {len(asked)} queries return data")
-    raise typer.Exit(1 if missing else 0)
+        errors = rules_with_errors(server)
+    print(f"{len(asked) - missing} of {len(asked)} queries return data; alert rules with errors: {errors or 'none'}")
+    raise typer.Exit(1 if missing or errors else 0)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from baton.error_help import HELP
 from baton.errors import (
     BatonError,
     EngineLostError,
@@ -38,6 +39,16 @@ from testkit.servers.fleets import BODY, QUICK, Cluster, bare, complete, expecte
 
 def ids(engine: FakeEngine) -> list[str]:
     return [request.request_id for request in engine.requests]
+
+
+@pytest.mark.parametrize(("fail", "code"), [("lost", "engine_unavailable"), ("recoverable", "lease_expired")])
+async def test_failed_handoffs_are_counted_by_documented_codes(directory: Path, fail: str, code: str) -> None:
+    cluster = Cluster(directory)
+    cluster.decodes[0].fail = fail
+    async with cluster.run() as (url, session):
+        assert (await complete(session, url))[0] == 200
+        assert (await status_of(session, url))["handoffs"]["failures"] == {code: 1}
+    assert code in HELP
 
 
 @pytest.mark.parametrize("fail_after", [1, 8, 20])

@@ -14,6 +14,7 @@ from aiohttp import web
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
+from testkit.servers.collector import Collector, attributes
 from testkit.servers.fake_serving import KEY, FakeEngine, served
 from testkit.servers.vllm_pair import QUICK, WAYS, Pair
 
@@ -72,3 +73,19 @@ async def test_the_trace_goes_on_to_batons_engines(directory: Path) -> None:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         await ask(session, url, TRACE, n=2)
         assert sorted(seen) == [(role, TRACE["traceparent"]) for role in ("decode", "decode", "prefill", "prefill")]
+
+
+@pytest.mark.parametrize(("name", "seed"), WAYS)
+async def test_the_router_makes_the_spans_of_vllm_servers_too(directory: Path, name: str, seed: bool) -> None:
+    """They do not tell their times, so the handoff lasts from the prefill server's token to the decode server's."""
+    pair, collector = Pair(directory, name, seed), Collector()
+    async with collector.run() as endpoint, pair.run(otlp_traces_endpoint=endpoint) as (url, session):
+        await ask(session, url, TRACE)
+    spans = {span.name: span for span in collector.spans}
+    assert set(spans) == {"llm_request", "baton.prefill_leg", "baton.decode_leg", "baton.handoff", "baton.decode"}
+    assert {span.trace_id.hex() for span in spans.values()} == {ID}
+    handoff, decode_leg = spans["baton.handoff"], spans["baton.decode_leg"]
+    assert attributes(handoff)["baton.handoff.estimated"] is True
+    assert handoff.parent_span_id == decode_leg.span_id
+    assert {link.span_id for link in handoff.links} == {spans["baton.prefill_leg"].span_id, decode_leg.span_id}
+    assert handoff.end_time_unix_nano == spans["baton.decode"].start_time_unix_nano

@@ -12,7 +12,7 @@ import typer
 
 from baton.cli.watch import status_command, top_command
 from baton.errors import EngineUnavailableError, ProtocolError
-from baton.observe.terminal import status_text
+from baton.observe.terminal import fit_to_terminal, status_text
 from baton.server import build_app
 from baton.text import Tokenizer
 from testkit.servers.fake_serving import FakeEngine, served, status_of
@@ -29,7 +29,8 @@ async def test_a_routers_state_as_text(directory: Path, capsys: pytest.CaptureFi
         assert shown.startswith("ready: 2 of 2 engines can be used")
         assert "prefill-0" in shown
         assert "routes: 1 of the last 1 handed off, 0 local" in shown
-        assert "acceptance, handed off, prefill-0 to decode-0: first 1.00 1.00; later 1.00 1.00; 1 requests" in shown
+        rows = [" ".join(line.split()) for line in shown.splitlines()]
+        assert "prefill-0 to decode-0 handed off 1 100% 100% 100% 100%" in rows
         await asyncio.to_thread(top_command, f"{url}/v1")
         shown = capsys.readouterr().out
         assert "in flight: waiting 0, prefill 0, handoff 0, decode 0" in shown
@@ -38,8 +39,7 @@ async def test_a_routers_state_as_text(directory: Path, capsys: pytest.CaptureFi
         await asyncio.to_thread(status_command, url, True)
         assert json.loads(capsys.readouterr().out)["ready"] is True
         state = await status_of(session, url)
-    state["engines"][0]["problem"] = "\x1b[31mred"
-    state["acceptance"]["alarms"] = ["acceptance of decode-0 is too low"]
+    state["alarms"] = ["acceptance of decode-0 is too low", "\x1b[31mred"]
     text = status_text(state)
     assert "\x1b" not in text
     assert "ALARM: acceptance of decode-0 is too low" in text
@@ -65,3 +65,10 @@ async def test_a_router_that_is_not_ready_ends_with_status_1(directory: Path) ->
         with pytest.raises((typer.Exit, click.exceptions.Exit)) as ended:
             await asyncio.to_thread(status_command, url)
         assert ended.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("abcdef\nb", "abcd\nb"), ("a\nb\nc", "a\nb\nc"), ("a\nb\nc\nd\ne", "a\nb\n... ")]
+)
+def test_a_screen_is_never_longer_or_wider_than_the_terminal(text: str, shown: str) -> None:
+    assert fit_to_terminal(text, columns=4, lines=3) == shown

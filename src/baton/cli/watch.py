@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import sys
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ def status_command(url: _Url, json_output: JsonFlag = False) -> None:
 
     state = asyncio.run(_status(base_url(url, "url")))
     print(json.dumps(state, indent=1) if json_output else status_text(state))
-    if not state["ready"] or state["acceptance"]["alarms"]:
+    if not state["ready"] or state["alarms"]:
         raise typer.Exit(1)
 
 
@@ -50,7 +51,7 @@ async def _status(url: str) -> dict[str, Any]:
 async def _top(url: str, live: bool) -> None:
     import aiohttp
 
-    from baton.observe.terminal import status_text
+    from baton.observe.terminal import fit_to_terminal, status_text
 
     timeout = aiohttp.ClientTimeout(total=None)
     try:
@@ -63,9 +64,12 @@ async def _top(url: str, live: bool) -> None:
             async for line in response.content:
                 if line.startswith(b"data: "):
                     state = _checked(url, json.loads(line.removeprefix(b"data: ")))
-                    print((_HOME_AND_CLEAR if live else "") + status_text(state), flush=True)
+                    text = status_text(state)
                     if not live:
+                        print(text, flush=True)
                         return
+                    columns, lines = shutil.get_terminal_size()
+                    print(_HOME_AND_CLEAR + fit_to_terminal(text, columns, lines - 1), flush=True)
     except aiohttp.ClientError as error:
         raise EngineUnavailableError(f"{url} does not answer: {error}") from None
     except ValueError:
@@ -73,6 +77,6 @@ async def _top(url: str, live: bool) -> None:
 
 
 def _checked(url: str, state: Any) -> dict[str, Any]:
-    if not isinstance(state, dict) or not {"engines", "decisions", "acceptance"} <= state.keys():
+    if not isinstance(state, dict) or not {"engines", "decisions", "alarms"} <= state.keys():
         raise ProtocolError(f"{url} is not a router")
     return state

@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import json
 from dataclasses import dataclass
 from importlib import resources
+
+from baton.observe.faults import REASONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,7 @@ class Page:
 def dashboard_page() -> Page:
     directory = resources.files("baton.observe") / "page"
     html, style, script = ((directory / f"dashboard.{kind}").read_text() for kind in ("html", "css", "js"))
+    script = script.replace("/*REASONS*/ {}", json.dumps(REASONS))
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; connect-src 'self'; "
         "img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"

@@ -14,6 +14,7 @@ MAX_ENDED = 1000
 _BUCKET_S = 10
 _NUM_BUCKETS = 60
 _MAX_PER_BUCKET = 500
+_NEW = 6  # intervals in a minute
 _MAX_ERRORS = 50
 _NUM_LISTED = 20
 
@@ -26,16 +27,23 @@ class _Bucket:
     num_requests: int = 0
     ttft: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
+    handoff: list[float] = field(default_factory=list)
+    later_token: list[float] = field(default_factory=list)
 
     def add(self, request: RequestTimeline) -> None:
         self.num_requests += 1
-        for into, value in ((self.ttft, request.ttft_s), (self.tpot, request.tpot_s)):
+        for into, value in (
+            (self.ttft, request.ttft_s),
+            (self.tpot, request.tpot_s),
+            (self.handoff, request.handoff_s),
+            (self.later_token, request.later_token_s),
+        ):
             if value is not None and len(into) < _MAX_PER_BUCKET:
                 into.append(value)
 
 
 class LatencySeries:
-    """Medians of TTFT and TPOT over the last ten minutes."""
+    """Medians of TTFT, TPOT and the wait for the second token over the last ten minutes."""
 
     def __init__(self) -> None:
         self._buckets: deque[_Bucket] = deque(maxlen=_NUM_BUCKETS)
@@ -46,6 +54,12 @@ class LatencySeries:
             self._buckets.append(_Bucket(number))
         self._buckets[-1].add(request)
 
+    def newest(self, now: float, min_requests: int) -> _Bucket | None:
+        """The newest interval of the last minute with so many handoffs."""
+        oldest = int(now // _BUCKET_S) - _NEW
+        good = (one for one in reversed(self._buckets) if one.number > oldest and len(one.handoff) >= min_requests)
+        return next(good, None)
+
     def describe(self, now: float) -> list[dict[str, object]]:
         """`age_s`: how long ago the interval ended."""
         newest = int(now // _BUCKET_S)
@@ -55,6 +69,7 @@ class LatencySeries:
                 "num_requests": bucket.num_requests,
                 "ttft_ms": median(bucket.ttft) * 1e3 if bucket.ttft else None,
                 "tpot_ms": median(bucket.tpot) * 1e3 if bucket.tpot else None,
+                "handoff_ms": median(bucket.handoff) * 1e3 if bucket.handoff else None,
             }
             for bucket in self._buckets
             if newest - bucket.number < _NUM_BUCKETS
@@ -94,6 +109,19 @@ class RecentRequests:
     def find(self, wanted: str) -> list[RequestTimeline]:
         """Requests with this id, that of one choice or of all, or with this `X-Request-Id`; newest first."""
         return [one for one in self._newest() if wanted in (one.id, one.id.rpartition("-")[0], one.http_id)]
+
+    def handoff_and_token_s(self, now: float) -> tuple[float, float] | None:
+        """Medians of handed-off requests of the last minute: the wait for the second token, and the time per later
+        token. None if there were fewer than five."""
+        bucket = self._handed_off.newest(now, min_requests=5)
+        return (
+            None if bucket is None or not bucket.later_token else (median(bucket.handoff), median(bucket.later_token))
+        )
+
+    def last_failed(self, count: int) -> tuple[list[RequestTimeline], int]:
+        """Of the last `count` requests that ended, those with an error, newest first; and how many there were."""
+        last = [one for one, _ in zip(reversed(self._ended.values()), range(count), strict=False)]
+        return [one for one in last if one.error], len(last)
 
     def stages(self) -> dict[str, int]:
         counts = Counter(request.stage for request in self._running.values())

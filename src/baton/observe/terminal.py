@@ -9,8 +9,18 @@ from typing import Any
 def status_text(state: Mapping[str, Any]) -> str:
     """`/status`, or an event of the dashboard, which has latencies and errors too. Control characters of servers are
     shown as `?`: they could change the terminal."""
-    parts = [_head(state), _engines(state["engines"]), _routes(state), *_alarms(state), *_more(state)]
+    alarms = (f"ALARM: {alarm}" for alarm in state["alarms"])
+    parts = [_head(state), *alarms, _engines(state["engines"]), _routes(state), *_more(state)]
+    parts += [*_errors(state), *_acceptance(state)]
     return "\n".join("".join(c if c.isprintable() or c == "\n" else "?" for c in part) for part in parts)
+
+
+def fit_to_terminal(text: str, columns: int, lines: int) -> str:
+    """The text, cut to a terminal's size."""
+    rows = text.splitlines()
+    if len(rows) > lines:
+        rows = [*rows[: lines - 1], f"... {len(rows) - lines + 1} more lines"]
+    return "\n".join(row[:columns] for row in rows)
 
 
 def _head(state: Mapping[str, Any]) -> str:
@@ -32,8 +42,7 @@ def _engines(engines: Sequence[Mapping[str, Any]]) -> str:
         legs, handoffs = str(engine["num_inflight"]), str(load.get("num_handoffs", "-"))
         name = str(info.get("engine_id", engine["url"]))
         rows.append((name, engine["role"], health, legs, *counts, usage, handoffs))
-    problems = [f"  {engine['url']}: {engine['problem']}" for engine in engines if engine["problem"]]
-    return "\n".join([*_table(rows), *problems])
+    return "\n".join(["", *_table(rows, num_texts=3), ""])
 
 
 def _routes(state: Mapping[str, Any]) -> str:
@@ -48,16 +57,18 @@ def _routes(state: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *([f"recoveries: {recoveries}"] if recoveries else [])])
 
 
-def _alarms(state: Mapping[str, Any]) -> Iterable[str]:
+def _acceptance(state: Mapping[str, Any]) -> Iterable[str]:
+    """By route and engines, the share of accepted drafts at each position."""
+    rows = [("acceptance by position", "route", "requests", "first verification", "later ones")]
     for group in state["acceptance"]["groups"]:
         pair = f"{group['prefill']} to {group['decode']}" if group["prefill"] else group["decode"]
         first, later = (
-            " ".join(f"{share:.2f}" for share in group[part]["acceptance_per_pos"]) or "-"
+            " ".join(f"{share:4.0%}" for share in group[part]["acceptance_per_pos"]) or "-"
             for part in ("first_verification", "later_verifications")
         )
-        route = str(group["route"]).replace("_", " ")
-        yield f"acceptance, {route}, {pair}: first {first}; later {later}; {group['num_requests']} requests"
-    yield from (f"ALARM: {alarm}" for alarm in state["acceptance"]["alarms"])
+        rows.append((pair, str(group["route"]).replace("_", " "), str(group["num_requests"]), first, later))
+    if len(rows) > 1:
+        yield "\n".join(["", *_table(rows, num_texts=2)])
 
 
 def _more(state: Mapping[str, Any]) -> Iterable[str]:
@@ -69,11 +80,22 @@ def _more(state: Mapping[str, Any]) -> Iterable[str]:
         if points:
             last = points[-1]
             tpot = "-" if last["tpot_ms"] is None else f"{last['tpot_ms']:.2f} ms"
-            yield f"{name}: TTFT {last['ttft_ms']:.1f} ms, TPOT {tpot} (medians of {last['num_requests']} requests)"
-    for error in state["errors"][:5]:
+            wait = last["handoff_ms"]
+            second = "" if wait is None else f", second token after {wait:.1f} ms"
+            told = f"TTFT {last['ttft_ms']:.1f} ms{second}, TPOT {tpot}"
+            yield f"{name}: {told} (medians of {last['num_requests']} requests)"
+
+
+def _errors(state: Mapping[str, Any]) -> Iterable[str]:
+    for error in state.get("errors", ())[:5]:
         yield f"error: {error['id']}: {error['error']}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(rows: Sequence[Sequence[str]], num_texts: int) -> list[str]:
+    """The first `num_texts` columns are texts; the others are numbers, and aligned to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    sides = ["<"] * num_texts + [">"] * (len(widths) - num_texts)
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]

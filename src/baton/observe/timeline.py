@@ -27,7 +27,8 @@ class RequestTimeline:
     """What happened to one choice of a request. Times are in seconds of one monotonic clock.
 
     - `http_id`: its `X-Request-Id`. `began_at`: its arrival in seconds since 1970.
-    - `first`, `last`: when its first and its last token arrived.
+    - `first`, `second`, `last`: when its first token, the next and the last one arrived. `num_at_second`: how many
+      tokens there were then.
     """
 
     id: str
@@ -41,6 +42,8 @@ class RequestTimeline:
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     first: float | None = None
+    second: float | None = None
+    num_at_second: int = 0
     last: float | None = None
     ended: float | None = None
     finish: str = ""
@@ -70,6 +73,22 @@ class RequestTimeline:
             return None
         return (self.last - self.first) / (self.num_output_tokens - 1)
 
+    @property
+    def handoff_s(self) -> float | None:
+        """How long the client waited for the second token, which is the decode engine's first. None unless the request
+        was handed off and ran on one decode engine."""
+        if self.route != HANDED_OFF or self.resumed or self.first is None or self.second is None:
+            return None
+        return self.second - self.first
+
+    @property
+    def later_token_s(self) -> float | None:
+        """Mean seconds per token after the second, so without the handoff."""
+        num_later = self.num_output_tokens - self.num_at_second
+        if self.second is None or self.last is None or num_later < 1:
+            return None
+        return (self.last - self.second) / num_later
+
     def on_route(self, now: float, route: str, engines: Sequence[str]) -> None:
         self.resumed |= self.num_output_tokens > 1
         self.route, self.engines = route, tuple(engines)
@@ -84,6 +103,8 @@ class RequestTimeline:
             self._note(now, "first verification", f"{accepted[0]} of {drafted[0] if drafted else 0} drafts accepted")
         self.accepted += accepted
         self.drafted += drafted
+        if num_tokens and self.second is None and self.num_output_tokens:
+            self.second, self.num_at_second = now, self.num_output_tokens + num_tokens
         self.num_output_tokens += num_tokens
         if num_tokens:
             self.last = now

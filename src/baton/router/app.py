@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import random
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TypeVar
 
@@ -14,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from baton.errors import BatonError, ConfigError, EngineUnavailableError, RequestError
+from baton.observe.faults import EngineView, find_faults
 from baton.observe.tracing.tracer import Tracer, make_tracer
 from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.http.app import BODIES, json_response, new_app
@@ -228,8 +231,12 @@ async def _status(backend: RouterBackend) -> dict[str, object]:
 
     engines = backend.pool.engines
     loads = await asyncio.gather(*(load(engine) for engine in engines))
+    views = [_view(engine, now) for engine, now in zip(engines, loads, strict=True)]
+    faults = find_faults(views, backend.decisions.last(), backend.observer.recent, time.monotonic())
+    acceptance = backend.observer.describe()
     return {
         "ready": backend.ready(),
+        "alarms": [*acceptance["alarms"], *faults],
         "engines": [_describe(engine, now) for engine, now in zip(engines, loads, strict=True)],
         "handoffs": {
             "active": backend.num_active_handoffs,
@@ -240,8 +247,16 @@ async def _status(backend: RouterBackend) -> dict[str, object]:
         "hand_backs": backend.hand_backs.describe(),
         "recoveries": dict(backend.recoveries),
         "near_ties": backend.near_ties,
-        "acceptance": backend.observer.describe(),
+        "acceptance": acceptance,
     }
+
+
+def _view(engine: PooledEngine, load: EngineLoad | None) -> EngineView:
+    usable = engine.healthy or engine.draining
+    view = EngineView(engine.name, engine.url, engine.role, usable, engine.problem or "")
+    if load is None:
+        return view
+    return dataclasses.replace(view, kv_usage=load.kv_usage, num_waiting=load.num_waiting)
 
 
 def _describe(engine: PooledEngine, load: EngineLoad | None) -> dict[str, object]:

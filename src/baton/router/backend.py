@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from baton.error_help import code_of
 from baton.errors import (
     BatonError,
     EngineLostError,
@@ -263,8 +264,7 @@ class RouterBackend:
             if outcome != "failed":
                 outcome = "failed"
                 error = failed.error
-                label = reason_label(error.reason) if isinstance(error, HandoffError) else type(error).__name__
-                self.failures[label] += 1
+                self.failures[reason_label(error.reason) if isinstance(error, HandoffError) else code_of(error)] += 1
             raise
         finally:
             self.num_active_handoffs -= 1

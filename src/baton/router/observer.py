@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import msgspec
 
@@ -42,6 +43,14 @@ class ObservedRequest:
         self.timeline.on_tokens(time.monotonic(), len(chunk.token_ids), chunk.accepted, chunk.drafted)
         if chunk.finish_reason is not None:
             self._observer.on_last_chunk(self.timeline, chunk)
+
+
+class AcceptanceState(TypedDict):
+    """`acceptance` in `/status`."""
+
+    alarms: list[str]
+    num_comparisons: int
+    groups: list[dict[str, object]]
 
 
 class RequestObserver:
@@ -131,7 +140,7 @@ class RequestObserver:
             "gen_ai.request.n": params.n,
         }
 
-    def describe(self) -> dict[str, object]:
+    def describe(self) -> AcceptanceState:
         return {
             "alarms": [alarm.describe() for alarm in self.alarms.alarms()],
             "num_comparisons": self.alarms.num_comparisons(),

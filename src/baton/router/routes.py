@@ -73,9 +73,12 @@ class Decisions:
 
     def describe(self) -> dict[str, object]:
         counts: dict[str, object] = {why: self.counts[why] for why in WHYS}
+        return {"summary": self.summary(), **counts, "stale": self.stale, "last": self.last()}
+
+    def last(self) -> dict[str, int]:
+        """Of the last 100 requests, how many took which route."""
         last = Counter(self._last)
-        recent = {why: last[why] for why in WHYS if last[why]}
-        return {"summary": self.summary(), **counts, "stale": self.stale, "last": recent}
+        return {why: last[why] for why in WHYS if last[why]}
 
     def summary(self) -> str:
         last = Counter(self._last)

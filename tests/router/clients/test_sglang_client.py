@@ -46,6 +46,15 @@ def test_a_failed_handoff_is_an_error_and_never_an_answer() -> None:
         to_token_chunk(request(), event([9], 1, {"type": "abort", "message": "peer_lost: P is silent"}), 0)
     with pytest.raises(HandoffError, match="too long"):
         to_token_chunk(request(), msgspec.convert({"error": {"message": "too long"}}, _Event), 0)
+    wrapped = (
+        "Decode transfer failed for request rank=0 rid=a_b: with exception KVTransferError(7): peer_lost: P is silent"
+    )
+    with pytest.raises(HandoffError) as failed:
+        to_token_chunk(request(), event([9], 1, {"type": "abort", "message": wrapped}), 0)
+    assert failed.value.reason == "peer_lost"
+    with pytest.raises(HandoffError) as failed:
+        to_token_chunk(request(), event([9], 1, {"type": "abort", "message": "out_of: memory"}), 0)
+    assert failed.value.reason == "engine_error"
     with pytest.raises(ProtocolError, match="does not follow"):
         to_token_chunk(request(), event([9], 5), 1)
 

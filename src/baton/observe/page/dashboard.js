@@ -2,16 +2,7 @@
 // All texts come from servers and clients, so they are set as text, never as HTML.
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
-const REASONS = {
-  handed_off: "prefill and decode engines were there, and the prompt was worth a handoff",
-  short: "the prompt was short",
-  cached: "the decode engine held most of the prompt",
-  no_prefill_engine: "no prefill engine answered",
-  no_decode_engine: "no decode engine answered",
-  both_roles: "engines of role both served them",
-  resumed: "they were resumed",
-  scored: "prompt logprobs need one engine",
-};
+const REASONS = /*REASONS*/ {};
 
 function make(name, attributes = {}, ...children) {
   const svg = ["svg", "rect", "line", "path", "text", "circle", "title", "g"].includes(name);
@@ -122,18 +113,6 @@ function requestRow(request) {
     cell("End", request.finish || request.stage));
 }
 
-function alarms(state) {
-  const lines = [...state.acceptance.alarms];
-  for (const engine of state.engines) if (!engine.healthy && !engine.draining)
-    lines.push(`engine ${engine.url} (${engine.role}) cannot be used: ${engine.problem}`);
-  const roles = new Set(state.engines.map((engine) => engine.role));
-  const last = state.decisions.last;
-  const total = Object.values(last).reduce((sum, count) => sum + count, 0);
-  if (total >= 20 && !last.handed_off && roles.has("prefill") && roles.has("decode"))
-    lines.push(`none of the last ${total} requests was handed off: ${reasons(last)}`);
-  return lines;
-}
-
 function reasons(last) {
   return Object.entries(last).filter(([why, count]) => count && why !== "handed_off")
     .map(([why, count]) => `${count} because ${REASONS[why] || why}`).join("; ");
@@ -144,7 +123,7 @@ function render(state) {
   byId("state").className = `pill ${state.ready ? "ok" : "bad"}`;
   byId("model").textContent = state.model || "";
   byId("version").textContent = `Baton ${state.version}`;
-  byId("alarms").replaceChildren(...alarms(state).map((line) => make("div", { class: "alarm", role: "alert" }, line)));
+  byId("alarms").replaceChildren(...state.alarms.map((line) => make("div", { class: "alarm", role: "alert" }, line)));
   const stages = state.stages, last = state.decisions.last;
   const total = Object.values(last).reduce((sum, count) => sum + count, 0);
   byId("tiles").replaceChildren(
@@ -154,6 +133,7 @@ function render(state) {
     tile(`Handed off of the last ${total}`, String(last.handed_off || 0)),
     tile("TTFT P/D, ms", number(newest(state.latency.handed_off, "ttft_ms"))),
     tile("TPOT P/D, ms", number(newest(state.latency.handed_off, "tpot_ms"), 2)),
+    tile("Wait for the second token P/D, ms", number(newest(state.latency.handed_off, "handoff_ms"))),
     tile("Handoffs failed", String(state.handoffs.failed), state.handoffs.failed ? "warn" : ""));
   if (!byId("engines").contains(document.activeElement))
     byId("engines").tBodies[0].replaceChildren(...state.engines.map(engineRow));

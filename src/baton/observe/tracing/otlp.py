@@ -1,78 +1,140 @@
-"""Spans to an OpenTelemetry collector, through the SDK's batches and its OTLP exporter over HTTP."""
+"""Spans to an OpenTelemetry collector, in batches, by a thread (OTLP over HTTP with protobuf).
+
+The router needs no package of OpenTelemetry: encoding by its SDK cost more than the rest of a trace together.
+"""
 
 from __future__ import annotations
 
-import importlib
+import gzip
+import http
 import logging
-import os
-from collections.abc import Mapping
-from typing import Any
+import random
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections import deque
 
-from baton import __version__
 from baton.errors import ConfigError
+from baton.observe.tracing.otlp_encoding import encode_request, encode_resource
+from baton.observe.tracing.otlp_settings import OtlpSettings
 from baton.observe.tracing.span import Span
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {"server": "SERVER", "client": "CLIENT", "internal": "INTERNAL"}
-
-
-def endpoint_is_set(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether OpenTelemetry's own variables name a collector and do not turn it off."""
-    off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    off |= environment.get("OTEL_TRACES_EXPORTER", "otlp") not in ("otlp", "")
-    names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    return not off and any(environment.get(name) for name in names)
+# Of the OTLP specification.
+_RETRIED = {
+    http.HTTPStatus.TOO_MANY_REQUESTS,
+    http.HTTPStatus.BAD_GATEWAY,
+    http.HTTPStatus.SERVICE_UNAVAILABLE,
+    http.HTTPStatus.GATEWAY_TIMEOUT,
+}
+_CLOSE_S = 5.0
 
 
 class OtlpSink:
-    """Exports spans in batches from a thread of the SDK. If the collector does not answer, spans are dropped.
+    """Sends spans from a thread. If the collector does not answer, or takes fewer than there are, spans are dropped.
 
-    Raises `ConfigError` without the optional packages (`pip install 'baton-serve[otel]'`).
+    Raises `ConfigError` if the certificates cannot be read.
     """
 
-    def __init__(self, endpoint: str | None, exporter: Any = None) -> None:
-        """`endpoint` None: from OpenTelemetry's own variables. `exporter`: for tests."""
-        try:
-            trace_api = importlib.import_module("opentelemetry.trace")
-            sdk = importlib.import_module("opentelemetry.sdk.trace")
-            batches = importlib.import_module("opentelemetry.sdk.trace.export")
-            resources = importlib.import_module("opentelemetry.sdk.resources")
-            over_http = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-        except ImportError as error:
-            raise ConfigError("otlp_traces_endpoint", f"needs pip install 'baton-serve[otel]': {error}") from None
-        self._api, self._sdk = trace_api, sdk
-        name = os.environ.get("OTEL_SERVICE_NAME", "baton-router")
-        told = {"service.name": name, "service.version": __version__}
-        self._resource = resources.Resource.create(told)
-        exporter = exporter or (over_http.OTLPSpanExporter(endpoint) if endpoint else over_http.OTLPSpanExporter())
-        self._batches = batches.BatchSpanProcessor(exporter)
+    def __init__(self, settings: OtlpSettings) -> None:
+        self._settings = settings
+        self._resource = encode_resource(settings.resource)
+        self._opener = _opener(settings)
+        self._queue: deque[Span] = deque()
+        self._num_dropped = 0
+        self._wake, self._closed, self._given_up = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="baton-otlp", daemon=True)
+        self._thread.start()
 
     def export(self, span: Span) -> None:
-        try:
-            self._batches.on_end(self._readable(span))
-        except Exception:  # a trace must not fail a request
-            logger.exception("a span could not be exported")
+        # Appending needs no lock. The thread alone takes spans away, so the bounds are exact enough.
+        if len(self._queue) >= self._settings.max_queued:
+            self._num_dropped += 1
+            return
+        self._queue.append(span)
+        if len(self._queue) >= self._settings.max_batch:
+            self._wake.set()
 
     def close(self) -> None:
-        self._batches.shutdown()
+        """Send what is left, for a few seconds at most."""
+        self._closed.set()
+        self._wake.set()
+        self._thread.join(_CLOSE_S)
+        self._given_up.set()
+        self._thread.join(_CLOSE_S)
 
-    def _context(self, span: Span, span_id: int) -> Any:
-        flags = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
-        return self._api.SpanContext(span.trace_id, span_id, is_remote=False, trace_flags=flags)
+    def _run(self) -> None:
+        last = False
+        while not last:
+            self._wake.wait(self._settings.delay_s)
+            self._wake.clear()
+            last = self._closed.is_set()
+            while self._queue and not self._given_up.is_set():
+                count = min(len(self._queue), self._settings.max_batch)
+                try:
+                    self._send([self._queue.popleft() for _ in range(count)])
+                except Exception:  # a trace must not fail a request, nor end the thread
+                    logger.exception("%d spans could not be exported", count)
+            if self._num_dropped:
+                dropped, self._num_dropped = self._num_dropped, 0
+                logger.warning("%d spans were dropped: the queue for %s was full", dropped, self._settings.endpoint)
 
-    def _readable(self, span: Span) -> Any:
-        status = self._api.Status(self._api.StatusCode.ERROR, span.error) if span.error else self._api.Status()
-        return self._sdk.ReadableSpan(
-            name=span.name,
-            context=self._context(span, span.span_id),
-            parent=None if span.parent_id is None else self._context(span, span.parent_id),
-            resource=self._resource,
-            attributes=span.attributes,
-            events=[self._sdk.Event(event.name, event.attributes, event.at) for event in span.events],
-            links=[self._api.Link(self._context(span, link)) for link in span.links],
-            kind=self._api.SpanKind[_KINDS[span.kind]],
-            status=status,
-            start_time=span.start,
-            end_time=span.end,
-        )
+    def _send(self, spans: list[Span]) -> None:
+        """Send one batch, with retries until the timeout."""
+        body = _compressed(encode_request(spans, self._resource), self._settings)
+        until, backoff = time.monotonic() + self._settings.timeout_s, 1.0
+        while True:
+            try:
+                self._post(body, max(until - time.monotonic(), 0.1))
+                return
+            except urllib.error.HTTPError as error:
+                error.close()
+                why, retried = f"HTTP {error.code}", error.code in _RETRIED
+                wait = _retry_after(error) or backoff * random.uniform(0.8, 1.2)
+            except OSError as error:
+                why, retried, wait = str(error), True, backoff * random.uniform(0.8, 1.2)
+            if not retried or time.monotonic() + wait > until or self._given_up.wait(wait):
+                logger.error("%d spans were dropped: %s: %s", len(spans), self._settings.endpoint, why)
+                return
+            backoff *= 2.0
+
+    def _post(self, body: bytes, timeout_s: float) -> None:
+        settings = self._settings
+        headers = {"Content-Type": "application/x-protobuf", **settings.headers}
+        if settings.compression != "none":
+            headers["Content-Encoding"] = settings.compression
+        request = urllib.request.Request(settings.endpoint, body, headers, method="POST")
+        with self._opener.open(request, timeout=timeout_s) as answer:
+            answer.read()
+
+
+def _opener(settings: OtlpSettings) -> urllib.request.OpenerDirector:
+    """With the system's proxies, and its certificates unless settings name others."""
+    if not settings.endpoint.startswith("https:"):
+        return urllib.request.build_opener()
+    try:
+        context = ssl.create_default_context(cafile=settings.certificate)
+        if settings.client_certificate is not None:
+            context.load_cert_chain(settings.client_certificate, settings.client_key)
+    except OSError as error:
+        raise ConfigError("OTEL_EXPORTER_OTLP_CERTIFICATE", f"certificates cannot be read: {error}") from None
+    return urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
+
+
+def _compressed(body: bytes, settings: OtlpSettings) -> bytes:
+    match settings.compression:
+        case "gzip":
+            return gzip.compress(body)
+        case "deflate":
+            return zlib.compress(body)
+        case "none":
+            return body
+
+
+def _retry_after(error: urllib.error.HTTPError) -> float | None:
+    text = error.headers.get("Retry-After", "")
+    return float(text) if text.isdigit() else None

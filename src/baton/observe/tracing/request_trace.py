@@ -6,7 +6,6 @@ no span.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,13 +57,14 @@ class RequestTrace:
     attempts: int = 0
     _legs: dict[str, LegTrace] = field(default_factory=dict)
     _recovery: Span | None = None
+    _scheduled: float | None = None  # when an engine first began the prompt
     _now: Callable[[], float] = time.monotonic
 
     @classmethod
-    def begin(cls, sinks: Sequence[SpanSink], timeline: RequestTimeline, parent: RemoteParent | None) -> RequestTrace:
-        trace_id = secrets.randbits(128) | 1 if parent is None else parent.trace_id
+    def begin(
+        cls, sinks: Sequence[SpanSink], timeline: RequestTimeline, trace_id: int, parent_id: int | None
+    ) -> RequestTrace:
         start = int(timeline.began_at * _NS)
-        parent_id = None if parent is None else parent.span_id
         root = Span("llm_request", trace_id, start, parent_id, "server", request_id=timeline.id)
         return cls(sinks, timeline, root)
 
@@ -83,6 +83,8 @@ class RequestTrace:
         return leg
 
     def on_chunk(self, leg: LegTrace, chunk: TokenChunk) -> None:
+        if leg.first is not None and chunk.finish_reason is None and (leg.verified or not chunk.accepted):
+            return  # nearly all chunks
         now = self._now()
         if chunk.token_ids and leg.first is None:
             leg.first, leg.timings = now, chunk.timings
@@ -130,8 +132,12 @@ class RequestTrace:
             "baton.num_attempts": self.attempts,
             **attributes,
         }
-        if timeline.ttft_s is not None:
-            root.attributes["gen_ai.latency.time_to_first_token"] = timeline.ttft_s
+        if timeline.first is not None and timeline.last is not None:
+            root.attributes["gen_ai.latency.time_to_first_token"] = timeline.first - timeline.began
+            root.attributes["gen_ai.latency.time_in_model_decode"] = timeline.last - timeline.first
+            if self._scheduled is not None:
+                root.attributes["gen_ai.latency.time_in_model_prefill"] = timeline.first - self._scheduled
+                root.attributes["gen_ai.latency.time_in_model_inference"] = timeline.last - self._scheduled
         if timeline.finish in ("stop", "length"):
             root.attributes["gen_ai.response.finish_reasons"] = (timeline.finish,)
         ended = timeline.ended if timeline.ended is not None else self._now()
@@ -149,7 +155,9 @@ class RequestTrace:
         prefill = self._child("baton.prefill", started, leg.span, _engine(leg))
         self._chunks(leg, prefill, told, sampled)
         self._export(prefill, sampled)
-        self.root.attributes["gen_ai.latency.time_in_queue"] = told.started
+        if self._scheduled is None:
+            self._scheduled = started
+            self.root.attributes["gen_ai.latency.time_in_queue"] = told.started
 
     def _chunks(self, leg: LegTrace, prefill: Span, told: LegTimings, sampled: float) -> None:
         """The forwards of a prompt that took several."""

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Value = str | bool | int | float | tuple[str, ...]
 SpanKind = Literal["server", "client", "internal"]
+# Ids are no secrets: the operating system's randomness would cost a system call for each.
+_IDS = random.Random()
+
+
+def new_trace_id() -> int:
+    """128 random bits, which are not all zero."""
+    return _IDS.getrandbits(128) | 1
+
+
+def new_span_id() -> int:
+    """64 random bits, which are not all zero."""
+    return _IDS.getrandbits(64) | 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +48,7 @@ class Span:
     attributes: dict[str, Value] = field(default_factory=dict)
     events: list[SpanEvent] = field(default_factory=list)
     links: list[int] = field(default_factory=list)
-    span_id: int = field(default_factory=lambda: secrets.randbits(64) | 1)
+    span_id: int = field(default_factory=new_span_id)
 
     @property
     def traceparent(self) -> str:

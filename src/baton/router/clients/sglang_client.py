@@ -3,6 +3,7 @@ SGLang's own API."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 
-from baton.errors import EngineLostError, HandoffError, ProtocolError, RequestError
+from baton.errors import REASONS, EngineLostError, HandoffError, ProtocolError, RequestError
 from baton.openai.answers import decode_answer
 from baton.router.clients.engine_client import EngineClient
 from baton.router.timers import RouterTimers
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 _MAX_BODY_BYTES = 16 * 2**20
 _EVENT, _DONE = b"data:", b"[DONE]"
+# What stands before a colon or at the end, as the plug-in writes reasons.
+_NAMED = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b(?=:|$)")
 RANK_FIELD = "routed_dp_rank"
 
 
@@ -198,11 +201,11 @@ def to_token_chunk(request: GenerateRequest, event: _Event, num_sent: int) -> To
     """An event as a chunk, after `num_sent` tokens of its leg. Raises `HandoffError` if the server ended the request,
     `ProtocolError` for an event that is no continuation."""
     if event.error is not None:
-        raise HandoffError("engine_error", str(event.error.get("message")))
+        raise _failure(str(event.error.get("message")))
     meta = event.meta_info or _Meta()
     finish = meta.finish_reason
     if finish is not None and finish.type == "abort":
-        raise HandoffError("engine_error", finish.message or "the server gave the request up")
+        raise _failure(finish.message or "the server gave the request up")
     new = meta.completion_tokens - num_sent
     if not 0 <= new <= len(event.output_ids):
         raise ProtocolError(f"an event with {len(event.output_ids)} tokens does not follow {num_sent}")
@@ -217,6 +220,12 @@ def to_token_chunk(request: GenerateRequest, event: _Event, num_sent: int) -> To
         stop_reason=matched if isinstance(matched, int) and matched in request.sampling_params.stop_token_ids else None,
         num_cached_tokens=meta.cached_tokens,
     )
+
+
+def _failure(message: str) -> HandoffError:
+    """The error of a request that the server ended. Baton's plug-in names its reason within SGLang's text."""
+    named = (word for word in _NAMED.findall(message) if word in REASONS)
+    return HandoffError(next(named, "engine_error"), message)
 
 
 def _logprobs(params: SamplingParams, meta: _Meta, new: int) -> list[TokenLogprobs] | None:

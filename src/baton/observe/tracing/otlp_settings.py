@@ -1,0 +1,110 @@
+"""Where and how spans are sent: OpenTelemetry's environment variables, as its Python SDK reads them."""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from baton import __version__
+from baton.errors import ConfigError
+
+Compression = Literal["none", "gzip", "deflate"]
+_COMPRESSIONS: tuple[Compression, ...] = ("none", "gzip", "deflate")
+_TIMEOUT_S, _DELAY_MS, _MAX_QUEUED, _MAX_BATCH = 10.0, 5000.0, 2048.0, 512.0
+
+
+def endpoint_is_set(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether OpenTelemetry's own variables name a collector and do not turn it off."""
+    off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    off |= environment.get("OTEL_TRACES_EXPORTER", "otlp") not in ("otlp", "")
+    return not off and bool(_of_traces(environment, "ENDPOINT"))
+
+
+@dataclass(frozen=True, slots=True)
+class OtlpSettings:
+    """`delay_s`: how long spans wait for a full batch. `certificate`: of the authority that signed the collector's.
+    `client_certificate`, `client_key`: files for mutual TLS."""
+
+    endpoint: str
+    headers: Mapping[str, str]
+    resource: Mapping[str, str]
+    timeout_s: float = _TIMEOUT_S
+    compression: Compression = "none"
+    certificate: str | None = None
+    client_certificate: str | None = None
+    client_key: str | None = None
+    delay_s: float = _DELAY_MS / 1e3
+    max_queued: int = int(_MAX_QUEUED)
+    max_batch: int = int(_MAX_BATCH)
+
+    @classmethod
+    def from_environment(cls, endpoint: str | None, environment: Mapping[str, str] = os.environ) -> OtlpSettings:
+        """`endpoint` None: from the variables. Raises `ConfigError`."""
+        protocol = _of_traces(environment, "PROTOCOL") or "http/protobuf"
+        if protocol != "http/protobuf":
+            raise ConfigError("OTEL_EXPORTER_OTLP_PROTOCOL", f"must be http/protobuf for the router, got {protocol!r}")
+        compression = _of_traces(environment, "COMPRESSION").strip().lower() or "none"
+        found = next((known for known in _COMPRESSIONS if known == compression), None)
+        if found is None:
+            known = ", ".join(_COMPRESSIONS)
+            raise ConfigError("OTEL_EXPORTER_OTLP_COMPRESSION", f"must be one of {known}, got {compression!r}")
+        named = {"service.name": environment.get("OTEL_SERVICE_NAME"), "service.version": __version__}
+        resource = {"service.name": "baton-router", **_pairs(environment.get("OTEL_RESOURCE_ATTRIBUTES", ""))}
+        return cls(
+            endpoint=_checked_url(endpoint) if endpoint is not None else _endpoint(environment),
+            headers={"User-Agent": f"baton/{__version__}", **_pairs(_of_traces(environment, "HEADERS"))},
+            resource=resource | {name: value for name, value in named.items() if value},
+            timeout_s=_number(environment, _name_of(environment, "TIMEOUT"), _TIMEOUT_S),
+            compression=found,
+            certificate=_of_traces(environment, "CERTIFICATE") or None,
+            client_certificate=_of_traces(environment, "CLIENT_CERTIFICATE") or None,
+            client_key=_of_traces(environment, "CLIENT_KEY") or None,
+            delay_s=_number(environment, "OTEL_BSP_SCHEDULE_DELAY", _DELAY_MS) / 1e3,
+            max_queued=int(_number(environment, "OTEL_BSP_MAX_QUEUE_SIZE", _MAX_QUEUED)),
+            max_batch=int(_number(environment, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE", _MAX_BATCH)),
+        )
+
+
+def _endpoint(environment: Mapping[str, str]) -> str:
+    """The variable of traces is a whole URL, the general one is the base of `/v1/traces`."""
+    if own := environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        return _checked_url(own)
+    return _checked_url(environment["OTEL_EXPORTER_OTLP_ENDPOINT"].rstrip("/") + "/v1/traces")
+
+
+def _checked_url(url: str) -> str:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError("otlp_traces_endpoint", f"must be like http://HOST:4318/v1/traces, got {url!r}")
+    return url
+
+
+def _name_of(environment: Mapping[str, str], name: str) -> str:
+    """The variable of traces if it is set, else the general one."""
+    own = f"OTEL_EXPORTER_OTLP_TRACES_{name}"
+    return own if environment.get(own) else f"OTEL_EXPORTER_OTLP_{name}"
+
+
+def _of_traces(environment: Mapping[str, str], name: str) -> str:
+    return environment.get(_name_of(environment, name), "")
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """`key=value,key=value`, percent-encoded. What is no pair is left out, as by the SDK."""
+    split = [part.partition("=") for part in text.split(",") if "=" in part]
+    return {urllib.parse.unquote(key.strip()): urllib.parse.unquote(value.strip()) for key, _, value in split}
+
+
+def _number(environment: Mapping[str, str], name: str, default: float) -> float:
+    """Raises `ConfigError` unless it is a positive number."""
+    text = environment.get(name, "")
+    try:
+        number = float(text) if text else default
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < 1e9:
+        raise ConfigError(name, f"must be a positive number, got {text!r}")
+    return number
