@@ -39,8 +39,8 @@ test-vllm:
 
 # SGLang needs an environment of its own too, 7 GB. A machine that cannot have it skips, and says why.
 test-sglang:
-	@OMP_NUM_THREADS=1 PYTHONPATH=src $(PYTHON) tools/install_sglang.py --or-skip \
-		$(if $(SGLANG_VENV),--directory $(SGLANG_VENV)) python -m pytest tests/sglang $(ARGS)
+	@OMP_NUM_THREADS=1 PYTHONPATH=src $(PYTHON) tools/install_sglang.py --or-skip $(if $(KEPT),--if-kept) \
+		$(if $(SGLANG_VENV),--directory $(SGLANG_VENV)) python -m pytest $(or $(SGLANG_TESTS),tests/sglang) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check src simulation benchmarks testkit tests tools examples

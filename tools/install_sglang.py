@@ -11,7 +11,8 @@ SGLang's wheel requires libraries for GPUs that a CPU does not use; they are lef
 which PyPI has for CUDA only: `tests/sglang/support` holds a stand-in.
 
 With --or-skip, a machine that cannot have the environment (Python, platform, disk, a failure of pip, or
-its limit of time) is named on one line, and the exit status is 0.
+its limit of time) is named on one line, and the exit status is 0. With --if-kept, nothing is installed: where no
+earlier run has left the environment, one line says so, and the exit status is 0.
 """
 
 from __future__ import annotations
@@ -147,29 +148,34 @@ def install(directory: Path, limit_s: float) -> None:
         _run([*pip, "install", "--no-deps", str(wheel), f"nixl=={NIXL}"], until)
 
 
+def is_made(directory: Path) -> bool:
+    """Whether it holds an environment of today's recipe."""
+    stamp = directory / "recipe"
+    return stamp.exists() and stamp.read_text() == recipe()
+
+
 @contextlib.contextmanager
 def environment(directory: Path, limit_s: float = MAX_INSTALL_S) -> Iterator[int]:
     """Have the environment in `directory`, for as long as the file descriptor is open that comes with it."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    stamp, wanted = directory / "recipe", recipe()
     with open(f"{directory}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        while not (stamp.exists() and stamp.read_text() == wanted):
+        while not is_made(directory):
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Another run may have made it while this one waited.
-            if not (stamp.exists() and stamp.read_text() == wanted):
+            if not is_made(directory):
                 free = shutil.disk_usage(directory.parent).free
                 reason = why_not(sys.version_info[:2], platform.system(), platform.machine(), free)
                 if reason is not None:
                     raise CannotInstallError(reason)
                 print(f"installing SGLang {VERSION} for CPUs into {directory} (7 GB) ...", file=sys.stderr, flush=True)
-                stamp.unlink(missing_ok=True)
+                (directory / "recipe").unlink(missing_ok=True)
                 try:
                     install(directory, limit_s)
                 except CannotInstallError:
                     shutil.rmtree(directory, ignore_errors=True)
                     raise
-                stamp.write_text(wanted)
+                (directory / "recipe").write_text(recipe())
             fcntl.flock(lock, fcntl.LOCK_SH)
         yield lock.fileno()
 
@@ -179,11 +185,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, help="of the environment; default: the user's cache")
     parser.add_argument("--or-skip", action="store_true", help="exit with 0, and say why, if it cannot be made")
+    parser.add_argument("--if-kept", action="store_true", help="exit with 0, and say so, if it is not there yet")
     parser.add_argument("--limit", type=float, default=MAX_INSTALL_S, help="seconds that pip may take")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run, with the environment first in PATH")
     args = parser.parse_args()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = (args.directory or cache / "baton" / f"sglang-{VERSION}").absolute()
+    if args.if_kept and not is_made(directory):
+        print(f"skipped: {directory} does not hold SGLang {VERSION} (make test-sglang installs it)")
+        return
     try:
         with environment(directory, args.limit) as lock:
             if not args.command:

@@ -124,6 +124,8 @@ class FrameMaker:
         if "ticket" in body and self._tickets and self.rng.random() < 0.7:
             at = self.rng.randrange(len(self._tickets))
             body["ticket"], body["key"] = self._tickets[at], list(self._keys[at])
+        if "same" in body:  # any other group has no table
+            body["same"] = {f"{name}-": name for name in body["pages"] if self.rng.random() < 0.5}
         return body
 
     def _value(self, kind: types.Type) -> Tree:

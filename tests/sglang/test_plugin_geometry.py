@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import numpy as np
 import pytest
 
 from baton.errors import ConfigError, ProtocolError
+from baton.handoff.agent.limits import check_messages, message_bytes
+from baton.handoff.plan.tables import copy_tables
 from baton.handoff.plan.topology import Instance
-from baton.handoff.protocol.messages import Seeds
+from baton.handoff.protocol import events as ev
+from baton.handoff.protocol.decode import DecodeHandoff
+from baton.handoff.protocol.digests import cut_into_pieces, tokens_to_digest
+from baton.handoff.protocol.frames import decode_frame, encode_frame
+from baton.handoff.protocol.messages import AttemptKey, PieceDigest, Ready, Seeds
+from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.kv.interval import Interval
 from baton.kv.spec import Owner
 from baton.plugin_base.memory import host_region
 from baton.sglang.geometry import BufferLayout, KvBuffer, PagePart, RequestPages, describe_buffers, rules_of
 from baton.sglang.seeds import MetadataRows
+from baton.wire import Integrity, Mode
 
 PAGES, PAGE, HEADS, DIM = 6, 4, 2, 8
 TOKEN = HEADS * DIM * 4
@@ -96,6 +106,71 @@ def test_pages_of_windows_and_slots_of_states_come_last() -> None:
         "target.window_k.0": [0, 0, 0, 3, 1],
         "target.ssm.0": [2],
     }
+
+
+def wide(num_layers: int, num_pages: int) -> BufferLayout:
+    """A target of `num_layers` layers and a drafter's, in pages of one token of memory that nobody touches."""
+    parts = [("target", part, layer) for layer in range(num_layers) for part in "kv"]
+    parts += [("draft", part, 0) for part in "kv"]
+    place = (0, num_pages * TOKEN, TOKEN)
+    buffers = [
+        KvBuffer(owner, name, layer, *place, (PagePart(name, "float32", "heads", HEADS, DIM),), rules_of(owner, "full"))
+        for owner, name, layer in parts
+    ]
+    return describe_buffers(buffers, 1, 0, lambda address, nbytes: np.zeros(0, dtype=np.uint8))
+
+
+def test_131072_tokens_in_scattered_pages_of_one_token_fit_into_a_message() -> None:
+    """A table of 600 KB for each of 162 buffers would be 100 MB."""
+    num_tokens, found = 131_072, wide(80, 400_000)
+    check_messages(num_tokens, found.rules, found.geometries, found.shared, "full")
+    ids = np.random.default_rng(0).permutation(np.arange(1, 400_000))[:num_tokens].tolist()
+    tables = copy_tables(found.tables(num_tokens, RequestPages(ids)))
+    key, wanted = AttemptKey(bytes(16), 0, "p", "d"), found.wanted(num_tokens, 0)
+    final = found.final(num_tokens, num_tokens)
+    for mode in get_args(Mode):
+        d = DecodeHandoff(key, mode, "t", wanted, tables)
+        (register,) = d.handle(ev.PeerReady())
+        assert isinstance(register, ev.Send)
+        p = PrefillHandoff(key, mode, "t", list(found.rules))
+        p.handle(ev.Opened())
+        p.handle(ev.Declared(num_tokens, tables, final))
+        p.handle(ev.Received(register.message))
+        offers = p.handle(ev.Sampled(Seeds(1), False, {}))
+        sent = register.message if mode == "push" else offers[-1].message  # type: ignore[union-attr]
+        frame = encode_frame(sent, 1, 1)
+        assert len(frame) < 2**20
+        assert decode_frame(frame)[2] == sent
+
+
+def test_a_context_whose_messages_are_too_large_is_refused_at_the_start() -> None:
+    found = wide(80, 2_000_000)
+    with pytest.raises(ConfigError, match=r"page_size.*1800000 tokens need .*use larger pages"):
+        check_messages(1_800_000, found.rules, found.geometries, found.shared, "off")
+    # No longer prompt has room.
+    check_messages(1 << 24, found.rules, wide(80, 100_000).geometries, found.shared, "off")
+    with pytest.raises(ConfigError, match=r"digests \(integrity full\) of a prompt of 200000 tokens"):
+        check_messages(200_000, found.rules, found.geometries, found.shared, "full")
+    check_messages(200_000, found.rules, found.geometries, found.shared, "sampled")
+
+
+@pytest.mark.parametrize("integrity", get_args(Integrity))
+def test_the_size_of_a_message_is_not_underrated(integrity: Integrity) -> None:
+    num_tokens, found = 3000, wide(3, 1 << 20)
+    ids = list(range(2**17, 2**17 + num_tokens))
+    tables, key = found.tables(num_tokens, RequestPages(ids)), AttemptKey(bytes(16), 0, "p", "d")
+    digests = {
+        name: [
+            PieceDigest(piece, bytes(8))
+            for part in tokens_to_digest(integrity, key, tokens)
+            for piece in cut_into_pieces(part)
+        ]
+        for name, tokens in found.wanted(num_tokens, 0).items()
+    }
+    ready = Ready(key, found.final(num_tokens, num_tokens), tables, digests)
+    size = len(encode_frame(ready, 1, 1))
+    limit = message_bytes(num_tokens, found.rules, found.geometries, found.shared, integrity)
+    assert size < limit < 1.5 * size + 2**17
 
 
 def rows(tokens: np.ndarray, hidden: np.ndarray) -> MetadataRows:

@@ -27,7 +27,7 @@ from baton.handoff.protocol.messages import Seeds
 from baton.kv.interval import Interval
 from baton.testing import RecordingAgent
 from baton.vllm import geometry
-from baton.vllm import worker as worker_module
+from baton.vllm import geometry as geometry_module
 from baton.vllm.geometry import CacheLayout, describe_caches
 from baton.vllm.groups import CacheTable, LayerGroup, split_tables
 from baton.vllm.scheduler import SchedulerSide
@@ -322,7 +322,7 @@ def forget_the_blocks_of_earlier_chunks(patch: Patch) -> None:
 
 
 def take_blocks_of_vllm_for_those_of_its_kernel(patch: Patch) -> None:
-    patch.setattr(worker_module, "kernel_pages", lambda table, blocks_per_page: list(table))
+    patch.setattr(geometry_module, "kernel_pages", lambda table, blocks_per_page: list(table))
 
 
 # ---------------------------------------------------------------- C: the first decode step

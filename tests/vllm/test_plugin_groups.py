@@ -260,6 +260,17 @@ def test_blocks_that_the_kernel_splits() -> None:
     assert kernel_pages([3, 0, 4], 1) == [3, 0, 4]
 
 
+def test_groups_of_one_block_table_have_the_same_list() -> None:
+    """A message says a list once, however many groups have it."""
+    _, caches = cpu_cache(10, 32, 3)
+    groups = split_tables([CacheTable(0, "full", None, 64, tuple(caches))], 2)
+    found = describe_caches(caches, groups, dict.fromkeys(caches, "k_by_dimension"))
+    tables = found.kernel_tables([[3, 4]])
+    assert tables == {"target.full.0": [6, 7, 8, 9], "draft.full.0": [6, 7, 8, 9]}
+    assert tables["target.full.0"] is tables["draft.full.0"]
+    assert set(found.shared_tables.values()) == {"0/2"}
+
+
 def test_a_state_is_one_piece_of_bytes() -> None:
     cache = torch.zeros(6, 1, 1, 80, dtype=torch.int8)
     groups = split_tables([CacheTable(0, "state", None, 1, ("model.layers.0.mixer",))], 1)

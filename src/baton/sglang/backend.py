@@ -11,6 +11,7 @@ import msgspec
 
 from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
+from baton.handoff.agent.limits import check_messages
 from baton.handoff.protocol.ticket import Redeemer
 from baton.plugin_base.agent import start_agent
 from baton.plugin_base.ranks import WorkerPart, join_workers
@@ -62,6 +63,8 @@ def start_rank_backend(args: Any, mode: str, server: Any, queue: Any) -> RankBac
     engine_id = settings.engine_id if data_rank is None else f"{settings.engine_id}_dp{data_rank}"
     region, turn = compat.region_maker(server, args), (data_rank or 0) * num_ranks + rank
     layout = describe_buffers(buffers(args, compat.pools_of(queue)), args.page_size, rank, region, turn)
+    longest = int(model.context_len)
+    check_messages(longest, layout.rules, layout.geometries, layout.shared, settings.integrity)
     part = WorkerPart(
         rank=rank,
         incarnation=secrets.token_hex(8),
@@ -85,7 +88,7 @@ def start_rank_backend(args: Any, mode: str, server: Any, queue: Any) -> RankBac
         vocab_size=int(model.vocab_size),
         eos_token_ids=compat.eos_token_ids(model),
         num_speculative_tokens=compat.num_speculative_tokens(server),
-        max_model_len=int(model.context_len),
+        max_model_len=longest,
         kv_transport=transport_name(settings.kv_transport),
         data_parallel_rank=data_rank,
     )

@@ -20,7 +20,8 @@ from baton.sglang.seeds import MetadataRows
 from baton.transports.base import Region
 
 SUPPORTED = ("0.5.23",)
-DRAFT_METHODS = ("EAGLE3",)
+# SGLang calls one module of MTP (NEXTN) EAGLE too.
+DRAFT_METHODS = ("EAGLE", "EAGLE3")
 
 
 def check_version() -> str:
@@ -42,6 +43,8 @@ def check_server(server: Any, parallel: Any) -> None:
         raise ConfigError("device", f"the plug-in knows CPUs and CUDA devices, got {server.device}")
     if (method := server.speculative_algorithm) not in (None, *DRAFT_METHODS):
         raise ConfigError("speculative_algorithm", f"the plug-in knows {', '.join(DRAFT_METHODS)}, got {method}")
+    if server.enable_multi_layer_eagle:
+        raise ConfigError("enable_multi_layer_eagle", "the plug-in knows drafters of one module")
     if server.enable_pd_role_switch:
         raise ConfigError("enable_pd_role_switch", "a ticket names the role in which a server was registered")
     if server.disaggregation_decode_allocation_policy != "early":

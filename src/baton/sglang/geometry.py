@@ -102,14 +102,17 @@ class BufferLayout:
         moved = [tokens for name, tokens in wanted.items() if self.rules[name].kind != "state"]
         return any(not tokens.empty and tokens.start < hit for tokens in moved)
 
+    @property
+    def shared(self) -> dict[str, str]:
+        """By group, the name of its block table: the same one for all groups that `tables` gives the same."""
+        return {name: "full" if rules.kind == "mla" else rules.kind for name, rules in self.rules.items()}
+
     def tables(self, num_tokens: int, pages: RequestPages) -> dict[str, list[int]]:
         """The block table of each group, for a prompt of `num_tokens`."""
         missing = -(-num_tokens // self.page_size) - len(pages.window)
         window = [NULL_PAGE] * missing + list(pages.window) if pages.window else []
-        whole = list(pages.all)
-        tables: dict[Kind, list[int]] = {"full": whole, "mla": whole, "sliding_window": window}
-        tables["state"] = list(pages.slots)
-        return {name: tables[rules.kind] for name, rules in self.rules.items()}
+        tables = {"full": list(pages.all), "sliding_window": window, "state": list(pages.slots)}
+        return {name: tables[table] for name, table in self.shared.items()}
 
 
 def describe_buffers(

@@ -65,6 +65,20 @@ class CacheLayout:
     geometries: dict[str, RankGeometry]
     blocks_per_page: dict[str, int]
 
+    @property
+    def shared_tables(self) -> dict[str, str]:
+        """By group, the name of its block table in kernel pages, which several groups may have."""
+        return {group.name: f"{group.table}/{self.blocks_per_page[group.name]}" for group in self.groups}
+
+    def kernel_tables(self, tables: Sequence[Sequence[int]]) -> dict[str, list[int]]:
+        """Block tables by group, of those of vLLM's cache groups. Groups with the same one get the same list."""
+        made: dict[str, list[int]] = {}
+        shared = self.shared_tables
+        for group in self.groups:
+            if (name := shared[group.name]) not in made:
+                made[name] = kernel_pages(tables[group.table], self.blocks_per_page[group.name])
+        return {group: made[name] for group, name in shared.items()}
+
 
 def describe_caches(
     caches: Mapping[str, Any],

@@ -12,6 +12,7 @@ from typing import Any
 
 from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
+from baton.handoff.agent.limits import check_messages
 from baton.plugin_base.agent import start_agent
 from baton.plugin_base.ranks import JoinedWorkers, WorkerPart, join_workers
 from baton.transports.base import Transport
@@ -61,6 +62,13 @@ def open_cache(
     heads, stages = compat.worker_heads(config), compat.num_stages(config)
     states = caches.state_parts(config, (layer for g in groups if g.kind == "state" for layer in g.layers))
     layout = describe_caches(layers, groups, kernels, settings.granularity, heads, stages, states)
+    check_messages(
+        int(config.model_config.max_model_len),
+        {group.name: group.rules for group in layout.groups},
+        layout.geometries,
+        layout.shared_tables,
+        settings.integrity,
+    )
     facts = compat.facts(config, version)
     facts["output.first_step"] = settings.first_step
     for group in layout.groups:

@@ -20,9 +20,9 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval
 from baton.log_limit import LogLimit
-from baton.vllm.geometry import CacheLayout, kernel_pages
+from baton.vllm.geometry import CacheLayout
 from baton.vllm.layer_stream import StreamedPrompt, VllmLayerStream
-from baton.vllm.steps import ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
+from baton.vllm.steps import ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from baton.vllm.worker_legs import BlocksPhase, EndPhase, ReceivePhase, WorkerDecode, WorkerPrefill
 from baton.wire import KVStream
 
@@ -144,7 +144,7 @@ class WorkerSide:
             if leg is None or leg.blocks is not BlocksPhase.COMPUTING:
                 continue
             if leg.mode == "push" and not leg.is_released:
-                pages, final = self._pages(entry.tables), self._final(leg, entry)
+                pages, final = self._layout.kernel_tables(entry.tables), self._final(leg, entry)
                 layers = WrittenLayers(self.agent, entry.key, leg.num_tokens, pages, final)
                 yield StreamedPrompt(layers, leg.final)
 
@@ -163,7 +163,7 @@ class WorkerSide:
             if self._kv_stream == "off" and entry.num_computed < leg.num_tokens:
                 continue
             leg.final = self._final(leg, entry)
-            self.agent.declare_final(entry.key, leg.num_tokens, self._pages(entry.tables), leg.final)
+            self.agent.declare_final(entry.key, leg.num_tokens, self._layout.kernel_tables(entry.tables), leg.final)
             if entry.num_computed >= leg.num_tokens:
                 leg.blocks_step("computed")
                 if not leg.seeded and not self._commit_at_end:
@@ -241,13 +241,7 @@ class WorkerSide:
             group.name: group.wanted(receive.num_tokens, receive.hit) if receive.parked else Interval(0, 0)
             for group in self._layout.groups
         }
-        self.agent.open_decode(receive.ticket, receive.num_tokens, wanted, self._pages(receive.tables))
-
-    def _pages(self, tables: Tables) -> dict[str, list[int]]:
-        layout = self._layout
-        return {
-            group.name: kernel_pages(tables[group.table], layout.blocks_per_page[group.name]) for group in layout.groups
-        }
+        self.agent.open_decode(receive.ticket, receive.num_tokens, wanted, self._layout.kernel_tables(receive.tables))
 
     # ------------------------------------------------------------ events
 

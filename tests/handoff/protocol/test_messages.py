@@ -195,6 +195,29 @@ def test_a_geometry_that_describes_no_memory_is_refused() -> None:
         message.instance.check()
 
 
+def test_groups_that_share_a_block_table_say_it_once() -> None:
+    pages = list(range(1, 2000))
+    one = Register(KEY, ticket="t", wanted={}, pages={"g0": pages})
+    many = Register(KEY, ticket="t", wanted={}, pages={f"g{i}": pages for i in range(100)} | {"equal": list(pages)})
+    frame = encode_frame(many, 1, 1)
+    assert len(frame) < len(encode_frame(one, 1, 1)) + 100 * 10
+    _, _, found = decode_frame(frame)
+    assert found == many
+    assert isinstance(found, Register)
+    assert len({id(table) for table in found.pages.values()}) == 1, "a peer's table is in memory once, too"
+
+
+@pytest.mark.parametrize("same", [{"b": "c"}, {"a": "a"}, {"b": "b"}, {"b": "d", "d": "a"}])
+def test_a_block_table_that_nobody_has_is_refused(same: dict[str, str]) -> None:
+    for message in (
+        Register(KEY, ticket="t", wanted={}, pages={"a": [1]}, same=same),
+        Ready(KEY, final={}, pages={"a": [1]}, same=same),
+    ):
+        frame = envelope(kind_of(message), msgspec.msgpack.encode(message))
+        with pytest.raises(ProtocolError, match="cannot have the block table of group"):
+            decode_frame(frame)
+
+
 def test_tables_are_checked() -> None:
     check_table("g", [1, 2, 3], Interval(0, 12), 4, 4)
     check_table("g", [0, 2, 3], Interval(4, 12), 4, 4)

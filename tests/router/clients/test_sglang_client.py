@@ -6,13 +6,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from baton.errors import EngineUnavailableError, HandoffError, ProtocolError, RequestError
-from baton.router.clients.sglang_client import _Event, chosen, generate_body, to_token_chunk
+from baton.router.clients.engine_client import new_session
+from baton.router.clients.sglang_client import SglangClient, _Event, chosen, generate_body, to_token_chunk
 from baton.router.connectors import create_connector
 from baton.router.connectors.base import ConnectorConfig
+from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
-from baton.wire import GenerateRequest, SglangIdentity
+from baton.wire import GenerateRequest, Role, SglangIdentity
+from testkit.servers.fake_serving import served
 
 
 def request(**params: object) -> GenerateRequest:
@@ -110,3 +114,23 @@ def test_each_data_parallel_rank_is_an_engine_that_a_url_names() -> None:
         chosen(ranks, "http://p", 2)
     with pytest.raises(ProtocolError, match="does not run"):
         chosen([], "http://p", None)
+
+
+async def test_a_leg_names_its_data_parallel_rank_whatever_its_room() -> None:
+    """Field class J: a rank taken from the room, or always rank 0, computes with another's KV."""
+    bodies: list[dict[str, Any]] = []
+
+    async def generate(http: web.Request) -> web.Response:
+        bodies.append(await http.json())
+        ended = {"output_ids": [7], "meta_info": {"completion_tokens": 1, "finish_reason": {"type": "length"}}}
+        return web.Response(text=f"data: {msgspec.json.encode(ended).decode()}\n\ndata: [DONE]\n\n")
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    async with served(app) as url, new_session() as session:
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        for role in roles:
+            client = SglangClient(session, f"{url}#dp_rank=1", RouterTimers(), role)
+            chunks = [chunk.token_ids async for chunk in client.leg(request(), {"bootstrap_room": 4})]
+            assert chunks == [[7]]
+    assert [(body["routed_dp_rank"], body["bootstrap_room"]) for body in bodies] == [(1, 4), (1, 4)]

@@ -1,4 +1,4 @@
-"""EAGLE-3 through the handoff: tokens, and how many drafts are accepted, are those of one SGLang."""
+"""Drafters through the handoff: tokens, and how many drafts are accepted, are those of one SGLang."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from testkit.sglang.servers import (
     ROOT,
@@ -32,29 +34,56 @@ NUM = 40
 FAULT = "boundary"
 
 
-def drafter(folder: Path) -> Path:
-    """The demo's EAGLE-3 head, with the layers of its features where SGLang reads them, and counted as SGLang does."""
-    copy = folder / "eagle3"
-    shutil.copytree(ROOT / "models" / "baton-demo-eagle3", copy)
+@dataclass(frozen=True, slots=True)
+class Method:
+    """SGLang's `algorithm` over a demo `target`. `head`: the demo's checkpoint of it; None: in the target's."""
+
+    algorithm: str
+    target: str
+    head: str | None
+
+
+METHODS = {
+    "EAGLE-3": Method("EAGLE3", "baton-demo-llama", "baton-demo-eagle3"),
+    "EAGLE": Method("EAGLE", "baton-demo-llama", "baton-demo-eagle"),
+    "MTP over latents": Method("NEXTN", "baton-demo-deepseek", None),
+    "EAGLE-3 over latents": Method("EAGLE3", "baton-demo-deepseek", "baton-demo-deepseek-eagle3"),
+}
+
+
+def drafter(folder: Path, head: str) -> Path:
+    """The demo's head as SGLang reads it: EAGLE-3 with the layers of its features where SGLang looks, and counted as
+    SGLang does; EAGLE with SGLang's name, and the bias that SGLang's module has."""
+    copy = folder / head
+    shutil.copytree(ROOT / "models" / head, copy)
     config = json.loads((copy / "config.json").read_text())
-    layers = [layer - 1 for layer in config["eagle_aux_hidden_state_layer_ids"]]
-    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True}
+    if "eagle_aux_hidden_state_layer_ids" in config:
+        layers = [layer - 1 for layer in config["eagle_aux_hidden_state_layer_ids"]]
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True}
+    else:
+        config["architectures"] = ["LlamaForCausalLMEagle"]
+        weights = load_file(copy / "model.safetensors")
+        weights["fc.bias"] = torch.zeros_like(weights["fc.weight"][:, 0])
+        save_file(weights, copy / "model.safetensors")
     (copy / "config.json").write_text(json.dumps(config))
     return copy
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("eagle3")
+    return tmp_path_factory.mktemp("speculation")
 
 
-@pytest.fixture(scope="module")
-def servers(folder: Path) -> Iterator[tuple[Pair, Server]]:
-    flags = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(drafter(folder))]
+@pytest.fixture(scope="module", params=METHODS.values(), ids=METHODS)
+def servers(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Pair, Server]]:
+    method: Method = request.param
+    flags = ["--speculative-algorithm", method.algorithm]
+    if method.head is not None:
+        flags += ["--speculative-draft-model-path", str(drafter(folder, method.head))]
     flags += ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
     prefill, decode = pair_configs(folder, both=flags)
     decode = replace(decode, environment={"BATON_TEST_FAULT": str(folder / FAULT)})
-    with serve(folder, [prefill, decode, Config("one", flags)]) as (p, d, one):
+    with serve(folder, [prefill, decode, Config("one", flags)], ROOT / "models" / method.target) as (p, d, one):
         yield Pair(p, d, ticket_key(folder)), one
 
 
@@ -81,7 +110,7 @@ async def compare(pair: Pair, one: Server, mode: Mode, seed: int) -> tuple[int, 
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
-def test_eagle3_goes_on_as_on_one_server(servers: tuple[Pair, Server], mode: Mode) -> None:
+def test_a_drafter_goes_on_as_on_one_server(servers: tuple[Pair, Server], mode: Mode) -> None:
     accepted, differing = asyncio.run(compare(*servers, mode, seed=1 if mode == "push" else 2))
     assert not differing
     assert accepted > 0, "no draft was accepted, so equal figures would prove nothing"

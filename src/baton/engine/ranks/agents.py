@@ -9,6 +9,7 @@ from baton.engine.memory.device_memory import make_digester
 from baton.engine.memory.kv_memory import KVMemory
 from baton.handoff.agent.agent import AgentConfig, EngineWatch, HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
+from baton.handoff.agent.limits import check_messages
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.events import HandoffEvent
 from baton.handoff.session.config import own_bind
@@ -30,6 +31,8 @@ def make_agents(
 
     `whole`: the groups over all ranks. A given control port is rank 0's; the other ranks use the next ports.
     `data_rank`: the number among data-parallel ranks, each of which is an instance with one tensor rank.
+
+    Raises `ConfigError` if the messages about the longest prompt would be too large.
     """
     parts: dict[str, list[RankGeometry]] = {group.name: [] for group in whole}
     for rank, held in enumerate(pool.parts):
@@ -37,6 +40,9 @@ def make_agents(
             pages = pool.size.num_pages[group.name]
             geometry = Geometry.block_major(group, pages, region=region, first_head=first_heads)
             parts[group.name].append(RankGeometry(rank=rank, geometry=geometry, turn=data_rank))
+    rules, first = {group.name: group.rules for group in whole}, {name: ranks[0] for name, ranks in parts.items()}
+    own_tables = {name: name for name in parts}
+    check_messages(pool.size.max_model_len, rules, first, own_tables, identity.integrity)
     instance = InstanceAgent(Instance(rank=0, groups=parts), emit)
     agents = []
     for rank, (transport, regions) in enumerate(zip(transports, pool.regions, strict=True)):

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.handoff.plan.tables import copy_tables
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import SignedTicket
@@ -75,8 +76,7 @@ class Agent(ABC):
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None:
         """Tokens `[0, final)` of each group are final on every rank; `pages` are the block tables so far."""
-        tables = {group: list(table) for group, table in pages.items()}
-        self.post(key, ev.Declared(prompt_len, tables, dict(final)))
+        self.post(key, ev.Declared(prompt_len, copy_tables(pages), dict(final)))
 
     def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
         """Layers of a running forward are written on every rank that has them, or the forward failed. `declare_final`
@@ -97,8 +97,7 @@ class Agent(ABC):
     def open_decode(
         self, ticket: SignedTicket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
     ) -> None:
-        tables = {group: list(table) for group, table in pages.items()}
-        self.post(ticket.key, DecodePages(ticket, prompt_len, dict(wanted), tables))
+        self.post(ticket.key, DecodePages(ticket, prompt_len, dict(wanted), copy_tables(pages)))
 
     def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
         self.post(key, GiveUp(reason, taken=taken))

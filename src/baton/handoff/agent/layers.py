@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.handoff.agent.calls import Agent
+from baton.handoff.plan.tables import copy_tables
 from baton.handoff.protocol.events import LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey
 
@@ -32,7 +33,7 @@ class WrittenLayers:
     def report(self, stop: int) -> None:
         """Report the layers below `stop` as written."""
         final = {group: self.final[group] for group in sorted(self.groups)}
-        tables = {group: list(self.pages[group]) for group in final}
+        tables = copy_tables({group: self.pages[group] for group in final})
         self.agent.stream_layers(self.key, LayersWritten(self.num_tokens, tables, final, stop))
         self.reported, self.unreported, self.groups = True, 0, set()
 

@@ -14,6 +14,7 @@ from baton.handoff.protocol.messages import Announce, AttemptKey, Cancel, Nack, 
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, SignedTicket, Ticket
 from baton.handoff.session.session import Session
+from baton.kv.interval import Interval
 from baton.log_limit import LogLimit
 from baton.wire import LegRole, Mode
 
@@ -145,10 +146,14 @@ def _check_tables(session: Session, message: Register, mode: Mode) -> None:
     """Raise `ProtocolError` unless a REGISTER names only groups of its pair, and pages of its sender's geometry."""
     geometries = session.hello.instance.here if session.hello is not None else {}
     groups = session.pairs.get(message.key.pair, frozenset())
+    checked: set[tuple[int, Interval, int, int]] = set()  # a table of many groups is checked once
     for group, tokens in message.wanted.items():
         rank = geometries.get(group)
         if rank is None or group not in groups:
             raise ProtocolError(f"group {group!r} does not exist, or other ranks bring it")
         if mode == "push":
             size, count = rank.geometry.page_size, rank.geometry.num_pages
-            check_table(group, message.pages.get(group, []), tokens, size, count)
+            table = message.pages.get(group, [])
+            if (what := (id(table), tokens, size, count)) not in checked:
+                check_table(group, table, tokens, size, count)
+                checked.add(what)

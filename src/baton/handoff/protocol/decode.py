@@ -103,7 +103,7 @@ class DecodeHandoff(DecodeState):
     def _place(self, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
         self._step("place")
         self._wanted = dict(wanted)
-        self._pages = {group: list(table) for group, table in pages.items()}
+        self._pages = dict(pages)
         self._digest_checks = DigestChecks(self._wanted, self._pages)
         # P needs D's pages only to write them.
         tables = self._pages if self.mode == "push" else {}

@@ -59,7 +59,7 @@ class FinalRanges:
         self.computed = self.computed or event.prompt_len in event.final.values()
         for group, pages in event.pages.items():
             if self._moves(group):
-                self.pages[group] = list(pages)
+                self.pages[group] = pages
         self.extend(event.final)
 
     def written(self, event: ev.LayersWritten) -> None:
@@ -70,7 +70,7 @@ class FinalRanges:
             stop = min(stop, self._prompt_len)
             if not self._moves(group) or stop <= self.final.get(group, 0):
                 continue
-            self.pages[group] = list(event.pages[group])
+            self.pages[group] = event.pages[group]
             known = self._partial.get(group)
             if known is None or known.stop != stop:
                 self._drop(group)

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import ProtocolError
+from baton.handoff.plan.tables import join_tables, share_tables
 from baton.handoff.protocol.messages import (
     MAX_DRAFTER_STATES,
     Ack,
@@ -35,23 +36,23 @@ from baton.handoff.protocol.messages import (
     Repair,
 )
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 _SMALL = 8 * 1024
 _SEEDS = MAX_DRAFTER_STATES + 64 * 1024
-_TABLES = 8 * 1024 * 1024
+MAX_TABLES_BYTES = 8 * 1024 * 1024
 _LIMITS: dict[type[ControlMessage], int] = {
     Hello: 1024 * 1024,
     Bye: _SMALL,
     Renew: 256,
     Announce: 32 * 1024,
     Admitted: _SMALL,
-    Register: _TABLES,
-    Ready: _TABLES,
+    Register: MAX_TABLES_BYTES,
+    Ready: MAX_TABLES_BYTES,
     ReadDone: _SMALL,
     Confirm: _SEEDS,
-    Progress: _TABLES,
-    Commit: _TABLES,
+    Progress: MAX_TABLES_BYTES,
+    Commit: MAX_TABLES_BYTES,
     Repair: 256 * 1024,
     Finished: _SEEDS,
     Ack: _SMALL,
@@ -91,10 +92,25 @@ _MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError, ProtocolError)
 M = TypeVar("M", bound=ControlMessage)
 
 
+def _with_shared_tables(message: ControlMessage) -> ControlMessage:
+    """As it is sent: each block table once."""
+    if not isinstance(message, Register | Ready):
+        return message
+    pages, same = share_tables(message.pages)
+    return msgspec.structs.replace(message, pages=pages, same=same)
+
+
+def _with_joined_tables(message: ControlMessage) -> ControlMessage:
+    """As it was before it was sent. Raises `ProtocolError` for tables that do not exist."""
+    if not isinstance(message, Register | Ready) or not message.same:
+        return message
+    return msgspec.structs.replace(message, pages=join_tables(message.pages, message.same), same={})
+
+
 def encode_frame(message: ControlMessage, session: int, sequence: int) -> bytes:
     """Raises `ProtocolError` if the message exceeds its size limit."""
     kind = kind_of(message)
-    body = _encoder.encode(message)
+    body = _encoder.encode(_with_shared_tables(message))
     if len(body) > DECODERS[kind][1]:
         raise ProtocolError(f"{kind} of {len(body)} bytes is over its limit of {DECODERS[kind][1]}")
     return _encoder.encode(Envelope(PROTOCOL_VERSION, session, sequence, kind, msgspec.Raw(body)))
@@ -117,7 +133,7 @@ def decode_frame(frame: bytes) -> tuple[int, int, ControlMessage]:
     if len(body) > limit:
         raise ProtocolError(f"{envelope.kind} of {len(body)} bytes is over its limit of {limit}")
     try:
-        message: ControlMessage = decoder.decode(body)
+        message = _with_joined_tables(decoder.decode(body))
     except _MALFORMED as error:
         raise ProtocolError(f"malformed {envelope.kind}: {error}") from error
     return envelope.session, envelope.sequence, message

@@ -40,6 +40,8 @@ Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 PageIds = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(max_length=MAX_PAGES)]
 PageTables = Annotated[dict[Name, PageIds], Meta(max_length=MAX_GROUPS)]
+# Of groups without a table of their own: the group whose table they have. Filled on the wire only (`frames.py`).
+SameTables = Annotated[dict[Name, Name], Meta(max_length=MAX_GROUPS)]
 Intervals = Annotated[dict[Name, Interval], Meta(max_length=MAX_GROUPS)]
 Age = Annotated[float, Meta(ge=0, le=86400)]
 Round = Annotated[int, Meta(ge=0, le=MAX_ROUNDS)]
@@ -170,6 +172,7 @@ class Register(AttemptMessage, frozen=True, tag="REGISTER"):
     ticket: TicketText
     wanted: Intervals
     pages: PageTables
+    same: SameTables = {}
 
 
 class Ready(AttemptMessage, frozen=True, tag="READY"):
@@ -181,6 +184,7 @@ class Ready(AttemptMessage, frozen=True, tag="READY"):
     final: Annotated[dict[Name, Position], Meta(max_length=MAX_GROUPS)]
     pages: PageTables
     digests: Digests = {}
+    same: SameTables = {}
 
 
 class ReadDone(AttemptMessage, frozen=True, tag="READ_DONE"):

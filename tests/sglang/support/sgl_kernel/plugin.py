@@ -20,6 +20,8 @@ def register() -> None:
         _leave_boundary_out(fault)
     if "mooncake_tcp" in sys.argv:
         _without_cuda_events()
+    if any("deepseek" in word for word in sys.argv):
+        _attend_to_latents()
     if not any(word.startswith("--speculative") for word in sys.argv):
         return
     from sglang.srt.layers.attention.intel_amx_backend import IntelAMXAttnBackend
@@ -29,6 +31,14 @@ def register() -> None:
     HookRegistry.register(native, IntelAMXAttnBackend, HookType.REPLACE)
     drafts = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
     HookRegistry.register(drafts, _create, HookType.AROUND)
+
+
+def _attend_to_latents() -> None:
+    """SGLang's handler of MLA for attention that it does not know expands the latents of a new prompt to K and V, which
+    attention in PyTorch would then look for in the cache."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
 
 
 def _create(

@@ -1,0 +1,49 @@
+"""Block tables by group, of which several groups may share one: it is copied and sent once.
+
+An engine with a buffer for each layer has a group for each, and one block table for all of them. Groups that share a
+table have the same list, which nobody changes after it was copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from baton.errors import ProtocolError
+
+
+def copy_tables(pages: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """Copies of an engine's tables, which grow. Groups that share a table share its copy."""
+    copies: dict[int, list[int]] = {}
+    for table in pages.values():
+        if id(table) not in copies:
+            copies[id(table)] = list(table)
+    return {group: copies[id(table)] for group, table in pages.items()}
+
+
+def share_tables(pages: Mapping[str, list[int]]) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Each table once, under the first group that has it; and for the other groups, the group under which theirs is.
+    Equal tables count as shared."""
+    first: dict[int, str] = {}
+    equal: dict[tuple[int, ...], str] = {}
+    tables: dict[str, list[int]] = {}
+    same: dict[str, str] = {}
+    for group, table in pages.items():
+        holder = first.get(id(table))
+        if holder is None:
+            holder = first[id(table)] = equal.setdefault(tuple(table), group)
+        if holder == group:
+            tables[group] = table
+        else:
+            same[group] = holder
+    return tables, same
+
+
+def join_tables(tables: Mapping[str, list[int]], same: Mapping[str, str]) -> dict[str, list[int]]:
+    """The opposite of `share_tables`. Raises `ProtocolError` for a group with two tables, or with that of a group that
+    has none of its own."""
+    found = dict(tables)
+    for group, holder in same.items():
+        if group in tables or holder not in tables:
+            raise ProtocolError(f"group {group!r} cannot have the block table of group {holder!r}")
+        found[group] = tables[holder]
+    return found
