@@ -1,4 +1,4 @@
-"""Starts the plug-in in a scheduler process: registers its KV buffers with the transport and starts its agent."""
+"""Starts the plug-in in a scheduler process."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from baton.sglang.seeds import MetadataRows
 from baton.transports.base import Region
 
 SUPPORTED = ("0.5.23",)
-# SGLang calls one module of MTP (NEXTN) EAGLE too.
+# EAGLE: also MTP (NEXTN).
 DRAFT_METHODS = ("EAGLE", "EAGLE3")
 
 
@@ -179,7 +179,7 @@ def prompt_of(request: Any) -> Sequence[int]:
 
 
 def ticket_of(request: Any) -> str | None:
-    """SGLang's API has no field for a ticket, so it comes as `bootstrap_host`, which nothing else uses with this
-    backend. None if not the token ids alone determine the KV, or without a ticket."""
+    """It comes as `bootstrap_host`, which nothing else uses with this backend. None also if not the token ids alone
+    determine the KV."""
     plain = request.multimodal_inputs is None and request.lora_id is None and request.input_embeds is None
     return request.bootstrap_host if plain else None

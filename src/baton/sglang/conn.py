@@ -22,7 +22,7 @@ _PHASES = {"ready": KVPoll.WaitingForInput, "moving": KVPoll.Transferring, "done
 
 
 class _AnyPrefill(dict[str, PrefillServerInfo]):
-    """What SGLang asks about a prefill server before it makes a receiver: whatever the address, a ticket decides."""
+    """What SGLang asks about a prefill server before it makes a receiver; a ticket decides."""
 
     def get(self, key: str, default: Any = None) -> Any:
         return _ONE_RANK
@@ -46,7 +46,7 @@ class BatonKVManager(CommonKVManager):
 
         compat.check_server(server_args, get_parallel())
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        # Baton's agent has its own sockets. This one would take messages from anyone.
+        # This one would take messages from anyone.
         self.server_socket.close(linger=0)
         self.prefill_info_table = _AnyPrefill()
         self.backend = backend.start_rank_backend(args, disaggregation_mode.value, server_args, type(self).queue)

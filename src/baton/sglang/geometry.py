@@ -1,9 +1,8 @@
 """Describes SGLang's KV buffers as regions and geometries, without a copy.
 
 SGLang has buffers for each layer: K and V, MLA's latents, keys of an index, K and V of a window, parts of a state. Page
-p of a buffer is its bytes [p * page_bytes, (p + 1) * page_bytes). Layers with full attention share a request's pages,
-and so do those with a window; a state has one slot. Page 0 belongs to no request. Each buffer is an allocation, so a
-region and a group of its own.
+p of a buffer is its bytes [p * page_bytes, (p + 1) * page_bytes). Page 0 belongs to no request. Each buffer is a region
+and a group.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ class BufferLayout:
 
     @property
     def shared(self) -> dict[str, str]:
-        """By group, the name of its block table: the same one for all groups that `tables` gives the same."""
+        """By group, the name of its block table."""
         return {name: "full" if rules.kind == "mla" else rules.kind for name, rules in self.rules.items()}
 
     def tables(self, num_tokens: int, pages: RequestPages) -> dict[str, list[int]]:

@@ -1,8 +1,7 @@
 """The legs of requests: SGLang's scheduler calls them and polls; the handoff agent's events decide their phase.
 
-A leg ends only when no copy touches its pages any more, so SGLang may free them whenever it polls an end. SGLang frees
-a request's pages on all tensor ranks when one of them says that it failed, so the ranks agree first (`agree`). Calls
-come from the scheduler's thread, `post` from the agent's.
+A leg ends only when no copy touches its pages any more. SGLang frees a request's pages on all tensor ranks when one
+says that it failed, so the ranks agree first (`agree`). The scheduler's thread calls all but `post`.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ from baton.wire import LegRole
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
-# An agent accepts an abort without waiting for a peer. After this time it hangs, and may still commit a leg whose pages
-# are about to hold other KV: the server must end.
+# An agent that takes longer hangs, and may still commit the leg: the server must end.
 ABORT_TIMEOUT_S = 60.0
 
-# waiting: for the peer. ready: D may allocate pages; P may compute. moving: pages are named. Then one of two ends.
+# ready: D may allocate pages; P may compute. moving: pages are named.
 LegPhase = Literal["waiting", "ready", "moving", "done", "failed"]
 # The least of each entry over the tensor ranks. Collective.
 Least = Callable[[list[int]], list[int]]
@@ -77,7 +75,7 @@ class ReceiverLeg(RankLeg):
 
 
 class RankLegs:
-    """The legs of one rank, by attempt. `counts`: handoffs by outcome, and the `bytes` and `runs` of committed ones."""
+    """The legs of one rank. `counts`: handoffs by outcome, and the `bytes` and `runs` of committed ones."""
 
     def __init__(
         self,
@@ -86,7 +84,7 @@ class RankLegs:
         settle: Callable[[], None] = lambda: None,
         abort_timeout: float = ABORT_TIMEOUT_S,
     ) -> None:
-        """`settle`: wait until the device has finished the queued work."""
+        """`settle`: wait for the device."""
         self.counts: Counter[str] = Counter()
         self._layout = layout
         self._redeemer = redeemer
@@ -118,9 +116,8 @@ class RankLegs:
                 return leg.phase
 
     def agree(self, legs: Sequence[RankLeg], least: Least) -> None:
-        """Set `agreed` to the phase, but of a leg that failed on some rank only when it has ended on all; until then it
-        is given up here too. All ranks call this with the same requests.
-        """
+        """Set `agreed` to the phase, but of a leg that failed on some rank only when it has ended on all; it is given
+        up here too. Collective."""
         phases = [self.poll(leg) for leg in legs]
         sound = [int(phase != "failed") for phase in phases]
         ended = [int(phase in ("done", "failed")) for phase in phases]
@@ -147,15 +144,14 @@ class RankLegs:
         return leg
 
     def scheduled(self, leg: SenderLeg) -> None:
-        """The request is about to be computed, so it has pages: only now may D hold pages for it, or the two servers
-        could fill up with requests that wait for each other's pages."""
+        """The request has pages. D may hold pages for it only now, or the servers could wait for each other's."""
         if leg.ticket is not None and not leg.admitted and leg.phase != "failed":
             leg.admitted = True
             self.agent.admit_prefill(leg.ticket.key)
 
     def computed(self, leg: SenderLeg, pages: RequestPages, num_tokens: int, seeds: Callable[[], Seeds]) -> None:
-        """`num_tokens` more tokens are computed, in `pages`. All but the last call end with whole pages. The last names
-        the pages of windows and states too, and calls `seeds`."""
+        """`num_tokens` more tokens are computed, in `pages`. The last call names those of windows and states too, and
+        calls `seeds`."""
         if leg.ticket is None or leg.aborted or leg.phase == "failed":
             return
         self.scheduled(leg)
@@ -198,8 +194,8 @@ class RankLegs:
     # ------------------------------------------------------------ both
 
     def abort(self, leg: RankLeg) -> None:
-        """Give a leg up. On return the agent sends no commitment for it, so a prefill leg's pages may be freed: a copy
-        that still reads them is never used. A decode leg's may not before the leg has failed.
+        """Give a leg up. On return the agent commits it no more, so a prefill leg's pages may be freed. A decode leg's
+        may when the leg has failed.
 
         Raises `HandoffError` if the agent does not answer.
         """

@@ -1,8 +1,7 @@
 """SGLang's metadata row of a request as Baton's seeds, and back.
 
-SGLang keeps what D needs besides KV in one row of several buffers: first token, counts, logprobs, the drafter's top-k
-and hidden state, and the request's room. The seeds carry the row's bytes unchanged, so D's scheduler reads what its own
-backends would have written.
+The row is in several buffers: first token, counts, logprobs, the drafter's top-k and hidden state, the request's room.
+The seeds carry its bytes unchanged.
 """
 
 from __future__ import annotations

@@ -67,11 +67,11 @@ class CacheLayout:
 
     @property
     def shared_tables(self) -> dict[str, str]:
-        """By group, the name of its block table in kernel pages, which several groups may have."""
+        """By group, the name of its block table."""
         return {group.name: f"{group.table}/{self.blocks_per_page[group.name]}" for group in self.groups}
 
     def kernel_tables(self, tables: Sequence[Sequence[int]]) -> dict[str, list[int]]:
-        """Block tables by group, of those of vLLM's cache groups. Groups with the same one get the same list."""
+        """Block tables by group. `tables`: vLLM's."""
         made: dict[str, list[int]] = {}
         shared = self.shared_tables
         for group in self.groups:

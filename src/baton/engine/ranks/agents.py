@@ -31,8 +31,6 @@ def make_agents(
 
     `whole`: the groups over all ranks. A given control port is rank 0's; the other ranks use the next ports.
     `data_rank`: the number among data-parallel ranks, each of which is an instance with one tensor rank.
-
-    Raises `ConfigError` if the messages about the longest prompt would be too large.
     """
     parts: dict[str, list[RankGeometry]] = {group.name: [] for group in whole}
     for rank, held in enumerate(pool.parts):

@@ -1,4 +1,4 @@
-"""Whether the messages about the longest prompt fit into their frames, which an engine checks before it starts."""
+"""Whether the messages of the longest prompt fit into frames."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from baton.handoff.protocol.messages import DIGEST_BYTES, MAX_PAGES, PIECE_TOKEN
 from baton.kv.interval import Rules
 from baton.wire import Integrity
 
-# In MessagePack: a page id, the null page, a digest without its hashes, and a group's fields without its name.
+# Bytes of: a page id, the null page, a digest without hashes, a group without its name.
 _PAGE_ID, _NULL_PAGE, _PIECE, _GROUP = 5, 1, 14, 64
-_SHORT = 255  # more bytes of hashes have a header that is one byte longer
-_OTHER = 128 * 1024  # the ticket, or seeds of a usual size
+_SHORT = 255  # longer hashes have a longer header
+_OTHER = 128 * 1024  # ticket or seeds
 
 
 def message_bytes(
@@ -25,12 +25,8 @@ def message_bytes(
     tables: Mapping[str, str],
     integrity: Integrity,
 ) -> int:
-    """The most bytes of a message about a prompt of `num_tokens` tokens. `tables`: names by group; groups whose name is
-    the same have the same block table.
-
-    Pieces that the end of a prefill chunk cuts are not counted. A message that is too large after all fails its request
-    by name.
-    """
+    """At most, but for pieces that chunks cut: a request whose message is too large fails. `tables`: by group, the name
+    of its block table."""
     found: dict[str, int] = {}
     others = _OTHER
     for group, rule in rules.items():
@@ -55,8 +51,7 @@ def check_messages(
     tables: Mapping[str, str],
     integrity: Integrity,
 ) -> None:
-    """Raise `ConfigError` if the messages about a prompt of `max_tokens` tokens, or of as many as the pages hold, would
-    be too large. Parameters as of `message_bytes`."""
+    """Raise `ConfigError` if messages of `max_tokens` tokens, or as many as fit into the pages, are too large."""
     whole = [geometries[group].geometry for group, rule in rules.items() if rule.kind in ("full", "mla")]
     longest = min([max_tokens, *(each.num_pages * each.page_size for each in whole)])
     needed = message_bytes(longest, rules, geometries, tables, integrity)

@@ -146,7 +146,7 @@ def _check_tables(session: Session, message: Register, mode: Mode) -> None:
     """Raise `ProtocolError` unless a REGISTER names only groups of its pair, and pages of its sender's geometry."""
     geometries = session.hello.instance.here if session.hello is not None else {}
     groups = session.pairs.get(message.key.pair, frozenset())
-    checked: set[tuple[int, Interval, int, int]] = set()  # a table of many groups is checked once
+    checked: set[tuple[int, Interval, int, int]] = set()
     for group, tokens in message.wanted.items():
         rank = geometries.get(group)
         if rank is None or group not in groups:

@@ -1,8 +1,4 @@
-"""Block tables by group, of which several groups may share one: it is copied and sent once.
-
-An engine with a buffer for each layer has a group for each, and one block table for all of them. Groups that share a
-table have the same list, which nobody changes after it was copied.
-"""
+"""Block tables by group. Groups that share one have the same list, which is copied and sent once."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from baton.errors import ProtocolError
 
 
 def copy_tables(pages: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """Copies of an engine's tables, which grow. Groups that share a table share its copy."""
+    """Copies of an engine's tables, which grow."""
     copies: dict[int, list[int]] = {}
     for table in pages.values():
         if id(table) not in copies:
@@ -21,8 +17,7 @@ def copy_tables(pages: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
 
 
 def share_tables(pages: Mapping[str, list[int]]) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Each table once, under the first group that has it; and for the other groups, the group under which theirs is.
-    Equal tables count as shared."""
+    """Each table under its first group, and for the other groups that group. Equal tables count as shared."""
     first: dict[int, str] = {}
     equal: dict[tuple[int, ...], str] = {}
     tables: dict[str, list[int]] = {}
@@ -39,8 +34,7 @@ def share_tables(pages: Mapping[str, list[int]]) -> tuple[dict[str, list[int]], 
 
 
 def join_tables(tables: Mapping[str, list[int]], same: Mapping[str, str]) -> dict[str, list[int]]:
-    """The opposite of `share_tables`. Raises `ProtocolError` for a group with two tables, or with that of a group that
-    has none of its own."""
+    """The opposite of `share_tables`. Raises `ProtocolError` for a group with two tables or none."""
     found = dict(tables)
     for group, holder in same.items():
         if group in tables or holder not in tables:

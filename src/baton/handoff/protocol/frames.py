@@ -93,7 +93,6 @@ M = TypeVar("M", bound=ControlMessage)
 
 
 def _with_shared_tables(message: ControlMessage) -> ControlMessage:
-    """As it is sent: each block table once."""
     if not isinstance(message, Register | Ready):
         return message
     pages, same = share_tables(message.pages)
@@ -101,7 +100,7 @@ def _with_shared_tables(message: ControlMessage) -> ControlMessage:
 
 
 def _with_joined_tables(message: ControlMessage) -> ControlMessage:
-    """As it was before it was sent. Raises `ProtocolError` for tables that do not exist."""
+    """Raises `ProtocolError`."""
     if not isinstance(message, Register | Ready) or not message.same:
         return message
     return msgspec.structs.replace(message, pages=join_tables(message.pages, message.same), same={})

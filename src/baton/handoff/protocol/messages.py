@@ -40,7 +40,7 @@ Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 PageIds = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(max_length=MAX_PAGES)]
 PageTables = Annotated[dict[Name, PageIds], Meta(max_length=MAX_GROUPS)]
-# Of groups without a table of their own: the group whose table they have. Filled on the wire only (`frames.py`).
+# The group whose table a group shares; on the wire only (`frames.py`).
 SameTables = Annotated[dict[Name, Name], Meta(max_length=MAX_GROUPS)]
 Intervals = Annotated[dict[Name, Interval], Meta(max_length=MAX_GROUPS)]
 Age = Annotated[float, Meta(ge=0, le=86400)]

@@ -36,9 +36,10 @@ def register() -> None:
 def _attend_to_latents() -> None:
     """SGLang's handler of MLA for attention that it does not know expands the latents of a new prompt to K and V, which
     attention in PyTorch would then look for in the cache."""
-    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-    handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
+    AttentionBackendRegistry.register("torch_native", lambda attn, batch: AttnForwardMethod.MLA)
 
 
 def _create(
