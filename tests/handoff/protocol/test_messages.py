@@ -208,14 +208,13 @@ def test_groups_that_share_a_block_table_say_it_once() -> None:
 
 
 @pytest.mark.parametrize("same", [{"b": "c"}, {"a": "a"}, {"b": "b"}, {"b": "d", "d": "a"}])
-def test_a_block_table_that_nobody_has_is_refused(same: dict[str, str]) -> None:
-    for message in (
-        Register(KEY, ticket="t", wanted={}, pages={"a": [1]}, same=same),
-        Ready(KEY, final={}, pages={"a": [1]}, same=same),
-    ):
-        frame = envelope(kind_of(message), msgspec.msgpack.encode(message))
-        with pytest.raises(ProtocolError, match="cannot have the block table of group"):
-            decode_frame(frame)
+@pytest.mark.parametrize("kind", ["REGISTER", "READY"])
+def test_a_block_table_that_nobody_has_is_refused(kind: str, same: dict[str, str]) -> None:
+    tables: dict[str, Any] = {"pages": {"a": [1]}, "same": same}
+    register, ready = Register(KEY, ticket="t", wanted={}, **tables), Ready(KEY, final={}, **tables)
+    frame = envelope(kind, msgspec.msgpack.encode(register if kind == "REGISTER" else ready))
+    with pytest.raises(ProtocolError, match="cannot have the block table of group"):
+        decode_frame(frame)
 
 
 def test_tables_are_checked() -> None:
