@@ -36,10 +36,18 @@ def register() -> None:
 def _attend_to_latents() -> None:
     """SGLang's handler of MLA for attention that it does not know expands the latents of a new prompt to K and V, which
     attention in PyTorch would then look for in the cache."""
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     AttentionBackendRegistry.register("torch_native", lambda attn, batch: AttnForwardMethod.MLA)
+
+    def made(original: Callable[..., Any], *args: Any) -> Any:
+        *common, device = args
+        return get_rope(*common) if common[5] is None else original(*args)  # on a CPU it knows DeepSeek's scaling alone
+
+    HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", made, HookType.AROUND)
 
 
 def _create(
