@@ -44,8 +44,8 @@ def _attend_to_latents() -> None:
     AttentionBackendRegistry.register("torch_native", lambda attn, batch: AttnForwardMethod.MLA)
 
     def made(original: Callable[..., Any], *args: Any) -> Any:
-        *common, device = args
-        return get_rope(*common) if common[5] is None else original(*args)  # on a CPU it knows DeepSeek's scaling alone
+        # On a CPU SGLang knows DeepSeek's scaling alone. The last argument is the device.
+        return original(*args) if args[5] is not None else get_rope(*args[:-1])
 
     HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", made, HookType.AROUND)
 
