@@ -84,11 +84,42 @@ def qwen3_next(folder: Path) -> None:
     _save_with_mtp(Qwen3NextForCausalLM(config), folder)
 
 
-def _save_with_mtp(model: Any, folder: Path) -> None:
-    """With a module whose layer is the last one of the model. Two tensor ranks compute the bits of one."""
+def qwen3_5(folder: Path) -> None:
+    """As it is published: gated delta nets and attention in turns, an MTP module, positions of three axes, and a model
+    of images, which no prompt of tokens uses.
+    """
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    text = COMMON | DELTA_NETS | {"mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32"}
+    text |= {"rope_parameters": rope | {"mrope_section": [3, 3, 2], "mrope_interleaved": True}}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = Qwen3_5Config(
+        text_config={name: value for name, value in text.items() if name != "tie_word_embeddings"},
+        vision_config=vision | {"num_position_embeddings": 64},
+        tie_word_embeddings=False,
+        **{name: 2040 + index for index, name in enumerate(ids)},
+    )
+    config.dtype = "bfloat16"
+    _save_with_mtp(Qwen3_5ForConditionalGeneration(config), folder, "model.language_model.")
+    image = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "processor_class": "Qwen3VLProcessor"}
+    image |= {"size": {"longest_edge": 65536, "shortest_edge": 4096}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    kinds = {
+        "preprocessor_config": {"image_processor_type": "Qwen2VLImageProcessorFast"},
+        "video_preprocessor_config": {"video_processor_type": "Qwen3VLVideoProcessor"},
+    }
+    for name, kind in kinds.items():
+        (folder / f"{name}.json").write_text(json.dumps(image | kind))
+
+
+def _save_with_mtp(model: Any, folder: Path, prefix: str = "model.") -> None:
+    """With a module whose layer is the last one of the model. Two tensor ranks compute the bits of one. `prefix`: of
+    the weights of the model of text.
+    """
     _save(model.to(torch.bfloat16), folder)
     weights = load_file(folder / "model.safetensors")
-    last, hidden = "model.layers.3.", COMMON["hidden_size"]
+    last, hidden = f"{prefix}layers.3.", COMMON["hidden_size"]
     for name in [name for name in weights if name.startswith(last)]:
         weights["mtp.layers.0." + name.removeprefix(last)] = weights[name].roll(1, 0)
     for name, weight in weights.items():
@@ -178,6 +209,31 @@ def windowed(folder: Path) -> None:
     config |= {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("model.safetensors", *TOKENIZER):
+        shutil.copy(MODEL / name, folder)
+
+
+def scaled(folder: Path, each_head: bool = False) -> None:
+    """The demo model with FP8 KV, whose scales are in the checkpoint: one of each layer, or one of each head."""
+    folder.mkdir(parents=True)
+    config = json.loads((MODEL / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "compressed",
+        "config_groups": {},
+        "kv_cache_scheme": scheme | {"strategy": "attn_head" if each_head else "tensor"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(MODEL / "model.safetensors")
+    shape = (config["num_key_value_heads"], 1, 1) if each_head else (1,)
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(config["num_hidden_layers"]):
+        for name in ("k_scale", "v_scale"):
+            scale = 0.02 + 0.1 * torch.rand(shape, generator=generator)
+            weights[f"model.layers.{layer}.self_attn.{name}"] = scale
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for name in TOKENIZER:
         shutil.copy(MODEL / name, folder)
 
 

@@ -33,10 +33,18 @@ EAGLE3 = {"method": "eagle3", "model": str(MODELS / "baton-demo-eagle3"), "num_s
 BLOCK, NUM_BLOCKS, BUDGET = 32, 32, 64
 
 
-class ScheduledEngine:
-    """One engine. `caches`: [blocks, heads, tokens, K then V] float32 by layer; the last layer is the drafter's."""
+def scaled_layer(cache_dtype: str, *scales: float) -> SimpleNamespace:
+    """The scales of vLLM's attention layer: one, or one of each head here."""
+    tensor, number = torch.tensor(scales), max(scales)
+    names = {f"_{name}_scale": tensor for name in "kv"} | {f"_{name}_scale_float": number for name in "kv"}
+    return SimpleNamespace(kv_cache_dtype=cache_dtype, **names)
 
-    def __init__(self, folder: Path, name: str, role: str) -> None:
+
+class ScheduledEngine:
+    """One engine. `caches`: [blocks, heads, tokens, K then V] by layer, in float32, or with `scale` the bytes of FP8
+    numbers that each layer scales so; the last layer is the drafter's."""
+
+    def __init__(self, folder: Path, name: str, role: str, scale: float | None = None) -> None:
         extra = {"keys": str(folder / "keys"), "kv_transport": f"file://{folder}/kv", "kv_stream": "chunk"}
         transfer = KVTransferConfig(
             kv_connector="BatonConnector",
@@ -55,16 +63,19 @@ class ScheduledEngine:
             block_size=BLOCK,
             speculative_config=EAGLE3,
             kv_transfer_config=transfer,
+            kv_cache_dtype="auto" if scale is None else "fp8",
         ).create_engine_config()
         number = self.config.model_config.get_total_num_hidden_layers()
         self.layers = [f"model.layers.{index}.self_attn.attn" for index in (0, 1, number)]
         model = self.config.model_config
         heads, width = model.get_total_num_kv_heads(), model.get_head_size()
-        spec = kv.FullAttentionSpec(block_size=BLOCK, num_kv_heads=heads, head_size=width, dtype=torch.float32)
+        dtype = torch.float32 if scale is None else torch.uint8  # as vLLM stores FP8
+        spec = kv.FullAttentionSpec(block_size=BLOCK, num_kv_heads=heads, head_size=width, dtype=dtype)
         cache_config = kv.KVCacheConfig(NUM_BLOCKS, [], [kv.KVCacheGroupSpec(self.layers, spec)])
         self.config.cache_config.num_gpu_blocks = NUM_BLOCKS
-        self.config.compilation_config.static_forward_context = {layer: object() for layer in self.layers}
-        self.caches = {layer: torch.zeros(NUM_BLOCKS, heads, BLOCK, 2 * width) for layer in self.layers}
+        module = object() if scale is None else scaled_layer("fp8", scale)
+        self.config.compilation_config.static_forward_context = dict.fromkeys(self.layers, module)
+        self.caches = {layer: torch.zeros(NUM_BLOCKS, heads, BLOCK, 2 * width, dtype=dtype) for layer in self.layers}
         self.worker: Any = BatonConnector(self.config, KVConnectorRole.WORKER, cache_config)
         self.worker.register_kv_caches(self.caches)
         scheduler = self.config.scheduler_config.get_scheduler_cls()
@@ -74,6 +85,7 @@ class ScheduledEngine:
         self.identity = self.half.scheduler.identity
         self.blocks: dict[str, list[int]] = {}
         self.first_tokens: dict[str, tuple[int, int]] = {}  # of a request's first step: computed before, scheduled
+        self.num_drafts: list[int] = []  # that each step with tokens proposes
         self.tokens: dict[str, list[int]] = {}
 
     def add(self, name: str, prompt: list[int], num: int, role: str, ticket: str) -> None:
@@ -115,6 +127,8 @@ class ScheduledEngine:
         self.scheduler.update_draft_token_ids(DraftTokenIds(drafted, [[6, 7, 8] for _ in drafted]))
 
     def _note(self, scheduled: Any) -> None:
+        if scheduled.total_num_scheduled_tokens:
+            self.num_drafts.append(scheduled.num_spec_tokens_to_schedule)
         for new in scheduled.scheduled_new_reqs:
             self.blocks[new.req_id] = list(new.block_ids[0])
             count = scheduled.num_scheduled_tokens[new.req_id]

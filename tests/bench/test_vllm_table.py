@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.vllm import first_tokens
 from benchmarks.vllm.handoffs import Row, table
 from benchmarks.vllm.legs import Answer
 
@@ -32,3 +33,18 @@ def test_ratios_are_within_rounds_and_failures_are_told() -> None:
     cells = [cell.strip() for cell in lines[-1].split("|")]
     assert cells[1:4] == ["two", "110.00", "2.00 (2.00-2.00)"]
     assert cells[-2] == "1 failed"
+
+
+def test_first_tokens_are_compared_with_one_vllm_and_with_a_peer() -> None:
+    rows = {name: Row() for name in ("one vLLM", "peer at its best", "ours")}
+    for _ in range(3):
+        rows["one vLLM"].add(answer(0.010, 0.002, 12))
+        rows["peer at its best"].add(answer(0.020, 0.002, 12))
+        rows["ours"].add(Answer(list(range(12)), [0.010, 0.016, *(0.018 + 0.002 * at for at in range(10))]))
+    lines = first_tokens.table(rows, "one vLLM", "peer at its best")
+    cells = [cell.strip().partition(" ")[0] for cell in lines[-1].split("|")]
+    # 26 ms for the 11 tokens after the first.
+    assert cells[1:5] == ["ours", "10.0", "16.0", "32.0"]
+    assert cells[5:8] == ["1.00", "2.54", "1.18"]
+    assert cells[8:11] == ["0.50", "0.73", "0.84"]
+    assert "1st over peer" in lines[0]

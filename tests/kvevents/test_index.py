@@ -126,11 +126,12 @@ def test_a_prefix_ends_where_a_window_or_state_can_continue() -> None:
     assert index.num_tokens(PromptBlocks(tokens)) == 16
 
 
-def test_salts_and_adapters_are_apart() -> None:
+def test_salts_adapters_and_images_are_apart() -> None:
     index, tokens = BlockIndex(), list(range(9))
     index.apply(stored([b"a", b"b"], tokens[:8], extra_keys=[("tenant",), None]))
     index.apply(stored([b"c"], tokens[:4], cache_salt="sglang"))
     index.apply(stored([b"d"], tokens[:4], lora_name="adapter"))
+    index.apply(stored([b"e"], tokens[:4], extra_keys=[(("hash of an image", 1),)]))
     assert index.num_tokens(PromptBlocks(tokens)) == 0
     assert index.num_tokens(PromptBlocks(tokens, "tenant")) == 8
     assert index.num_tokens(PromptBlocks(tokens, "sglang")) == 4

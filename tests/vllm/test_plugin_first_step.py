@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from baton.errors import ConfigError
 from baton.handoff.agent.calls import PrefillLeg
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket
 from baton.testing import RecordingAgent
+from baton.vllm import compat
 from baton.vllm.first_step import FirstTokens
 from baton.vllm.geometry import describe_caches
 from baton.vllm.groups import CacheTable, split_tables
@@ -118,3 +121,36 @@ def test_the_first_token_of_a_request_that_ended_is_forgotten(t: SignedTicket) -
     drafts = {"decode-1": [-1], "another": [-1]}
     d.first_tokens.place([SimpleNamespace(req_id=name) for name in drafts], drafts)
     assert drafts == {"decode-1": [-1], "another": [-1]}
+
+
+PLAIN: dict[str, Any] = {
+    "speculative_config": object(),
+    "use_v2_model_runner": False,
+    "scheduler_config": SimpleNamespace(async_scheduling=False),
+    "model_config": SimpleNamespace(has_inner_state=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "why"),
+    [
+        ("0.32", {}, None),
+        ("0.33", {}, "0.33"),
+        ("0.32", {"speculative_config": None}, "needs speculation"),
+        ("0.32", {"use_v2_model_runner": True}, "V1"),
+        ("0.32", {"scheduler_config": SimpleNamespace(async_scheduling=True)}, "V1"),
+        ("0.32", {"model_config": SimpleNamespace(has_inner_state=True)}, "states"),
+    ],
+)
+def test_the_first_token_is_verified_if_it_can_be(
+    version: str, changes: dict[str, Any], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "check_version", lambda: version)
+    config = SimpleNamespace(**PLAIN | changes)
+    assert compat.first_step_of(config, None) == ("verify" if why is None else "recompute")
+    assert compat.first_step_of(config, "recompute") == "recompute"
+    if why is None:
+        assert compat.first_step_of(config, "verify") == "verify"
+    else:
+        with pytest.raises(ConfigError, match=f"first_step.*{why}"):
+            compat.first_step_of(config, "verify")

@@ -117,6 +117,16 @@ def test_a_prefill_leg_is_announced_computed_and_held() -> None:
     assert (step.computed, step.closed) == ([], [ClosePrefill(t.key, held=True, failed=False)])
 
 
+def test_a_step_computes_prefill_legs_alone_or_another_request_too() -> None:
+    p, request = side("P"), leg("prefill", ticket())
+    p.on_new_request(request)
+    assert p.only_prefills({"prefill-1": 10})
+    assert not p.only_prefills({"prefill-1": 10, "another": 1})
+    assert not p.only_prefills({})
+    p.on_finished(request)
+    assert not p.only_prefills({"prefill-1": 1})
+
+
 @pytest.mark.parametrize("end", ["sent", "preempted", "aborted"])
 def test_the_first_block_of_a_window_outlives_its_request(end: str) -> None:
     # The decode engine computes token 9 and sees keys 4 to 9; vLLM, which has computed it, keeps those from 5 on.

@@ -16,6 +16,7 @@ from baton.kv.spec import Owner
 from baton.models.loading.loader import fingerprint, tokenizer_hash
 from baton.plugin_base.ranks import gather_bytes
 from baton.sampling_params import SamplingDefaults
+from baton.vllm.config import FirstStep
 from baton.vllm.geometry import WorkerHeads
 from baton.wire import KVStream
 
@@ -28,7 +29,8 @@ FIRST_DRAFTS = ("0.32",)  # whose scheduler's output is tested
 # two parts has the bits of a whole one.
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 DELTA_CHUNK = 64
-DRAFT_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
+FORWARD_METHODS = ("eagle", "eagle3", "mtp", "draft_model")
+DRAFT_METHODS = (*FORWARD_METHODS, "ngram")
 # GPUs store these as one contiguous row per (token, head), without separate scales.
 _ROWS = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
 # Computed by vLLM in PyTorch on CPUs, without its own kernel.
@@ -111,15 +113,35 @@ def stream_of(config: Any, asked: KVStream | None) -> KVStream:
     return asked or ("layer" if by_layer else "chunk")
 
 
-def check_first_step(config: Any) -> None:
-    """Raise `ConfigError` if the first token cannot be a draft. Asynchronous workers take none from the scheduler."""
-    field, version = "first_step", check_version()
-    if version not in FIRST_DRAFTS:
-        raise ConfigError(field, f"'verify' is for vLLM {', '.join(FIRST_DRAFTS)}, this is {version}")
+def first_step_of(config: Any, asked: FirstStep | None) -> FirstStep:
+    """`asked`; by default "verify" if possible, else "recompute". Raises `ConfigError` if "verify" is asked for and
+    impossible."""
+    why = _why_not_verified(config)
+    if asked == "verify" and why is not None:
+        raise ConfigError("first_step", f"'verify' {why}")
+    return asked or ("verify" if why is None else "recompute")
+
+
+def _why_not_verified(config: Any) -> str | None:
+    """Why the first token cannot be a draft. Asynchronous workers take none from the scheduler."""
+    if (version := check_version()) not in FIRST_DRAFTS:
+        return f"is for vLLM {', '.join(FIRST_DRAFTS)}, this is {version}"
     if config.speculative_config is None:
-        raise ConfigError(field, "'verify' needs speculation: without it vLLM verifies nothing")
-    if config.scheduler_config.async_scheduling or config.use_v2_model_runner:
-        raise ConfigError(field, "'verify' is for vLLM's V1 model runner without asynchronous scheduling")
+        return "needs speculation: without it vLLM verifies nothing"
+    if config.use_v2_model_runner or config.scheduler_config.async_scheduling:
+        return "is for vLLM's V1 model runner without asynchronous scheduling"
+    if config.model_config.has_inner_state:
+        return "is for models without states, which decode servers compute from before the prompt's end"
+    return None
+
+
+def may_skip_drafts(config: Any) -> bool:
+    """Whether a step may be told to propose no drafts, with the number by which vLLM's dynamic speculation does it. The
+    drafter's KV is computed all the same. Other engines that share experts run as many passes as this one."""
+    drafter = config.speculative_config
+    if drafter is None or drafter.method not in FORWARD_METHODS or check_version() not in FIRST_DRAFTS:
+        return False
+    return steps_alone(config) and not (config.use_v2_model_runner or config.scheduler_config.async_scheduling)
 
 
 def _check_rotary(config: Any) -> None:

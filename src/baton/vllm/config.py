@@ -22,14 +22,14 @@ class PluginConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fie
     `granularity`: the unit of copies, pages or tokens (`baton.vllm.geometry`); must be equal on both engines. With
     `integrity` it must be "token" if K is stored by dimension. `kv_stream`: the unit of streaming: a prompt ("off"), a
     chunk of it, or layers of a chunk (None: layers if possible, else chunks). `first_step`: whether D's
-    first step verifies a greedy request's first token; equal on both engines.
+    first step verifies a greedy request's first token (None: if possible); equal on both engines.
     """
 
     field: ClassVar[str] = FIELD
 
     granularity: Granularity = "page"
     kv_stream: KVStream | None = None
-    first_step: FirstStep = "recompute"
+    first_step: FirstStep | None = None
 
 
 def read_config(extra: Mapping[str, Any]) -> PluginConfig:

@@ -72,11 +72,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         compat.check_config(vllm_config)
         self._transfer = vllm_config.kv_transfer_config
-        self._config = read_config(self._transfer.kv_connector_extra_config)
-        compat.stream_of(vllm_config, self._config.kv_stream)
-        self._verify_first = self._config.first_step == "verify"
-        if self._verify_first:
-            compat.check_first_step(vllm_config)
+        asked = read_config(self._transfer.kv_connector_extra_config)
+        compat.stream_of(vllm_config, asked.kv_stream)
+        first_step = compat.first_step_of(vllm_config, asked.first_step)
+        self._config = msgspec.structs.replace(asked, first_step=first_step)
+        self._skips_drafts = compat.may_skip_drafts(vllm_config)
         self._version = version
         self._scheduler: SchedulerSide | None = None
         self._opened: OpenCache | None = None
@@ -200,7 +200,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         identity = msgspec.structs.replace(found[0].identity, control_addresses=joined)
         tables = caches.split_cache_groups(self._kv_cache_config)
         self._scheduler = SchedulerSide(
-            identity, self._config.ticket_key(), tables, self._pool, verify_first=self._verify_first
+            identity,
+            self._config.ticket_key(),
+            tables,
+            self._pool,
+            verify_first=self._config.first_step == "verify",
         )
 
     def on_new_request(self, request: Any) -> None:
@@ -227,6 +231,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             end = new.num_computed_tokens + scheduled[new.req_id]
             side.on_scheduled(new.req_id, end, new.block_ids, replace=True)
         side.first_tokens.place(scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_spec_decode_tokens)
+        if self._skips_drafts and side.only_prefills(scheduled):
+            # Their drafts would be verified by nobody.
+            scheduler_output.num_spec_tokens_to_schedule = 0
         cached = scheduler_output.scheduled_cached_reqs
         columns = (cached.req_ids, cached.num_computed_tokens, cached.new_block_ids)
         for request_id, start, blocks in zip(*columns, strict=True):

@@ -21,6 +21,7 @@ from baton.vllm import caches, compat
 from baton.vllm.config import PluginConfig
 from baton.vllm.geometry import describe_caches
 from baton.vllm.groups import split_tables
+from baton.vllm.scales import describe_scales, worker_scales
 from baton.vllm.worker import WorkerSide
 from baton.wire import VllmIdentity
 
@@ -70,7 +71,9 @@ def open_cache(
         settings.integrity,
     )
     facts = compat.facts(config, version)
-    facts["output.first_step"] = settings.first_step
+    facts["output.first_step"] = str(settings.first_step)
+    own = worker_scales(config.compilation_config.static_forward_context, layout)
+    facts["cache.scales"] = describe_scales(compat.gather_workers(config, own))
     for group in layout.groups:
         facts[f"group.{group.name}.layout"] = caches.layout_name(config, group.layers[0])
         facts[f"group.{group.name}.window"] = str(group.window)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -256,6 +256,10 @@ class SchedulerSide:
             self._pin(leg)
         if not done:
             self._step.computed.append(ComputedTokens(leg.ticket.key, num_computed, leg.tables))
+
+    def only_prefills(self, request_ids: Collection[str]) -> bool:
+        """Whether a step computes these prefill legs, and no other request."""
+        return bool(request_ids) and self._prefills.keys() >= set(request_ids)
 
     def _pin(self, leg: _Prefill) -> None:
         """Hold a reference to the first block of each window. This engine computes one token more than it hands over,

@@ -1,17 +1,30 @@
 """Models with other caches than full attention: sliding windows, states (Mamba-2, gated delta nets), latents (MLA),
-with drafters of another kind of cache. One uses a shared directory, the others NIXL.
+FP8, with drafters of another kind of cache. One uses a shared directory, the others NIXL.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from testkit.vllm.checkpoints import MLA, MTP, deepseek, gemma3, gpt_oss, mamba2, qwen3_next, windowed
+from testkit.vllm.checkpoints import (
+    MLA,
+    MTP,
+    deepseek,
+    gemma3,
+    gpt_oss,
+    mamba2,
+    qwen3_5,
+    qwen3_next,
+    scaled,
+    windowed,
+)
 from testkit.vllm.checks import check_all_are_handed_over
+from testkit.vllm.no_images import servers_without_images
 from testkit.vllm.servers import (
     EAGLE3,
     Mode,
@@ -40,6 +53,14 @@ CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path], Arguments]]] = {
         qwen3_next,
         lambda folder: {"spec": {"method": "mtp", "num_speculative_tokens": 3}, "both": DELTA_NETS},
     ),
+    "qwen3.5 with mtp": (
+        qwen3_5,
+        lambda folder: {"spec": {"method": "mtp", "num_speculative_tokens": 3}, "both": DELTA_NETS},
+    ),
+    "fp8 with scales, with eagle3": (
+        scaled,
+        lambda folder: {"spec": EAGLE3, "both": ["--kv-cache-dtype", "fp8", "--max-num-batched-tokens", "256"]},
+    ),
     "mla with mtp": (deepseek, lambda folder: {"spec": MTP, "both": ["--attention-backend", MLA]}),
 }
 
@@ -50,7 +71,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("hybrid")
     make(folder / "model")
     arguments = arguments_in(folder)
-    with serve_pair(folder, model=folder / "model", **arguments) as found:
+    images = servers_without_images(folder / "names") if make is qwen3_5 else contextlib.nullcontext()
+    with images, serve_pair(folder, model=folder / "model", **arguments) as found:
         yield found
 
 

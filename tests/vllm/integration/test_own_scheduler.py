@@ -4,6 +4,8 @@ It runs with the Python files of a vLLM that has no build for CPUs too (`tools/v
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 import torch
 from vllm.v1.request import RequestStatus
 
+from baton.errors import IncompatiblePeerError
+from baton.handoff.protocol.fingerprint import compare_fingerprints
 from baton.handoff.session.keys import make_keys
 from testkit.vllm.scheduled_engine import BUDGET, ScheduledEngine, ticket
 
@@ -25,12 +29,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.fixture(scope="module")
-def pair(folder: Path) -> Iterator[Pair]:
-    p, d = (ScheduledEngine(folder, *each) for each in (("P", "kv_producer"), ("D", "kv_consumer")))
-    yield p, d
-    for engine in (p, d):
-        engine.worker.shutdown()
+@contextlib.contextmanager
+def engines(folder: Path, *scales: float | None) -> Iterator[Pair]:
+    """P and D with a layer's scale of each."""
+    roles = ("P", "kv_producer"), ("D", "kv_consumer")
+    p, d = (ScheduledEngine(folder, *each, scale) for each, scale in zip(roles, scales, strict=True))
+    try:
+        yield p, d
+    finally:
+        for engine in (p, d):
+            engine.worker.shutdown()
+
+
+@pytest.fixture(scope="module", params=[None, 0.25], ids=["float32", "fp8"])
+def pair(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pair]:
+    with engines(folder, request.param, request.param) as found:
+        yield found
+
+
+def random_entries(engine: ScheduledEngine, num_tokens: int) -> dict[str, torch.Tensor]:
+    """Entries [heads, tokens, elements] of each layer, none of them 0, and none its own negative."""
+    generator, found = torch.Generator().manual_seed(num_tokens), {}
+    for layer, cache in engine.caches.items():
+        shape = (cache.shape[1], num_tokens, cache.shape[3])
+        if cache.dtype == torch.uint8:
+            found[layer] = torch.randint(1, 128, shape, dtype=torch.uint8, generator=generator)
+        else:
+            found[layer] = torch.rand(shape, generator=generator) + 1
+    return found
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
@@ -41,12 +67,7 @@ def test_d_has_all_but_the_last_token_of_target_and_drafter(pair: Pair, folder: 
     prompt = [1000 * (mode == "pull") + 7 * length + token for token in range(length)]
     signed = ticket(folder, p, d, prompt, mode)
     name = f"{mode}-{length}"
-    generator = torch.Generator().manual_seed(length)
-    caches = p.caches.items()
-    entries = {
-        layer: torch.rand(cache.shape[1], length + 16, cache.shape[3], generator=generator) + 1
-        for layer, cache in caches
-    }
+    entries = random_entries(p, length + 16)
     p.add(name, prompt, 1, "prefill", signed)
     d.add(name, prompt, 3, "decode", signed)
     # D computes other entries, which would be seen if it computed what it is to receive.
@@ -54,7 +75,24 @@ def test_d_has_all_but_the_last_token_of_target_and_drafter(pair: Pair, folder: 
         p.step({name: entries})
     d.step_until({name: {layer: -entry for layer, entry in entries.items()}}, p, name, 1)
     assert d.first_tokens[name][0] == length - 1
+    # Nobody verifies a prefill leg's drafts.
+    assert (set(p.num_drafts), set(d.num_drafts)) == ({0}, {3})
     for layer, entry in entries.items():
         assert d.read(name, layer, length - 1).equal(entry[:, : length - 1]), layer
     assert d.scheduler.requests[name].num_output_tokens == 1
     d.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+
+def test_fp8_of_other_scales_is_not_handed_off(folder: Path) -> None:
+    """The scales are no part of the bytes: with another one they are other numbers."""
+    with engines(folder, 0.25, 0.5) as (p, d):
+        facts = [json.loads(engine.identity.fingerprint) for engine in (p, d)]
+        with pytest.raises(IncompatiblePeerError, match=r"cache\.scales"):
+            compare_fingerprints(*facts)
+        assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"cache.scales"}
+        prompt = list(range(5, 75))
+        signed, entries = ticket(folder, p, d, prompt, "push"), random_entries(p, 90)
+        p.add("other", prompt, 1, "prefill", signed)
+        d.add("other", prompt, 3, "decode", signed)
+        d.step_until({"other": entries}, p, "other", 1)
+        assert d.first_tokens["other"][0] == 0

@@ -1,5 +1,5 @@
-"""`first_step` "verify" over real servers: the decode server's first step returns the first two tokens, and the answer
-is one vLLM's, with whatever a request asks for.
+"""`first_step` "verify", the default, over real servers: the decode server's first step returns the first two tokens,
+and the answer is one vLLM's, with whatever a request asks for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ASKED = {"logprobs": 2, "return_tokens_as_token_ids": True}
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     both = ["--block-size", "32", "--num-gpu-blocks-override", "96", "--max-model-len", "1152"]
-    with serve_pair(tmp_path_factory.mktemp("first"), both=both, extra={"first_step": "verify"}, spec=EAGLE3) as found:
+    with serve_pair(tmp_path_factory.mktemp("first"), both=both, extra={"first_step": None}, spec=EAGLE3) as found:
         yield found
 
 

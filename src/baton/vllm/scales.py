@@ -1,0 +1,55 @@
+"""The scales of a quantized KV cache, as a fact: entries that were written with other scales are other numbers.
+
+A layer of vLLM has one scale of K and one of V, or one for each head, and beside them the largest of this worker's
+heads as a number. Some kernels use the number, others the scales of heads. So with scales for each head, engines of
+other numbers of tensor ranks may store other bytes for one model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from baton.vllm.geometry import CacheLayout
+
+UNSCALED = ("auto", "float32", "float16", "bfloat16")
+# By layer and the model's head: the number for K and for V, the head's own scale of K and of V.
+Scales = dict[str, dict[int, tuple[float, float, float, float]]]
+
+
+def worker_scales(modules: Mapping[str, Any], layout: CacheLayout) -> bytes:
+    """Those of one worker, for `describe_scales`. `modules`: vLLM's attention layers, by name."""
+    found: Scales = {}
+    for group in layout.groups:
+        plane = layout.geometries[group.name].geometry.planes[0]
+        for layer in group.layers:
+            module = modules[layer]
+            if getattr(module, "kv_cache_dtype", "auto") in UNSCALED:
+                continue
+            numbers = (float(module._k_scale_float), float(module._v_scale_float))
+            keys, values = (
+                scale.detach().float().cpu().flatten().expand(plane.num_heads).tolist()
+                for scale in (module._k_scale, module._v_scale)
+            )
+            found[layer] = {
+                plane.first_head + head: (*numbers, *own) for head, own in enumerate(zip(keys, values, strict=True))
+            }
+    return msgspec.msgpack.encode(found)
+
+
+def describe_scales(workers: Iterable[bytes]) -> str:
+    """The least and the greatest scale of all workers' heads, and a digest of all; "none" without a quantized layer.
+    Workers that share a layer's heads tell what one with all of them does, if the layer has one scale."""
+    found: dict[str, dict[int, set[tuple[float, float, float, float]]]] = {}
+    for worker in workers:
+        for layer, heads in msgspec.msgpack.decode(worker, type=Scales).items():
+            for head, scales in heads.items():
+                found.setdefault(layer, {}).setdefault(head, set()).add(scales)
+    every = [scale for heads in found.values() for each in heads.values() for scales in each for scale in scales]
+    if not every:
+        return "none"
+    text = repr([(layer, head, sorted(found[layer][head])) for layer in sorted(found) for head in sorted(found[layer])])
+    return f"{min(every):.4g} to {max(every):.4g} ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
