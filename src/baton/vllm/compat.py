@@ -114,8 +114,7 @@ def stream_of(config: Any, asked: KVStream | None) -> KVStream:
 
 
 def first_step_of(config: Any, asked: FirstStep | None) -> FirstStep:
-    """`asked`; by default "verify" if possible, else "recompute". Raises `ConfigError` if "verify" is asked for and
-    impossible."""
+    """`asked`, or "verify" if possible. Raises `ConfigError` if "verify" is asked for and impossible."""
     why = _why_not_verified(config)
     if asked == "verify" and why is not None:
         raise ConfigError("first_step", f"'verify' {why}")
@@ -136,8 +135,7 @@ def _why_not_verified(config: Any) -> str | None:
 
 
 def may_skip_drafts(config: Any) -> bool:
-    """Whether a step may be told to propose no drafts, with the number by which vLLM's dynamic speculation does it. The
-    drafter's KV is computed all the same. Other engines that share experts run as many passes as this one."""
+    """Whether a step may propose no drafts, as with vLLM's dynamic speculation: the drafter computes its KV alone."""
     drafter = config.speculative_config
     if drafter is None or drafter.method not in FORWARD_METHODS or check_version() not in FIRST_DRAFTS:
         return False

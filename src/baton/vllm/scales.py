@@ -1,8 +1,7 @@
-"""The scales of a quantized KV cache, as a fact: entries that were written with other scales are other numbers.
+"""The scales of a quantized KV cache, as a fact.
 
-A layer of vLLM has one scale of K and one of V, or one for each head, and beside them the largest of this worker's
-heads as a number. Some kernels use the number, others the scales of heads. So with scales for each head, engines of
-other numbers of tensor ranks may store other bytes for one model.
+A layer of vLLM has one scale of K and of V, or one for each head, and the largest of this worker's heads as a number,
+which some kernels use. So with scales of heads, engines of other numbers of tensor ranks may store other bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Scales = dict[str, dict[int, tuple[float, float, float, float]]]
 
 
 def worker_scales(modules: Mapping[str, Any], layout: CacheLayout) -> bytes:
-    """Those of one worker, for `describe_scales`. `modules`: vLLM's attention layers, by name."""
+    """`Scales` in msgpack. `modules`: vLLM's attention layers, by name."""
     found: Scales = {}
     for group in layout.groups:
         plane = layout.geometries[group.name].geometry.planes[0]
@@ -41,8 +40,7 @@ def worker_scales(modules: Mapping[str, Any], layout: CacheLayout) -> bytes:
 
 
 def describe_scales(workers: Iterable[bytes]) -> str:
-    """The least and the greatest scale of all workers' heads, and a digest of all; "none" without a quantized layer.
-    Workers that share a layer's heads tell what one with all of them does, if the layer has one scale."""
+    """The least and the greatest scale, and a digest of all by head; "none" without a quantized layer."""
     found: dict[str, dict[int, set[tuple[float, float, float, float]]]] = {}
     for worker in workers:
         for layer, heads in msgspec.msgpack.decode(worker, type=Scales).items():
