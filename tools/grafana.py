@@ -35,8 +35,9 @@ def _rate(name: str, by: str = "") -> tuple[tuple[str, str], ...]:
 
 
 def _or_zero(name: str, by: str) -> tuple[tuple[str, str], ...]:
-    """The rate of a counter that has no series before its first event."""
-    return ((f"{{{{{by}}}}}", f"sum by ({by}) (rate({name}_total{_RATE})) or vector(0)"),)
+    """The rates that are not 0, and a line at 0 while there is none."""
+    none = f'label_replace(vector(0), "{by}", "none", "", "")'
+    return ((f"{{{{{by}}}}}", f"sum by ({by}) (rate({name}_total{_RATE})) > 0 or {none}"),)
 
 
 def _mean(name: str, by: str) -> tuple[tuple[str, str], ...]:

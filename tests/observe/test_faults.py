@@ -43,7 +43,7 @@ def test_a_healthy_deployment_has_no_fault() -> None:
 
 
 def test_an_engine_that_cannot_be_used_is_named() -> None:
-    lost = dataclasses.replace(PREFILL, usable=False, problem="it does not answer")
+    lost = dataclasses.replace(PREFILL, usable=False, problem="engine http://p: it does not answer")
     assert find_faults([lost, DECODE], {"handed_off": 1}, recent(), NOW) == [
         "engine http://p (prefill) cannot be used: it does not answer"
     ]

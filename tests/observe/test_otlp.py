@@ -83,11 +83,14 @@ def test_texts_that_are_no_utf_8_are_encoded_too() -> None:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
+    """Ends a connection after each answer without a word, as a collector may between two batches."""
+
     server: AnsweringCollector
+    protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.heads.append(dict(self.headers))
+        self.server.heads.append({name.lower(): value for name, value in self.headers.items()})
         status = self.server.statuses.pop(0) if self.server.statuses else 200
         if status == 200:
             self.server.spans += parsed(zlib.decompress(body, 47) if "Content-Encoding" in self.headers else body)[1]
@@ -95,13 +98,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Retry-After", "0")
         self.send_header("Content-Length", "0")
         self.end_headers()
+        self.close_connection = True
 
     def log_message(self, *said: object) -> None:
         pass
 
 
 class AnsweringCollector(http.server.ThreadingHTTPServer):
-    """`statuses`: of the first answers; the later ones are 200. `heads`: headers of all requests."""
+    """`statuses`: of the first answers; the later ones are 200. `heads`: headers of all requests, in lower case."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -137,14 +141,14 @@ def test_spans_come_in_batches_and_in_order(collector: AnsweringCollector) -> No
     sent(collector, 25, OTEL_BSP_MAX_EXPORT_BATCH_SIZE="10", OTEL_EXPORTER_OTLP_HEADERS="x-key=a%20b,nothing")
     assert [span.name for span in collector.spans] == [f"span {number}" for number in range(25)]
     assert len(collector.heads) >= 3
-    assert {head["X-Key"] for head in collector.heads} == {"a b"}
-    assert {head["Content-Type"] for head in collector.heads} == {"application/x-protobuf"}
+    assert {head["x-key"] for head in collector.heads} == {"a b"}
+    assert {head["content-type"] for head in collector.heads} == {"application/x-protobuf"}
 
 
 @pytest.mark.parametrize("compression", ["gzip", "deflate"])
 def test_batches_are_compressed_if_told(collector: AnsweringCollector, compression: str) -> None:
     sent(collector, 1, OTEL_EXPORTER_OTLP_COMPRESSION="gzip", OTEL_EXPORTER_OTLP_TRACES_COMPRESSION=compression)
-    assert [head["Content-Encoding"] for head in collector.heads] == [compression]
+    assert [head["content-encoding"] for head in collector.heads] == [compression]
     assert len(collector.spans) == 1
 
 

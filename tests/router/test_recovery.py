@@ -46,8 +46,13 @@ async def test_failed_handoffs_are_counted_by_documented_codes(directory: Path, 
     cluster = Cluster(directory)
     cluster.decodes[0].fail = fail
     async with cluster.run() as (url, session):
+        series = f'baton:router_handoff_failures_total{{reason="{code}"}}'
+        async with session.get(f"{url}/metrics") as response:
+            assert f"{series} 0.0\n" in await response.text(), "rate() sees no step of a series that begins with 1"
         assert (await complete(session, url))[0] == 200
         assert (await status_of(session, url))["handoffs"]["failures"] == {code: 1}
+        async with session.get(f"{url}/metrics") as response:
+            assert f"{series} 1.0\n" in await response.text()
     assert code in HELP
 
 
@@ -153,8 +158,9 @@ async def test_the_ladder_is_climbed_as_far_as_allowed(
         counted = await recoveries(session, url)
         # If the decode engine took no request, timing decides whether the first token was already out.
         assert counted in ([{"source": 1}, {"retry": 1}] if fault == "down" else [{"source": 1}])
+        (rung,) = counted
         async with session.get(f"{url}/metrics") as response:
-            assert "baton:router_recoveries_total{rung=" in await response.text()
+            assert f'baton:router_recoveries_total{{rung="{rung}"}} 1.0' in await response.text()
 
 
 async def test_nothing_sent_is_tried_again_where_nothing_more_is_allowed(directory: Path) -> None:

@@ -32,7 +32,8 @@ async def _request(up: Deployment) -> None:
         body = {"prompt": [20 + i % 200 for i in range(600)], "max_tokens": 16, "temperature": 0.0}
         for _ in range(4):
             await stream_completion(session, up.url, body)
-        long = asyncio.create_task(stream_completion(session, up.url, {**body, "max_tokens": 300}))
+        other = [20 + (7 * i) % 200 for i in range(600)]  # no prefix hit
+        long = asyncio.create_task(stream_completion(session, up.url, {**body, "prompt": other, "max_tokens": 300}))
         while True:
             async with session.get(f"{up.url}/status") as response:
                 engines = (await response.json())["engines"]

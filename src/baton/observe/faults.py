@@ -57,7 +57,8 @@ def find_faults(
 def _lost(engines: Sequence[EngineView]) -> Iterator[str]:
     for engine in engines:
         if not engine.usable:
-            yield f"engine {engine.url} ({engine.role}) cannot be used: {engine.problem}"
+            problem = engine.problem.removeprefix(f"engine {engine.url}: ")
+            yield f"engine {engine.url} ({engine.role}) cannot be used: {problem}"
 
 
 def _full(engines: Sequence[EngineView]) -> Iterator[str]:

@@ -15,7 +15,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from baton.errors import BatonError, ConfigError, EngineUnavailableError, RequestError
+from baton.error_help import CODE_BY_ERROR
+from baton.errors import REASONS, BatonError, ConfigError, EngineUnavailableError, RequestError, reason_label
 from baton.observe.faults import EngineView, find_faults
 from baton.observe.tracing.tracer import Tracer, make_tracer
 from baton.openai import FrontMetrics, OpenAIService
@@ -41,10 +42,12 @@ from baton.router.routes import WHYS, Routes
 from baton.router.scrape import Shared, deployment_metrics
 from baton.text import Tokenizer
 from baton.waiting import AdmissionLimit
-from baton.wire import EngineLoad, Role
+from baton.wire import RECOVERIES, EngineLoad, Role
 
 # In nats. Adding 16-bit weights in another order changes probabilities by about 10 %.
 DEFAULT_NEAR_TIE = 0.1
+# Each has a series from the start: Prometheus' rate() does not see the step of a counter that begins with 1.
+_FAILURES = sorted({*REASONS, *CODE_BY_ERROR.values(), reason_label("")})
 
 
 class _Joining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -282,16 +285,16 @@ def _rows(backend: RouterBackend, queue: AdmissionLimit) -> Iterator[Row]:
     yield gauge("router_requests_waiting", "Choices without a token yet.", queue.num_waiting)
     for outcome in backend.OUTCOMES:
         yield counter("router_handoffs", "Handoffs by outcome.", backend.handoffs[outcome], outcome=outcome)
-    for reason, count in sorted(backend.failures.items()):
-        yield counter("router_handoff_failures", "Failed handoffs by reason.", count, reason=reason)
+    for reason in _FAILURES:
+        yield counter("router_handoff_failures", "Failed handoffs by reason.", backend.failures[reason], reason=reason)
     for why in WHYS:
         yield counter(
             "router_decisions", "Attempts by where they ran, and why.", backend.decisions.counts[why], why=why
         )
     text = "Requests that an engine declined, since it lacked more of their prompt than was thought."
     yield counter("router_stale_prefixes", text, backend.decisions.stale)
-    for rung, count in sorted(backend.recoveries.items()):
-        yield counter("router_recoveries", "Requests sent again, by rung.", count, rung=rung)
+    for rung in RECOVERIES[1:]:
+        yield counter("router_recoveries", "Requests sent again, by rung.", backend.recoveries[rung], rung=rung)
     yield from backend.hand_backs.rows()
     yield from backend.concurrency.rows()
     yield counter("router_near_ties", "First tokens that differed by a near-tie.", backend.near_ties)

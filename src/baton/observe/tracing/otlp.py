@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import gzip
 import http
+import http.client
 import logging
 import random
 import ssl
 import threading
 import time
-import urllib.error
-import urllib.request
+import urllib.parse
 import zlib
 from collections import deque
 
@@ -43,7 +43,7 @@ class OtlpSink:
     def __init__(self, settings: OtlpSettings) -> None:
         self._settings = settings
         self._resource = encode_resource(settings.resource)
-        self._opener = _opener(settings)
+        self._collector = _Collector(settings)
         self._queue: deque[Span] = deque()
         self._num_dropped = 0
         self._wake, self._closed, self._given_up = threading.Event(), threading.Event(), threading.Event()
@@ -66,6 +66,7 @@ class OtlpSink:
         self._thread.join(_CLOSE_S)
         self._given_up.set()
         self._thread.join(_CLOSE_S)
+        self._collector.close()
 
     def _run(self) -> None:
         last = False
@@ -88,41 +89,71 @@ class OtlpSink:
         body = _compressed(encode_request(spans, self._resource), self._settings)
         until, backoff = time.monotonic() + self._settings.timeout_s, 1.0
         while True:
+            wait = backoff * random.uniform(0.8, 1.2)
             try:
-                self._post(body, max(until - time.monotonic(), 0.1))
-                return
-            except urllib.error.HTTPError as error:
-                error.close()
-                why, retried = f"HTTP {error.code}", error.code in _RETRIED
-                wait = _retry_after(error) or backoff * random.uniform(0.8, 1.2)
-            except OSError as error:
-                why, retried, wait = str(error), True, backoff * random.uniform(0.8, 1.2)
+                status, after = self._collector.post(body, max(until - time.monotonic(), 0.1))
+                if status < 300:
+                    return
+                why, retried = f"HTTP {status}", status in _RETRIED
+                wait = float(after) if after.isdigit() else wait
+            except (OSError, http.client.HTTPException) as error:
+                why, retried = str(error) or type(error).__name__, True
             if not retried or time.monotonic() + wait > until or self._given_up.wait(wait):
                 logger.error("%d spans were dropped: %s: %s", len(spans), self._settings.endpoint, why)
                 return
             backoff *= 2.0
 
-    def _post(self, body: bytes, timeout_s: float) -> None:
-        settings = self._settings
-        headers = {"Content-Type": "application/x-protobuf", **settings.headers}
+
+class _Collector:
+    """A connection to a collector, kept between batches. Used by one thread."""
+
+    def __init__(self, settings: OtlpSettings) -> None:
+        """Raises `ConfigError` if certificates cannot be read."""
+        parts = urllib.parse.urlsplit(settings.endpoint)
+        assert parts.hostname is not None
+        self._target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        self._headers = {"Content-Type": "application/x-protobuf", **settings.headers}
         if settings.compression != "none":
-            headers["Content-Encoding"] = settings.compression
-        request = urllib.request.Request(settings.endpoint, body, headers, method="POST")
-        with self._opener.open(request, timeout=timeout_s) as answer:
+            self._headers["Content-Encoding"] = settings.compression
+        if parts.scheme == "https":
+            context = _ssl_context(settings)
+            self._connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                parts.hostname, parts.port, context=context
+            )
+        else:
+            self._connection = http.client.HTTPConnection(parts.hostname, parts.port)
+
+    def post(self, body: bytes, timeout_s: float) -> tuple[int, str]:
+        """The answer's status and `Retry-After`. Raises `OSError` or `HTTPException`."""
+        connection = self._connection
+        kept = connection.sock is not None
+        connection.timeout = timeout_s
+        if kept:
+            connection.sock.settimeout(timeout_s)
+        try:
+            connection.request("POST", self._target, body, self._headers)
+            answer = connection.getresponse()
             answer.read()
+        except (OSError, http.client.HTTPException):
+            connection.close()
+            if kept:  # the collector may have closed it between two batches
+                return self.post(body, timeout_s)
+            raise
+        return answer.status, answer.headers.get("Retry-After", "")
+
+    def close(self) -> None:
+        self._connection.close()
 
 
-def _opener(settings: OtlpSettings) -> urllib.request.OpenerDirector:
-    """With the system's proxies, and its certificates unless settings name others."""
-    if not settings.endpoint.startswith("https:"):
-        return urllib.request.build_opener()
+def _ssl_context(settings: OtlpSettings) -> ssl.SSLContext:
+    """With the system's certificates, unless the settings name others."""
     try:
         context = ssl.create_default_context(cafile=settings.certificate)
         if settings.client_certificate is not None:
             context.load_cert_chain(settings.client_certificate, settings.client_key)
     except OSError as error:
         raise ConfigError("OTEL_EXPORTER_OTLP_CERTIFICATE", f"certificates cannot be read: {error}") from None
-    return urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
+    return context
 
 
 def _compressed(body: bytes, settings: OtlpSettings) -> bytes:
@@ -133,8 +164,3 @@ def _compressed(body: bytes, settings: OtlpSettings) -> bytes:
             return zlib.compress(body)
         case "none":
             return body
-
-
-def _retry_after(error: urllib.error.HTTPError) -> float | None:
-    text = error.headers.get("Retry-After", "")
-    return float(text) if text.isdigit() else None
