@@ -49,12 +49,13 @@ def test_an_engine_that_cannot_be_used_is_named() -> None:
     ]
 
 
-@pytest.mark.parametrize(("waiting", "told"), [(0, ""), (3, ", 3 requests wait there")])
-def test_an_engine_whose_kv_is_used_up_is_named(waiting: int, told: str) -> None:
-    full = dataclasses.replace(DECODE, kv_usage=0.95, num_waiting=waiting)
+@pytest.mark.parametrize(("usage", "waiting", "told"), [(0.95, 0, ""), (0.6, 3, ", 3 requests wait there")])
+def test_an_engine_whose_kv_is_used_up_is_named(usage: float, waiting: int, told: str) -> None:
+    full = dataclasses.replace(DECODE, kv_usage=usage, num_waiting=waiting)
     assert find_faults([PREFILL, full], {}, recent(), NOW) == [
-        f"decode engine decode-0 is full: 95% of its KV is in use{told}"
+        f"decode engine decode-0 is full: {usage:.0%} of its KV is in use{told}"
     ]
+    assert find_faults([PREFILL, dataclasses.replace(full, kv_usage=0.4)], {}, recent(), NOW) == []
 
 
 def test_that_nothing_is_handed_off_is_told_with_the_reasons() -> None:

@@ -21,7 +21,8 @@ REASONS = {
     "resumed": "they were resumed",
     "scored": "prompt logprobs need one engine",
 }
-_FULL = 0.9
+# Shares of KV in use from which an engine is full: without, and with requests that wait for it.
+_FULL, _FULL_WITH_WAITING = 0.9, 0.5
 _MIN_ROUTES = 20
 _LAST_ENDED, _MIN_FAILED = 20, 5
 # A handoff is slow if the second token takes this long, and this many times as long as later ones.
@@ -63,7 +64,8 @@ def _lost(engines: Sequence[EngineView]) -> Iterator[str]:
 
 def _full(engines: Sequence[EngineView]) -> Iterator[str]:
     for engine in engines:
-        if engine.kv_usage is not None and engine.kv_usage >= _FULL:
+        limit = _FULL_WITH_WAITING if engine.num_waiting else _FULL
+        if engine.kv_usage is not None and engine.kv_usage >= limit:
             waiting = f", {engine.num_waiting} requests wait there" if engine.num_waiting else ""
             yield f"{engine.role} engine {engine.name} is full: {engine.kv_usage:.0%} of its KV is in use{waiting}"
 
