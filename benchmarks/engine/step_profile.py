@@ -4,7 +4,8 @@
 
 Times are CPU time of the computing thread (of the first, if several), so other processes disturb them less than wall
 time. "Machine" is what the same process achieves with a large matrix product in the same dtype (prefill), and when
-reading memory (decode).
+reading memory (decode). The parts are those of layers that are called one by one; an engine runs the layers of a few
+rows in one call, if it can, which is the time "fused".
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import typer
 
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.registry import get_backend
-from baton.models.cache import KVLayerSpec
+from baton.models.cache import KVLayerSpec, KVRegion, KVRegions
 from baton.models.layers.linear import Linear
 from baton.models.loading.loader import load_model
 
@@ -34,6 +35,17 @@ CASES = (
     ("decode, batch 8", 8, CONTEXT, 1, 12),
     ("decode, batch 32", 32, CONTEXT, 1, 6),
 )
+
+
+class Pages:
+    """The keys and values of a forward's rows, for layers in one call."""
+
+    def __init__(self, kv: torch.Tensor, batch: AttnBatch) -> None:
+        self._kv, self._batch = kv, batch
+
+    def regions(self) -> KVRegions:
+        batch, layers = self._batch, {layer: (0, layer, 0) for layer in range(self._kv.shape[1])}
+        return KVRegions(batch.query_start, batch.positions, (KVRegion(self._kv, batch.page_table),), layers)
 
 
 class Clock:
@@ -88,10 +100,10 @@ def main(
     numbers = sum(weight.shape[0] * weight.shape[1] for weight in shapes if weight is not None)
     head = target.vocab_size * target.hidden_size
     for name, requests, start, rows, repeat in CASES:
-        pages = -(-(CONTEXT + rows) // PAGE)
-        shape = (1 + requests * pages, num_layers, 2, PAGE, spec.num_kv_heads, spec.head_dim)
+        num_pages = -(-(CONTEXT + rows) // PAGE)
+        shape = (1 + requests * num_pages, num_layers, 2, PAGE, spec.num_kv_heads, spec.head_dim)
         kv = torch.zeros(shape, dtype=kind)
-        table = np.arange(1, 1 + requests * pages, dtype=np.int32).reshape(requests, pages)
+        table = np.arange(1, 1 + requests * num_pages, dtype=np.int32).reshape(requests, num_pages)
         positions = np.tile(np.arange(start, start + rows), requests)
         batch = AttnBatch(np.arange(0, requests * rows + 1, rows, dtype=np.int32), positions, table)
         ids, at = torch.zeros(requests * rows, dtype=torch.int64), torch.from_numpy(positions)
@@ -99,13 +111,19 @@ def main(
         def attend_layer(layer: int, q: Any, k: Any, v: Any, scale: float, kv: Any = kv, batch: Any = batch) -> Any:
             return attend(kv, layer, AttnRows(q, k, v, scale), batch, None)
 
+        def forward(cache: Any, rows: int = rows, requests: int = requests, ids: Any = ids, at: Any = at) -> float:
+            began = time.thread_time()
+            hidden, _ = target(ids, at, cache)
+            target.compute_logits(hidden.view(requests, rows, -1)[:, -1])
+            return time.thread_time() - began
+
         parts: list[tuple[float, float, float]] = []
         for _ in range(repeat + 1):
             clock.spent.clear()
-            began = time.thread_time()
-            hidden, _ = target(ids, at, attend_layer)
-            target.compute_logits(hidden.view(requests, rows, -1)[:, -1])
-            parts.append((time.thread_time() - began, clock.spent["linears"], clock.spent["attention"]))
+            parts.append((forward(attend_layer), clock.spent["linears"], clock.spent["attention"]))
+        pages: Any = Pages(kv, batch)
+        is_fused = target.model.fused is not None and target.model.fused.regions(target.model.embed_tokens(ids), pages)
+        fused = [forward(pages) for _ in range(repeat + 1)][1:] if is_fused else []
         total, linears, attention = (statistics.median(column) * 1e3 for column in zip(*parts[1:], strict=True))
         work = 2 * ((numbers - head) * requests * rows + head * requests)
         used = (
@@ -115,7 +133,8 @@ def main(
         )
         print(
             f"{name:22} {total:8.1f} ms: linears {linears:7.1f} ({used}), attention {attention:6.1f}, "
-            f"rest {total - linears - attention:5.1f}",
+            f"rest {total - linears - attention:5.1f}"
+            + (f"; fused {statistics.median(fused) * 1e3:8.1f} ms" if fused else ""),
             flush=True,
         )
 

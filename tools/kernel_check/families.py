@@ -6,6 +6,7 @@ scratch memory (under the guard allocator, which fills what it allocates).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -22,7 +23,10 @@ from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.index_scores import score
 from baton.kernels.cpu.scalar import as_array
 from baton.kv.geometry import CopyList
+from baton.models.fused_layers import FusedLayers
+from baton.models.layers.rotary import Rotary
 from baton.transports.copying import copy_runs
+from testkit.layers import ROPE, LayerKind, PagedRequests, make_layers
 
 Random = np.random.Generator
 DTYPES = (torch.float32, torch.bfloat16)
@@ -308,6 +312,40 @@ def int8(random: Random) -> None:
     _compare(made[fine], expected[fine], torch.bfloat16, magnitude[fine], columns)
 
 
+def layers(random: Random) -> None:
+    """Decoder layers in one call: the bits of the layers one by one, which the other families check."""
+    kv_heads, size = int(random.integers(1, 4)), int(random.choice([16, 32, 64, 96, 128]))
+    heads, hidden = kv_heads * int(random.integers(1, 4)), 64 * int(random.integers(1, 5))
+    if (heads + 2 * kv_heads) * size % 64:
+        heads, kv_heads = 4 * heads, 4 * kv_heads
+    shape = heads, kv_heads, size
+    kind = LayerKind(
+        quantization="int8" if random.random() < 0.3 else None,
+        qk_norm=random.random() < 0.3,
+        bias=random.random() < 0.3,
+        rotary_dim=size // 2 if random.random() < 0.3 else None,
+        windows=(None, 20) if random.random() < 0.3 else (None, None),
+    )
+    made = make_layers(kind, hidden, shape, 64 * int(random.integers(1, 5)), int(random.integers(1 << 30)))
+    fused = FusedLayers.of(made, [0, 0])
+    if fused is None:
+        raise AssertionError("the layers are not fused")
+    stops = [int(random.integers(1, 150)) for _ in range(int(random.integers(1, 7)))]
+    spans = [(max(0, stop - int(random.choice([1, 1, 4, 10]))), stop) for stop in stops]
+    cache = PagedRequests(kind, shape, spans, int(random.integers(1 << 30)))
+    x = _normal(random, len(cache.positions), hidden, dtype=torch.bfloat16)
+    rotary = Rotary(ROPE, kind.rotary_dim or size, 256, torch.bfloat16, x.device)
+    cos_sin = rotary.at(torch.from_numpy(cache.positions))
+    expected, kept = [x], {1: _empty(*x.shape, dtype=torch.bfloat16)}
+    for layer in made:
+        expected.append(layer(expected[-1], cos_sin, copy.deepcopy(cache)))
+    with guard:
+        out = x.clone()
+        fused.run(out, [cos_sin], cache.regions(), kept)
+    if not (torch.equal(out, expected[2]) and torch.equal(kept[1], expected[1])):
+        raise AssertionError("other bits than those of the layers one by one")
+
+
 def states(random: Random) -> None:
     """Convolution, scan and gated norms of Mamba-2."""
     groups, size, width = int(random.integers(1, 3)), int(random.integers(1, 20)), int(random.integers(1, 20))
@@ -488,5 +526,5 @@ FAMILIES: dict[str, Callable[[Random], None]] = {
     "states": states,
     "deltas": deltas,
     "copies": copies,
-    **({"products": products, "int8": int8} if HAS_BF16_PAIRS else {}),
+    **({"products": products, "int8": int8, "layers": layers} if HAS_BF16_PAIRS else {}),
 }

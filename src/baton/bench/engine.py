@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from baton.bench.progress import with_progress
-from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.base import AttnBatch
+from baton.engine.attention.paged_cache import PagedCache
 from baton.engine.core import EngineCore
 from baton.engine.executor import LocalExecutor
 from baton.engine.llm import LLM
@@ -33,9 +34,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
     """
     with LLM(model, max_num_seqs=batch) as llm:
         core, runner = _decoding(llm, batch)
-        place = runner._target_layers[0]
-        group, kv = place.memory.spec, place.memory.kv
-        assert kv is not None
+        group = runner._target_layers[0].memory.spec
         running = list(core.scheduler.running)
 
         def bare() -> Callable[[], None]:
@@ -53,12 +52,11 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
             ids_T = torch.tensor([r.token_ids[-1] for r in running])
             positions_T = torch.tensor(positions)
 
-            def attend(layer: int, q: Any, k: Any, v: Any, scale: float) -> Any:
-                return runner.backend.write_and_attend(kv, layer, AttnRows(q, k, v, scale), attn, place.window)
+            cache = PagedCache(runner.backend, runner._target_layers, {group.name: attn}, {})
 
             def run() -> None:
                 with torch.inference_mode():
-                    hidden, _ = runner.model(ids_T, positions_T, attend)
+                    hidden, _ = runner.model(ids_T, positions_T, cache)
                     runner.model.compute_logits(hidden).argmax(dim=-1).tolist()
 
             return run

@@ -4,6 +4,7 @@ Face's."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from baton.models.cache import KVLayerSpec, LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig
+from baton.models.fused_layers import FusedLayers
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, Linear
@@ -42,6 +44,12 @@ class Decoder(nn.Module):
         self._multiplier = config.embedding_multiplier
         self.rotaries, self._rotary_of = rotaries(config, build)
 
+    @functools.cached_property
+    def fused(self) -> FusedLayers | None:
+        """Of the filled layers."""
+        alone = self._stage.count == 1 and self._build.ranks.size == 1
+        return FusedLayers.of(self.layers.values(), self._rotary_of) if alone else None
+
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, cache: LayerCache, aux_layers: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
@@ -56,11 +64,16 @@ class Decoder(nn.Module):
             x = self._receive(len(input_ids_T), [a for a in wanted if a < before.stop], stage.index - 1, seen)
         cos_sin = [rotary.at(positions_T) for rotary in self.rotaries]
         inputs = self.layer_inputs(input_ids_T, x)
-        for name, layer in self.layers.items():
-            layer_id = int(name)
-            if layer_id in aux_layers:
-                seen[layer_id] = x
-            x = layer(x, cos_sin[self._rotary_of[layer_id]], cache, *inputs.get(layer_id, ()))
+        regions = None if inputs or self.fused is None else self.fused.regions(x, cache)
+        if regions is not None and self.fused is not None:
+            seen = {layer_id: torch.empty_like(x) for layer_id in aux_layers if layer_id < num_layers}
+            self.fused.run(x, cos_sin, regions, seen)
+        else:
+            for name, layer in self.layers.items():
+                layer_id = int(name)
+                if layer_id in aux_layers:
+                    seen[layer_id] = x
+                x = layer(x, cos_sin[self._rotary_of[layer_id]], cache, *inputs.get(layer_id, ()))
         if stage.index + 1 == stage.count:
             seen[num_layers] = x
         if stage.count > 1:

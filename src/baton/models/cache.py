@@ -5,12 +5,15 @@ Shapes: T rows of a forward, R requests, H query heads, G key-value heads, D hea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+
+from baton.errors import BatonError
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,38 @@ class Chosen:
 
     rows: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class KVRegion:
+    """A group's keys and values [pages, layers, 2, page_size, G, D], and the rows' page table int32 [R, columns]."""
+
+    kv: Tensor
+    page_table: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class KVRegions:
+    """Where the keys and values of a forward's layers lie, for a kernel that runs several layers in one call. Slots
+    are not checked. `layers`: for each layer, its region, its index in it, and its window (0: none)."""
+
+    query_start: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int64]
+    regions: tuple[KVRegion, ...]
+    layers: Mapping[int, tuple[int, int, int]]
+
+
+@runtime_checkable
+class InPlaceCache(Protocol):
+    """A cache in host memory, whose regions a kernel may read and write itself."""
+
+    def regions(self) -> KVRegions | None:
+        """None if layers must be called one by one."""
+        ...
+
+
+def slot_error() -> BatonError:
+    return BatonError("attention: a row's slot is in the null page or outside its page table")
 
 
 class LayerCache(Attend, Protocol):

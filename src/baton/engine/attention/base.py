@@ -12,8 +12,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
-from baton.errors import BatonError
-
 T = TypeVar("T")
 
 
@@ -63,7 +61,3 @@ class AttentionBackend(Protocol):
         slot in the null page or outside the page table.
         """
         ...
-
-
-def slot_error() -> BatonError:
-    return BatonError("attention: a row's slot is in the null page or outside its page table")

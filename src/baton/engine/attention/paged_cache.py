@@ -12,12 +12,13 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
 from baton.engine.attention.latent import PagedLatentAttention
+from baton.engine.attention.paged_cpu import BatchAddresses, PagedCpuBackend
 from baton.engine.attention.scan import StateBatch, scan
 from baton.engine.attention.sparse import choose_keys
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.plan import Written
 from baton.kv.spec import INDEX_PLANE, GroupSpec
-from baton.models.cache import Chosen, IndexRows, LatentHeads, LayerSpec, Recurrence
+from baton.models.cache import Chosen, IndexRows, KVRegion, KVRegions, LatentHeads, LayerSpec, Recurrence
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,27 @@ class PagedCache:
         if self._written is not None:
             self._written(layer_id)
         return out
+
+    def regions(self) -> KVRegions | None:
+        if self._written is not None or not isinstance(self._backend, PagedCpuBackend):
+            return None
+        numbers: dict[str, int] = {}
+        found: list[KVRegion] = []
+        layers: dict[int, tuple[int, int, int]] = {}
+        batch: BatchAddresses | None = None
+        for layer_id, place in self._layers.items():
+            kv, name = place.memory.kv, place.memory.spec.name
+            if kv is None or not kv.is_contiguous():
+                return None
+            if name not in numbers:
+                numbers[name] = len(found)
+                batch = BatchAddresses.of(self._batches[name])
+                found.append(KVRegion(kv, batch.arrays[2]))
+            layers[layer_id] = numbers[name], place.index, place.window or 0
+        if batch is None:
+            return None
+        positions, query_start, _ = batch.arrays
+        return KVRegions(query_start, positions, tuple(found), layers)
 
     def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         # Rows that see only themselves cost next to nothing.

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.attention.base import AttnBatch, AttnRows, slot_error
+from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.models.cache import slot_error
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,35 +33,72 @@ _NUM_ARGUMENTS = 9
 
 
 @jit
+def add_row(element: Any, left_at: Any, right_at: Any, size: Any, out_at: Any) -> None:
+    """left + right of `size` numbers, each rounded once."""
+    left, right = carray(pointer(left_at, element), (size,)), carray(pointer(right_at, element), (size,))
+    out, whole = carray(pointer(out_at, element), (size,)), size - size % LANES
+    for at in range(0, whole * out.itemsize, LANES * out.itemsize):
+        added(element, left_at + at, right_at + at, out_at + at)
+    for i in range(whole, size):
+        out[i] = from_f32(element, to_f32(left[i]) + to_f32(right[i]))
+
+
+@jit
+def norm_row(element: Any, x_at: Any, weight_at: Any, size: Any, eps: Any, out_at: Any) -> None:
+    """RMSNorm of `size` numbers. `out_at` may be `x_at`."""
+    x, weight = carray(pointer(x_at, element), (size,)), carray(pointer(weight_at, element), (size,))
+    out, whole = carray(pointer(out_at, element), (size,)), size - size % LANES
+    total = square_sum(element, x_at, whole)
+    for i in range(whole, size):
+        total += to_f32(x[i]) * to_f32(x[i])
+    factor = _ONE / np.sqrt(total / np.float32(size) + eps)
+    for at in range(0, whole * out.itemsize, LANES * out.itemsize):
+        scaled(element, x_at + at, factor, weight_at + at, out_at + at)
+    for i in range(whole, size):
+        rounded = to_f32(from_f32(element, to_f32(x[i]) * factor))
+        out[i] = from_f32(element, to_f32(weight[i]) * rounded)
+
+
+@jit
+def gate_row(element: Any, gates_at: Any, ups_at: Any, width: Any, out_at: Any) -> None:
+    """silu(gate) * up of `width` numbers, at least 16."""
+    size = carray(pointer(out_at, element), (1,)).itemsize
+    for at in range(0, (width - width % LANES) * size, LANES * size):
+        silu_times(element, gates_at + at, ups_at + at, out_at + at)
+    if width % LANES:
+        # The last vector overlaps the one before, so that no number is computed by scalar code: rounding must not
+        # depend on a number's column, since tensor ranks cut rows at different columns.
+        at = (width - LANES) * size
+        silu_times(element, gates_at + at, ups_at + at, out_at + at)
+
+
+@jit
+def rotate_row(element: Any, heads: Any, cos: Any, sin: Any) -> None:
+    """Rotate the first dimensions of `heads` [H, D] by `cos` and `sin` [at most D / 2]."""
+    half = len(cos)
+    for h in range(len(heads)):
+        for i in range(half):
+            first, second = to_f32(heads[h, i]), to_f32(heads[h, half + i])
+            c, s = to_f32(cos[i]), to_f32(sin[i])
+            left, right = to_f32(from_f32(element, first * c)), to_f32(from_f32(element, second * s))
+            heads[h, i] = from_f32(element, left - right)
+            left, right = to_f32(from_f32(element, second * c)), to_f32(from_f32(element, first * s))
+            heads[h, half + i] = from_f32(element, left + right)
+
+
+@jit
 def _norms(arguments: Any, element: Any) -> None:
     a = carray(arguments, _NUM_ARGUMENTS)
     num_rows, size, x_at, weight_at, eps, out_at = a[1], a[2], a[3], a[4], float_of(a[5]), a[6]
-    shape = (num_rows, size)
-    out, weight = carray(pointer(out_at, element), shape), carray(pointer(weight_at, element), (size,))
-    row_bytes, vector_bytes, whole = size * out.itemsize, LANES * out.itemsize, size - size % LANES
+    row_bytes = size * carray(pointer(out_at, element), (1,)).itemsize
     block = take(arguments)
     while block * _BLOCK < num_rows:
         for t in range(block * _BLOCK, min((block + 1) * _BLOCK, num_rows)):
-            source_at = x_at
+            source_at = x_at + t * row_bytes
             if a[7] != 0:
-                source_at = a[8]
-                for at in range(t * row_bytes, t * row_bytes + whole * out.itemsize, vector_bytes):
-                    added(element, x_at + at, a[7] + at, source_at + at)
-                left, right = carray(pointer(x_at, element), shape), carray(pointer(a[7], element), shape)
-                total_row = carray(pointer(source_at, element), shape)
-                for i in range(whole, size):
-                    total_row[t, i] = from_f32(element, to_f32(left[t, i]) + to_f32(right[t, i]))
-            x = carray(pointer(source_at, element), shape)
-            total = square_sum(element, source_at + t * row_bytes, whole)
-            for i in range(whole, size):
-                total += to_f32(x[t, i]) * to_f32(x[t, i])
-            factor = _ONE / np.sqrt(total / np.float32(size) + eps)
-            for at in range(0, whole * out.itemsize, vector_bytes):
-                row = t * row_bytes + at
-                scaled(element, source_at + row, factor, weight_at + at, out_at + row)
-            for i in range(whole, size):
-                rounded = to_f32(from_f32(element, to_f32(x[t, i]) * factor))
-                out[t, i] = from_f32(element, to_f32(weight[i]) * rounded)
+                source_at = a[8] + t * row_bytes
+                add_row(element, x_at + t * row_bytes, a[7] + t * row_bytes, size, source_at)
+            norm_row(element, source_at, weight_at, size, eps, out_at + t * row_bytes)
         block = take(arguments)
 
 
@@ -69,19 +106,12 @@ def _norms(arguments: Any, element: Any) -> None:
 def _gates(arguments: Any, element: Any) -> None:
     a = carray(arguments, _NUM_ARGUMENTS)
     num_rows, width, gates_at, out_at = a[1], a[2], a[3], a[4]
-    out = carray(pointer(out_at, element), (num_rows, width))
-    row_bytes, whole = width * out.itemsize, width - width % LANES
+    row_bytes = width * carray(pointer(out_at, element), (1,)).itemsize
     block = take(arguments)
     while block * _BLOCK < num_rows:
         for t in range(block * _BLOCK, min((block + 1) * _BLOCK, num_rows)):
-            gates, to = gates_at + 2 * t * row_bytes, out_at + t * row_bytes
-            for i in range(0, whole * out.itemsize, LANES * out.itemsize):
-                silu_times(element, gates + i, gates + row_bytes + i, to + i)
-            if whole < width:
-                # The last vector overlaps the one before, so that no number is computed by scalar code: rounding must
-                # not depend on a number's column, since tensor ranks cut rows at different columns.
-                i = row_bytes - LANES * out.itemsize
-                silu_times(element, gates + i, gates + row_bytes + i, to + i)
+            gates = gates_at + 2 * t * row_bytes
+            gate_row(element, gates, gates + row_bytes, width, out_at + t * row_bytes)
         block = take(arguments)
 
 
@@ -94,14 +124,7 @@ def _rotations(arguments: Any, element: Any) -> None:
     block = take(arguments)
     while block * _BLOCK < num_rows:
         for t in range(block * _BLOCK, min((block + 1) * _BLOCK, num_rows)):
-            for h in range(count):
-                for i in range(half):
-                    first, second = to_f32(heads[t, h, i]), to_f32(heads[t, h, half + i])
-                    c, s = to_f32(cos[t, i]), to_f32(sin[t, i])
-                    left, right = to_f32(from_f32(element, first * c)), to_f32(from_f32(element, second * s))
-                    heads[t, h, i] = from_f32(element, left - right)
-                    left, right = to_f32(from_f32(element, second * c)), to_f32(from_f32(element, first * s))
-                    heads[t, h, half + i] = from_f32(element, left + right)
+            rotate_row(element, heads[t, :count], cos[t], sin[t])
         block = take(arguments)
 
 

@@ -107,15 +107,24 @@ def _block(
             row += 1
 
 
+@jit
+def multiply_block(
+    num_rows: int, x: Any, columns: int, weight: Any, scale: Any, block: int, bias: Any, out: Any, out_bytes: int
+) -> None:
+    """A block of outputs of x [T, K] times `weight`, plus bias (0: none). `out`: the address of the first in row 0."""
+    steps, at = columns // 2, block * _BLOCK
+    bias_at = bias + 2 * at if bias != 0 else bias
+    right = weight + block * steps * _STEP_BYTES
+    _block(num_rows, x, 2 * columns, right, steps, scale + 4 * at, bias_at, out, out_bytes)
+
+
 def _multiply(arguments: Any) -> None:
     a = carray(arguments, _NUM_ARGUMENTS)
     num_rows, columns, blocks, x, weight, scale, bias, out = a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8]
-    steps = columns // 2
+    row_bytes = 2 * _BLOCK * blocks
     block = take(arguments)
     while block < blocks:
-        right, at = weight + block * steps * _STEP_BYTES, block * _BLOCK
-        bias_at = bias + 2 * at if bias != 0 else bias
-        _block(num_rows, x, 2 * columns, right, steps, scale + 4 * at, bias_at, out + 2 * at, 2 * _BLOCK * blocks)
+        multiply_block(num_rows, x, columns, weight, scale, block, bias, out + 2 * _BLOCK * block, row_bytes)
         block = take(arguments)
 
 
@@ -138,6 +147,13 @@ class Int8Weight:
     @property
     def nbytes(self) -> int:
         return self._data.nbytes + self._scale.nbytes
+
+    @property
+    def addresses(self) -> tuple[int, int] | None:
+        """Of numbers and scales, for `multiply_block`. None if blocks or pairs are padded."""
+        if self.outputs % _BLOCK or self.columns % 2:
+            return None
+        return self._data.data_ptr(), self._scale.data_ptr()
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, K] times the transposed weight, plus bias [N]: [T, N]. bfloat16."""

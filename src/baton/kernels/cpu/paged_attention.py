@@ -61,27 +61,45 @@ NUM_ARGUMENTS = 24
 
 
 @jit
+def page_of(kv: Any, position: Any, pages: Any) -> Any:
+    """The page of a position's slot; 0 for a bad one."""
+    column = position // kv.shape[3]
+    if column < 0 or column >= len(pages):
+        return 0
+    page = np.int64(pages[column])
+    return page if 0 < page < kv.shape[0] else 0
+
+
+@jit
+def write_row(kv: Any, layer: int, page: int, slot: int, k: Any, v: Any) -> None:
+    """Store a row's keys and values [G * D or more]."""
+    heads, size = kv.shape[4], kv.shape[5]
+    for h in range(heads):
+        for d in range(size):
+            kv[page, layer, 0, slot, h, d] = k[h * size + d]
+            kv[page, layer, 1, slot, h, d] = v[h * size + d]
+
+
+@jit
+def are_valid_slots(kv: Any, positions: Any, query_start: Any, page_table: Any) -> bool:
+    """Whether every row has a slot."""
+    for r in range(len(query_start) - 1):
+        for row in range(query_start[r], query_start[r + 1]):
+            if page_of(kv, positions[row], page_table[r]) == 0:
+                return False
+    return True
+
+
+@jit
 def _write(kv: Any, layer: int, k: Any, v: Any, positions: Any, query_start: Any, page_table: Any) -> bool:
     """Store k and v [T, G * D or more] in their slots. Checks all slots before it writes. Returns False for a bad
     slot."""
-    page_size = kv.shape[3]
+    if not are_valid_slots(kv, positions, query_start, page_table):
+        return False
     for r in range(len(query_start) - 1):
         for row in range(query_start[r], query_start[r + 1]):
-            column = positions[row] // page_size
-            if column < 0 or column >= page_table.shape[1]:
-                return False
-            page = page_table[r, column]
-            if page <= 0 or page >= kv.shape[0]:
-                return False
-    heads, size = kv.shape[4], kv.shape[5]
-    for r in range(len(query_start) - 1):
-        for row in range(query_start[r], query_start[r + 1]):
-            column = positions[row] // page_size
-            page, slot = page_table[r, column], positions[row] - column * page_size
-            for h in range(heads):
-                for d in range(size):
-                    kv[page, layer, 0, slot, h, d] = k[row, h * size + d]
-                    kv[page, layer, 1, slot, h, d] = v[row, h * size + d]
+            page = page_of(kv, positions[row], page_table[r])
+            write_row(kv, layer, page, positions[row] % kv.shape[3], k[row], v[row])
     return True
 
 
@@ -212,6 +230,39 @@ def _attend_block(
 
 
 @jit
+def attend_pieces(
+    counter: Any, kv: Any, layer: int, group: int, window: int, query: Any, out: Any, positions: Any, query_start: Any,
+    page_table: Any, scale: Any, sinks: Any,
+) -> tuple[int, int, bool]:  # fmt: skip
+    """Attend the pieces that this thread takes from `counter`. Returns the number of all pieces, that of this thread's,
+    and whether all page ids were good: after a bad one, no more is computed."""
+    num_requests, num_rows, heads = len(query_start) - 1, len(positions), kv.shape[4]
+    step = max(1, _QUERY_VECTORS // group)
+    # Later rows see more keys: longest pieces first, so that threads finish together. The heads of a few rows are one
+    # piece, since their keys and values are contiguous; with few requests, threads share the heads.
+    heads_per_piece = heads if num_requests >= _MIN_REQUESTS and num_rows < 2 * num_requests else 1
+    mine, number, taken, is_valid = take(counter), 0, 0, True
+    for r in range(num_requests - 1, -1, -1):
+        begin, stop = query_start[r], query_start[r + 1]
+        for block in range((stop - begin + step - 1) // step - 1, -1, -1):
+            start = begin + block * step
+            end = min(start + step, stop)
+            for first in range(0, heads, heads_per_piece):
+                if number == mine:
+                    is_valid = is_valid and positions[end - 1] // kv.shape[3] < page_table.shape[1]
+                    for head in range(first, first + heads_per_piece):
+                        ahead = heads_per_piece if head == first else 0
+                        is_valid = is_valid and _attend_block(
+                            kv, layer, head, ahead, group, query, out, start, end, positions, page_table[r], scale,
+                            window, sinks,
+                        )  # fmt: skip
+                    taken += 1
+                    mine = take(counter)
+                number += 1
+    return number, taken, is_valid
+
+
+@jit
 def _region(a: Any, element: Any) -> Any:
     """The group's keys and values [pages, layers, 2, page_size, G, D]."""
     return carray(pointer(a[_KV], element), (a[_PAGES], a[_LAYERS], 2, a[_PAGE_SIZE], a[_HEADS], a[_SIZE]))
@@ -244,35 +295,16 @@ def _attend_step(arguments: Any, element: Any) -> None:
     a = carray(arguments, NUM_ARGUMENTS)
     positions, query_start, page_table = _batch(a)
     kv, layer, group, window = _region(a, element), a[_LAYER], a[_GROUP], a[_WINDOW]
-    num_requests, heads = a[_REQUESTS], a[_HEADS]
+    heads = a[_HEADS]
     query = carray(pointer(a[_QUERIES], element), (a[_ROWS], a[_WIDTH]))
     out = carray(pointer(a[_OUT], element), (a[_ROWS], heads * group * a[_SIZE]))
     # float32 [H], or empty.
     sinks = carray(pointer(a[_SINKS], _ZERO), (heads * group if a[_SINKS] else 0,))
-    scale, step = float_of(a[_SCALE]), max(1, _QUERY_VECTORS // group)
-    # Later rows see more keys: longest pieces first, so that threads finish together. The heads of a few rows are one
-    # piece, since their keys and values are contiguous; with few requests, threads share the heads.
-    heads_per_piece = heads if num_requests >= _MIN_REQUESTS and a[_ROWS] < 2 * num_requests else 1
-    mine, number = take(arguments), 0
-    for r in range(num_requests - 1, -1, -1):
-        begin, stop = query_start[r], query_start[r + 1]
-        for block in range((stop - begin + step - 1) // step - 1, -1, -1):
-            start = begin + block * step
-            end = min(start + step, stop)
-            for first in range(0, heads, heads_per_piece):
-                if number == mine:
-                    is_valid = positions[end - 1] // kv.shape[3] < page_table.shape[1]
-                    for head in range(first, first + heads_per_piece):
-                        ahead = heads_per_piece if head == first else 0
-                        is_valid = is_valid and _attend_block(
-                            kv, layer, head, ahead, group, query, out, start, end, positions, page_table[r], scale,
-                            window, sinks,
-                        )  # fmt: skip
-                    if not is_valid:
-                        a[FAULT] = 1
-                        return
-                    mine = take(arguments)
-                number += 1
+    _, _, is_valid = attend_pieces(
+        arguments, kv, layer, group, window, query, out, positions, query_start, page_table, float_of(a[_SCALE]), sinks
+    )
+    if not is_valid:
+        a[FAULT] = 1
 
 
 def _write_f32(arguments: Any) -> None:

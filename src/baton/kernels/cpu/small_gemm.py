@@ -28,12 +28,12 @@ from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils
 # Above, oneDNN is as fast: both are limited by arithmetic.
 MAX_ROWS = 64
 _BLOCK = CHUNKS * LANES
-_ROW_BYTES, _HALF_BYTES = 4 * _BLOCK, 2 * _BLOCK
+_ROW_BYTES = 4 * _BLOCK
 # Weights per thread.
 _PARALLEL_WEIGHTS = 1 << 16
 # Columns that oneDNN sums per span: for weights of at most 1,024 columns, and for wider ones.
 _SPANS = (512, 1024)
-_NUM_ARGUMENTS = 9
+_NUM_ARGUMENTS = 8
 _I64 = ir.IntType(64)
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
@@ -111,21 +111,41 @@ def _block(
             row += 1
 
 
+@jit
+def num_pieces(outputs: int) -> int:
+    """Blocks of outputs. The last of an odd number is two pieces, so that two threads finish together."""
+    return outputs // _BLOCK + outputs // _BLOCK % 2
+
+
+@jit
+def outputs_of(outputs: int, piece: int) -> tuple[int, int]:
+    """A piece's first output, and how many there are."""
+    whole = outputs // _BLOCK // 2 * 2
+    if piece < whole:
+        return piece * _BLOCK, _BLOCK
+    half = _BLOCK // 2
+    return whole * _BLOCK + (piece - whole) * half, half
+
+
+@jit
+def multiply_piece(
+    num_rows: int, x: Any, columns: int, weight: Any, outputs: int, piece: int, bias: Any, out: Any, out_bytes: int
+) -> None:
+    """A piece of x [T, K] times `weight`, plus bias (0: none). `out`: the address of its first output in row 0."""
+    at, count = outputs_of(outputs, piece)
+    steps, span = columns // 2, (_SPANS[1] if columns > _SPANS[1] else _SPANS[0]) // 2
+    right = weight + at // _BLOCK * steps * _ROW_BYTES + at % _BLOCK * 4
+    bias_at = bias + 2 * at if bias != 0 else bias
+    _block(num_rows, x, 2 * columns, right, steps, span, bias_at, out, out_bytes, count < _BLOCK)
+
+
 def _multiply(arguments: Any) -> None:
     a = carray(arguments, _NUM_ARGUMENTS)
-    num_rows, columns, outputs, x, weight, span, bias, out = a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8]
-    steps = columns // 2
-    # The last block of an odd number is halved, so that two threads finish together.
-    whole = outputs // _BLOCK // 2 * 2
+    num_rows, columns, outputs, x, weight, bias, out = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
     piece = take(arguments)
-    while piece * _BLOCK < outputs + (outputs // _BLOCK % 2) * _BLOCK:
-        is_half = piece >= whole
-        half = piece - whole if is_half else 0
-        block = min(piece, whole)
-        at = block * _BLOCK + half * (_BLOCK // 2)
-        right = weight + block * steps * _ROW_BYTES + half * _HALF_BYTES
-        bias_at = bias + 2 * at if bias != 0 else bias
-        _block(num_rows, x, 2 * columns, right, steps, span // 2, bias_at, out + 2 * at, 2 * outputs, is_half)
+    while piece < num_pieces(outputs):
+        at, _ = outputs_of(outputs, piece)
+        multiply_piece(num_rows, x, columns, weight, outputs, piece, bias, out + 2 * at, 2 * outputs)
         piece = take(arguments)
 
 
@@ -160,8 +180,7 @@ def multiply_packed(x: Tensor, at: int, outputs: int, bias: Tensor | None) -> Te
     num_rows, columns = x.shape
     out = torch.empty(num_rows, outputs, dtype=x.dtype)
     if num_rows:
-        span = _SPANS[columns > _SPANS[1]]
         bias_at = 0 if bias is None else bias.data_ptr()
-        given = arguments(num_rows, columns, outputs, x.data_ptr(), at, span, bias_at, out.data_ptr())
+        given = arguments(num_rows, columns, outputs, x.data_ptr(), at, bias_at, out.data_ptr())
         _MULTIPLY.call(given, threads_for(outputs * columns, _PARALLEL_WEIGHTS))
     return out

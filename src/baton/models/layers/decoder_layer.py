@@ -56,12 +56,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer_id: int, build: Build, in_features: int | None = None) -> None:
         super().__init__()
-        self._layer_id, self._head_dim = layer_id, config.head_dim
+        self._layer_id, self.head_dim = layer_id, config.head_dim
         heads = build.ranks.share(config.num_heads, "attention heads")
         kv_heads = build.ranks.kv_heads(config.num_kv_heads)
-        self._heads, self._kv_heads = heads.length, kv_heads.length
+        self.num_heads, self.num_kv_heads = heads.length, kv_heads.length
         self._split = [heads.length, kv_heads.length, kv_heads.length]
-        self._scale = config.attention_multiplier or config.head_dim**-0.5
+        self.scale = config.attention_multiplier or config.head_dim**-0.5
         q_size, kv_size = heads.times(config.head_dim), kv_heads.times(config.head_dim)
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(in_features or config.hidden_size, parts, build, config.qkv_bias)
@@ -72,15 +72,15 @@ class Attention(nn.Module):
         self.cuts: dict[str, WeightCut] = {"sinks": (0, heads)}
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
-        heads = self.qkv_proj(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._head_dim)
+        heads = self.qkv_proj(x).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = heads.split_with_sizes(self._split, dim=1)
             heads = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
         if cos_sin is not None:
-            heads = rotate(heads, self._heads + self._kv_heads, *cos_sin)
+            heads = rotate(heads, self.num_heads + self.num_kv_heads, *cos_sin)
         q, k, v = heads.split_with_sizes(self._split, dim=1)
         sinks = () if self.sinks is None else (self.sinks,)
-        out = attend(self._layer_id, q, k, v, self._scale, *sinks)
+        out = attend(self._layer_id, q, k, v, self.scale, *sinks)
         return self.o_proj(out.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
 
 

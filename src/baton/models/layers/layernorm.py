@@ -24,13 +24,13 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, build: Build) -> None:
         super().__init__()
         self.weight = build.empty(size)
-        self._eps, self._eps32 = eps, np.float32(eps)
+        self._eps, self.eps = eps, np.float32(eps)
         self._on_cpu = supports(build.device, build.dtype)
         self._on_device = has_kernels(build.device.type)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._on_cpu and x.dtype == self.weight.dtype:
-            return rms_norm(x, self.weight, self._eps32)
+            return rms_norm(x, self.weight, self.eps)
         if self._on_device and x.dtype == self.weight.dtype:
             return triton_rms_norm(x, self.weight, self._eps, None)
         wide = x.float()
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
     def add_and_norm(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         same = x.dtype == delta.dtype == self.weight.dtype and x.is_contiguous() and delta.is_contiguous()
         if self._on_cpu and same:
-            return add_rms_norm(x, delta, self.weight, self._eps32)
+            return add_rms_norm(x, delta, self.weight, self.eps)
         total = x + delta
         return total, self(total)
 

@@ -230,7 +230,7 @@ class Linear(nn.Module):
         self, in_features: int, out_features: int, build: Build, bias: bool = False, share: Share | None = None
     ) -> None:
         super().__init__()
-        self.out_features = out_features
+        self.in_features, self.out_features = in_features, out_features
         self.cuts: dict[str, WeightCut] = {} if share is None else {"weight": (0, share), "bias": (0, share)}
         self.weight = build.empty(out_features, in_features)
         self.bias = build.empty(out_features) if bias else None
@@ -251,6 +251,16 @@ class Linear(nn.Module):
             self._address = small_gemm.packed_address(self.weight, blocked)
             self._packed, self.weight = blocked, None
 
+    def in_place(self) -> tuple[int, int, int] | None:
+        """Addresses of a packed bfloat16 weight, or one in int8 and its scales (else 0), and of the bias (0: none), for
+        kernels that multiply few rows: with the bits of `forward`, for up to `small_gemm.MAX_ROWS` rows. None if there
+        is no such kernel here for whole blocks of outputs."""
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        if self._int8 is not None:
+            found = self._int8.addresses
+            return None if found is None else (*found, bias)
+        return None if self._address is None else (self._address, 0, bias)
+
     def forward(self, x: Tensor, adds_bias: bool = True) -> Tensor:
         """`adds_bias` false: partial sums are to be added first."""
         bias = self.bias if adds_bias else None
@@ -267,7 +277,14 @@ class Linear(nn.Module):
     def _takes(self, x: Tensor) -> bool:
         if x.shape[0] > small_gemm.MAX_ROWS or x.dtype is not torch.bfloat16 or not x.is_contiguous():
             return False
-        return not self._batch_invariant or small_gemm_matches(self.out_features, x.shape[1], torch.get_num_threads())
+        return self.few_rows_match()
+
+    def few_rows_match(self) -> bool:
+        """Whether rows may go through the kernel for few rows: always, except with `batch_invariant` if their bits
+        would differ from those of many."""
+        if not self._batch_invariant or self._int8 is not None:
+            return True
+        return small_gemm_matches(self.out_features, self.in_features, torch.get_num_threads())
 
 
 class MergedLinear(Linear):

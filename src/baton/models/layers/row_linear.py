@@ -33,6 +33,9 @@ class RowLinear(Linear):
                 self._slices.append(one)
             self.weight = None
 
+    def in_place(self) -> tuple[int, int, int] | None:
+        return super().in_place() if self._is_whole else None
+
     def partials(self, x: Tensor) -> list[Tensor]:
         """The partial sums [T, out] of this rank's slices, without the bias."""
         if self._num_slices == 1:

@@ -1,0 +1,97 @@
+"""Stages of work within one parallel region: a team's threads share the pieces of a stage, then wait for its end.
+
+A stage is counted by its finished pieces, not by the threads that arrive: a thread that another process has displaced
+holds up nobody unless it is in the middle of a piece, and a late one skips what is done. A wait spins for the time of a
+few pieces, then yields its core at each look.
+
+A stage's counters, of pieces taken and finished, are two int64 in a cache line of their own. They begin as 0.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import Any, cast
+
+import numba
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.extending import intrinsic
+
+from baton.kernels.cpu.jit_cache import jit
+from baton.kernels.cpu.omp import pointer, take
+from baton.kernels.cpu.simd import cgutils
+
+STAGE_BYTES = 64
+_FINISHED = 8
+# Looks at a stage's counter before its core is yielded: some tens of microseconds.
+_SPINS = 2_000
+_IS_X86 = platform.machine() in ("x86_64", "AMD64")
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+
+
+def _add(typing_context: Any, address: Any, count: Any) -> Any:
+    """Add `count` to the int64 at `address`, after all that this thread has written."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.atomic_rmw("add", builder.inttoptr(args[0], _I64.as_pointer()), args[1], "release")
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64, numba.int64), generate
+
+
+def _read(typing_context: Any, address: Any) -> Any:
+    """The int64 at `address`. What was written before it was added is visible afterwards."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], _I64.as_pointer()), "acquire", 8)
+
+    return numba.int64(numba.int64), generate
+
+
+def _pause(typing_context: Any) -> Any:
+    """Spin politely: the core may serve its other thread."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if _IS_X86:
+            nothing = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, nothing, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return numba.void(), generate
+
+
+def _yield_core(typing_context: Any) -> Any:
+    """`sched_yield` of the C library."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, []), "sched_yield")
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return numba.void(), generate
+
+
+_Call = Callable[..., Any]
+_add_to, _read_at = cast(_Call, intrinsic(_add)), cast(_Call, intrinsic(_read))
+_spin, _sleep = cast(_Call, intrinsic(_pause)), cast(_Call, intrinsic(_yield_core))
+
+
+@jit
+def take_piece(stage: Any) -> Any:
+    """The stage's next piece, from 0."""
+    return take(pointer(stage, np.int64(0)))
+
+
+@jit
+def finish(stage: Any, mine: Any, total: Any) -> None:
+    """Count `mine` finished pieces, and wait until all `total` are."""
+    if mine > 0:
+        _add_to(stage + _FINISHED, mine)
+    looks = 0
+    while _read_at(stage + _FINISHED) < total:
+        looks += 1
+        if looks < _SPINS:
+            _spin()
+        else:
+            _sleep()

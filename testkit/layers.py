@@ -1,0 +1,99 @@
+"""Random decoder layers and requests over pages, to compare their fused kernel with the layers one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.registry import get_backend
+from baton.models.cache import KVRegion, KVRegions
+from baton.models.config import ModelConfig, RopeSpec
+from baton.models.layers.decoder_layer import DecoderLayer
+from baton.models.layers.linear import Build, Linear
+
+PAGE_SIZE = 8
+ROPE = RopeSpec("default", 10000.0, {})
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What layers may have beside weights. `rotary_dim` None: all of a head."""
+
+    quantization: str | None = None
+    qk_norm: bool = False
+    bias: bool = False
+    rotary_dim: int | None = None
+    windows: tuple[int | None, ...] = (None, None)
+    batch_invariant: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+
+def make_layers(kind: LayerKind, hidden: int, heads: tuple[int, int, int], inner: int, seed: int) -> list[DecoderLayer]:
+    """`heads`: query heads, key heads, size."""
+    config = ModelConfig(
+        vocab_size=64, hidden_size=hidden, intermediate_size=inner, num_layers=len(kind.windows), num_heads=heads[0],
+        num_kv_heads=heads[1], head_dim=heads[2], rms_eps=1e-5, max_position=512, rope=ROPE, windows=kind.windows,
+        qkv_bias=kind.bias, o_bias=kind.bias, mlp_bias=kind.bias, qk_norm=kind.qk_norm, rotary_dim=kind.rotary_dim,
+    )  # fmt: skip
+    build = Build(kind.dtype, torch.device("cpu"), kind.batch_invariant, quantization=kind.quantization)
+    generator = torch.Generator().manual_seed(seed)
+    layers = [DecoderLayer(config, index, build) for index in range(len(kind.windows))]
+    for module in nn.ModuleList(layers).modules():
+        for parameter in module.parameters(recurse=False):
+            scale = 0.3 if isinstance(module, Linear) else 1.0
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+        if isinstance(module, Linear):
+            module.pack()
+    return layers
+
+
+class PagedRequests:
+    """Rows [start, stop) of some requests (`spans`), in a region for each window. Earlier tokens are random, and slots
+    of no token NaN."""
+
+    def __init__(self, kind: LayerKind, heads: tuple[int, int, int], spans: Sequence[tuple[int, int]], seed: int):
+        columns = -(-max(stop for _, stop in spans) // PAGE_SIZE)
+        generator = torch.Generator().manual_seed(seed)
+        order = np.random.default_rng(seed)
+        self._kind, self._backend, self._groups = (
+            kind,
+            get_backend("paged_cpu", "cpu"),
+            sorted(set(kind.windows), key=str),
+        )
+        self.kv, self.batches = [], []
+        counts = [stop - start for start, stop in spans]
+        starts = np.cumsum([0, *counts]).astype(np.int32)
+        self.positions = np.concatenate([np.arange(*span) for span in spans])
+        for window in self._groups:
+            shape = (1 + columns * len(spans), kind.windows.count(window), 2, PAGE_SIZE, *heads[1:])
+            kv = torch.full(shape, float("nan"), dtype=kind.dtype)
+            table = order.permutation(np.arange(1, len(kv))).astype(np.int32).reshape(len(spans), columns)
+            for pages, (start, _) in zip(table, spans, strict=True):
+                for token in range(start):
+                    made = torch.randn(kv.shape[1], 2, *heads[1:], generator=generator)
+                    kv[int(pages[token // PAGE_SIZE]), :, :, token % PAGE_SIZE] = made
+            self.kv.append(kv)
+            self.batches.append(AttnBatch(starts, self.positions, table))
+
+    def _place(self, layer: int) -> tuple[int, int]:
+        """The layer's region, and its index there."""
+        window = self._kind.windows[layer]
+        return self._groups.index(window), self._kind.windows[:layer].count(window)
+
+    def __call__(
+        self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        region, index = self._place(layer_id)
+        rows = AttnRows(q, k, v, scale, sinks)
+        batch, window = self.batches[region], self._kind.windows[layer_id]
+        return self._backend.write_and_attend(self.kv[region], index, rows, batch, window)
+
+    def regions(self) -> KVRegions:
+        found = tuple(KVRegion(kv, batch.page_table) for kv, batch in zip(self.kv, self.batches, strict=True))
+        layers = {i: (*self._place(i), window or 0) for i, window in enumerate(self._kind.windows)}
+        return KVRegions(self.batches[0].query_start, self.positions, found, layers)

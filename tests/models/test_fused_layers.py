@@ -1,0 +1,121 @@
+"""Decoder layers in one call give each row the bits of the layers one by one, and write the same keys and values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from baton.errors import BatonError
+from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
+from baton.models.fused_layers import FusedLayers
+from baton.models.layers.decoder_layer import DecoderLayer
+from baton.models.layers.rotary import Rotary
+from baton.sampling_params import SamplingParams
+from testkit.engines import stepped
+from testkit.layers import ROPE, LayerKind, PagedRequests, make_layers
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not HAS_BF16_PAIRS, reason="no products of bfloat16 pairs"),
+]
+HIDDEN, HEADS, INNER = 192, (6, 2, 32), 320
+KINDS = {
+    "plain": LayerKind(),
+    "int8": LayerKind(quantization="int8"),
+    "norms and biases": LayerKind(qk_norm=True, bias=True),
+    "windows and half a rotation": LayerKind(windows=(None, 20, None), rotary_dim=16),
+    "batch-invariant": LayerKind(batch_invariant=True),
+}
+BATCHES = {
+    "one row": [(70, 71)],
+    "first row": [(0, 1)],
+    "verifications": [(5, 9), (130, 133), (64, 65)],
+    "eight requests": [(3 * i, 3 * i + 1) for i in range(8)],
+    "a prompt and others": [(0, 40), (63, 64), (9, 12)],
+}
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(1)
+
+
+def one_by_one(layers: list[DecoderLayer], x: Tensor, cos_sin: Any, cache: PagedRequests) -> list[Tensor]:
+    """Each layer's input, and the last one's output."""
+    seen = [x]
+    for layer in layers:
+        seen.append(layer(seen[-1], cos_sin, cache))
+    return seen
+
+
+def rotary_of(layers: list[DecoderLayer], kind: LayerKind, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+    tables = Rotary(ROPE, kind.rotary_dim or HEADS[2], 512, kind.dtype, torch.device("cpu"))
+    return tables.at(torch.from_numpy(positions))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_rows_and_pages_have_the_bits_of_layers_one_by_one(kind: str, batch: str, threads: int) -> None:
+    made = KINDS[kind]
+    layers = make_layers(made, HIDDEN, HEADS, INNER, seed=3)
+    fused = FusedLayers.of(layers, [0] * len(layers))
+    assert fused is not None
+    cache = PagedRequests(made, HEADS, BATCHES[batch], seed=5)
+    other = copy.deepcopy(cache)
+    x = torch.randn(len(cache.positions), HIDDEN, generator=torch.Generator().manual_seed(7)).bfloat16()
+    cos_sin = rotary_of(layers, made, cache.positions)
+    expected = one_by_one(layers, x, cos_sin, other)
+    regions = fused.regions(x, cache)  # type: ignore[arg-type]
+    assert regions is not None
+    kept, out = {0: torch.empty_like(x), 1: torch.empty_like(x)}, x.clone()
+    fused.run(out, [cos_sin], regions, kept)
+    assert torch.equal(out, expected[-1])
+    assert torch.equal(kept[0], expected[0])
+    assert torch.equal(kept[1], expected[1])
+    for mine, others in zip(cache.kv, other.kv, strict=True):
+        assert torch.equal(mine.view(torch.int16), others.view(torch.int16))
+
+
+@torch.inference_mode()
+def test_a_slot_that_does_not_exist_is_an_error_and_nothing_is_written(threads: int) -> None:
+    kind = LayerKind()
+    layers = make_layers(kind, HIDDEN, HEADS, INNER, seed=3)
+    fused = FusedLayers.of(layers, [0] * len(layers))
+    assert fused is not None
+    cache = PagedRequests(kind, HEADS, [(3, 4), (9, 11)], seed=5)
+    cache.batches[0].page_table[1, 1] = 0
+    before = cache.kv[0].clone()
+    x = torch.zeros(3, HIDDEN, dtype=torch.bfloat16)
+    with pytest.raises(BatonError, match="null page"):
+        fused.run(x, [rotary_of(layers, kind, cache.positions)], cache.regions(), {})
+    assert torch.equal(cache.kv[0].view(torch.int16), before.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "hidden", "inner"),
+    [(LayerKind(dtype=torch.float32), HIDDEN, INNER), (LayerKind(), 96, INNER), (LayerKind(), HIDDEN, 352)],
+    ids=["float32", "outputs of half a block", "inner width of half a block"],
+)
+def test_other_layers_are_called_one_by_one(kind: LayerKind, hidden: int, inner: int) -> None:
+    assert FusedLayers.of(make_layers(kind, hidden, HEADS, inner, seed=3), [0, 0]) is None
+
+
+def test_an_engine_fuses_the_layers_of_few_rows(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing but its speed would show that it no longer does."""
+    path: Path = checkpoint("llama", torch_dtype="bfloat16", intermediate_size=192)
+    rows: list[int] = []
+    run = FusedLayers.run
+    monkeypatch.setattr(FusedLayers, "run", lambda self, x, *rest: (rows.append(len(x)), run(self, x, *rest)))
+    with stepped(model=str(path), speculative_config=None, batch_invariant=False) as one:
+        one.run("a", list(range(3, 93)), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+    assert rows == [1, 1]
