@@ -22,6 +22,7 @@ from typing import Any
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.connectors.baton import EngineConnector
 from baton.router.hand_back import HandBacks
+from baton.router.index.held import PROMISED_S
 from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pooled_engine import PooledEngine
 from baton.router.prefixes import KnownPrefixes, PromptBlocks
@@ -164,6 +165,22 @@ class ModelledEngine:
         self._admit()
 
 
+class KnownByEvents:
+    """What a router knows of an engine whose KV events arrive at once, and what it has just sent there."""
+
+    def __init__(self, cache: KnownPrefixes, clock: Callable[[], float]) -> None:
+        self._cache, self._promised = cache, KnownPrefixes(1, 0, clock, PROMISED_S)
+
+    def num_tokens(self, prompt: PromptBlocks) -> int:
+        return max(self._cache.num_tokens(prompt), self._promised.num_tokens(prompt))
+
+    def learn(self, prompt: PromptBlocks) -> None:
+        self._promised.learn(prompt)
+
+    def forget(self, prompt: PromptBlocks) -> None:
+        self._promised.forget(prompt)
+
+
 class ModelledHandBacks(HandBacks):
     """Measures as the router does, in virtual time."""
 
@@ -201,19 +218,35 @@ class GoodputReport:
 class Cluster:
     """The router's choice over modelled engines."""
 
-    def __init__(self, policy: str, num_prefill: int, num_decode: int, machine: Machine, seed: int = 0) -> None:
-        self.events, self.machine, self.report = Events(), machine, GoodputReport()
+    def __init__(
+        self,
+        policy: str,
+        num_prefill: int,
+        num_decode: int,
+        machine: Machine,
+        seed: int = 0,
+        beside: Cluster | None = None,
+        has_events: bool = False,
+    ) -> None:
+        """`beside`: another router over the same engines, of which this one knows nothing. `has_events`: it knows at
+        once what engines hold, as by their KV events; otherwise it guesses from what it has sent them."""
+        self.events: Events = Events() if beside is None else beside.events
+        self.machine = machine
+        self.report: GoodputReport = GoodputReport() if beside is None else beside.report
         config = PolicyConfig(hand_back=policy == HAND_BACK)
         name = "cache_aware" if policy == HAND_BACK else policy
         policies = create_policies(name, config=config, source=random.Random(seed))
         prefill: list[Role] = ["prefill"] * num_prefill
         decode: list[Role] = ["decode"] * num_decode
+        models = [] if beside is None else list(beside.models.values())
         self.models: dict[PooledEngine, ModelledEngine] = {}
         for number, role in enumerate(prefill + decode):
             client: Any = _Client(f"http://{role}-{number}")
             engine = PooledEngine(client, role, _info(f"{role}-{number}", role, machine), None)
-            engine.known = KnownPrefixes(_PAGE, machine.kv_tokens, lambda: self.events.now)
-            self.models[engine] = ModelledEngine(self.events, machine)
+            model = models[number] if models else ModelledEngine(self.events, machine)
+            guess = KnownPrefixes(_PAGE, machine.kv_tokens, lambda: self.events.now)
+            engine.known = KnownByEvents(model.cache, lambda: self.events.now) if has_events else guess
+            self.models[engine] = model
         pool: Any = self
         self.backs = ModelledHandBacks(EngineConnector(ConnectorConfig()), config)
         self.routes = Routes(pool, policies, _LOCAL, self.backs)
@@ -221,9 +254,12 @@ class Cluster:
     def usable(self, healthy: bool) -> list[PooledEngine]:
         return list(self.models) if healthy else []
 
-    def run(self, trace: Sequence[TraceRequest]) -> GoodputReport:
+    def run(self, trace: Sequence[TraceRequest], others: Sequence[Cluster] = ()) -> GoodputReport:
+        """`others`: routers `beside` this one. A balancer sends each request to any of them."""
+        routers, rng = [self, *others], random.Random(1)
         for request in trace:
-            self.events.at(request.at_s, lambda request=request: self._arrive(request))  # type: ignore[misc]
+            router = rng.choice(routers)
+            self.events.at(request.at_s, lambda router=router, request=request: router._arrive(request))  # type: ignore[misc]
         self.events.run()
         self.report.computed = sum(model.computed for model in self.models.values())
         return self.report

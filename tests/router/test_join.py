@@ -33,7 +33,7 @@ async def test_a_lost_prefill_leg_is_closed_with_its_request(by_watch: bool) -> 
         await read.wait()
         yield TokenChunk(request_id="r", token_ids=[3], position=2, finish_reason="stop")
 
-    items: LegItems = asyncio.Queue()
+    items = LegItems()
     tokens: list[int] = []
     async for chunk, _ in join_legs({"prefill": prefill(), "decode": decode()}, items, drained.append):
         tokens += chunk.token_ids
@@ -55,7 +55,7 @@ async def joined(wait_s: float, *, is_long: bool = False, fails: bool = False) -
     """Events in order, on one host. A long prefill lasts until the decode leg has sent its token."""
     happened: list[str] = []
     decoded, prefilled = asyncio.Event(), asyncio.Event()
-    items: LegItems = asyncio.Queue()
+    items = LegItems()
     closing: list[asyncio.Future[None]] = []
 
     async def prefill() -> Chunks:

@@ -25,7 +25,7 @@ async def test_who_leaves_as_a_near_tie_is_measured_has_left(monkeypatch: pytest
         return 0.0
 
     monkeypatch.setattr(backend, "measure_gap", measure_gap)
-    pool = SimpleNamespace(timers=RouterTimers(), max_num_seqs=lambda: None)
+    pool = SimpleNamespace(timers=RouterTimers(), max_num_seqs=lambda: None, loads=None, read_loads=lambda: None)
     router = backend.RouterBackend(cast(Any, pool), cast(Any, None), near_tie=1.0)
     request = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
     prefill = cast(Any, SimpleNamespace(client=None))

@@ -10,8 +10,7 @@ from tools.prometheus_check import metric_names, queries
 
 def test_every_metric_of_the_queries_is_exposed() -> None:
     front, engine = FrontMetrics(), EngineMetrics()
-    for made in (front.vllm_prompt_tokens, front.vllm_output_tokens, *front.vllm.values()):
-        made.labels("m")
+    front.of_model("m")
     front.vllm_success.labels("m", "stop")
     engine.verified(3, 1)
     engine.load = load_of(0)

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from baton.errors import ConfigError, HandoffError
-from baton.handoff.agent.agent import AgentConfig, HandoffAgent
+from baton.handoff.agent.agent import AgentConfig, HandoffAgent, Timers
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol import events as ev
@@ -80,14 +80,21 @@ class ModelledEngine:
     """All ranks of one engine, in this process. `events`: its handoff events, without progress and admission."""
 
     def __init__(
-        self, name: str, kv: ModelledKV, tensor_parallel_size: int, num_pages: int, uri: str, ticket_key: bytes
+        self,
+        name: str,
+        kv: ModelledKV,
+        tensor_parallel_size: int,
+        num_pages: int,
+        uri: str,
+        ticket_key: bytes,
+        timers: Timers | None = None,
     ) -> None:
         self.name = name
         self.events: queue.SimpleQueue[ev.HandoffEvent] = queue.SimpleQueue()
         self.together = InstanceAgent(kv.instance(tensor_parallel_size, num_pages), self._note)
         self._transports = [create_transport(uri) for _ in range(tensor_parallel_size)]
         self.agents: list[HandoffAgent] = []
-        config = AgentConfig(name, f"{name}-1", ticket_key=ticket_key)
+        config = AgentConfig(name, f"{name}-1", ticket_key=ticket_key, timers=timers or Timers())
         for rank, transport in enumerate(self._transports):
             instance = kv.instance(tensor_parallel_size, num_pages, rank)
             regions = [transport.allocate(group, here.geometry.region_bytes) for group, here in instance.here.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -150,6 +151,14 @@ class ListenOptions:
         """Start logging, and listen. Raises `ConfigError` if that fails."""
         log_to_stderr(self.log_level, self.log_format)
         return bind(self.host, self.port)
+
+    def bind_shared(self, num: int) -> list[socket.socket]:
+        """As `bind`, with so many sockets on one port, which no other process has."""
+        if num == 1:
+            return [self.bind()]
+        with contextlib.closing(self.bind()) as alone:
+            port = alone.getsockname()[1]
+        return [bind(self.host, port, shared=True) for _ in range(num)]
 
     def template(self) -> dict[str, Any]:
         """As fields of `RouterConfig`. Raises the errors of `read_template_option`."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -71,7 +74,7 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
         key = load_or_create_key(key_file) if key_file else None
         more = {**listen.answers(), **urls, **options.sources()}
         config = router_config(options, admin, listen.host, ticket_key=key, **more)
-        listener = listen.bind()
+        listeners = listen.bind_shared(options.workers)
 
         def on_ready(url: str) -> None:
             reporter.ready(url)
@@ -80,9 +83,38 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
             elif process.ready_fd is None:
                 log_lines(f"router waits for engines: POST {url}/instances/add")
 
-        with contextlib.closing(listener):
-            asyncio.run(serve_router(config, listener, on_ready, shutdown_timeout_s=listen.shutdown_timeout))
+        with contextlib.ExitStack() as undo:
+            for listener in listeners:
+                undo.enter_context(contextlib.closing(listener))
+            if options.workers == 1:
+                asyncio.run(serve_router(config, listener, on_ready, shutdown_timeout_s=listen.shutdown_timeout))
+            else:
+                _run_workers(config, listeners, on_ready, listen.shutdown_timeout)
         reporter.signalled()
+
+
+def _run_workers(
+    config: RouterConfig, listeners: Sequence[socket.socket], on_ready: Callable[[str], None], shutdown_timeout_s: float
+) -> None:
+    """Serve as one process per listener. Raises `BatonError` if one ends soon after its start."""
+    from baton.router.workers.loads import LoadTable, RouterProcess, WorkerLoads
+    from baton.router.workers.processes import WorkerProcesses
+
+    table = LoadTable(len(listeners))
+    with tempfile.TemporaryDirectory(prefix="baton-router-") as directory:
+
+        def run_worker(number: int, ready: Callable[[], None]) -> None:
+            worker = RouterProcess(number, len(listeners), Path(directory), WorkerLoads(table, number))
+            own = dataclasses.replace(config, worker=worker)
+            for other, listener in enumerate(listeners):
+                if other != number:
+                    listener.close()  # or this process would get connections that it never accepts
+            asyncio.run(serve_router(own, listeners[number], lambda _: ready(), shutdown_timeout_s=shutdown_timeout_s))
+
+        scheme = "http" if config.access.tls() is None else "https"
+        WorkerProcesses(len(listeners), run_worker, table.clear).run(
+            lambda: on_ready(f"{scheme}:{url_of(listeners[0]).partition(':')[2]}")
+        )
 
 
 async def serve_router(

@@ -123,6 +123,10 @@ class RecentRequests:
         last = [one for one, _ in zip(reversed(self._ended.values()), range(count), strict=False)]
         return [one for one in last if one.error], len(last)
 
+    def ended(self) -> Iterable[RequestTimeline]:
+        """The last requests that ended, oldest first."""
+        return self._ended.values()
+
     def stages(self) -> dict[str, int]:
         counts = Counter(request.stage for request in self._running.values())
         return {stage: counts[stage] for stage in ("waiting", "prefill", "handoff", "decode")}

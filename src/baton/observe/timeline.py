@@ -27,6 +27,8 @@ class RequestTimeline:
     """What happened to one choice of a request. Times are in seconds of one monotonic clock.
 
     - `http_id`: its `X-Request-Id`. `began_at`: its arrival in seconds since 1970.
+    - `routed`: when engines were first chosen. `queued_s`: how long its prompt waited in an engine; None: the engine
+      does not tell.
     - `first`, `second`, `last`: when its first token, the next and the last one arrived. `num_at_second`: how many
       tokens there were then.
     """
@@ -41,6 +43,8 @@ class RequestTimeline:
     num_output_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
+    routed: float | None = None
+    queued_s: float | None = None
     first: float | None = None
     second: float | None = None
     num_at_second: int = 0
@@ -92,6 +96,7 @@ class RequestTimeline:
     def on_route(self, now: float, route: str, engines: Sequence[str]) -> None:
         self.resumed |= self.num_output_tokens > 1
         self.route, self.engines = route, tuple(engines)
+        self.routed = now if self.routed is None else self.routed
         self._note(now, "route", f"{route.replace('_', ' ')}: {' to '.join(engines)}")
 
     def on_tokens(self, now: float, num_tokens: int, accepted: Sequence[int], drafted: Sequence[int]) -> None:

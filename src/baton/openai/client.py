@@ -29,6 +29,7 @@ MAX_BODY_BYTES = 32 * 2**20
 PLAIN = {"Accept-Encoding": "identity"}
 _MAX_REFUSAL_BYTES = 2**16
 _EVENT, _DONE = b"data:", b"[DONE]"
+_COMPLETIONS = msgspec.json.Decoder(Completion)
 
 
 class _Tokens(msgspec.Struct, frozen=True):
@@ -86,7 +87,7 @@ def read_event(line: bytes, url: str) -> Completion | Literal["done"] | None:
         return "done"
     if not data or data.startswith(b":"):
         return None
-    event = msgspec.json.decode(data, type=Completion)
+    event = _COMPLETIONS.decode(data)
     if event.error is not None:
         raise HandoffError("engine_error", f"{url}: {event.error.get('message')}")
     return event

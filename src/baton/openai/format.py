@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from baton.openai.answers import Logprobs, SpecDecode, Usage
 from baton.openai.output import ChoiceOutput, Delta
@@ -86,6 +89,22 @@ def stream_event(plan: Plan, index: int, delta: Delta, output: ChoiceOutput, fir
     if plan.include_usage:
         body["usage"] = None
     return body
+
+
+class PlainEvents:
+    """The events of a choice's stream that have nothing but text: only the text is encoded for each."""
+
+    def __init__(self, plan: Plan, index: int, output: ChoiceOutput) -> None:
+        mark = secrets.token_hex(16)
+        whole = encode_event(stream_event(plan, index, Delta(text=mark), output, False))
+        self._before, self._after = whole.split(f'"{mark}"'.encode())
+
+    def event(self, text: str) -> bytes:
+        return self._before + msgspec.json.encode(text) + self._after
+
+
+def encode_event(body: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def streamed_usage(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Json:

@@ -35,11 +35,9 @@ class SequenceRecord:
         self.route = "one_engine"
         self.engines: Sequence[str] = ()
         self.num_cached_tokens = 0
-        # A label is looked up once per sequence, and not per token.
-        self._vllm_tokens = metrics.vllm_output_tokens.labels(model)
-        self._vllm_itl = metrics.vllm["inter_token_latency_seconds"].labels(model)
+        self._of_model = metrics.of_model(model)
         metrics.prompt_tokens.inc(num_prompt_tokens)
-        metrics.vllm_prompt_tokens.labels(model).inc(num_prompt_tokens)
+        self._of_model.prompt_tokens.inc(num_prompt_tokens)
         metrics.running += 1
 
     def on_route(self, route: str, engines: Sequence[str] = ()) -> None:
@@ -48,8 +46,7 @@ class SequenceRecord:
     def tokens(self, num_tokens: int, accepted: Iterable[int] = ()) -> None:
         """`num_tokens` are new; `accepted` drafts per verification."""
         metrics = self._metrics
-        metrics.output_tokens.inc(num_tokens)
-        self._vllm_tokens.inc(num_tokens)
+        self._of_model.num_tokens += num_tokens
         for count in accepted:
             metrics.rounds.inc()
             for position in range(count):
@@ -60,8 +57,7 @@ class SequenceRecord:
         elapsed, self._last = now - self._last, now
         if self._num_output:
             for _ in range(num_tokens):
-                metrics.itl.observe(elapsed / num_tokens)
-                self._vllm_itl.observe(elapsed / num_tokens)
+                self._of_model.gaps.observe(elapsed / num_tokens)
         else:
             self._first = now
             metrics.ttft.observe(elapsed)
@@ -108,7 +104,7 @@ class SequenceRecord:
         logger.info("%s", line_of(fields), extra={"fields": fields})
 
     def _observe(self, name: str, value: float) -> None:
-        self._metrics.vllm[name].labels(self._model).observe(value)
+        self._of_model.observe[name](value)
 
 
 def log_refusal(method: str, endpoint: str, error: ApiError) -> None:
@@ -131,12 +127,15 @@ def log_refusal(method: str, endpoint: str, error: ApiError) -> None:
 
 async def report_throughput(metrics: FrontMetrics, more: Callable[[], str], every_s: float = _REPORT_S) -> None:
     """Log tokens per second, except in idle periods. `more` returns text to append."""
-    counters = (metrics.prompt_tokens, metrics.output_tokens)
-    before = [_value(counter) for counter in counters]
+
+    def counts() -> tuple[float, float]:
+        return _value(metrics.prompt_tokens), metrics.num_output_tokens
+
+    before = counts()
     while True:
         started = time.perf_counter()
         await asyncio.sleep(every_s)
-        now = [_value(counter) for counter in counters]
+        now = counts()
         prompt, output = ((b - a) / (time.perf_counter() - started) for a, b in zip(before, now, strict=True))
         before = now
         if prompt or output or metrics.running:

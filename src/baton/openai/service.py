@@ -122,28 +122,32 @@ class OpenAIService:
         return msgspec.json.encode(self._with_metrics(fmt.response_body(plan, outputs), plan, outputs))
 
     async def _events(self, plan: Plan, outputs: Sequence[ChoiceOutput]) -> AsyncGenerator[bytes, None]:
-        begun: set[int] = set()
+        begun: dict[int, fmt.PlainEvents] = {}
         counts = [0] * len(outputs)
         wants_tokens = plan.return_token_ids or plan.requests[0].sampling_params.logprobs is not None
+        plain = not wants_tokens and plan.reader is None and not plan.continuous_usage
         try:
             async with self.running(plan, outputs) as deltas:
                 async for index, delta in deltas:
                     counts[index] += len(delta.token_ids)
                     if not (fmt.is_visible(plan, delta) or (wants_tokens and delta.token_ids)):
                         continue  # all its text is held back
-                    first = index not in begun
-                    event = fmt.stream_event(plan, index, delta, outputs[index], first)
+                    if plain and index in begun and delta.finish_reason is None:
+                        yield begun[index].event(delta.text)
+                        continue
+                    event = fmt.stream_event(plan, index, delta, outputs[index], index not in begun)
                     if plan.continuous_usage:
                         event["usage"] = fmt.usage_so_far(plan, index, counts[index])
-                    yield _event(event)
-                    begun.add(index)
+                    yield fmt.encode_event(event)
+                    if index not in begun:
+                        begun[index] = fmt.PlainEvents(plan, index, outputs[index])
         except Exception as error:
             if not begun:
                 raise
             yield b"data: " + to_api_error(error).body() + b"\n\n"
         else:
             if plan.include_usage:
-                yield _event(self._with_metrics(fmt.streamed_usage(plan, outputs), plan, outputs))
+                yield fmt.encode_event(self._with_metrics(fmt.streamed_usage(plan, outputs), plan, outputs))
         yield b"data: [DONE]\n\n"
 
     def _with_metrics(self, body: dict[str, object], plan: Plan, outputs: Sequence[ChoiceOutput]) -> dict[str, object]:
@@ -161,8 +165,8 @@ class OpenAIService:
                 async with contextlib.aclosing(samples[0] if len(samples) == 1 else _merge(samples)) as deltas:
                     yield deltas
         finally:
-            longest = self._metrics.vllm["request_max_num_generation_tokens"].labels(plan.model.name)
-            longest.observe(max(len(output.token_ids) for output in outputs))
+            observe = self._metrics.of_model(plan.model.name).observe
+            observe["request_max_num_generation_tokens"](max(len(output.token_ids) for output in outputs))
 
     async def _sample(
         self, plan: Plan, index: int, output: ChoiceOutput, served: Callable[[], None]
@@ -200,10 +204,6 @@ class OpenAIService:
 def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(call)
-
-
-def _event(body: dict[str, object]) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 class Begun(AsyncGenerator[T, None]):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import random
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 from aiohttp import web
+from prometheus_client.core import Metric
 
 from baton.error_help import CODE_BY_ERROR
-from baton.errors import REASONS, BatonError, ConfigError, EngineUnavailableError, RequestError, reason_label
-from baton.observe.faults import EngineView, find_faults
+from baton.errors import REASONS, ConfigError, EngineUnavailableError, RequestError, reason_label
 from baton.observe.tracing.tracer import Tracer, make_tracer
 from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.http.app import BODIES, json_response, new_app
@@ -35,14 +33,15 @@ from baton.router.discovery import Discovery, Service, read_services
 from baton.router.hand_back import HandBacks
 from baton.router.index.readers import EventReaders, read_sources
 from baton.router.observer import RequestObserver
-from baton.router.policies import create_policies
+from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pool import EnginePool
-from baton.router.pooled_engine import PooledEngine
 from baton.router.routes import WHYS, Routes
 from baton.router.scrape import Shared, deployment_metrics
+from baton.router.status.report import deployment_status, describe_engine, own_status
+from baton.router.workers.siblings import Change, Siblings
 from baton.text import Tokenizer
 from baton.waiting import AdmissionLimit
-from baton.wire import RECOVERIES, EngineLoad, Role
+from baton.wire import RECOVERIES, Role
 
 # In nats. Adding 16-bit weights in another order changes probabilities by about 10 %.
 DEFAULT_NEAR_TIE = 0.1
@@ -83,13 +82,7 @@ async def build_app(config: RouterConfig) -> web.Application:
         read_sources(config.kv_event_replay_source, "kv_event_replay_source"),
     )
     session = new_session()
-    load = functools.partial(
-        Tokenizer.load,
-        chat_template=config.chat_template,
-        chat_template_content_format=config.chat_template_content_format,
-    )
-    veto = policies.config.is_overload if policies.config.has_veto else None
-    pool = EnginePool(session, connector.client, config.tokenizer, config.timers, load, veto, readers)
+    pool = _new_pool(config, session, connector, policies.config, readers)
     hand_backs = HandBacks(connector, policies.config)
     near_tie = DEFAULT_NEAR_TIE if config.near_tie is None else config.near_tie
     backend = RouterBackend(
@@ -108,24 +101,44 @@ async def build_app(config: RouterConfig) -> web.Application:
         await readers.close()
         await session.close()
         raise
-    metrics = FrontMetrics()
-    app = new_app(
-        metrics,
-        config.limits,
-        config.access,
-        families=Shared(lambda: deployment_metrics(metrics.registry.collect(), pool.engines)).get,
-    )
+    metrics, siblings = FrontMetrics(), None if config.worker is None else Siblings(config.worker)
+
+    async def families() -> list[Metric]:
+        own = metrics.registry.collect()
+        return await deployment_metrics(own if siblings is None else await siblings.metrics(own), pool.engines)
+
+    app = new_app(metrics, config.limits, config.access, families=Shared(families).get)
     backend.observer = RequestObserver(tracer, lambda: backend.model().name)
     service = OpenAIService(backend, metrics, config.max_queued_requests, config.parsing, config.per_request)
     add_openai_routes(app, service)
     metrics.registry.register(RowCollector(lambda: [*_rows(backend, service.queue), *backend.observer.rows()]))
-    _add_router_routes(app, backend, Admin(config.admin_token, config.host_names))
+    changes = _changes(pool)
+    _add_router_routes(app, backend, Admin(config.admin_token, config.host_names), changes, siblings)
+    if siblings is not None:
+        app.cleanup_ctx.append(lambda _: _beside(siblings, metrics, backend, changes))
     app.cleanup_ctx.append(lambda _: _lifetime(session, backend, tracer))
     if services:
         discovery = Discovery(pool, services)
         app.cleanup_ctx.append(lambda _: discovery.run())
     app.cleanup_ctx.append(lambda _: throughput_reports(metrics, lambda: _report(backend, service.queue)))
     return app
+
+
+def _new_pool(
+    config: RouterConfig,
+    session: aiohttp.ClientSession,
+    connector: Connector,
+    policy: PolicyConfig,
+    readers: EventReaders,
+) -> EnginePool:
+    load = functools.partial(
+        Tokenizer.load,
+        chat_template=config.chat_template,
+        chat_template_content_format=config.chat_template_content_format,
+    )
+    veto = policy.is_overload if policy.has_veto else None
+    loads = None if config.worker is None else config.worker.loads
+    return EnginePool(session, connector.client, config.tokenizer, config.timers, load, veto, readers, loads)
 
 
 def _connector(config: RouterConfig, services: Sequence[Service]) -> Connector:
@@ -170,8 +183,42 @@ async def _lifetime(
         await asyncio.to_thread(tracer.close)
 
 
-def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admin) -> None:
-    pool, shown = backend.pool, Shared(lambda: _status(backend))
+async def _beside(
+    siblings: Siblings, metrics: FrontMetrics, backend: RouterBackend, changes: dict[str, Change]
+) -> AsyncIterator[None]:
+    async with siblings.serving(metrics.registry.collect, lambda: own_status(backend), changes):
+        yield
+
+
+def _changes(pool: EnginePool) -> dict[str, Change]:
+    """What a request's body changes in a pool, by the last part of its path."""
+
+    async def add(body: bytes) -> object:
+        asked = _decode(body, _Joining)
+        return describe_engine(await pool.add(asked.url, asked.role), None)
+
+    async def remove(body: bytes) -> object:
+        return describe_engine(pool.remove(_decode(body, _Known).url), None)
+
+    async def drain(body: bytes) -> object:
+        return describe_engine(pool.drain(_decode(body, _Known).url), None)
+
+    async def rebind(body: bytes) -> object:
+        _decode(body, _Nothing)
+        await pool.rebind()
+        return None
+
+    return {"add": add, "remove": remove, "drain": drain, "rebind": rebind}
+
+
+def _add_router_routes(
+    app: web.Application,
+    backend: RouterBackend,
+    admin: Admin,
+    changes: dict[str, Change],
+    siblings: Siblings | None,
+) -> None:
+    shown = Shared(lambda: deployment_status(backend, siblings))
 
     async def health(request: web.Request) -> web.StreamResponse:
         """Whether requests are served."""
@@ -185,28 +232,28 @@ def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admi
 
     async def add(request: web.Request) -> web.StreamResponse:
         """Add an engine."""
-        admin.check(request)
-        asked = await _body(request, _Joining)
-        return json_response(_describe(await pool.add(asked.url, asked.role), None))
+        return await change(request, "add")
 
     async def remove(request: web.Request) -> web.StreamResponse:
         """Remove an engine at once."""
-        admin.check(request)
-        asked = await _body(request, _Known)
-        return json_response(_describe(pool.remove(asked.url), None))
+        return await change(request, "remove")
 
     async def rebind(request: web.Request) -> web.StreamResponse:
         """Let the first engine that answers decide anew which model is served."""
-        admin.check(request)
-        await _body(request, _Nothing)
-        await pool.rebind()
-        return json_response(await _status(backend))
+        await change(request, "rebind")
+        return json_response(await deployment_status(backend, siblings))
 
     async def drain(request: web.Request) -> web.StreamResponse:
         """Remove an engine once its requests have ended."""
+        return await change(request, "drain")
+
+    async def change(request: web.Request, name: str) -> web.StreamResponse:
         admin.check(request)
-        asked = await _body(request, _Known)
-        return json_response(_describe(pool.drain(asked.url), None))
+        async with request.app[BODIES].read(request) as body:
+            answer = json_response(await changes[name](body))
+            if siblings is not None:
+                await siblings.tell(name, body)
+        return answer
 
     add_health(app, health)
     add_dashboard(app, backend, shown.get, admin.enabled)
@@ -217,64 +264,11 @@ def _add_router_routes(app: web.Application, backend: RouterBackend, admin: Admi
     app.router.add_post("/instances/rebind", rebind)
 
 
-async def _body(request: web.Request, kind: type[T]) -> T:
+def _decode(body: bytes, kind: type[T]) -> T:
     try:
-        async with request.app[BODIES].read(request) as body:
-            return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the request body is malformed: {error}") from None
-
-
-async def _status(backend: RouterBackend) -> dict[str, object]:
-    async def load(engine: PooledEngine) -> EngineLoad | None:
-        try:
-            return await engine.client.load()
-        except BatonError:
-            return None
-
-    engines = backend.pool.engines
-    loads = await asyncio.gather(*(load(engine) for engine in engines))
-    views = [_view(engine, now) for engine, now in zip(engines, loads, strict=True)]
-    faults = find_faults(views, backend.decisions.last(), backend.observer.recent, time.monotonic())
-    acceptance = backend.observer.describe()
-    return {
-        "ready": backend.ready(),
-        "alarms": [*acceptance["alarms"], *faults],
-        "engines": [_describe(engine, now) for engine, now in zip(engines, loads, strict=True)],
-        "handoffs": {
-            "active": backend.num_active_handoffs,
-            **{name: backend.handoffs[name] for name in backend.OUTCOMES},
-            "failures": dict(backend.failures),
-        },
-        "decisions": backend.decisions.describe(),
-        "hand_backs": backend.hand_backs.describe(),
-        "recoveries": dict(backend.recoveries),
-        "near_ties": backend.near_ties,
-        "acceptance": acceptance,
-    }
-
-
-def _view(engine: PooledEngine, load: EngineLoad | None) -> EngineView:
-    usable = engine.healthy or engine.draining
-    view = EngineView(engine.name, engine.url, engine.role, usable, engine.problem or "")
-    if load is None:
-        return view
-    return dataclasses.replace(view, kv_usage=load.kv_usage, num_waiting=load.num_waiting)
-
-
-def _describe(engine: PooledEngine, load: EngineLoad | None) -> dict[str, object]:
-    return {
-        "url": engine.url,
-        "role": engine.role,
-        "healthy": engine.healthy,
-        "draining": engine.draining,
-        "problem": engine.problem,
-        "overloaded": engine.overloaded,
-        "num_inflight": engine.num_inflight,
-        "queued_tokens": engine.queued_tokens,
-        "info": engine.info,
-        "load": load,
-    }
 
 
 def _report(backend: RouterBackend, queue: AdmissionLimit) -> str:

@@ -83,7 +83,7 @@ class RouterBackend:
         self.decisions = Decisions()
         self.hand_backs = hand_backs or HandBacks(connector, PolicyConfig())
         self._routes = routes or Routes(pool, create_policies())
-        self.concurrency = ConcurrencyLimit(pool.max_num_seqs, self._routes.config.tenants)
+        self.concurrency = ConcurrencyLimit(pool.max_num_seqs, self._routes.config.tenants, pool.loads)
         self.allows_kv_mode = allow_mode_override
         self.handoffs: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
@@ -217,6 +217,7 @@ class RouterBackend:
         """Wait up to `patience_s` for a route. Raises `EngineUnavailableError`."""
         deadline = asyncio.get_running_loop().time() + patience_s
         while True:
+            self.pool.read_loads()
             route = self._routes.choose(request, tried, hand_off, session_of(CALLER.get()))
             if route is not None:
                 return route
@@ -277,7 +278,7 @@ class RouterBackend:
         self, request: GenerateRequest, route: Route, legs: Legs, kv_mode: Mode, may_move: MayMove
     ) -> AsyncIterator[RunningAttempt]:
         """The chunks of all legs, which meanwhile count as their engines' load."""
-        items: LegItems = asyncio.Queue()
+        items = LegItems()
         engines = {leg: route.engine(leg) for leg in legs.chunks}
         watches = self.observer.watch_legs(request.request_id, engines, kv_mode)
         if self.hand_backs.enabled and "prefill" in engines:

@@ -9,9 +9,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sized
 from baton.openai.http.metrics import Row, counter, gauge
 from baton.router.admission.fair_queue import FairQueue
 from baton.router.admission.tenants import Standing, Tenant
+from baton.router.workers.loads import WorkerLoads
 
 # How often waiting requests look for engines that have joined or recovered.
 _LOOK_AGAIN_S = 0.25
+# ... and for room that requests of the router's other processes leave.
+_LOOK_BESIDE_S = 0.01
 _ANYBODY = Standing()
 _NO_TENANTS: Mapping[str, Tenant] = {}
 
@@ -20,8 +23,16 @@ class ConcurrencyLimit:
     """Holds requests beyond the engines' `--max-num-seqs` back from their prefill, after which they would stall and
     hold pages of a prefill engine. `capacity`: how many run at once; None: unknown (no engine, or vLLM)."""
 
-    def __init__(self, capacity: Callable[[], int | None], tenants: Mapping[str, Tenant] = _NO_TENANTS) -> None:
-        self.tenants = tenants
+    def __init__(
+        self,
+        capacity: Callable[[], int | None],
+        tenants: Mapping[str, Tenant] = _NO_TENANTS,
+        loads: WorkerLoads | None = None,
+    ) -> None:
+        """`loads`: of the router's other processes, whose requests count too. Two that see the last room at the same
+        time both take it. Tenants have their shares in each process."""
+        self.tenants, self._loads = tenants, loads
+        self._look_again_s = _LOOK_AGAIN_S if loads is None else _LOOK_BESIDE_S
         self._capacity = capacity
         self._queue: FairQueue[asyncio.Event] = FairQueue(tenants)
         self.num_running = 0
@@ -37,12 +48,12 @@ class ConcurrencyLimit:
         if not self._may_run(mine):
             await self._turn(mine, tenant)
         self._queue.take(now())
-        self.num_running += 1
+        self._count(1)
         self._wake()
         try:
             yield
         finally:
-            self.num_running -= 1
+            self._count(-1)
             self._queue.charge(tenant, len(output))
             self._queue.end(tenant)
             self._wake()
@@ -56,7 +67,13 @@ class ConcurrencyLimit:
 
     def _has_room(self) -> bool:
         capacity = self._capacity()
-        return capacity is None or self.num_running < capacity
+        elsewhere = 0 if self._loads is None else self._loads.num_running_elsewhere
+        return capacity is None or self.num_running + elsewhere < capacity
+
+    def _count(self, change: int) -> None:
+        self.num_running += change
+        if self._loads is not None:
+            self._loads.run(self.num_running)
 
     def _may_run(self, mine: asyncio.Event) -> bool:
         return self._has_room() and self._queue.next() is mine
@@ -72,7 +89,7 @@ class ConcurrencyLimit:
             while not self._may_run(mine):
                 mine.clear()
                 # A timer, not a timeout: a client's cancellation must not be taken for an expired timeout.
-                timer = loop.call_later(_LOOK_AGAIN_S, mine.set)
+                timer = loop.call_later(self._look_again_s, mine.set)
                 try:
                     await mine.wait()
                 finally:

@@ -41,6 +41,8 @@ class ObservedRequest:
     def on_chunk(self, chunk: TokenChunk) -> None:
         """Call it before the chunk goes to the client."""
         self.timeline.on_tokens(time.monotonic(), len(chunk.token_ids), chunk.accepted, chunk.drafted)
+        if chunk.queued_s is not None:
+            self.timeline.queued_s = chunk.queued_s
         if chunk.finish_reason is not None:
             self._observer.on_last_chunk(self.timeline, chunk)
 

@@ -24,6 +24,7 @@ from baton.router.index.readers import EventReaders
 from baton.router.pooled_engine import PooledEngine
 from baton.router.prefixes import KnownPrefixes
 from baton.router.timers import RouterTimers
+from baton.router.workers.loads import WorkerLoads
 from baton.text import Tokenizer
 from baton.wire import EngineLoad, Role
 
@@ -47,10 +48,12 @@ class EnginePool:
         load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
         is_overload: Callable[[EngineLoad], bool] | None = None,
         readers: EventReaders | None = None,
+        loads: WorkerLoads | None = None,
     ) -> None:
         """`tokenizer_dir` None: the engines' checkpoint. `is_overload`: whether an engine with this load gets no new
-        requests; None: loads are not asked for. Times are those of the event loop."""
-        self._is_overload = is_overload
+        requests; None: loads are not asked for. `loads`: shared with the router's other processes. Times are those of
+        the event loop."""
+        self._is_overload, self.loads = is_overload, loads
         self.readers = readers or EventReaders()
         self.timers = timers or RouterTimers()
         self._new_client = new_client
@@ -85,6 +88,8 @@ class EnginePool:
         if url in self._engines:
             raise RequestError(f"{url} is an engine of this router already", "url")
         engine = PooledEngine(self._new_client(self._session, url, self.timers, role), role)
+        if self.loads is not None:
+            engine.on_load = self.loads.tell
         try:
             await self._identify(engine)
         except EngineUnavailableError as error:
@@ -139,6 +144,11 @@ class EnginePool:
         engine.when_idle = lambda: self._removed.discard(engine)
         if engine.num_inflight:
             engine.when_busy()
+
+    def read_loads(self) -> None:
+        """Learn what the router's other processes have given to engines."""
+        if self.loads is not None:
+            self.loads.read(self._engines.values())
 
     def usable(self, healthy: bool) -> list[PooledEngine]:
         """The healthy engines that may get requests, or the suspected ones."""

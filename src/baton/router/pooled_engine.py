@@ -11,6 +11,7 @@ from baton.comparison import token_identity
 from baton.errors import EngineLostError
 from baton.router.clients.engine_client import EngineClient
 from baton.router.prefixes import KnownPrefixes, Prefixes
+from baton.router.workers.loads import NO_LOAD, OtherLoad
 from baton.wire import EngineInfo, GenerateRequest, Role
 
 OnLost = Callable[[EngineLostError], None]
@@ -36,7 +37,8 @@ class _Leg:
 
 @dataclass(slots=True, eq=False)
 class PooledEngine:
-    """One engine. Counts of tokens cover only this router's requests, as expected when they were chosen."""
+    """One engine. Counts cover the requests of this process only, tokens as expected when they were chosen. `others`:
+    those of the router's other processes, and `all_...` their sums."""
 
     client: EngineClient
     role: Role
@@ -45,6 +47,7 @@ class PooledEngine:
     num_inflight: int = 0  # this router's legs on it
     queued_tokens: int = 0  # prompt tokens that its legs have yet to compute
     kv_tokens: int = 0  # the KV of its legs
+    others: OtherLoad = NO_LOAD
     overloaded: bool = False  # it gets no new requests by its last report (`PolicyConfig`)
     order: int = 0
     answered: float = 0.0  # when it last answered, in monotonic seconds
@@ -59,6 +62,7 @@ class PooledEngine:
     known: Prefixes = field(default_factory=KnownPrefixes)  # the prefixes that it probably holds
     when_busy: Callable[[], None] = lambda: None
     when_idle: Callable[[], None] = lambda: None
+    on_load: Callable[[PooledEngine], None] = lambda engine: None  # its counts have changed
     _legs: list[_Leg] = field(default_factory=list)
 
     @property
@@ -86,6 +90,18 @@ class PooledEngine:
         )
 
     @property
+    def all_inflight(self) -> int:
+        return self.num_inflight + self.others.num_inflight
+
+    @property
+    def all_queued_tokens(self) -> int:
+        return self.queued_tokens + self.others.queued_tokens
+
+    @property
+    def all_kv_tokens(self) -> int:
+        return self.kv_tokens + self.others.kv_tokens
+
+    @property
     def healthy(self) -> bool:
         return self.problem is None and self.info is not None and not self.leaving
 
@@ -107,6 +123,7 @@ class PooledEngine:
         self.queued_tokens += charge.prefill_tokens
         self.kv_tokens += charge.kv_tokens
         self._legs.append(leg)
+        self.on_load(self)
         self.when_busy()
         try:
             yield functools.partial(self._prefilled, leg)
@@ -115,6 +132,7 @@ class PooledEngine:
             self._prefilled(leg)
             self.kv_tokens -= charge.kv_tokens
             self._legs.remove(leg)
+            self.on_load(self)
             if not self.num_inflight:
                 self.when_idle()
 
@@ -122,6 +140,7 @@ class PooledEngine:
         if not leg.has_prefilled:
             leg.has_prefilled = True
             self.queued_tokens -= leg.charge.prefill_tokens
+            self.on_load(self)
 
     def evict(self, error: EngineLostError) -> None:
         self.evicted = True

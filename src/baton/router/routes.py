@@ -167,7 +167,7 @@ class Routes:
         handoff = cost(replace(asked, receives=True), chosen, config)
         handoff += min(cost(replace(asked, decodes=False), engine, config) for engine in prefill)
         best = min(held, key=lambda engine: (cost(asked, engine, config), engine is not chosen, engine.order))
-        is_near = best.num_inflight <= chosen.num_inflight + _SLACK_LEGS
+        is_near = best.all_inflight <= chosen.all_inflight + _SLACK_LEGS
         if not is_near and cost(asked, best, config) > handoff:
             return None
         return Route("cached", best, max_prefill_tokens=limit)
@@ -179,7 +179,7 @@ class Routes:
         if not config.max_turn_prefill_length:
             return 0
         least = min(
-            asked.uncached(engine) - asked.handed_back(engine, config) + engine.queued_tokens for engine in prefill
+            asked.uncached(engine) - asked.handed_back(engine, config) + engine.all_queued_tokens for engine in prefill
         )
         limit = min(config.max_turn_prefill_length, int(least / max(config.turn_ratio, 1.0)))
         return limit if limit < len(asked.prompt.tokens) else 0

@@ -96,7 +96,14 @@ class ClientConnection(web.RequestHandler):
         if before > self._limits.stream_bytes:
             self.cut_off()
             raise ConnectionResetError("the client does not read its answer")
-        await writer.write(data, drain=False)
+        transport = self._open
+        begun = data and writer.chunked and writer.output_size > 0
+        if begun and transport is not None and not transport.is_closing():
+            # As aiohttp's `write` does, which takes four calls more for each part of a stream.
+            writer.output_size += len(data)
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            await writer.write(data, drain=False)
         if before:
             after = self.num_unread()
             self._added += after - before
@@ -220,7 +227,8 @@ class Stream(web.StreamResponse):
 
     async def send(self, request: web.Request, data: bytes) -> None:
         """Raises the errors of `ClientConnection.send`."""
-        await self.prepare(request)
+        if not self.prepared:
+            await self.prepare(request)
         assert isinstance(request.writer, StreamWriter)
         assert isinstance(request.protocol, ClientConnection)
         await request.protocol.send(request.writer, data)

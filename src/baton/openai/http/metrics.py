@@ -17,10 +17,10 @@ _ITL_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5
 _E2E_BUCKETS_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0)
 _TOKENS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _MODEL = "model_name"
+_TOKENS = "Tokens generated."
 _ITL = "Between tokens of one sequence; tokens of one step share its time evenly."
 _VLLM_HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("time_to_first_token_seconds", "From the arrival of a request to its first token.", _TTFT_BUCKETS_S),
-    ("inter_token_latency_seconds", _ITL, _ITL_BUCKETS_S),
     ("request_time_per_output_token_seconds", "Mean time of a request's tokens after the first.", _ITL_BUCKETS_S),
     ("e2e_request_latency_seconds", "From the arrival of a request to its end.", _E2E_BUCKETS_S),
     ("request_decode_time_seconds", "From the first token of a request to its last.", _E2E_BUCKETS_S),
@@ -78,6 +78,19 @@ def with_vllm_names(rows: Iterable[Row], model: str) -> Iterator[Row]:
             yield f"vllm:{name}", kind, text, {"model_name": model, "engine": "0", **labels}, value
 
 
+class ModelMetrics:
+    """What is counted of one model: for each token without locks, since only the event loop's thread writes, and by
+    `observe` without a look-up of its label."""
+
+    __slots__ = ("gaps", "num_tokens", "observe", "prompt_tokens")
+
+    def __init__(self, front: FrontMetrics, model: str) -> None:
+        self.num_tokens = 0
+        self.gaps = Histogram(_ITL_BUCKETS_S)
+        self.prompt_tokens = front.vllm_prompt_tokens.labels(model)
+        self.observe = {name: metric.labels(model).observe for name, metric in front.vllm.items()}
+
+
 class FrontMetrics:
     """Counters and histograms in their own registry: two apps in one process do not mix. vLLM's are there under its
     names too, by model. `running`: the number of running sequences."""
@@ -91,23 +104,41 @@ class FrontMetrics:
             "baton:http_requests", "Requests by endpoint and HTTP status.", "endpoint", "status"
         )
         self.prompt_tokens = self._counter("baton:front_prompt_tokens", "Prompt tokens received.")
-        self.output_tokens = self._counter("baton:front_output_tokens", "Tokens generated.")
         self.ttft = self._histogram(
             "baton:time_to_first_token_seconds", "From the arrival of a request to its first token.", _TTFT_BUCKETS_S
         )
-        self.itl = self._histogram("baton:inter_token_latency_seconds", _ITL, _ITL_BUCKETS_S)
         self.rounds = self._counter("baton:front_spec_rounds", "Verification rounds of delivered tokens.")
         self.accepted = self._counter(
             "baton:front_spec_accepted_per_pos", "Rounds in which the draft at this position was accepted.", "position"
         )
         self.vllm_prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens received.", _MODEL)
-        self.vllm_output_tokens = self._counter("vllm:generation_tokens", "Tokens generated.", _MODEL)
+        self._models: dict[str, ModelMetrics] = {}
+        self.registry.register(RowCollector(self._token_rows))
         self.vllm_success = self._counter(
             "vllm:request_success", "Requests that ended, by reason.", _MODEL, "finished_reason"
         )
         self.vllm = {
             name: self._histogram(f"vllm:{name}", text, buckets, _MODEL) for name, text, buckets in _VLLM_HISTOGRAMS
         }
+
+    def of_model(self, model: str) -> ModelMetrics:
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = ModelMetrics(self, model)
+        return found
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(one.num_tokens for one in self._models.values())
+
+    def _token_rows(self) -> Iterator[Row]:
+        gaps = [one.gaps for one in self._models.values()] or [Histogram(_ITL_BUCKETS_S)]
+        yield counter("front_output_tokens", _TOKENS, self.num_output_tokens)
+        yield histogram("inter_token_latency_seconds", _ITL, Histogram.sum_of(gaps))
+        for model, one in self._models.items():
+            labels = {_MODEL: model}
+            yield "vllm:generation_tokens", "counter", _TOKENS, labels, float(one.num_tokens)
+            yield "vllm:inter_token_latency_seconds", "histogram", _ITL, labels, one.gaps
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)

@@ -31,8 +31,9 @@ _GOODBYE_S = 2.0
 _SAME_SIGNAL_S = 1.0
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; port 0: a free one. Raises `ConfigError` for `host` if it is not an address here, else
+def bind(host: str, port: int, shared: bool = False) -> socket.socket:
+    """A listening TCP socket; port 0: a free one. `shared`: others of this user may listen there too, and each gets
+    some of the connections. Raises `ConfigError` for `host` if it is not an address here, else
     for `port`.
 
     Call it before loading anything slow.
@@ -44,6 +45,8 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
         listener.listen(512)
     except (OSError, OverflowError, ValueError) as error:

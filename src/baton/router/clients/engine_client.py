@@ -25,6 +25,7 @@ from baton.errors import (
 from baton.openai.answers import decode_answer, read_error
 from baton.openai.client import PLAIN, convert_errors, error_line, read_body, read_refusal
 from baton.openai.http.errors import DRAINING, ENGINE_STALLED
+from baton.openai.http.lines import LineReader
 from baton.openai.http.tracing import TRACE
 from baton.router.clients.address import split_rank
 from baton.router.timers import RouterTimers
@@ -36,6 +37,7 @@ _SCORE_BYTES = 80
 _MAX_ASK_BYTES = 2**20
 _MAX_METRICS_BYTES = 2**24
 _PIECE_BYTES = 2**16
+_CHUNKS = msgspec.json.Decoder(TokenChunk)
 # Connecting fails with these while this process has no descriptor, port or memory left.
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
 
@@ -156,14 +158,18 @@ class BatonClient(EngineClient):
         body = _leg_body(request)
         line_bytes = _MAX_LINE_BYTES + _scores_bytes(request)
         async with self._answer("/inference/v1/generate", body, self._leg_timeout, line_bytes) as response:
-            async for line in response.content:
-                if not line.endswith(b"\n"):
-                    raise EngineLostError(f"engine {self.url} went away in mid-stream")
-                chunk = msgspec.json.decode(line, type=TokenChunk)
-                if chunk.finish_reason is not None:
-                    # Read to the end, so that the connection can be reused.
-                    await read_body(response, _MAX_ASK_BYTES)
-                yield chunk
+            reader = LineReader(response.content, line_bytes)
+            while lines := await reader.next():
+                for line in lines:
+                    if reader.is_cut:
+                        raise EngineLostError(f"engine {self.url} went away in mid-stream")
+                    chunk = _CHUNKS.decode(line)
+                    if chunk.finish_reason is not None:
+                        # Read to the end, so that the connection can be reused.
+                        await read_body(response, _MAX_ASK_BYTES)
+                        yield chunk
+                        return
+                    yield chunk
 
     async def _ask(self, path: str, kind: type[T]) -> T:
         return decode_answer(await self._get(path, _MAX_ASK_BYTES), kind, f"{self.url} is not a Baton engine")

@@ -13,6 +13,7 @@ import msgspec
 
 from baton.errors import REASONS, EngineLostError, HandoffError, ProtocolError, RequestError
 from baton.openai.answers import decode_answer
+from baton.openai.http.lines import LineReader
 from baton.router.clients.engine_client import EngineClient
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
@@ -141,18 +142,20 @@ class SglangClient(EngineClient):
         rank = {} if self.rank is None else {RANK_FIELD: self.rank}
         body = msgspec.json.encode({**generate_body(request, left), **rank, **handoff})
         async with self._answer("/generate", [body], self._leg_timeout, _MAX_BODY_BYTES) as response:
-            async for line in response.content:
-                data = line.strip().removeprefix(_EVENT).lstrip()
-                if data == _DONE:
-                    return
-                if not data:
-                    continue
-                event = decode_answer(data, _Event, f"{self.url} is not an SGLang server")
-                chunk = to_token_chunk(request, event, sent)
-                sent += len(chunk.token_ids)
-                if first_only and left > 1 and chunk.finish_reason == "length":
-                    chunk = msgspec.structs.replace(chunk, finish_reason=None)
-                yield chunk
+            reader = LineReader(response.content, _MAX_BODY_BYTES)
+            while lines := await reader.next():
+                for line in lines:
+                    data = line.strip().removeprefix(_EVENT).lstrip()
+                    if data == _DONE:
+                        return
+                    if not data:
+                        continue
+                    event = decode_answer(data, _Event, f"{self.url} is not an SGLang server")
+                    chunk = to_token_chunk(request, event, sent)
+                    sent += len(chunk.token_ids)
+                    if first_only and left > 1 and chunk.finish_reason == "length":
+                        chunk = msgspec.structs.replace(chunk, finish_reason=None)
+                    yield chunk
         raise EngineLostError(f"engine {self.url} went away in mid-stream")
 
 

@@ -18,6 +18,7 @@ from baton.comparison import token_identity
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, IncompatiblePeerError, ProtocolError
 from baton.openai.answers import Completion, Model, Models, decode_answer
 from baton.openai.client import convert_errors, read_body, read_event, read_samples
+from baton.openai.http.lines import LineReader
 from baton.router.clients.engine_client import EngineClient, error_of_response
 from baton.router.clients.vllm_api import completion_body, render_bodies, rendered_defaults, to_chunk
 from baton.router.timers import RouterTimers
@@ -210,15 +211,18 @@ class VllmClient(EngineClient):
         position = request.num_known
         more = first_only and request.sampling_params.max_tokens - position > 1
         body = completion_body(request, name, position, kv_transfer_params, first_only, stream=True)
+        where = f"engine {self.url}"
         async with self._completion(body, self._leg_timeout) as response:
-            async for line in response.content:
-                event = read_event(line, f"engine {self.url}")
-                if event == "done":
-                    return
-                for choice in event.choices[:1] if event is not None else ():
-                    chunk = to_chunk(request, choice, position)
-                    position += len(chunk.token_ids)
-                    yield _goes_on(chunk) if more else chunk
+            reader = LineReader(response.content, _MAX_BODY_BYTES)
+            while lines := await reader.next():
+                for line in lines:
+                    event = read_event(line, where)
+                    if event == "done":
+                        return
+                    for choice in event.choices[:1] if event is not None else ():
+                        chunk = to_chunk(request, choice, position)
+                        position += len(chunk.token_ids)
+                        yield _goes_on(chunk) if more else chunk
         raise EngineLostError(f"engine {self.url} went away in mid-stream")
 
     async def first_token(

@@ -10,6 +10,7 @@ from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.router.config.router_settings import RouterSettings
 from baton.router.timers import RouterTimers
+from baton.router.workers.loads import RouterProcess
 from baton.text import ContentFormatOption
 
 
@@ -21,6 +22,7 @@ class RouterConfig(RouterSettings):
     - `kv_event_source`, `kv_event_replay_source`: `URL=ENDPOINT` of engines that do not tell where they publish.
     - `chat_template` (a text) None: the checkpoint's. `chat_template_content_format`: how it reads the content of
       messages.
+    - `worker`: which of the router's processes this is; None: the only one.
     - `admin_token` None: engines cannot join or leave at run time. `host_names`: the router's names for `Admin`.
     """
 
@@ -42,3 +44,4 @@ class RouterConfig(RouterSettings):
     access: Access = OPEN
     parsing: Parsing = NO_PARSING
     per_request: PerRequestMetrics = NO_METRICS
+    worker: RouterProcess | None = None

@@ -12,6 +12,7 @@ from baton.waiting import MAX_QUEUED_REQUESTS
 from baton.wire import Mode, Recovery
 
 EngineKind = Literal["baton", "vllm", "sglang"]
+MAX_WORKERS = 64
 # So many rows delay concurrent decodes less than a handoff would (docs/performance.md).
 MAX_LOCAL_PREFILL_LENGTH = 64
 
@@ -61,7 +62,7 @@ class RouterSettings(RoutingSettings):
     `tokenizer` None: the engines' checkpoint. `kv_connector`, `seed_first_token` (send the first token to the decode
     server) and `near_tie` (tolerance for two different first tokens, in nats): only for `engine` vllm. `ticket_life`:
     seconds in which both legs must reach their engines. `max_queued_requests`: choices that may wait for their first
-    token.
+    token, in each process. `workers`: processes behind the port.
     """
 
     tokenizer: Annotated[str | None, Setting("Default: the engines' own checkpoint.")] = None
@@ -84,3 +85,4 @@ class RouterSettings(RoutingSettings):
     max_queued_requests: Annotated[
         int, Setting("Choices that may wait for their first token; more get 429.", rule=at_least(1))
     ] = MAX_QUEUED_REQUESTS
+    workers: Annotated[int, Setting("Processes that share the port.", rule=in_range(1, MAX_WORKERS))] = 1

@@ -8,7 +8,7 @@ from baton.router.index.blocks import BlockIndex
 from baton.router.prefixes import KnownPrefixes, PromptBlocks
 
 # A prompt that was sent counts as held for so long; then the engine's events tell of its blocks.
-_PROMISED_S = 5.0
+PROMISED_S = 5.0
 
 
 class HeldPrefixes:
@@ -16,7 +16,7 @@ class HeldPrefixes:
 
     def __init__(self, index: BlockIndex, clock: Callable[[], float]) -> None:
         self.index = index
-        self._promised = KnownPrefixes(1, 0, clock, _PROMISED_S)
+        self._promised = KnownPrefixes(1, 0, clock, PROMISED_S)
 
     def num_tokens(self, prompt: PromptBlocks) -> int:
         return max(self.index.num_tokens(prompt), self._promised.num_tokens(prompt))

@@ -46,9 +46,9 @@ def cost(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:
 
 def other_load(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:
     """The part of the cost from the engine's other requests. A prefill engine has prompts only."""
-    found = config.queued_weight * engine.queued_tokens
+    found = config.queued_weight * engine.all_queued_tokens
     if asked.decodes:
-        found += config.leg_weight * engine.num_inflight + config.kv_weight * engine.kv_tokens
+        found += config.leg_weight * engine.all_inflight + config.kv_weight * engine.all_kv_tokens
     return found
 
 

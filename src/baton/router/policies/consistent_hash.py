@@ -27,9 +27,9 @@ class ConsistentHash(Policy):
 
     def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
         key = asked.session.encode() if asked.session else _beginning(asked)
-        most = math.ceil(_BOUND * (1 + sum(engine.num_inflight for engine in among)) / len(among))
+        most = math.ceil(_BOUND * (1 + sum(engine.all_inflight for engine in among)) / len(among))
         ranked = sorted(among, key=lambda e: hashlib.blake2b(key + b"\0" + e.url.encode()).digest())
-        return next((engine for engine in ranked if engine.num_inflight < most), ranked[0])
+        return next((engine for engine in ranked if engine.all_inflight < most), ranked[0])
 
 
 def _beginning(asked: Asked) -> bytes:

@@ -12,4 +12,4 @@ class LeastLoaded(Policy):
     name = "least_loaded"
 
     def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
-        return min(among, key=lambda e: (e.num_inflight, e.order))
+        return min(among, key=lambda e: (e.all_inflight, e.order))

@@ -1,0 +1,236 @@
+"""CPU time of routers per request and per token, and the time that they add to the first token.
+
+    python -m benchmarks.serving.router_speed [--streams 1,16,64,256] [--vllm-router PATH] [--sglang-router PATH]
+
+All routers stand in front of the same modelled prefill and decode server (`modelled_servers`, in another process) and
+take turns. Each request's prompt is text. CPU time is that of all threads of a router and its children, by the
+kernel. Streams of two lengths give the cost per token; what is left is that of a request. `Added`: the first token's
+time, less the prefill's. Streams begin evenly over a second and run at once; more streams have longer steps, so that
+no router falls behind: tokens that wait are sent together, which is cheap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.openai.http.serving import bind
+from benchmarks.serving.modelled_servers import MODEL
+from testkit.servers.fake_serving import write_tokenizer
+
+_SHORT, _LONG = 2, 66
+_FIRST_S, _START_S, _RAMP_S = 0.02, 90.0, 1.0
+_LEAST_STEP_S = 0.01
+# Each figure comes from at least so many streams.
+_LEAST_STREAMS = 16
+_TRIES = 5
+_TEXT = re.compile(rb'"text": ?"a"')
+_BEFORE = " before"
+ROUTERS = ("baton-vllm", "baton", "vllm-router", "sglang-router")
+
+
+class StreamFailed(Exception):
+    """A router whose engines are slow to answer refuses requests: the wave is repeated."""
+
+
+@dataclass(slots=True)
+class RouterFigures:
+    """One value per round. `request_ms`, `token_us`: of CPU time."""
+
+    request_ms: list[float] = field(default_factory=list)
+    token_us: list[float] = field(default_factory=list)
+    added_ms: list[float] = field(default_factory=list)
+
+    def line(self, name: str, streams: int) -> str:
+        request, token, added = (statistics.median(each) for each in (self.request_ms, self.token_us, self.added_ms))
+        low, high = min(self.token_us), max(self.token_us)
+        return f"| {streams} | {name} | {request:.2f} | {token:.0f} ({low:.0f} to {high:.0f}) | {added:.1f} |"
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process and its children so far."""
+    found = 0.0
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[0]) / 1e9
+                for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                    found += cpu_s(int(child))
+    return found
+
+
+def _free_port() -> int:
+    with contextlib.closing(bind("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _servers(directory: Path, step_s: float) -> Iterator[list[str]]:
+    """URLs of the prefill and the decode server."""
+    command = [sys.executable, "-m", "benchmarks.serving.modelled_servers", str(directory)]
+    command += ["--first-ms", str(1e3 * _FIRST_S), "--step-ms", str(1e3 * step_s)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            yield [f"http://127.0.0.1:{port}" for port in json.loads(process.stdout.readline())]
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def _running(command: Sequence[str], port: int, source: str | None = None) -> Iterator[int]:
+    """A router that serves: its process id. `source`: Baton's, if it is another checkout's."""
+    environment = os.environ if source is None else {**os.environ, "PYTHONPATH": source}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            until = time.monotonic() + _START_S
+            while not _answers(f"http://127.0.0.1:{port}/health"):
+                if process.poll() is not None or time.monotonic() > until:
+                    log.seek(0)
+                    raise SystemExit(f"{' '.join(command)} does not serve:\n{log.read().decode()[-2000:]}")
+                time.sleep(0.2)
+            yield process.pid
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(url, timeout=5) as answer:
+        return bool(answer.status == 200)
+    return False
+
+
+def _command(name: str, port: int, urls: Sequence[str], folder: Path, options: argparse.Namespace) -> list[str]:
+    listen = ["--host", "127.0.0.1", "--port", str(port)]
+    metrics = ["--prometheus-port", str(_free_port())]
+    prefill, decode = urls
+    both = ["--prefill", prefill, "--decode", decode]
+    if name == "vllm-router":
+        return [options.vllm_router, "--vllm-pd-disaggregation", "--policy", "round_robin", *both, *listen, *metrics]
+    if name == "sglang-router":
+        pd = ["--pd-disaggregation", "--policy", "round_robin", "--prefill", prefill, "8998", "--decode", decode]
+        return [options.sglang_router, "-m", "sglang_router.launch_router", *pd, *listen, *metrics]
+    ours = [sys.executable, "-m", "baton.cli", "router", "--max-local-prefill-length", "0", *both, *listen]
+    ours += [] if name.endswith(_BEFORE) else options.flags.split()
+    if name.startswith("baton-vllm"):
+        return [*ours, "--engine", "vllm", "--kv-connector", "NixlConnector"]
+    key = folder / "key"
+    if not key.exists():
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(32))
+    return [*ours, "--ticket-key-file", str(key)]
+
+
+async def _stream(port: int, num_tokens: int, delay_s: float) -> float:
+    """The seconds to the first token of one stream."""
+    await asyncio.sleep(delay_s)
+    prompt = f"{secrets.token_hex(8)} " + "words " * 40
+    wanted = {"model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
+    body = json.dumps({**wanted, "temperature": 0.0}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        began, first, seen = time.perf_counter(), 0.0, bytearray()
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        while b"[DONE]" not in seen[-64:]:
+            data = await reader.read(1 << 16)
+            if not data:
+                raise StreamFailed(f"a stream ended early: {bytes(seen[:2000])!r}")
+            seen += data
+            if not first and _TEXT.search(seen):
+                first = time.perf_counter() - began
+    finally:
+        writer.close()
+    if len(_TEXT.findall(seen)) != num_tokens:
+        raise StreamFailed(f"{len(_TEXT.findall(seen))} tokens came, not {num_tokens}: {bytes(seen[:2000])!r}")
+    return first
+
+
+async def _wave(port: int, streams: int, num_tokens: int) -> list[float]:
+    ramp = _RAMP_S / streams
+    return list(await asyncio.gather(*(_stream(port, num_tokens, number * ramp) for number in range(streams))))
+
+
+def _measured_wave(pid: int, port: int, streams: int, num_tokens: int) -> tuple[float, list[float]]:
+    """CPU seconds of the router, and of each stream the seconds to its first token."""
+    for _ in range(_TRIES):
+        before = cpu_s(pid)
+        with contextlib.suppress(StreamFailed):
+            first = asyncio.run(_wave(port, streams, num_tokens))
+            return cpu_s(pid) - before, first
+    raise SystemExit(f"streams failed in {_TRIES} waves: is the machine busy?")
+
+
+def _round(pid: int, port: int, streams: int, figures: RouterFigures) -> None:
+    waves = max(1, _LEAST_STREAMS // streams)
+    spent, first = [], list[float]()
+    for num_tokens in (_SHORT, _LONG):
+        found = [_measured_wave(pid, port, streams, num_tokens) for _ in range(waves)]
+        spent.append(sum(seconds for seconds, _ in found) / (waves * streams))
+        first = [second for _, times in found for second in times]
+    token_s = (spent[1] - spent[0]) / (_LONG - _SHORT)
+    figures.request_ms.append(1e3 * (spent[0] - _SHORT * token_s))
+    figures.token_us.append(1e6 * token_s)
+    figures.added_ms.append(1e3 * (statistics.median(first) - _FIRST_S))
+
+
+def measure(options: argparse.Namespace) -> None:
+    names = [name for name in options.routers.split(",") if getattr(options, name.replace("-", "_"), True)]
+    if options.before is not None:
+        names += [name + _BEFORE for name in names if name.startswith("baton")]
+    head = "| streams | router | ms of CPU a request | us of CPU a token (range) | added TTFT (ms) |"
+    print(f"{head}\n|---|---|---|---|---|")
+    for streams in map(int, options.streams.split(",")):
+        step_s = max(_LEAST_STEP_S, streams / options.tokens_per_s)
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
+            urls = undo.enter_context(_servers(write_tokenizer(Path(folder) / "model"), step_s))
+            running = {}
+            for name in names:
+                port = _free_port()
+                command = _command(name, port, urls, Path(folder), options)
+                source = f"{options.before}/src" if name.endswith(_BEFORE) else None
+                running[name] = undo.enter_context(_running(command, port, source)), port
+                _measured_wave(running[name][0], port, streams, _SHORT)  # not counted
+            figures = {name: RouterFigures() for name in names}
+            for _ in range(options.rounds):
+                for name, (pid, port) in running.items():
+                    _round(pid, port, streams, figures[name])
+            for name in names:
+                print(figures[name].line(name, streams), flush=True)
+    print(
+        f"answers of {_LONG} tokens, {options.rounds} rounds; load of the machine at the end {os.getloadavg()[0]:.1f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", default="1,16,64,256")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens-per-s", type=float, default=1250.0, help="of all streams, at most")
+    parser.add_argument("--routers", default=",".join(ROUTERS), help="of " + ", ".join(ROUTERS))
+    parser.add_argument("--before", metavar="DIRECTORY", help="also measure Baton of this checkout")
+    parser.add_argument("--flags", default="", help="more flags of Baton's routers, but not of those of --before")
+    parser.add_argument("--vllm-router", metavar="PATH", help="the command vllm-router")
+    parser.add_argument("--sglang-router", metavar="PYTHON", help="of an environment with sglang-router")
+    measure(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Lines of a streamed answer, in batches: all that have come at once."""
+
+from __future__ import annotations
+
+from aiohttp import StreamReader
+from aiohttp.http_exceptions import LineTooLong
+
+_SHOWN = 100
+
+
+class LineReader:
+    """Reads the lines of `content`, of at most `max_bytes` each. `is_cut`: the last line had no end.
+
+    aiohttp's own iterator waits anew for each line, although an event of a stream has two, and several events may have
+    come together.
+    """
+
+    def __init__(self, content: StreamReader, max_bytes: int) -> None:
+        self._content, self._max = content, max_bytes
+        self._rest = b""
+        self.is_cut = False
+
+    async def next(self) -> list[bytes]:
+        """Lines without their ends, at least one; none at the end of the answer.
+
+        Raises `LineTooLong`, and the errors of aiohttp.
+        """
+        while True:
+            data = await self._content.readany()
+            if not data:
+                rest, self._rest = self._rest, b""
+                self.is_cut = self.is_cut or bool(rest)
+                return [rest] if rest else []
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            if max(map(len, (self._rest, *lines))) > self._max:
+                raise LineTooLong(max([self._rest, *lines], key=len)[:_SHOWN] + b"...", self._max)
+            if lines:
+                return lines

@@ -1,0 +1,132 @@
+"""What another number of prefill or decode engines would do to the time to the first token.
+
+The last requests are replayed: each arrives when it did, takes a decode slot, is prefilled by the first free engine,
+and frees its slot when it ends. Waits come out of the replay, all else was measured. Replays with one engine more, or
+with one in the other role, say what would change. Nothing is changed: an operator does, or does not.
+
+Left out: prompts that an engine computes together, prefix hits that would move to other engines, decode steps that
+slow down with more requests in them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from baton.observe.acceptance import HANDED_OFF
+from baton.observe.timeline import RequestTimeline
+
+# Fewer requests say nothing of a 90th percentile.
+MIN_REQUESTS = 50
+# A change by less than this share of the TTFT is not worth a word.
+_WORTH = 0.1
+_PERCENTILE = 0.9
+# Of seconds per token among engines that do not tell how long prompts waited: these prompts hardly waited.
+_UNQUEUED = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """What was measured of one handed-off request, in seconds. `prefill`: from its choice of engines to its first
+    token. `queued`: the part in which the prompt waited; None: its engine does not tell. `decode`: the rest."""
+
+    arrived: float
+    prefill: float
+    queued: float | None
+    decode: float
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """`slots`: requests that run at once, by decode engine; None: unlimited, or unknown."""
+
+    prefill: int
+    decode: int
+    slots: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """`ttft_s`: the replay's 90th percentile with the fleet as it is; `changes`: with another, by what is changed."""
+
+    num_requests: int
+    ttft_s: float
+    changes: dict[str, float]
+
+    @property
+    def text(self) -> str:
+        """One sentence for an operator."""
+        if not self.changes:
+            return "there is nothing to change"
+        best = min(self.changes, key=self.changes.__getitem__)
+        cut = 1.0 - self.changes[best] / self.ttft_s if self.ttft_s > 0.0 else 0.0
+        if cut < _WORTH:
+            return "prefill and decode engines are in balance: no single change would cut TTFT p90 by a tenth"
+        return (
+            f"{best} would cut TTFT p90 by {cut:.0%}, from {self.ttft_s * 1e3:.0f} to {self.changes[best] * 1e3:.0f} ms"
+        )
+
+    def describe(self) -> dict[str, object]:
+        """For `/status`, in milliseconds."""
+        changes = {name: round(seconds * 1e3, 1) for name, seconds in self.changes.items()}
+        return {
+            "text": self.text,
+            "num_requests": self.num_requests,
+            "replayed_ttft_p90_ms": round(self.ttft_s * 1e3, 1),
+            "with": changes,
+        }
+
+
+def served_requests(timelines: Iterable[RequestTimeline]) -> list[ServedRequest]:
+    """Those that were handed off and ended well, by one attempt."""
+    return [
+        ServedRequest(one.began, one.first - one.routed, one.queued_s, one.ended - one.first, one.num_prompt_tokens)
+        for one in timelines
+        if one.route == HANDED_OFF and one.finish in ("stop", "length") and not one.resumed
+        if one.first is not None and one.routed is not None and one.ended is not None
+    ]
+
+
+def advise(requests: Sequence[ServedRequest], fleet: Fleet) -> Advice | None:
+    """None: too little is known."""
+    if len(requests) < MIN_REQUESTS or not fleet.prefill or not fleet.decode:
+        return None
+    work = _work(requests)
+    found = {
+        "one more prefill engine": Fleet(fleet.prefill + 1, fleet.decode, fleet.slots),
+        "one more decode engine": Fleet(fleet.prefill, fleet.decode + 1, fleet.slots),
+    }
+    if fleet.decode > 1:
+        found["a decode engine as a prefill engine"] = Fleet(fleet.prefill + 1, fleet.decode - 1, fleet.slots)
+    if fleet.prefill > 1:
+        found["a prefill engine as a decode engine"] = Fleet(fleet.prefill - 1, fleet.decode + 1, fleet.slots)
+    changes = {name: replay(work, other) for name, other in found.items()}
+    return Advice(len(requests), replay(work, fleet), changes)
+
+
+def replay(work: Sequence[tuple[float, float, float]], fleet: Fleet) -> float:
+    """The 90th percentile of TTFT in seconds. `work`: arrival, prefill without waiting, and decode of each request, in
+    the order of arrival."""
+    engines = [0.0] * fleet.prefill  # when each is free
+    slots = None if fleet.slots is None else [0.0] * (fleet.slots * fleet.decode)
+    found = []
+    for arrived, prefill, decode in work:
+        begins = arrived if slots is None else max(arrived, heapq.heappop(slots))
+        first = max(begins, engines[0]) + prefill
+        heapq.heapreplace(engines, first)
+        if slots is not None:
+            heapq.heappush(slots, first + decode)
+        found.append(first - arrived)
+    return sorted(found)[min(len(found) - 1, int(_PERCENTILE * len(found)))]
+
+
+def _work(requests: Sequence[ServedRequest]) -> list[tuple[float, float, float]]:
+    paces = sorted(one.prefill / max(1, one.num_prompt_tokens) for one in requests if one.queued is None)
+    pace = paces[int(_UNQUEUED * len(paces))] if paces else 0.0
+    found = []
+    for one in sorted(requests, key=lambda one: one.arrived):
+        alone = pace * one.num_prompt_tokens if one.queued is None else one.prefill - one.queued
+        found.append((one.arrived, max(0.0, min(alone, one.prefill)), one.decode))
+    return found

@@ -1,0 +1,1 @@
+"""One router as several processes behind one port (`--workers`)."""
