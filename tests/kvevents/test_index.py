@@ -78,8 +78,7 @@ def test_the_index_agrees_with_the_prefix_cache(kind: str, seed: int) -> None:
         cache.advance(tables, tokens, len(tokens), len(tokens) - 1)
         cache.release(tables)
         known.append((tokens, salt))
-        for event in decode_batch(encode_batch(EventBatch(0.0, events.recorder.take()))).events:
-            index.apply(event)
+        index.apply(*decode_batch(encode_batch(EventBatch(0.0, events.recorder.take()))).events)
         asked, salt = rng.choice(known)
         found = cache.find(BlockTables(salted_root(salt)), asked, len(asked))
         real = min(hit.num_tokens for hit in found.values())
@@ -124,6 +123,29 @@ def test_a_prefix_ends_where_a_window_or_state_can_continue() -> None:
     index.apply(stored(list(range(1, 9)), tokens[:32]))
     index.apply(stored([1], tokens[:16], size=16, **state))
     assert index.num_tokens(PromptBlocks(tokens)) == 16
+
+
+def test_a_window_or_state_begins_with_a_block_whose_parent_other_groups_hold() -> None:
+    """A decode engine gets the end of a window, and keeps no state before it. The order of groups is any."""
+    tokens, index = list(range(33)), BlockIndex()
+    window = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
+    ends = stored([b"5", b"6"], tokens[16:24], b"4", **window), stored([b"6"], tokens[20:24], b"5", group_idx=2)
+    full = stored([b"1", b"2", b"3", b"4", b"5", b"6"], tokens[:24], group_idx=1)
+    index.apply(*ends, full)
+    assert (index.num_tokens(PromptBlocks(tokens)), index.num_unknown) == (0, 0), (
+        "group 2 has no block before its only one"
+    )
+    index = BlockIndex()
+    index.apply(ends[0], full)
+    assert (index.num_tokens(PromptBlocks(tokens)), index.num_unknown) == (24, 0)
+    index.apply(stored([b"8"], tokens[28:32], b"7", **window), BlockRemoved(block_hashes=[b"8"], medium="GPU"))
+    index.apply(stored([b"7", b"8"], tokens[24:32], b"6", group_idx=1))
+    assert (index.num_tokens(PromptBlocks(tokens)), index.num_unknown) == (24, 1), (
+        "it was gone before it could be known"
+    )
+    other = stored([b"a"], tokens[8:16], b"1", size=8, group_idx=3)
+    index.apply(other)
+    assert index.num_unknown == 2, "blocks of other sizes have other keys"
 
 
 def test_salts_adapters_and_images_are_apart() -> None:

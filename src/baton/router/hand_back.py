@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.errors import BatonError, EngineUnavailableError, HandoffError
+from baton.observe.pace import TokenPace
 from baton.openai.http.errors import error_of_chunk
 from baton.openai.http.metrics import Row, counter
 from baton.router.connectors.base import Connector, PrefixLeg
@@ -23,8 +24,6 @@ from baton.router.prefixes import PromptBlocks
 from baton.timeouts import timeout
 from baton.wire import GenerateRequest, Mode, TokenChunk
 
-# How much the last measurement counts.
-_WEIGHT = 0.25
 # A pair that has been too slow is tried again after so many prompts.
 _TRY_AGAIN = 16
 # The least number of computed tokens that a speed is measured by.
@@ -40,21 +39,6 @@ class HandBack:
     source: PooledEngine
     num_tokens: int
     held: int = 0
-
-
-class TokenPace:
-    """Seconds per token, measured. None until there are two measurements: the first includes connecting."""
-
-    def __init__(self) -> None:
-        self.seconds: float | None = None
-        self.num_measured = 0
-        self.num_passed_over = 0
-
-    def measure(self, seconds: float, num_tokens: int) -> None:
-        self.num_measured += 1
-        if self.num_measured > 1:
-            last = seconds / num_tokens
-            self.seconds = last if self.seconds is None else self.seconds + _WEIGHT * (last - self.seconds)
 
 
 class HandBacks:
@@ -79,7 +63,7 @@ class HandBacks:
 
     def choose(self, prompt: PromptBlocks, prefill: PooledEngine, engines: Sequence[PooledEngine]) -> HandBack | None:
         """The engine, of any role, from which `prefill` should get a part of the prompt's KV, if that pays."""
-        others = [engine for engine in engines if engine is not prefill] if self.enabled else []
+        others = [engine for engine in self._sources(engines) if engine is not prefill]
         if not others:
             return None
         most, best = max(((engine.known.num_tokens(prompt), engine) for engine in others), key=lambda found: found[0])
@@ -87,14 +71,29 @@ class HandBacks:
         gain = most - held
         if gain < max(1, self._config.min_hand_back_length):
             return None
-        pace, computing = self._pace_of(best, prefill), self._compute_pace(prefill).seconds
+        pace = self._pace_of(best, prefill)
+        moving, computing = pace.predict(gain), self._saved_s(prefill, len(prompt.tokens) - held, gain)
         always = self._config.min_hand_back_length == 0
-        if not always and pace.seconds is not None and computing is not None and pace.seconds >= computing:
+        if not always and moving is not None and computing is not None and moving >= computing:
             pace.num_passed_over += 1
             if pace.num_passed_over % _TRY_AGAIN:
                 self.counts["too_slow"] += 1
                 return None
         return HandBack(best, gain, held)
+
+    def held(self, prompt: PromptBlocks, engines: Sequence[PooledEngine]) -> int:
+        """The most tokens of the prompt that any engine can hand back."""
+        return max((engine.known.num_tokens(prompt) for engine in self._sources(engines)), default=0)
+
+    def _sources(self, engines: Sequence[PooledEngine]) -> list[PooledEngine]:
+        """Engines that hold what they are known to hold: those that compute prompts have yet to."""
+        return [engine for engine in engines if not engine.queued_tokens] if self.enabled else []
+
+    def _saved_s(self, engine: PooledEngine, num_lacking: int, gain: int) -> float | None:
+        """How much sooner an engine that lacks so many tokens has computed them without `gain` of them."""
+        pace = self._compute_pace(engine)
+        whole, rest = pace.predict(num_lacking), pace.predict(num_lacking - gain)
+        return None if whole is None or rest is None else whole - rest
 
     def _pace_of(self, source: PooledEngine, destination: PooledEngine) -> TokenPace:
         return self._moving.setdefault((source.name, destination.name), TokenPace())
@@ -114,11 +113,12 @@ class HandBacks:
     ) -> None:
         """Do the hand-back, whatever comes of it. `drain` reads a leg to its end."""
         now = asyncio.get_running_loop().time
-        began, computing = now(), self._compute_pace(prefill).seconds
+        began, num_lacking = now(), len(request.prompt_token_ids) - back.held
+        computing = self._saved_s(prefill, num_lacking, back.num_tokens)
         limit_s = _LIMIT_S
-        if computing is not None and self._pace_of(back.source, prefill).seconds is not None:
+        if computing is not None and self._pace_of(back.source, prefill).num_measured > 1:
             # Computing the tokens instead would have ended long before.
-            limit_s = min(_LIMIT_S, max(_LEAST_LIMIT_S, 4.0 * computing * back.num_tokens))
+            limit_s = min(_LIMIT_S, max(_LEAST_LIMIT_S, 4.0 * computing))
         try:
             async with timeout(limit_s):
                 leg = self._connector.prefix_leg(request, back.source, prefill, mode)
@@ -178,11 +178,11 @@ class HandBacks:
     def describe(self) -> dict[str, object]:
         """For `/status`."""
         pairs = {
-            f"{source} to {destination}": round(1.0 / pace.seconds)
+            f"{source} to {destination}": round(1.0 / pace.per_token)
             for (source, destination), pace in self._moving.items()
-            if pace.seconds
+            if pace.per_token
         }
-        computed = {name: round(1.0 / pace.seconds) for name, pace in self._computing.items() if pace.seconds}
+        computed = {name: round(1.0 / pace.per_token) for name, pace in self._computing.items() if pace.per_token}
         return {
             **{outcome: self.counts[outcome] for outcome in self.OUTCOMES},
             "failures": dict(self.failures),

@@ -126,7 +126,7 @@ class Routes:
 
             engines = _Engines(of("prefill"), of("decode"), of("both"), bool(tried) or request.num_known > 0)
             backs = self._hand_backs if self._hand_backs is not None and self._hand_backs.enabled else None
-            elsewhere = max((engine.known.num_tokens(prompt) for engine in usable), default=0) if backs else 0
+            elsewhere = backs.held(prompt, usable) if backs else 0
             route = self._among(request, Asked(prompt, session, elsewhere=elsewhere), engines, hand_off)
             if route is not None and route.prefill is not None and backs is not None:
                 route = replace(route, hand_back=backs.choose(prompt, route.prefill, usable))
@@ -201,9 +201,10 @@ class Routes:
         return bool(self._most) or self._policies.uses_prefixes or hands_back
 
     def served(self, route: Route, request: GenerateRequest, output: Sequence[int]) -> None:
-        """The decoding engine has the KV of the request and its `output`."""
+        """The decoding engine has the KV of the request and its `output`, but for the last token, which it has not
+        computed."""
         if self._learns:
-            route.decode.known.learn(PromptBlocks([*request.prompt_token_ids, *output], _salt(request)))
+            route.decode.known.learn(PromptBlocks([*request.prompt_token_ids, *output[:-1]], _salt(request)))
 
     def declined(self, route: Route, request: GenerateRequest) -> None:
         """The decoding engine lacks KV that it was expected to have."""

@@ -35,7 +35,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_turn_prefill_length: int = 256
     turn_ratio: float = 1.5
     hand_back: bool = False
-    min_hand_back_length: int = 64
+    min_hand_back_length: int = 16
     overload_num_waiting: int | None = None
     overload_kv_usage: float | None = None
     tenants: dict[str, Tenant] = {}

@@ -17,6 +17,7 @@ _MAX_BLOCK_SIZE = 1 << 16
 _MAX_HASH_BYTES = 64
 _WINDOWS = ("sliding_window", "sliding_window_mla", "chunked_local_attention")
 _STATES = ("mamba",)
+_COMPUTABLE = (None, "GPU")  # an engine cannot compute with what is held elsewhere
 
 
 @dataclass(slots=True)
@@ -73,16 +74,25 @@ class BlockIndex:
         self._groups: dict[int, _Group] = {}
         self.num_blocks = self.num_unknown = 0
 
-    def apply(self, event: KVEvent) -> None:
-        if isinstance(event, AllBlocksCleared):
-            self.clear()
-        elif event.medium not in (None, "GPU"):
-            return  # held where an engine cannot compute with it
-        elif isinstance(event, BlockStored):
-            self._store(event)
-        elif (group := self._groups.get(event.group_idx or 0)) is not None:
-            for own in event.block_hashes:
-                self._remove(group, own)
+    def apply(self, *events: KVEvent) -> None:
+        """Apply a batch. The parent of a block may be held in another group only, whose event may come later."""
+        orphans: list[BlockStored] = []
+        for event in events:
+            if isinstance(event, BlockStored):
+                if event.medium in _COMPUTABLE and not self._store(event):
+                    orphans.append(event)
+                continue
+            orphans = self._adopt(orphans)  # what is removed now was stored before
+            if isinstance(event, AllBlocksCleared):
+                self.clear()
+            elif event.medium in _COMPUTABLE and (group := self._groups.get(event.group_idx or 0)) is not None:
+                for own in event.block_hashes:
+                    self._remove(group, own)
+        self.num_unknown += len(self._adopt(orphans))
+
+    def _adopt(self, orphans: list[BlockStored]) -> list[BlockStored]:
+        """Returns those whose parents are still unknown."""
+        return [event for event in orphans if not self._store(event)]
 
     def clear(self) -> None:
         self._groups.clear()
@@ -101,20 +111,20 @@ class BlockIndex:
                 limit = group.cut(prompt.keys(group.block_size, self.has_salt_keys), limit)
         return limit
 
-    def _store(self, event: BlockStored) -> None:
+    def _store(self, event: BlockStored) -> bool:
+        """Returns False, without changes, if the block before these is unknown."""
         index, size, hashes = event.group_idx or 0, event.block_size, event.block_hashes
         sane = 0 <= index < _MAX_GROUPS and 0 < size <= _MAX_BLOCK_SIZE and len(event.token_ids) == size * len(hashes)
         group = self._groups.get(index)
         if not sane or (group is not None and group.block_size != size):
             self.num_unknown += 1
-            return
+            return True
+        parent = 0 if event.parent_block_hash is None else self._key_of(event.parent_block_hash, size)
+        if parent is None:
+            return False
         if group is None:
             window = event.kv_cache_spec_sliding_window or 0
             group = self._groups[index] = _Group(size, event.kv_cache_spec_kind or "", window)
-        parent = 0 if event.parent_block_hash is None else group.keys.get(event.parent_block_hash)
-        if parent is None:
-            self.num_unknown += 1
-            return
         extra = event.extra_keys or []
         for number, own in enumerate(hashes):
             keys = extra[number] if number < len(extra) else None
@@ -126,16 +136,25 @@ class BlockIndex:
                 parent = next_key(parent, event.token_ids[number * size : (number + 1) * size], keys)
             except OverflowError:
                 self.num_unknown += 1
-                return
+                return True
             if isinstance(own, bytes) and len(own) > _MAX_HASH_BYTES:
                 self.num_unknown += 1
-                return
+                return True
             if own not in group.keys:
                 group.keys[own] = parent
                 group.held[parent] = group.held.get(parent, 0) + 1
                 self.num_blocks += 1
         if self.num_blocks > self._most:
             self._shrink()
+        return True
+
+    def _key_of(self, block_hash: BlockHash, block_size: int) -> int | None:
+        """The key of a block of any group. Equal hashes are of equal tokens. A window's first block, and a state, have
+        a parent that only groups of full attention hold."""
+        for group in self._groups.values():
+            if group.block_size == block_size and (key := group.keys.get(block_hash)) is not None:
+                return key
+        return None
 
     def _remove(self, group: _Group, own: BlockHash) -> None:
         key = group.keys.pop(own, None)

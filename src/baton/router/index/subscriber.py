@@ -53,8 +53,7 @@ class BatchOrder:
         """Apply a batch once."""
         if self.expected is not None and number < self.expected:
             return
-        for event in batch.events:
-            self._index.apply(event)
+        self._index.apply(*batch.events)
         self.expected, self._last_ts = number + 1, batch.ts
 
 

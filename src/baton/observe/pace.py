@@ -1,0 +1,55 @@
+"""How long something takes for a number of tokens, measured."""
+
+from __future__ import annotations
+
+# How much the last measurement counts.
+_WEIGHT = 0.2
+
+
+class TokenPace:
+    """A line through the measured durations by tokens: a part for each token, and one that does not depend on them.
+
+    The first measurement includes connecting, and does not count.
+    """
+
+    def __init__(self) -> None:
+        self.num_measured = 0
+        self.num_passed_over = 0
+        # Weighted means of tokens, seconds, their squares and products.
+        self._tokens = self._seconds = self._squares = self._products = 0.0
+
+    def measure(self, seconds: float, num_tokens: int) -> None:
+        self.num_measured += 1
+        if self.num_measured < 2:
+            return
+        # The first ones that count are a plain mean.
+        weight = max(_WEIGHT, 1.0 / (self.num_measured - 1))
+        self._tokens += weight * (num_tokens - self._tokens)
+        self._seconds += weight * (seconds - self._seconds)
+        self._squares += weight * (num_tokens**2 - self._squares)
+        self._products += weight * (seconds * num_tokens - self._products)
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds for each token more."""
+        line = self._line()
+        return None if line is None else line[1]
+
+    def predict(self, num_tokens: int) -> float | None:
+        """Seconds for so many tokens. None before anything was measured that counts."""
+        line = self._line()
+        return None if line is None else line[0] + line[1] * num_tokens
+
+    def _line(self) -> tuple[float, float] | None:
+        """Seconds for no token, and for each: neither below 0."""
+        if self.num_measured < 2:
+            return None
+        spread = self._squares - self._tokens**2
+        if spread > 0.01 * self._squares:
+            slope = (self._products - self._tokens * self._seconds) / spread
+            base = self._seconds - slope * self._tokens
+            if slope < 0.0:
+                return self._seconds, 0.0
+            if base >= 0.0:
+                return base, slope
+        return 0.0, self._products / self._squares
