@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,20 @@ def gemma3(folder: Path) -> None:
     _save(Gemma3ForCausalLM(config), folder)
 
 
-def mamba2(folder: Path) -> None:
-    """Alternating Mamba-2 and attention."""
+def mamba2(folder: Path, num_experts: int = 0, layers: Sequence[str] = ("mamba", "attention") * 2) -> None:
+    """Mamba-2 and attention, with experts if there are any."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     sizes = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 32, "mamba_chunk_size": 64}
     config = GraniteMoeHybridConfig(
         **COMMON,
         **sizes,
-        num_hidden_layers=4,
+        num_hidden_layers=len(layers),
         num_key_value_heads=2,
-        layer_types=["mamba", "attention"] * 2,
+        layer_types=list(layers),
         shared_intermediate_size=256,
-        num_local_experts=0,
-        num_experts_per_tok=0,
+        num_local_experts=num_experts,
+        num_experts_per_tok=min(num_experts, 2),
         mamba_d_conv=4,
         mamba_expand=2,
         position_embedding_type="rope",
@@ -75,11 +76,13 @@ DELTA_NETS: dict[str, Any] = {
 }
 
 
-def qwen3_next(folder: Path) -> None:
-    """Gated delta nets and attention in turns, with experts, and an MTP module."""
+def qwen3_next(folder: Path, experts_per_token: int = 2) -> None:
+    """Gated delta nets and attention in turns, with experts, and an MTP module. With one expert per token, ranks that
+    each have some of the experts compute the bits of one too.
+    """
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": experts_per_token, "moe_intermediate_size": 64}
     config = Qwen3NextConfig(**COMMON, **DELTA_NETS, **experts, shared_expert_intermediate_size=64)
     _save_with_mtp(Qwen3NextForCausalLM(config), folder)
 
@@ -170,14 +173,40 @@ def deepseek(folder: Path, num_dense: int = 4) -> None:
         num_nextn_predict_layers=1,
     )
     _save(DeepseekV3ForCausalLM(config), folder)
-    weights = load_file(folder / "model.safetensors")
-    module, hidden = "model.layers.3.", COMMON["hidden_size"]
-    for name in [name for name in weights if name.startswith("model.layers.2.")]:
-        weights[module + name.removeprefix("model.layers.2.")] = weights[name].roll(1, 0)
-    weights |= {f"{module}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
-    weights[f"{module}eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.08
-    weights[f"{module}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
-    weights[f"{module}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    _add_mtp_modules(folder, config.num_hidden_layers, 1)
+
+
+def glm4_moe(folder: Path, num_modules: int = 1) -> None:
+    """Attention with heads, experts in all layers but the first, and MTP modules."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = Glm4MoeConfig(
+        **COMMON,
+        **experts,
+        num_hidden_layers=3,
+        num_key_value_heads=2,
+        head_dim=32,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=num_modules,
+        tie_word_embeddings=False,
+    )
+    _save(Glm4MoeForCausalLM(config), folder)
+    _add_mtp_modules(folder, config.num_hidden_layers, num_modules)
+
+
+def _add_mtp_modules(folder: Path, num_layers: int, count: int) -> None:
+    """Append `count` modules of DeepSeek's kind, with layers like the model's last one and its embedding and head."""
+    weights, hidden = load_file(folder / "model.safetensors"), COMMON["hidden_size"]
+    last = f"model.layers.{num_layers - 1}."
+    layer = {name.removeprefix(last): weight for name, weight in weights.items() if name.startswith(last)}
+    for number in range(count):
+        module = f"model.layers.{num_layers + number}."
+        weights |= {module + name: weight.roll(number + 1, 0) for name, weight in layer.items()}
+        weights |= {f"{module}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+        weights[f"{module}eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.08
+        weights[f"{module}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights[f"{module}shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -237,13 +266,20 @@ def scaled(folder: Path, each_head: bool = False) -> None:
         shutil.copy(MODEL / name, folder)
 
 
-def shallow(folder: Path, num_layers: int = 3) -> None:
-    """The demo model's first layers: a draft model that is often right, but not always."""
-    config = json.loads((MODEL / "config.json").read_text()) | {"num_hidden_layers": num_layers}
+def shallow(folder: Path, num_layers: int = 3, copies: int = 1) -> None:
+    """The demo model's first layers: a draft model that is often right, but not always. With `copies` of each KV head
+    it computes the same, and its cache has another shape.
+    """
+    config = json.loads((MODEL / "config.json").read_text())
+    heads = config["num_key_value_heads"]
+    left = tuple(f"model.layers.{number}." for number in range(num_layers, config["num_hidden_layers"]))
+    config |= {"num_hidden_layers": num_layers, "num_key_value_heads": heads * copies}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(MODEL / "model.safetensors")
-    kept = {name: weight for name, weight in weights.items() if f".layers.{num_layers}." not in name}
+    kept = {name: weight for name, weight in weights.items() if not name.startswith(left)}
+    for name in [name for name in kept if "k_proj" in name or "v_proj" in name]:
+        kept[name] = kept[name].unflatten(0, (heads, -1)).repeat_interleave(copies, 0).flatten(0, 1).contiguous()
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     for name in TOKENIZER:
         shutil.copy(MODEL / name, folder)

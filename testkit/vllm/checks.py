@@ -48,7 +48,7 @@ def leave_at_random(
         # A decode server that never saw its leg cannot report this: then the ticket's expiry frees the blocks.
         ticket = pair.ticket(prompt, modes[which // 2 % len(modes)], life_s=8)
         bodies = [
-            (pair.prefill, request(prompt, 1, {"role": "prefill", "ticket": ticket})),
+            (pair.prefill, pair.prefill_leg(prompt, ticket)),
             (pair.decode, request(prompt, 60, {"role": "decode", "ticket": ticket})),
         ]
         legs = [asyncio.create_task(ask(session, server, body)) for server, body in bodies]

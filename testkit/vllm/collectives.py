@@ -1,5 +1,6 @@
-"""Collectives that data-parallel ranks of a model with experts need and vLLM's CPU workers lack. For
-`kv_connector_module_path`, because vLLM imports that module in each worker.
+"""What data-parallel ranks of a model with experts need and vLLM's CPU workers lack: collectives, and kernels that know
+that a rank has only some of the experts. For `kv_connector_module_path`, because vLLM imports that module in each
+worker.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 from baton.vllm.connector import BatonConnector
 
@@ -33,6 +35,23 @@ def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[
     return total.split(sizes)[self.rank_in_group]
 
 
+def with_own_experts(apply: Any) -> Any:
+    """`apply` reads expert numbers of the whole model as numbers of this rank's. Experts of other ranks add nothing
+    here: their weight is 0.
+    """
+
+    def local(self: Any, *, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **given: Any) -> None:
+        numbers = given["expert_map"]
+        if numbers is not None:
+            topk_ids = numbers[topk_ids.long()].to(topk_ids.dtype)
+            elsewhere = topk_ids < 0
+            topk_ids, topk_weights = topk_ids.masked_fill(elsewhere, 0), topk_weights.masked_fill(elsewhere, 0.0)
+        apply(self, topk_ids=topk_ids, topk_weights=topk_weights, **given)
+
+    return local
+
+
+CPUUnquantizedExperts.apply = with_own_experts(CPUUnquantizedExperts.apply)
 CpuCommunicator.all_gatherv = all_gatherv
 CpuCommunicator.reduce_scatterv = reduce_scatterv
 

@@ -86,6 +86,15 @@ class Pair:
     def handed_over(self, prompt: Sequence[int]) -> int:
         return msgspec.convert(self.prefill.identity, VllmIdentity).handed_over(len(prompt))
 
+    def prefill_leg(self, prompt: Sequence[int], ticket: str, **more: Any) -> dict[str, Any]:
+        """The request of a prefill leg. State layers cannot go back: their prefill server computes only what is handed
+        over, and "samples" the next token.
+        """
+        if self.prefill.identity["truncate_prefill"]:
+            handed = self.handed_over(prompt)
+            prompt, more = prompt[:handed], {"allowed_token_ids": [prompt[handed]], **more}
+        return request(prompt, 1, {"role": "prefill", "ticket": ticket}, **more)
+
 
 @contextlib.contextmanager
 def serve(
@@ -190,21 +199,16 @@ async def handoff(
     """Send both legs at once (`late` > 0: decode that many seconds later; < 0: prefill). Returns the answer of each.
     With a new `salt` neither server has a prefix of the prompt.
     """
-    ticket, handed = pair.ticket(prompt, mode), pair.handed_over(prompt)
+    ticket = pair.ticket(prompt, mode)
     more = {} if salt is None else {"cache_salt": salt}
+    prefill = pair.prefill_leg(prompt, ticket, **more)
+    decode = request(prompt, num, {"role": "decode", "ticket": ticket}, **more)
 
-    async def leg(server: Server, role: str, count: int, wait: float) -> Answer:
+    async def leg(server: Server, body: dict[str, Any], wait: float) -> Answer:
         await asyncio.sleep(max(wait, 0.0))
-        # State layers cannot go back: their prefill server computes only what is handed over, and "samples" the next.
-        own: dict[str, Any] = {}
-        if role == "prefill" and pair.prefill.identity["truncate_prefill"]:
-            prompt_of, own = prompt[:handed], {"allowed_token_ids": [prompt[handed]]}
-        else:
-            prompt_of = prompt
-        body = request(prompt_of, count, {"role": role, "ticket": ticket}, **more, **own)
         return Answer.of(await ask(session, server, body))
 
-    first, answer = await asyncio.gather(leg(pair.prefill, "prefill", 1, -late), leg(pair.decode, "decode", num, late))
+    first, answer = await asyncio.gather(leg(pair.prefill, prefill, -late), leg(pair.decode, decode, late))
     return first, answer
 
 
@@ -239,8 +243,8 @@ def wait_idle(*servers: Server, timeout_s: float = LIMIT_S) -> None:
     """Wait until no server holds a block. Fails after `timeout_s`."""
     until = time.monotonic() + timeout_s
     while True:
-        usage = {server.name: server.metrics("vllm:kv_cache_usage_perc") for server in servers}
-        if all(value == 0 for found in usage.values() for value in found.values()):
+        usage = [(server.name, server.rank, server.metrics("vllm:kv_cache_usage_perc")) for server in servers]
+        if all(found and not any(found.values()) for *_, found in usage):
             return
         assert time.monotonic() < until, f"blocks are held: {usage}"
         time.sleep(0.2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, ProtocolError
 from baton.handoff.plan.planner import plan_copies
 from baton.kv.interval import Interval
 from baton.vllm.geometry import CacheLayout, WorkerHeads, describe_caches
@@ -63,6 +63,14 @@ class DeltaRank(Rank):
         self.parts = DeltaState(rank, self.shapes, DTYPES, KEYS // size, channels_first).parts()
 
 
+class CutAsMamba(DeltaRank):
+    """Cuts a delta net's state as Mamba-2's: x before B and C, of which every rank has all."""
+
+    def __init__(self, rank: int, size: int, channels_first: bool) -> None:
+        super().__init__(rank, size, channels_first)
+        self.parts = Mamba2State(rank, self.shapes, DTYPES, 1, 1, KEYS // size, channels_first).parts()
+
+
 def random_states(groups: int, conv: Sequence[int] = ()) -> list[list[torch.Tensor]]:
     conv = conv or (INNER, groups * STATE, groups * STATE)
     return [
@@ -86,6 +94,15 @@ def test_each_rank_gets_its_heads_of_a_delta_nets_state(sources: int, dests: int
     have = [DeltaRank(rank, sources, channels_first) for rank in range(sources)]
     want, right = ([DeltaRank(rank, dests, channels_first) for rank in range(dests)] for _ in range(2))
     check_move(have, want, right, random_states(2, (KEYS, KEYS, INNER)))
+
+
+@pytest.mark.parametrize("channels_first", [True, False])
+@pytest.mark.parametrize(("sources", "dests"), [(1, 2), (2, 1)])
+def test_a_delta_nets_state_that_is_cut_as_mambas_is_found(sources: int, dests: int, channels_first: bool) -> None:
+    have = [CutAsMamba(rank, sources, channels_first) for rank in range(sources)]
+    want, right = ([CutAsMamba(rank, dests, channels_first) for rank in range(dests)] for _ in range(2))
+    with pytest.raises((AssertionError, ProtocolError)):
+        check_move(have, want, right, random_states(2, (KEYS, KEYS, INNER)))
 
 
 def check_move(have: Sequence[Rank], want: Sequence[Rank], right: Sequence[Rank], states: list[Any]) -> None:

@@ -74,12 +74,22 @@ def check_config(config: Any) -> None:
         known = ", ".join(DRAFT_METHODS)
         raise ConfigError("speculative_config", f"BatonConnector knows {known}, got {speculative.method!r}")
     if speculative is not None and speculative.use_multi_module_mtp():
-        # The KV of later modules depends on tokens after the prompt.
-        raise ConfigError("speculative_config", "BatonConnector knows drafters of one MTP module, this has several")
+        _check_modules(config)
     if speculative is not None:
         _check_states(config)
     if config.device_config.device_type == "cpu":
         _check_rotary(config)
+
+
+def _check_modules(config: Any) -> None:
+    """Raise `ConfigError` if later MTP modules draft. In vLLM's V1 runner only Step-3.5's do."""
+    kind = getattr(config.speculative_config.draft_model_config.hf_config, "model_type", None)
+    if kind == "step3p5_mtp" or config.use_v2_model_runner:
+        where = "Step-3.5's proposer" if kind == "step3p5_mtp" else "vLLM's V2 model runner"
+        raise ConfigError(
+            "speculative_config",
+            f"{where} drafts with each MTP module in turn, and entries of later ones depend on tokens after the prompt",
+        )
 
 
 def _check_states(config: Any) -> None:

@@ -122,8 +122,13 @@ def config(**more: Any) -> Any:
     return SimpleNamespace(**found | more)
 
 
-def drafter(method: str, several_modules: bool = False) -> Any:
-    return SimpleNamespace(method=method, use_multi_module_mtp=lambda: several_modules, draft_model_config=None)
+def drafter(method: str, several_modules: bool = False, model_type: str = "deepseek_mtp") -> Any:
+    model = SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type), has_inner_state=False)
+    return SimpleNamespace(
+        method=method,
+        use_multi_module_mtp=lambda: several_modules,
+        draft_model_config=model if several_modules else None,
+    )
 
 
 def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +165,6 @@ def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"speculative_config.*medusa"):
         compat.check_config(config(speculative_config=drafter("medusa")))
     compat.check_config(config(speculative_config=drafter("mtp")))
-    with pytest.raises(ConfigError, match="this has several"):
-        compat.check_config(config(speculative_config=drafter("mtp", several_modules=True)))
     state = SimpleNamespace(use_mla=False, has_inner_state=True, enable_sleep_mode=False)
     compat.check_config(config(model_config=state))
     for method in ("mtp", "ngram"):
@@ -184,6 +187,23 @@ def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.Monkey
     small.draft_model_config = state
     with pytest.raises(ConfigError, match="Mamba"):
         compat.check_config(config(speculative_config=small))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "v2", "why"),
+    [
+        ("deepseek_mtp", False, None),  # the V1 runner computes every draft with the first module
+        ("deepseek_mtp", True, "vLLM's V2 model runner drafts with each MTP module in turn"),
+        ("step3p5_mtp", False, "Step-3.5's proposer drafts with each MTP module in turn"),
+    ],
+)
+def test_several_mtp_modules_are_refused_where_later_ones_draft(model_type: str, v2: bool, why: str | None) -> None:
+    found = config(speculative_config=drafter("mtp", True, model_type), use_v2_model_runner=v2)
+    if why is None:
+        compat.check_config(found)
+    else:
+        with pytest.raises(ConfigError, match=f"speculative_config: {why}.*tokens after the prompt"):
+            compat.check_config(found)
 
 
 @pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])

@@ -5,11 +5,13 @@ requests runs its drafter too, and must not write into KV that it receives.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 
 from baton.handoff.session.keys import make_keys
 from testkit.vllm.answers import Answer, same
-from testkit.vllm.checkpoints import MLA, MTP, deepseek_experts, gpt_oss
+from testkit.vllm.checkpoints import MLA, MTP, deepseek_experts, glm4_moe, gpt_oss
 from testkit.vllm.killed_ranks import signal_rank
 from testkit.vllm.servers import EAGLE3, Mode, Pair, Server, ask, demo_prompts, outcomes, request, serve, wait_idle
 from tests.vllm.integration.test_ranks import LEASE_S, NEVER_DONE, abort_at_random, all_of, alone, check
@@ -29,17 +31,41 @@ MODES: list[Mode] = ["push", "pull"]
 Fleet = dict[str, Server]
 
 
-@pytest.fixture(scope="module", params=["mla with mtp", "eagle3", "plain"])
+@dataclass(frozen=True)
+class Case:
+    """A model with experts. `flags`: of all servers. `shared`: of the data-parallel one."""
+
+    make: Callable[[Path], None]
+    spec: Callable[[Path], dict[str, Any] | None]
+    flags: Sequence[str] = ()
+    shared: Sequence[str] = ()
+
+
+# Each rank has some of the experts whole; otherwise a part of each.
+WHOLE = ["--enable-expert-parallel"]
+CASES = {
+    "mla with mtp": Case(deepseek_experts, lambda folder: MTP, ["--attention-backend", MLA]),
+    "eagle3": Case(gpt_oss, lambda folder: EAGLE3 | {"model": str(folder / "eagle3")}),
+    # vLLM computes all drafts with the first one.
+    "two mtp modules": Case(
+        functools.partial(glm4_moe, num_modules=2),
+        lambda folder: {"method": "mtp", "num_speculative_tokens": 4},
+        ["--block-size", "32", "--max-num-batched-tokens", "256"],
+        WHOLE,
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A server of two data-parallel ranks that share the experts, and one of a single rank."""
-    folder = tmp_path_factory.mktemp("experts")
-    latents = request.param == "mla with mtp"
-    (deepseek_experts if latents else gpt_oss)(folder / "model")
-    flags = ["--attention-backend", MLA] if latents else []
-    configs = [("DATA", "kv_both", [*flags, "--data-parallel-size", "2"]), ("ONE", "kv_both", flags)]
-    hooks = {"DATA": "collectives.Gathering"}
-    eagle3 = EAGLE3 | {"model": str(folder / "model" / "eagle3")}
-    spec = {"mla with mtp": MTP, "eagle3": eagle3, "plain": None}[request.param]
+    folder, case = tmp_path_factory.mktemp("experts"), CASES[request.param]
+    case.make(folder / "model")
+    configs = [
+        ("DATA", "kv_both", [*case.flags, "--data-parallel-size", "2", *case.shared]),
+        ("ONE", "kv_both", case.flags),
+    ]
+    hooks, spec = {"DATA": "collectives.Gathering"}, case.spec(folder / "model")
     with serve(folder, configs, {"lease": LEASE_S}, spec, folder / "model", hooks=hooks) as (data, one):
         yield {"ZERO": data.of_rank(0), "FIRST": data.of_rank(1), "ONE": one}
 
