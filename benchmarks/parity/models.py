@@ -29,7 +29,16 @@ from testkit.engines import Stepped
 
 NUM_DRAFTS = 3
 THREE_MODULES = "deepseek_v3, three modules"
-WITH_ONE_MODULE = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "nemotron_h", "qwen3_5_text", "qwen3_next")
+WITH_ONE_MODULE = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "glm4_moe",
+    "glm_moe_dsa",
+    "nemotron_h",
+    "qwen3_5_text",
+    "qwen3_next",
+)
 WINDOW = 9
 # Small enough that thousands of requests take minutes. All contexts are far below the maximum.
 TINY: dict[str, Any] = {
@@ -41,7 +50,7 @@ TINY: dict[str, Any] = {
 }
 
 # Random layers hardly attend to other tokens. Scaling the outputs of attention and scans makes a wrong entry visible.
-_LOUDER = {"o_proj.weight": 6.0, "out_proj.weight": 6.0}
+_LOUDER = {"o_proj.weight": 6.0, "out_proj.weight": 6.0, "wo_b.weight": 6.0}
 
 MakeTarget = Callable[[Path, int], Path]
 # From its folder, the target's, and a seed to `--speculative-config`.
@@ -164,6 +173,7 @@ TARGETS: Mapping[str, MakeTarget] = {
     "minimax_m2": written("minimax_m2"),
     "nemotron_h": written("nemotron_h"),
     "kimi_linear": written("kimi_linear"),
+    "deepseek_v4": written("deepseek_v4"),
     "latents, window and states": every_kind,
     THREE_MODULES: with_modules("deepseek_v3", 3),
 }

@@ -12,7 +12,7 @@ from simulation.mutations.registry import Patch, around_method, mutation
 @mutation("a layer is final when it is written, and not before")
 def _layer_not_written() -> list[Patch]:
     def around(self: LayerStream, written: Any, layer_id: int) -> None:
-        later = [layer for layer in sorted(self._group_of) if layer > layer_id]
+        later = [layer for layer in sorted(self._groups_of) if layer > layer_id]
         written(later[0] if later else layer_id)
 
     return around_method(LayerStream, "_written", around)

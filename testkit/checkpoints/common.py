@@ -90,6 +90,8 @@ def make_drafter(
     target, target_raw = load_model(target_path), read_config(target_path)
     # A head is a Llama layer for any target; only the sizes are the target's.
     inherited = {name: target_raw[name] for name in _TINY if name in target_raw}
+    # A target of experts alone has no such size.
+    inherited.setdefault("intermediate_size", _TINY["intermediate_size"])
     raw: dict[str, Any] = {**inherited, "model_type": "llama", "num_hidden_layers": 1, **overrides}
     raw.pop("tie_word_embeddings", None)
     extra: dict[str, Tensor] = {}

@@ -51,6 +51,27 @@ _KIMI: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+_SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+_V4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", _SPARSE, _HEAVY, _SPARSE],
+    "compress_rates": {_SPARSE: 4, _HEAVY: 8},
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": 24,
+    "sliding_window": 9,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "index_n_heads": 8,
+    "index_head_dim": 12,
+    "index_topk": 5,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    # Of an expert.
+    "intermediate_size": 24,
+}
 _ODD = {"num_attention_heads": 3, "num_key_value_heads": 1}
 # By name: transformers' class, and changes to the usual tiny config.
 WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -107,6 +128,24 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
         },
     ),
+    "deepseek_v4": ("DeepseekV4", _V4),
+    "deepseek_v4, odd": (
+        "DeepseekV4",
+        {
+            **_V4,
+            **{"num_attention_heads": 3, "o_groups": 3, "head_dim": 20, "partial_rotary_factor": 0.3, "hc_mult": 3},
+            # Entries that do not divide evenly among their tokens.
+            **{"compress_rates": {_SPARSE: 3, _HEAVY: 6}, "index_head_dim": 10, "index_topk": 8, "sliding_window": 5},
+            **{"n_routed_experts": 1, "num_experts_per_tok": 1, "n_shared_experts": 1, "hc_sinkhorn_iters": 3},
+            **{"layer_types": [_HEAVY, _HEAVY, _SPARSE, "sliding_attention"], "swiglu_limit": 0.5},
+            **{"mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"], "tie_word_embeddings": True},
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        },
+    ),
+    "deepseek_v4, long": (
+        "DeepseekV4",
+        {**_V4, "head_dim": 32, "compress_rates": None, "sliding_window": 128, "index_topk": 16, "index_head_dim": 20},
+    ),
 }
 
 
@@ -114,7 +153,7 @@ def make_written(
     path: str | Path, name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> Path:
     """Write a random model of `WRITTEN` to the directory `path`. Returns it. `overrides` replace fields of config.json.
-    A Nemotron gets an MTP module.
+    A Nemotron and a DeepSeek-V4 get an MTP module.
 
     States decay slowly enough that one after a hundred tokens still depends on the first.
     """
@@ -128,10 +167,14 @@ def make_written(
         for tensor_name, tensor in sorted(model.state_dict().items()):
             if tensor.is_floating_point():
                 tensor.copy_(state_model_values(tensor_name, tensor.shape, generator, _norm_mean))
+            elif tensor_name.endswith("tid2eid"):
+                tensor.copy_(torch.randint(config.n_routed_experts, tensor.shape, generator=generator))
     model.to(dtype).save_pretrained(directory)
     write_tokenizer(directory, config.vocab_size)
-    if getattr(config, "num_nextn_predict_layers", 0):
+    if cls == "NemotronH" and config.num_nextn_predict_layers:
         _add_mtp(directory, config, generator, dtype)
+    elif cls == "DeepseekV4":
+        _add_v4_mtp(directory, config, generator, dtype)
     return directory
 
 
@@ -153,6 +196,27 @@ def _add_mtp(directory: Path, config: Any, generator: torch.Generator, dtype: to
         for name, tensor in tensors.items():
             if (found := name.partition(prefix))[1] and not found[0].startswith("mtp"):
                 shapes[f"mtp.layers.{block}.{found[2]}"] = tensor.shape
+    tensors |= {
+        name: state_model_values(name, shape, generator, _norm_mean).to(dtype) for name, shape in sorted(shapes.items())
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _add_v4_mtp(directory: Path, config: Any, generator: torch.Generator, dtype: torch.dtype) -> None:
+    """Add a module with the shapes of a layer with a window alone, and routed experts."""
+    file = directory / "model.safetensors"
+    tensors, size = load_file(file), config.hidden_size
+    own = f"layers.{config.layer_types.index('sliding_attention')}."
+    shapes = {f"mtp.0.{part}.weight": torch.Size([size]) for part in ("enorm", "hnorm", "norm")}
+    shapes |= {f"mtp.0.{part}.weight": torch.Size([size, size]) for part in ("e_proj", "h_proj")}
+    shapes["mtp.0.ffn.gate.bias"] = torch.Size([config.n_routed_experts])
+    for name, tensor in tensors.items():
+        _, found, rest = name.partition(own)
+        if found and not rest.endswith("tid2eid"):
+            # The published name of a norm that transformers writes by another.
+            shapes[f"mtp.0.{rest.replace('attn.norm.', 'attn.kv_norm.')}"] = tensor.shape
+        elif ".hc_head.hc_" in name:
+            shapes[f"mtp.0.hc_head_{name.rpartition('.hc_')[2]}"] = tensor.shape
     tensors |= {
         name: state_model_values(name, shape, generator, _norm_mean).to(dtype) for name, shape in sorted(shapes.items())
     }

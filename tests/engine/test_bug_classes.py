@@ -244,6 +244,10 @@ def send_no_latents(patch: Patch, two: Pair) -> None:
     want_otherwise(patch, lambda found, cache, name: _cut(found.wanted[name], 1 << 20), "mla")
 
 
+def send_no_entries(patch: Patch, two: Pair) -> None:
+    want_otherwise(patch, lambda found, cache, name: _cut(found.wanted[name], 1 << 20), "compressed")
+
+
 def send_a_scratch_slot(patch: Patch, two: Pair) -> None:
     """A slot that a verification would write is sent instead of the state."""
     original = KVCache.offered
@@ -298,6 +302,8 @@ MUTANTS = [
     Mutant("E", send_a_scratch_slot, EVERY_KIND),
     Mutant("E", send_no_state, "nemotron_h", "mtp"),
     Mutant("E", send_no_latents, "kimi_linear"),
+    Mutant("E", send_no_entries, "deepseek_v4", "mtp"),
+    Mutant("E", send_full_attention_alone, "deepseek_v4", "mtp"),
 ]
 LENGTHS = (1, 2, 8, 9, 15, 16, 22, 23, 24, 31, 35, 48)
 

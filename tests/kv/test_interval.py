@@ -58,6 +58,11 @@ def test_bad_intervals_are_refused_from_the_wire_too(start: int, stop: int) -> N
         ("full", None, 20, 7, {"module": None}, (7, 20)),
         ("full", None, 20, 20, {"module": None}, (20, 20)),
         ("sliding_window", 8, 20, 0, {"module": None}, (13, 20)),
+        # Complete entries of four tokens.
+        ("compressed", None, 22, 0, {"rate": 4}, (0, 20)),
+        ("compressed", None, 22, 8, {"rate": 4}, (8, 20)),
+        ("compressed", None, 20, 20, {"rate": 4}, (20, 20)),
+        ("compressed", None, 3, 0, {"rate": 4}, (0, 0)),
     ],
 )
 def test_wanted_entries_of_each_kind_of_group(
@@ -88,6 +93,9 @@ def test_wanted_entries_of_each_kind_of_group(
         ("full", 2, 2, {"module": 3, "seeded": True}, 0),
         ("full", 20, 12, {"module": None}, 12),
         ("full", 20, 20, {"module": None}, 20),
+        ("compressed", 20, 7, {"rate": 4}, 4),
+        ("compressed", 20, 20, {"rate": 4, "seeded": True}, 20),
+        ("compressed", 3, 3, {"rate": 4}, 0),
     ],
 )
 def test_final_entries_of_each_kind_of_group(
@@ -153,6 +161,8 @@ def test_the_entry_that_a_window_still_needs() -> None:
         (Rules("full", None), 20, 20, 20),
         (Rules("state"), 19, 20, 0),
         (Rules("state"), 20, 20, 20),
+        (Rules("compressed", rate=4), 19, 20, 16),
+        (Rules("compressed", rate=4), 20, 20, 20),
     ],
 )
 def test_a_hit_is_what_can_be_started_from(rules: Rules, found: int, n: int, hit: int) -> None:
@@ -170,6 +180,8 @@ def test_a_hit_is_what_can_be_started_from(rules: Rules, found: int, n: int, hit
         lambda: Rules("sliding_window", window=0),
         lambda: Rules("full", -1),
         lambda: Rules("state", 1),
+        lambda: Rules("compressed"),
+        lambda: Rules("full", rate=4),
         lambda: Rules("full").final(5, 6),
         lambda: Rules("full").final(5, -1),
         lambda: Rules("full").final(5, 4, seeded=True),

@@ -59,6 +59,7 @@ STACKED: dict[str, Callable[[Path], Path]] = {
     "minimax_m2": functools.partial(make_written, name="minimax_m2"),
     "nemotron_h": functools.partial(make_written, name="nemotron_h", mamba_num_heads=8, n_groups=4, moe_latent_size=20),
     "kimi_linear": functools.partial(make_written, name="kimi_linear"),
+    "deepseek_v4": functools.partial(make_written, name="deepseek_v4", o_groups=4),
 }
 
 

@@ -34,7 +34,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
     """
     with LLM(model, max_num_seqs=batch) as llm:
         core, runner = _decoding(llm, batch)
-        group = runner._target_layers[0].memory.spec
+        group = runner._target_layers[0][0].memory.spec
         running = list(core.scheduler.running)
 
         def bare() -> Callable[[], None]:

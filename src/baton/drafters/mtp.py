@@ -1,5 +1,5 @@
-"""Drafting with a target's own multi-token prediction modules (DeepSeek-V3, GLM-4.5, Qwen3.5, Nemotron 3), stored
-beside it.
+"""Drafting with a target's own multi-token prediction modules (DeepSeek-V3 and V4, GLM-4.5, Qwen3.5, Nemotron 3),
+stored beside it.
 
 The last module runs again on its own output, as in vLLM with one module (transformers stops at one draft per module).
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from baton.drafters.head import HeadDrafter
 from baton.drafters.mtp_chain import MtpChain
 from baton.drafters.mtp_head import MtpHead
+from baton.drafters.mtp_streams import StreamMtp
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.config import RawConfig, get_bool, get_int
@@ -22,6 +24,7 @@ from baton.models.loading.stored import StoredTensors
 _PARTS = ("enorm.", "hnorm.", "eh_proj.")
 # The same tensors in Qwen's.
 _QWEN_PARTS = {"pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm.", "fc.": "eh_proj.", "norm.": "norm."}
+_V4_PARTS = ("enorm.", "hnorm.", "e_proj.", "h_proj.", "hc_head.", "norm.")
 # Copies of the target's tensors.
 _SHARED = ("embed_tokens.", "shared_head.head.")
 MAX_MODULES = 16
@@ -31,11 +34,15 @@ class Mtp(MtpHead):
     """One module; `load` takes checkpoints with several too."""
 
     @classmethod
-    def load(cls, path: str, target: CausalLM, build: Build) -> MtpHead:
+    def load(cls, path: str, target: CausalLM, build: Build) -> HeadDrafter:
         """`path`: the target's checkpoint directory. Raises `CheckpointError` if some or all modules are missing."""
         raw = text_config(read_config(path))
         num, place = _num_modules(raw)
-        drafter: MtpHead = cls(target, build) if num == 1 else MtpChain(target, build, num)
+        drafter: HeadDrafter
+        if place is _of_deepseek_v4:
+            drafter = StreamMtp(target, build)
+        else:
+            drafter = cls(target, build) if num == 1 else MtpChain(target, build, num)
         num_layers, stored = target.config.num_layers, StoredTensors(path)
 
         def rename(name: str) -> str | None:
@@ -83,10 +90,19 @@ def _of_nemotron(name: str, num_layers: int) -> tuple[int, str] | None:
     return 0, rest if rest.startswith(_PARTS) else f"layer.{block}.{rest}"
 
 
+def _of_deepseek_v4(name: str, num_layers: int) -> tuple[int, str] | None:
+    """DeepSeek-V4: one module under `mtp.0.`."""
+    rest = name.removeprefix("mtp.0.")
+    if rest == name or rest.startswith(("embed.", "head.")):
+        return None
+    return 0, rest if rest.startswith(_V4_PARTS) else f"layer.{rest}"
+
+
 # Where checkpoints store a module's tensors, by type of target.
 _PLACES: dict[str, Callable[[str, int], tuple[int, str] | None]] = {
     "deepseek_v3": _after_the_last_layer,
     "deepseek_v32": _after_the_last_layer,
+    "deepseek_v4": _of_deepseek_v4,
     "glm4_moe": _after_the_last_layer,
     "glm_moe_dsa": _after_the_last_layer,
     "nemotron_h": _of_nemotron,
@@ -113,7 +129,7 @@ def _num_modules(raw: RawConfig) -> tuple[int, Callable[[str, int], tuple[int, s
         return 1, place
     # transformers reads the second name too.
     num = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 1))
-    most = 1 if place is _of_nemotron else MAX_MODULES
+    most = 1 if place in (_of_nemotron, _of_deepseek_v4) else MAX_MODULES
     if type(num) is not int or not 1 <= num <= most:
         raise CheckpointError(f"drafter: config.json: num_nextn_predict_layers is {num!r}, expected 1 to {most}")
     return num, place

@@ -27,7 +27,7 @@ def engine_info(
     moves_all = spec is None or spec.draft_kv == "require"
     kinds = {rules.kind for rules in cache.rules.values()}
     # A handoff moves only the part of a window or state that decoding needs: no prefix.
-    refound = moves_all and kinds <= {"full", "mla"}
+    refound = moves_all and kinds <= {"full", "mla", "compressed"}
     step = cache.checkpoint_interval if "state" in kinds else 1
     return EngineInfo(
         engine_id=config.engine_id,

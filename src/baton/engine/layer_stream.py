@@ -33,13 +33,15 @@ class LayerStream:
     ) -> None:
         self._agent, self._cache, self._behind = agent, cache, int(many_ranks)
         self._min_bytes = MIN_BYTES if min_bytes is None else min_bytes
-        self._group_of: dict[int, tuple[str, int]] = {}  # by layer: its group, and bytes per token
+        self._groups_of: dict[int, list[tuple[str, int]]] = {}  # by layer: its groups, and bytes per token
         for group in groups:
             if group.owner == "target" and group.kind != "state":
                 token_bytes = sum(plane.token_bytes for plane in group.planes)
-                self._group_of |= dict.fromkeys(group.layer_ids, (group.name, token_bytes))
-        self._names = {name for name, _ in self._group_of.values()}
-        self._token_bytes = sum(token_bytes for _, token_bytes in self._group_of.values())
+                for layer_id in group.layer_ids:
+                    self._groups_of.setdefault(layer_id, []).append((group.name, token_bytes))
+        kept = [group for of_layer in self._groups_of.values() for group in of_layer]
+        self._names = {name for name, _ in kept}
+        self._token_bytes = sum(token_bytes for _, token_bytes in kept)
         self._streamed: list[tuple[int, WrittenLayers]] = []  # with the number of each prompt's rows
         self._last = -1
 
@@ -61,11 +63,11 @@ class LayerStream:
 
     def _written(self, layer_id: int) -> None:
         done, self._last = (self._last, layer_id) if self._behind else (layer_id, layer_id)
-        if done not in self._group_of:
+        if done not in self._groups_of:
             return
-        group, token_bytes = self._group_of[done]
         for num_rows, prompt in self._streamed:
-            prompt.add(group, num_rows * token_bytes)
+            for group, token_bytes in self._groups_of[done]:
+                prompt.add(group, num_rows * token_bytes)
             if prompt.unreported >= self._min_bytes:
                 prompt.report(done + 1)
 

@@ -13,6 +13,9 @@ size, never the other way round. Lookahead and speculative slots are in no inter
 
 A state group has one slot, the interval [0, 1), for any number of tokens. It is final when the state has seen all of
 them. Only the target and drafters that read tokens only may have states.
+
+A compressed group keeps an entry for each `rate` tokens, in the bytes of these tokens. The entry is written with its
+last token, so the group's final, wanted and hit tokens end at multiples of `rate`; the tokens after them have nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from msgspec import Meta
 
 from baton.errors import ProtocolError
 
-Kind = Literal["full", "sliding_window", "mla", "state"]
+Kind = Literal["full", "sliding_window", "mla", "state", "compressed"]
 
 MAX_TOKENS = 1 << 24
 # Limits for values from a peer, which msgspec checks when it decodes, not when we construct.
@@ -76,16 +79,20 @@ ALL_LAYERS = Interval(0, MAX_TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`window` is in tokens: the query at position i attends to keys j > i - window.
+    """`window` is in tokens: the query at position i attends to keys j > i - window. `rate`: tokens of an entry.
 
-    Raises `ProtocolError` if `window` does not fit `kind`, and for states of a drafter that depends on later tokens.
+    Raises `ProtocolError` if `window` or `rate` does not fit `kind`, and for states of a drafter that depends on later
+    tokens.
     """
 
     kind: Kind
     module: int | None = 0
     window: int | None = None
+    rate: int = 1
 
     def __post_init__(self) -> None:
+        if self.rate < 1 or (self.rate > 1) != (self.kind == "compressed"):
+            raise ProtocolError("a rate of more than one token goes with kind compressed only")
         windowed = self.kind == "sliding_window"
         if windowed != (self.window is not None) or (self.window is not None and self.window < 1):
             raise ProtocolError("a window of at least 1 goes with kind sliding_window only")
@@ -128,7 +135,11 @@ class Rules:
             raise ProtocolError(f"{computed} of {n} tokens computed (seeded: {seeded}) is no state of a request")
         if self.kind == "state":
             return int(computed == n)
-        return known_entries(self.reach, n + seeded, computed)
+        return self.complete(known_entries(self.reach, n + seeded, computed))
+
+    def complete(self, num_tokens: int) -> int:
+        """The tokens of complete entries among the first `num_tokens`."""
+        return num_tokens - num_tokens % self.rate
 
     def num_pages(self, num_tokens: int, page_size: int) -> int:
         """Pages of a request of `num_tokens` tokens. For a state group, slots."""
@@ -157,7 +168,7 @@ class Rules:
         """
         if self.kind == "state":
             return n if found == n else 0
-        return min(found, max(n - self.reach, 0))
+        return self.complete(min(found, max(n - self.reach, 0)))
 
 
 def known_entries(reach: int, n: int, computed: int) -> int:

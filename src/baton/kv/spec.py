@@ -60,8 +60,8 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One group of layers on one rank, which share a block table, kind, planes, page size and owner.
 
     `page_size` and `window` are in tokens. A `state` group has no token axis: its page is one state slot and its
-    `page_size` is 1. `layer_ids`: layer numbers of the model. `module`: which tokens an entry depends on (see
-    `Rules`); only the target's groups have module 0.
+    `page_size` is 1. A `compressed` group's entry is in the space of its `rate` tokens. `layer_ids`: layer numbers of
+    the model. `module`: which tokens an entry depends on (see `Rules`); only the target's groups have module 0.
 
     Raises `ProtocolError` for inconsistent values.
     """
@@ -74,6 +74,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     layer_ids: tuple[int, ...]
     window: int | None = None
     module: int | None = 0
+    rate: int = 1
 
     def __post_init__(self) -> None:
         names = {plane.name for plane in self.planes}
@@ -90,15 +91,17 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if (self.module == 0) != (self.owner == "target"):
             raise ProtocolError(f"group {self.name!r}: module 0 is the target, not module {self.module!r}")
         try:
-            Rules(self.kind, self.module, self.window)
+            rules = self.rules
         except ProtocolError as error:
             raise ProtocolError(f"group {self.name!r}: {error}") from None
         if self.kind == "state" and self.page_size != 1:
             raise ProtocolError(f"group {self.name!r}: a state slot has no token axis, its page_size is 1")
+        if self.page_size % rules.rate:
+            raise ProtocolError(f"group {self.name!r}: pages of {self.page_size} tokens cut entries of {rules.rate}")
 
     @property
     def rules(self) -> Rules:
-        return Rules(self.kind, self.module, self.window)
+        return Rules(self.kind, self.module, self.window, self.rate)
 
     @property
     def num_layers(self) -> int:

@@ -28,7 +28,13 @@ from baton.kvevents.recorder import EventRecorder, RecordedGroup
 logger = logging.getLogger(__name__)
 
 # vLLM's names of the kinds.
-_KINDS = {"full": "full_attention", "sliding_window": "sliding_window", "mla": "mla_attention", "state": "mamba"}
+_KINDS = {
+    "full": "full_attention",
+    "sliding_window": "sliding_window",
+    "mla": "mla_attention",
+    "compressed": "mla_attention",
+    "state": "mamba",
+}
 _LINGER_MS = 200
 # Changes within this time are one batch: an engine step enters the blocks of many requests.
 _GATHER_S = 0.002

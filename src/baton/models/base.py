@@ -59,6 +59,7 @@ class Decoder(nn.Module):
             x = self.embed_tokens(input_ids_T)
             if self._multiplier != 1.0:
                 x = x * self._multiplier
+            x = self.spread(x)
         else:
             before = stage_layers(num_layers, stage.index - 1, stage.count)
             x = self._receive(len(input_ids_T), [a for a in wanted if a < before.stop], stage.index - 1, seen)
@@ -75,7 +76,7 @@ class Decoder(nn.Module):
                     seen[layer_id] = x
                 x = layer(x, cos_sin[self._rotary_of[layer_id]], cache, *inputs.get(layer_id, ()))
         if stage.index + 1 == stage.count:
-            seen[num_layers] = x
+            seen[num_layers] = seen[num_layers + 1] = x
         if stage.count > 1:
             kept = [seen[a] for a in wanted if a in seen]
             stage.send(torch.stack([x, *kept]), (stage.index + 1) % stage.count)
@@ -83,15 +84,33 @@ class Decoder(nn.Module):
             return x, []
         if stage.count > 1:
             x = self._receive(len(input_ids_T), wanted, stage.count - 1, seen)
-        return self.norm(x), [seen[layer_id] for layer_id in aux_layers]
+        features = {a: self.feature(seen[a]) if a <= num_layers else seen[a] for a in wanted}
+        return self.norm(self.collapse(x)), [features[layer_id] for layer_id in aux_layers]
+
+    @property
+    def stream_size(self) -> int:
+        """Numbers of the residual stream."""
+        return self._config.hidden_size
+
+    def spread(self, embeds_TE: Tensor) -> Tensor:
+        """The residual stream that enters the first layer."""
+        return embeds_TE
+
+    def collapse(self, x: Tensor) -> Tensor:
+        """The input [T, E] of the final norm, from the residual stream after the last layer."""
+        return x
+
+    def feature(self, x: Tensor) -> Tensor:
+        """What a drafter gets of a residual stream [T, E]."""
+        return x
 
     def layer_inputs(self, input_ids_T: Tensor, embeds_TE: Tensor) -> Mapping[int, tuple[Tensor, ...]]:
         """Further arguments of layers, by layer, from token ids [T] and their scaled embeddings [T, E]."""
         return {}
 
     def _receive(self, num_rows: int, aux_layers: Sequence[int], source: int, seen: dict[int, Tensor]) -> Tensor:
-        """Receive the residual stream [T, E] from stage `source`, and the auxiliary states so far, into `seen`."""
-        shape = 1 + len(aux_layers), num_rows, self._config.hidden_size
+        """Receive the residual stream from stage `source`, and the auxiliary states so far, into `seen`."""
+        shape = 1 + len(aux_layers), num_rows, self.stream_size
         got = torch.empty(shape, dtype=self._build.dtype, device=self._build.device)
         self._stage.receive(got, source)
         seen.update(zip(aux_layers, got[1:], strict=True))
@@ -176,7 +195,8 @@ class CausalLM(nn.Module, ABC):
         """One forward over T rows: int64 token ids [T] at int64 positions [T].
 
         Returns the hidden states after the final norm [T, E] and, for each l in `aux_layers` (0..num_layers), the
-        residual stream [T, E] that enters layer l (l = num_layers: the last layer's output, before the norm).
+        residual stream [T, E] that enters layer l (l = num_layers: the last layer's output, before the norm; num_layers
+        + 1: the same, of all streams if there are several).
         """
         hidden, aux = self.model(input_ids_T, positions_T, cache, aux_layers)
         return hidden, aux

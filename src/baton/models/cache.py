@@ -5,7 +5,7 @@ Shapes: T rows of a forward, R requests, H query heads, G key-value heads, D hea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -68,7 +68,28 @@ class EmptyLayerSpec:
     """A layer that keeps nothing, such as one of an MLP alone."""
 
 
-LayerSpec = KVLayerSpec | LatentLayerSpec | StateLayerSpec | SharedLayerSpec | EmptyLayerSpec
+# Planes of a layer with compressed entries: a token's row, what entries are made from, an entry, an entry's index key.
+TOKEN, OPEN, ENTRY, INDEX = "token", "open", "entry", "index"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPart:
+    """A part of what a layer keeps: so many numbers, by plane, of each of the last `window` tokens (None: of all), or
+    of each `rate` tokens together, an entry that exists once its last token does. The same on all tensor ranks."""
+
+    planes: tuple[tuple[str, int], ...]
+    window: int | None = None
+    rate: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PartsLayerSpec:
+    """A layer that keeps several parts, each in a group of its own."""
+
+    parts: tuple[TokenPart, ...]
+
+
+LayerSpec = KVLayerSpec | LatentLayerSpec | StateLayerSpec | SharedLayerSpec | EmptyLayerSpec | PartsLayerSpec
 
 States = tuple[Tensor, ...]
 
@@ -128,10 +149,11 @@ class LatentHeads(Protocol):
 @dataclass(frozen=True, slots=True)
 class IndexRows:
     """The rows of an indexer (DeepSeek-V3.2, 2025): q [T, H, D], k [T, D] and `weights` float32 [T, H]. Key s has the
-    score sum over heads of weight relu(q k_s), and a row attends to the `top_k` visible keys with the best scores."""
+    score sum over heads of weight relu(q k_s), and a row attends to the `top_k` visible keys with the best scores.
+    `k_TD` None: the keys are kept already."""
 
     q_THD: Tensor
-    k_TD: Tensor
+    k_TD: Tensor | None
     weights_TH: Tensor
     top_k: int
 
@@ -177,6 +199,41 @@ def slot_error() -> BatonError:
     return BatonError("attention: a row's slot is in the null page or outside its page table")
 
 
+class Compress(Protocol):
+    """A compressor's arithmetic: a pure function."""
+
+    def __call__(self, windows: Sequence[Tensor], numbers_N: Tensor) -> Mapping[str, Tensor]:
+        """Takes for each of N entries what the open plane keeps of its tokens and those that it overlaps [S, O], and
+        the entry's number (int64). Returns the numbers [N, W] of each plane of entries."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """The compressed part of a layer (DeepSeek-V4, 2026): an entry for each `rate` tokens, made by `compress` from the
+    open plane's rows `open_TO` of these tokens and of the `overlap` before them. With `index` a row attends to the
+    best entries alone, else to all that are complete."""
+
+    rate: int
+    overlap: int
+    open_TO: Tensor
+    compress: Compress
+    index: IndexRows | None
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRows:
+    """A layer's rows for attention to one key per token, which is its value too: q [T, H, D], kept [T, D]. The row at
+    position i sees the tokens j with i - window < j <= i, and the entries of `compressed`. `sinks_H`: as `Attend`."""
+
+    q_THD: Tensor
+    kept_TD: Tensor
+    scale: float
+    window: int
+    sinks_H: Tensor
+    compressed: Compressed | None = None
+
+
 class LayerCache(Attend, Protocol):
     """The cache for one forward's rows: called for keys and values, with a method for each other kind.
 
@@ -214,6 +271,10 @@ class LayerCache(Attend, Protocol):
         a key is latent and rope key side by side and a value is the latent: q is [T, H, C + R]; returns [T, H, C]. The
         rows of `chosen` attend to its keys only.
         """
+        ...
+
+    def attend_window(self, layer_id: int, rows: WindowRows) -> Tensor:
+        """Write the rows, and the entries that they complete, to the layer's parts, then attend. Returns [T, H, D]."""
         ...
 
     def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:

@@ -15,6 +15,7 @@ MODELS = {
     "deepseek_v2": "baton.models.architectures.deepseek_v2:DeepseekV2",
     "deepseek_v3": "baton.models.architectures.deepseek_v3:DeepseekV3",
     "deepseek_v32": "baton.models.architectures.deepseek_v32:DeepseekV32",
+    "deepseek_v4": "baton.models.architectures.deepseek_v4:DeepseekV4",
     "gemma3_text": "baton.models.architectures.gemma3:Gemma3",
     "gemma4_text": "baton.models.architectures.gemma4:Gemma4",
     "glm4_moe": "baton.models.architectures.glm4_moe:Glm4Moe",

@@ -28,12 +28,11 @@ _MOST_EXPANDED = 1 << 28
 
 
 class PagedLatents:
-    """Rows of a layer's latents in pages. `planes`: one or two [pages, layers, page_size, 1, width], whose widths add
-    up to W."""
+    """Rows of a layer's latents in pages. `planes`: [pages, layers, page_size, 1, width], whose widths add up to W."""
 
     def __init__(self, planes: Sequence[Tensor], layer: int, batch: AttnBatch) -> None:
         self.batch = batch
-        self._planes, self._layer = planes, layer
+        self.planes, self.layer = planes, layer
         self._page_size, self._num_pages, self._device = planes[0].shape[2], planes[0].shape[0], planes[0].device
 
     def requests(self, batch: AttnBatch) -> Iterator[tuple[int, int, int]]:
@@ -55,14 +54,26 @@ class PagedLatents:
     def write(self, kept_TW: Tensor) -> None:
         counts = np.diff(self.batch.query_start)
         pages, offsets = self._slots(np.repeat(np.arange(len(counts)), counts), self.batch.positions)
-        parts = torch.split(kept_TW, [plane.shape[-1] for plane in self._planes], dim=-1)
-        for plane, part in zip(self._planes, parts, strict=True):
-            plane[pages, self._layer, offsets, 0] = part.to(plane.dtype)
+        parts = torch.split(kept_TW, [plane.shape[-1] for plane in self.planes], dim=-1)
+        for plane, part in zip(self.planes, parts, strict=True):
+            plane[pages, self.layer, offsets, 0] = part.to(plane.dtype)
 
     def kept(self, request: int, first: int, last: int) -> Tensor:
         """Cached rows [first, last): [S, W] in the cache's dtype."""
-        pages, offsets = self._slots(np.full(last - first, request), np.arange(first, last))
-        return torch.cat([plane[pages, self._layer, offsets, 0] for plane in self._planes], dim=-1)
+        return self.kept_at(np.full(last - first, request), np.arange(first, last))
+
+    def kept_at(self, owner: np.ndarray, positions: np.ndarray) -> Tensor:
+        """The cached row [S, W] at each position of the request in `owner`."""
+        pages, offsets = self._slots(owner, positions)
+        return torch.cat([plane[pages, self.layer, offsets, 0] for plane in self.planes], dim=-1)
+
+    def by_entries(self, rate: int, batch: AttnBatch) -> PagedLatents:
+        """The same memory with one row for each `rate` tokens. `batch`: its rows, positions counted in entries."""
+        return PagedLatents(
+            [plane.view(*plane.shape[:2], -1, rate, plane.shape[4]).flatten(3)[:, :, :, None] for plane in self.planes],
+            self.layer,
+            batch,
+        )
 
 
 class PagedLatentAttention(PagedLatents):
@@ -99,29 +110,24 @@ class PagedLatentAttention(PagedLatents):
         top_k, outs = chosen.positions.shape[1], []
         for begin in range(0, len(owner), _ROW_BLOCK):
             positions, owners = chosen.positions[begin : begin + _ROW_BLOCK], owner[begin : begin + _ROW_BLOCK]
-            pages, offsets = self._slots(np.repeat(owners, top_k), positions.reshape(-1))
-            kept = torch.cat([plane[pages, self._layer, offsets, 0] for plane in self._planes], dim=-1)
-            # One page per row; page 0 is the null page.
-            copied = kept.new_zeros(len(owners) + 1, 1, top_k, 1, kept.shape[-1])
-            copied[1:, 0, :, 0] = kept.view(len(owners), top_k, -1)
-            numbers = np.arange(len(owners) + 1, dtype=np.int32)
-            batch = AttnBatch(numbers, np.full(len(owners), top_k - 1, dtype=np.int64), numbers[1:, None].copy())
-            rows = PagedLatentAttention([copied], 0, batch)
-            outs.append(rows._absorbed(batch, q_NHW[begin : begin + _ROW_BLOCK], latent_dim, scale))
+            kept = self.kept_at(np.repeat(owners, top_k), positions.reshape(-1)).view(len(owners), top_k, -1)
+            outs.append(
+                attend_own(kept, np.full(len(owners), top_k), q_NHW[begin : begin + _ROW_BLOCK], latent_dim, scale)
+            )
         return torch.cat(outs)
 
     def _to_all(
         self, batch: AttnBatch, q_THD: Tensor, latent_dim: int, scale: float, heads: LatentHeads | None
     ) -> Tensor:
         if heads is None:
-            return self._absorbed(batch, q_THD, latent_dim, scale)
+            return self.absorbed(batch, q_THD, latent_dim, scale)
         expanded = [
             (r, start, stop)
             for r, start, stop in self.requests(batch)
             if not heads.always_absorbed and self._is_cheaper_expanded(batch, q_THD, start, stop, latent_dim, heads)
         ]
         if not expanded:
-            return heads.values(self._absorbed(batch, heads.absorb(q_THD), latent_dim, scale))
+            return heads.values(self.absorbed(batch, heads.absorb(q_THD), latent_dim, scale))
         out = q_THD.new_empty(*q_THD.shape[:2], heads.value_dim)
         is_rest = np.ones(len(q_THD), dtype=bool)
         for r, start, stop in expanded:
@@ -130,7 +136,7 @@ class PagedLatentAttention(PagedLatents):
         if is_rest.any():
             at = torch.from_numpy(np.flatnonzero(is_rest)).to(self._device)
             rest = _with_rows(batch, is_rest)
-            out[at] = heads.values(self._absorbed(rest, heads.absorb(q_THD[at]), latent_dim, scale))
+            out[at] = heads.values(self.absorbed(rest, heads.absorb(q_THD[at]), latent_dim, scale))
         return out
 
     def _is_cheaper_expanded(
@@ -139,7 +145,7 @@ class PagedLatentAttention(PagedLatents):
         """Whether expansion costs a request fewer multiplications than it saves. The cost counts twice: keys and
         values are also written, padded and read again."""
         rows, kept, value = stop - start, int(batch.positions[stop - 1]) + 1, heads.value_dim
-        rope = sum(plane.shape[-1] for plane in self._planes) - latent_dim
+        rope = sum(plane.shape[-1] for plane in self.planes) - latent_dim
         nope = q_THD.shape[-1] - rope
         once = kept * latent_dim * (nope + value)
         saved = rows * (latent_dim * (nope + value) + kept * (2 * latent_dim - nope - value))
@@ -158,9 +164,9 @@ class PagedLatentAttention(PagedLatents):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         return mark_nonfinite_rows(out[0].transpose(0, 1)[..., : heads.value_dim], nonfinite_T)
 
-    def _absorbed(self, batch: AttnBatch, q_THW: Tensor, latent_dim: int, scale: float) -> Tensor:
-        if supports(self._device, q_THW.dtype) and all(plane.dtype == q_THW.dtype for plane in self._planes):
-            return attend_latents(self._planes, self._layer, q_THW, latent_dim, scale, batch)
+    def absorbed(self, batch: AttnBatch, q_THW: Tensor, latent_dim: int, scale: float) -> Tensor:
+        if supports(self._device, q_THW.dtype) and all(plane.dtype == q_THW.dtype for plane in self.planes):
+            return attend_latents(self.planes, self.layer, q_THW, latent_dim, scale, batch)
         heads, width = q_THW.shape[1:]
         out = torch.empty(len(q_THW), heads, latent_dim, dtype=torch.float32, device=q_THW.device)
         for r, start, stop in self.requests(batch):
@@ -203,3 +209,14 @@ def _with_rows(batch: AttnBatch, is_kept: np.ndarray) -> AttnBatch:
     counts = np.add.reduceat(np.append(is_kept, False), batch.query_start[:-1]) * (np.diff(batch.query_start) > 0)
     query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     return AttnBatch(query_start, batch.positions[is_kept], batch.page_table)
+
+
+def attend_own(kept_NSW: Tensor, counts: np.ndarray, q_NHW: Tensor, latent_dim: int, scale: float) -> Tensor:
+    """Absorbed attention [N, H, C] of each row to keys of its own, the first `counts` [N] of its S."""
+    num, longest, width = kept_NSW.shape
+    # One page per row; page 0 is the null page.
+    pages = kept_NSW.new_zeros(num + 1, 1, longest, 1, width)
+    pages[1:, 0, :, 0] = kept_NSW
+    numbers = np.arange(num + 1, dtype=np.int32)
+    batch = AttnBatch(numbers, counts.astype(np.int64) - 1, numbers[1:, None].copy())
+    return PagedLatentAttention([pages], 0, batch).absorbed(batch, q_NHW, latent_dim, scale)

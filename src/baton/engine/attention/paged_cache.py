@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
-from baton.engine.attention.latent import PagedLatentAttention
+from baton.engine.attention.compressed import attend_window
+from baton.engine.attention.latent import PagedLatentAttention, PagedLatents
 from baton.engine.attention.paged_cpu import BatchAddresses, PagedCpuBackend
 from baton.engine.attention.scan import StateBatch, scan
 from baton.engine.attention.sparse import choose_keys
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.plan import Written
 from baton.kv.spec import INDEX_PLANE, GroupSpec
-from baton.models.cache import Chosen, IndexRows, KVRegion, KVRegions, LatentHeads, LayerSpec, Recurrence
+from baton.models.cache import Chosen, IndexRows, KVRegion, KVRegions, LatentHeads, LayerSpec, Recurrence, WindowRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +31,17 @@ class LayerPlace:
     window: int | None
 
 
-LayerMap = dict[int, LayerPlace]
+# A layer has a place in each of its groups.
+LayerMap = dict[int, list[LayerPlace]]
 
 
 def layer_map(groups: Sequence[GroupSpec], kv: Mapping[str, GroupMemory], specs: Sequence[LayerSpec]) -> LayerMap:
-    return {
-        layer: LayerPlace(kv[group.name], index, getattr(specs[layer], "window", None))
-        for group in groups
-        for index, layer in enumerate(group.layer_ids)
-    }
+    places: LayerMap = {}
+    for group in groups:
+        for index, layer in enumerate(group.layer_ids):
+            place = LayerPlace(kv[group.name], index, getattr(specs[layer], "window", None))
+            places.setdefault(layer, []).append(place)
+    return places
 
 
 class PagedCache:
@@ -66,7 +69,7 @@ class PagedCache:
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         rows = AttnRows(q_THD, k_TGD, v_TGD, scale, sinks_H)
-        out = self._attend(layer_id, rows, self._layers[layer_id].window)
+        out = self._attend(layer_id, rows, self._place(layer_id).window)
         if self._written is not None:
             self._written(layer_id)
         return out
@@ -78,9 +81,10 @@ class PagedCache:
         found: list[KVRegion] = []
         layers: dict[int, tuple[int, int, int]] = {}
         batch: BatchAddresses | None = None
-        for layer_id, place in self._layers.items():
+        for layer_id, places in self._layers.items():
+            place = places[0]
             kv, name = place.memory.kv, place.memory.spec.name
-            if kv is None or not kv.is_contiguous():
+            if len(places) > 1 or kv is None or not kv.is_contiguous():
                 return None
             if name not in numbers:
                 numbers[name] = len(found)
@@ -99,8 +103,12 @@ class PagedCache:
     def attend_kept(self, layer_id: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:
         return self._attend(layer_id, AttnRows(q_THD, None, None, scale), window)
 
+    def _place(self, layer_id: int) -> LayerPlace:
+        (place,) = self._layers[layer_id]
+        return place
+
     def _attend(self, layer_id: int, rows: AttnRows, window: int | None) -> Tensor:
-        place = self._layers[layer_id]
+        place = self._place(layer_id)
         kv, batch = place.memory.kv, self._batches[place.memory.spec.name]
         assert kv is not None
         return self._backend.write_and_attend(kv, place.index, rows, batch, window)
@@ -115,7 +123,7 @@ class PagedCache:
         heads: LatentHeads | None = None,
         chosen: Chosen | None = None,
     ) -> Tensor:
-        place = self._layers[layer_id]
+        place = self._place(layer_id)
         memory, index = place.memory, place.index
         planes = [plane for plane, of in zip(memory.planes, memory.spec.planes, strict=True) if of.name != INDEX_PLANE]
         latents = PagedLatentAttention(planes, index, self._batches[memory.spec.name])
@@ -125,13 +133,24 @@ class PagedCache:
         return out
 
     def choose(self, layer_id: int, rows: IndexRows) -> None:
-        place = self._layers[layer_id]
+        place = self._place(layer_id)
         memory, index = place.memory, place.index
         names = [plane.name for plane in memory.spec.planes]
         plane = memory.planes[names.index(INDEX_PLANE)]
         self.chosen = choose_keys(plane, index, self._batches[memory.spec.name], rows)
 
+    def attend_window(self, layer_id: int, rows: WindowRows) -> Tensor:
+        parts = {
+            spec.name: PagedLatents([plane], place.index, self._batches[place.memory.spec.name])
+            for place in self._layers[layer_id]
+            for spec, plane in zip(place.memory.spec.planes, place.memory.planes, strict=True)
+        }
+        out = attend_window(parts, rows)
+        if self._written is not None:
+            self._written(layer_id)
+        return out
+
     def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:
-        place = self._layers[layer_id]
+        place = self._place(layer_id)
         memory, index = place.memory, place.index
         return scan(memory.planes, index, self._states[memory.spec.name], recurrence)

@@ -64,7 +64,7 @@ def engine_facts(
     }
     for group in whole:
         planes = [(plane.name, plane.dtype, plane.num_heads, plane.head_dim) for plane in group.planes]
-        facts[f"group.{group.name}"] = repr((group.kind, planes, group.window, group.layer_ids))
+        facts[f"group.{group.name}"] = repr((group.kind, planes, group.window, group.rate, group.layer_ids))
     if spec is not None and drafter is not None:
         facts["drafter.num_speculative_tokens"] = str(spec.num_speculative_tokens)
         facts["drafter.kv"] = spec.draft_kv

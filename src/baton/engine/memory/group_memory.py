@@ -34,7 +34,7 @@ class GroupMemory:
             strides = (spec.page_bytes // size, offsets[-1] // size, row, plane.head_dim, 1)
             planes.append(typed.as_strided(shape, strides, typed.storage_offset() + offset // size))
         kv = None
-        if spec.kind in ("full", "sliding_window"):
+        if spec.kind in ("full", "sliding_window") and len(spec.planes) == 2:
             shape_in_page = (spec.num_layers, 2, spec.page_size, spec.planes[0].num_heads, spec.planes[0].head_dim)
             kv = pages.view(planes[0].dtype).view(num_pages, *shape_in_page)
         return cls(spec, pages, tuple(planes), kv)

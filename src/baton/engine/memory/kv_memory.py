@@ -23,8 +23,10 @@ from baton.models.cache import (
     KVLayerSpec,
     LatentLayerSpec,
     LayerSpec,
+    PartsLayerSpec,
     SharedLayerSpec,
     StateLayerSpec,
+    TokenPart,
 )
 from baton.models.layers.parallel import Share, share_of_heads, stage_layers
 from baton.transports.base import Region, Transport
@@ -144,33 +146,40 @@ def kv_memory(
 def _groups(
     layers: Sequence[LayerSpec], modules: Sequence[int | None], owner: Owner, sizes: Mapping[str, int], dtype: str
 ) -> list[GroupSpec]:
-    """Layers with the same spec and module form one group. Layers that keep nothing are in none."""
-    by_spec: dict[tuple[LayerSpec, int | None], list[int]] = {}
+    """Layers with the same spec, or the same part of one, and the same module form one group. Layers that keep nothing
+    are in none."""
+    by_spec: dict[tuple[LayerSpec | TokenPart, int | None], list[int]] = {}
     for layer_id, (layer, module) in enumerate(zip(layers, modules, strict=True)):
         if not isinstance(layer, SharedLayerSpec | EmptyLayerSpec):
-            by_spec.setdefault((layer, module), []).append(layer_id)
+            for part in layer.parts if isinstance(layer, PartsLayerSpec) else (layer,):
+                by_spec.setdefault((part, module), []).append(layer_id)
     groups: list[GroupSpec] = []
-    for (layer, module), ids in by_spec.items():
-        kind, planes = _kept(layer, dtype)
+    for (spec, module), ids in by_spec.items():
+        kind, planes = _kept(spec, dtype)
+        rate = spec.rate if isinstance(spec, TokenPart) else 1
         group = GroupSpec(
             name=(owner if owner == "draft" else f"{owner}.{kind}") + (f".{len(groups)}" if groups else ""),
             owner=owner,
             module=module,
             kind=kind,
             planes=planes,
-            page_size=1,
-            window=_reach(layer),
+            page_size=rate,
+            window=_reach(spec),
             layer_ids=tuple(ids),
+            rate=rate,
         )
         if kind != "state":
             size = next(sizes[name] for name in _names(group) if name in sizes)
-            group = msgspec.structs.replace(group, page_size=size)
+            # Pages hold whole entries.
+            group = msgspec.structs.replace(group, page_size=-(-size // rate) * rate)
         groups.append(group)
     return groups
 
 
-def _reach(layer: LayerSpec) -> int | None:
+def _reach(layer: LayerSpec | TokenPart) -> int | None:
     """How many of the last entries are kept, so that the next row and a drafter see their own; None: all."""
+    if isinstance(layer, TokenPart):
+        return layer.window
     if not isinstance(layer, KVLayerSpec) or layer.window is None:
         return None
     return layer.window + layer.lookback
@@ -181,7 +190,7 @@ def _names(group: GroupSpec) -> tuple[str, ...]:
     return group.name, group.owner, group.kind, ""
 
 
-def _kept(layer: LayerSpec, dtype: str) -> tuple[Kind, Planes]:
+def _kept(layer: LayerSpec | TokenPart, dtype: str) -> tuple[Kind, Planes]:
     match layer:
         case KVLayerSpec(num_kv_heads, head_dim, window):
             return "full" if window is None else "sliding_window", kv_planes(num_kv_heads, head_dim, dtype)
@@ -190,5 +199,9 @@ def _kept(layer: LayerSpec, dtype: str) -> tuple[Kind, Planes]:
         case StateLayerSpec(planes):
             parts = (PlaneSpec(p.name, p.dtype or dtype, p.num_heads, p.head_dim, p.cut) for p in planes)
             return "state", tuple(parts)
-        case SharedLayerSpec() | EmptyLayerSpec():
-            raise AssertionError("a layer that keeps nothing has no group")
+        case TokenPart(widths, window, rate):
+            # A token has its share of an entry, rounded up.
+            shares = tuple(PlaneSpec(name, dtype, 1, -(-width // rate), "whole") for name, width in widths)
+            return "compressed" if rate > 1 else "mla" if window is None else "sliding_window", shares
+        case SharedLayerSpec() | EmptyLayerSpec() | PartsLayerSpec():
+            raise AssertionError("not what one group keeps")

@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from baton.kernels.cpu.streams import sqrt_softplus
 from baton.models.config import ModelConfig
 from baton.models.layers.decoder_layer import MLP, sigmoid
 from baton.models.layers.expert_parallel import RemoteExpert, SharedLayer
@@ -40,15 +42,20 @@ class Router(Linear):
         if spec.top_groups < spec.num_groups:
             wanted = self._of_best_groups(wanted)
         ids = wanted.topk(spec.top_k, dim=-1).indices.sort(dim=-1).values
-        weights = scores.gather(1, ids)
-        if spec.renormalise:
+        return ids, self._weights(scores, ids)
+
+    def _weights(self, scores: Tensor, ids_TK: Tensor) -> Tensor:
+        weights = scores.gather(1, ids_TK)
+        if self._spec.renormalise:
             # DeepSeek adds this, Qwen does not: it is below the rounding of any sum of scores.
             weights = weights / (row_sum(weights) + 1e-20)
-        return ids, weights * spec.scale
+        return weights * self._spec.scale
 
     def _scores(self, logits: Tensor) -> Tensor:
         if self._spec.scores == "softmax":
             return logits.softmax(dim=-1)
+        if self._spec.scores == "sqrtsoftplus":
+            return sqrt_softplus(logits) if logits.device.type == "cpu" else F.softplus(logits).sqrt()
         return sigmoid(logits)
 
     def _of_best_groups(self, wanted: Tensor) -> Tensor:
@@ -67,6 +74,21 @@ def row_sum(values: Tensor) -> Tensor:
     for column in range(1, values.shape[1]):
         total = total + values[:, column, None]
     return total
+
+
+class HashRouter(Router):
+    """Takes each token's experts from a table `tid2eid` int64 [V, K] (DeepSeek-V4, 2026): scores weight them only.
+    `spec.has_choice_bias` must be false."""
+
+    def __init__(self, spec: MoESpec, hidden: int, vocab_size: int, build: Build) -> None:
+        super().__init__(spec, hidden, build)
+        table = torch.zeros(vocab_size, spec.top_k, dtype=torch.int64, device=build.device)
+        self.tid2eid = nn.Parameter(table, requires_grad=False)
+
+    def choose_for(self, x: Tensor, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+        """As `choose`, for rows of these tokens."""
+        ids = self.tid2eid[token_ids_T].sort(dim=-1).values
+        return ids, self._weights(self._scores(self(x.float())), ids)
 
 
 class Experts(nn.ModuleList):

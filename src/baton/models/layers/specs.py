@@ -28,7 +28,7 @@ class MoESpec:
     num_experts: int
     top_k: int
     intermediate_size: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     renormalise: bool = False
     scale: float = 1.0
     has_choice_bias: bool = False

@@ -29,6 +29,8 @@ def quantization_of(raw: RawConfig) -> Quantization | None:
     method = config.get("quant_method") if isinstance(config, Mapping) else config
     if config is None or method == "mxfp4":
         return None
+    if raw.get("model_type") == "deepseek_v4":
+        raise CheckpointError(f"config.json: quantization_config: {method!r} of deepseek_v4 is not supported")
     read = _METHODS.get(str(method))
     if read is None or not isinstance(config, Mapping):
         known = ", ".join((*_METHODS, "mxfp4"))

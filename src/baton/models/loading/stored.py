@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from baton.errors import CheckpointError
 from baton.models.config import ModelConfig
 from baton.models.loading.config_json import read_json
+from baton.models.loading.deepseek_names import MARK as DEEPSEEK_V4
+from baton.models.loading.deepseek_names import usual_name as deepseek_name
 from baton.models.loading.tensor_names import LAYER, layer_index
 
 log = logging.getLogger(__name__)
@@ -162,6 +164,8 @@ def _part(name: str) -> str:
 def _renaming(names: Collection[str]) -> Callable[[str], str]:
     """Maps stored names to the causal LM's. As in transformers, the prefix `model.` is added if the decoder was saved
     alone, and removed if doubled."""
+    if any(name.endswith(DEEPSEEK_V4) for name in names):
+        return deepseek_name
     if any(name.startswith(_NESTED) for name in names):
         return _without_nesting
     if any(name.startswith("backbone.") for name in names):
