@@ -120,7 +120,7 @@ def test_a_time_of_day_that_is_set_revives_and_refuses_nothing(
     attacker.join(scene.as_d())
     attacker.say(expired)
     assert "ticket has expired" in attacker.hear(Nack).message  # type: ignore[attr-defined]
-    monkeypatch.setattr(time, "time", true)
+    monkeypatch.undo()
     scene.traffic.serve_one()
 
 

@@ -84,7 +84,7 @@ def _run(drafter: Any, ids: Tensor, features: Tensor, chunks: list[int]) -> tupl
     for size in chunks:
         positions = np.arange(start, start + size)
         batch = AttnBatch(np.array([0, size], dtype=np.int32), positions, table)
-        cache = PagedCache(get_backend(None, "cpu"), {0: LayerPlace(memory, 0, None)}, {"draft": batch}, {})
+        cache = PagedCache(get_backend(None, "cpu"), {0: (LayerPlace(memory, 0, None),)}, {"draft": batch}, {})
         rows = slice(start, start + size)
         parts.append(drafter(ids[rows], features[rows], torch.from_numpy(positions), cache, True))
         start += size

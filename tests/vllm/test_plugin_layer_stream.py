@@ -49,7 +49,7 @@ class Agent(RecordingAgent):
         """D wants all but its first `hit` tokens."""
         groups = self.d.layout.groups
         wanted = {group.name: group.wanted(num_tokens, hit) for group in groups}
-        pages = self.d.worker._pages(self.d.blocks)
+        pages = self.d.layout.kernel_tables(self.d.blocks)
         self._feed(ev.Received(Register(key, ticket="t", wanted=wanted, pages=pages)))
 
     @property

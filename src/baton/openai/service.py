@@ -122,25 +122,27 @@ class OpenAIService:
         return msgspec.json.encode(self._with_metrics(fmt.response_body(plan, outputs), plan, outputs))
 
     async def _events(self, plan: Plan, outputs: Sequence[ChoiceOutput]) -> AsyncGenerator[bytes, None]:
-        begun: dict[int, fmt.PlainEvents] = {}
+        begun: set[int] = set()
+        plain: dict[int, fmt.PlainEvents] = {}
         counts = [0] * len(outputs)
         wants_tokens = plan.return_token_ids or plan.requests[0].sampling_params.logprobs is not None
-        plain = not wants_tokens and plan.reader is None and not plan.continuous_usage
+        is_plain = not wants_tokens and plan.reader is None and not plan.continuous_usage
         try:
             async with self.running(plan, outputs) as deltas:
                 async for index, delta in deltas:
                     counts[index] += len(delta.token_ids)
                     if not (fmt.is_visible(plan, delta) or (wants_tokens and delta.token_ids)):
                         continue  # all its text is held back
-                    if plain and index in begun and delta.finish_reason is None:
-                        yield begun[index].event(delta.text)
+                    if index in plain and delta.finish_reason is None:
+                        yield plain[index].event(delta.text)
                         continue
                     event = fmt.stream_event(plan, index, delta, outputs[index], index not in begun)
                     if plan.continuous_usage:
                         event["usage"] = fmt.usage_so_far(plan, index, counts[index])
+                    if is_plain and index not in begun:
+                        plain[index] = fmt.PlainEvents(plan, index, outputs[index])
+                    begun.add(index)
                     yield fmt.encode_event(event)
-                    if index not in begun:
-                        begun[index] = fmt.PlainEvents(plan, index, outputs[index])
         except Exception as error:
             if not begun:
                 raise

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from baton.errors import BatonError
-from baton.router.workers import processes
 from baton.router.workers.processes import WorkerProcesses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts on SIGTERM of a forked process")
@@ -30,9 +29,7 @@ def test_all_serve_and_end_with_sigterm() -> None:
     assert sorted(ended) == [0, 1, 2]
 
 
-def test_one_that_ends_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_YOUNG_S", 0.0)
-
+def test_one_that_ends_is_replaced(tmp_path: Path) -> None:
     def serve(number: int, ready: Callable[[], None]) -> None:
         (tmp_path / str(os.getpid())).touch()
         if len(list(tmp_path.iterdir())) == 1:
@@ -40,7 +37,8 @@ def test_one_that_ends_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         serve_until_sigterm(number, ready)
 
     ended: list[int] = []
-    WorkerProcesses(1, serve, ended.append).run(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    workers = WorkerProcesses(1, serve, ended.append, young_s=0.0)
+    workers.run(lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert ended == [0, 0]
 
 

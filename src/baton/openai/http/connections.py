@@ -96,14 +96,7 @@ class ClientConnection(web.RequestHandler):
         if before > self._limits.stream_bytes:
             self.cut_off()
             raise ConnectionResetError("the client does not read its answer")
-        transport = self._open
-        begun = data and writer.chunked and writer.output_size > 0
-        if begun and transport is not None and not transport.is_closing():
-            # As aiohttp's `write` does, which takes four calls more for each part of a stream.
-            writer.output_size += len(data)
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        else:
-            await writer.write(data, drain=False)
+        await writer.write(data, drain=False)
         if before:
             after = self.num_unread()
             self._added += after - before

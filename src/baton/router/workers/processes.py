@@ -17,7 +17,6 @@ from baton.parent import die_with_parent
 
 logger = logging.getLogger(__name__)
 
-# A process that ends sooner after its start would end again.
 _YOUNG_S = 5.0
 _LOOK_S = 0.2
 _HANDLED = (signal.SIGTERM, signal.SIGINT)
@@ -28,11 +27,19 @@ Serve = Callable[[int, Callable[[], None]], None]
 class WorkerProcesses:
     """Processes that run `serve`. One that ends by itself is started anew, after `on_end(number)`.
 
-    They are forks: make no thread and no event loop before.
+    They are forks: make no thread and no event loop before. One that ends within `young_s` of its start would do so
+    again: all end.
     """
 
-    def __init__(self, num: int, serve: Serve, on_end: Callable[[int], None] = lambda number: None) -> None:
-        self._num, self._serve, self._on_end = num, serve, on_end
+    def __init__(
+        self,
+        num: int,
+        serve: Serve,
+        on_end: Callable[[int], None] = lambda number: None,
+        *,
+        young_s: float = _YOUNG_S,
+    ) -> None:
+        self._num, self._serve, self._on_end, self._young_s = num, serve, on_end, young_s
         self._running: dict[int, tuple[int, float]] = {}  # number and start, by process id
         self._ending = False
 
@@ -82,7 +89,7 @@ class WorkerProcesses:
         if self._ending:
             return
         code = os.waitstatus_to_exitcode(status)
-        if time.monotonic() - started < _YOUNG_S:
+        if time.monotonic() - started < self._young_s:
             raise BatonError(f"router process {number} ended with {code} soon after its start")
         logger.error("router process %d ended with %d; another takes its place", number, code)
         self._start(number, tell)
