@@ -152,9 +152,8 @@ def test_a_step_that_other_engines_wait_for_is_not_idle() -> None:
         BatonConnector.__new__(BatonConnector),
         SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]),
     )
-    half._scheduler = cast(
-        "Any", SimpleNamespace(on_preempted=lambda ids: None, take_step=StepNews, first_tokens=FirstTokens())
-    )
+    scheduler = SimpleNamespace(on_preempted=lambda ids: None, take_step=StepNews, first_tokens=FirstTokens())
+    vars(half).update(_scheduler=scheduler, _skips_drafts=False)
     step = SimpleNamespace(preempted_req_ids=set(), num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     step.scheduled_new_reqs, step.scheduled_cached_reqs, step.scheduled_spec_decode_tokens = [], none, {}
     for ranks, idle in ((1, True), (2, False)):
