@@ -83,6 +83,7 @@ def config(folder: Path, name: str, role: str, model: Model, rank: int, size: in
             enable_sleep_mode=False,
             tokenizer=path,
             tokenizer_revision=None,
+            max_model_len=1000,
             hf_config=SimpleNamespace(to_dict=dict),
             hf_text_config=SimpleNamespace(eos_token_id=2),
             get_total_num_hidden_layers=lambda: layers,
@@ -188,7 +189,9 @@ class Engine:
         def gather(vllm_config: Any, own: bytes) -> list[bytes]:
             told[vllm_config.parallel_config.rank] = own
             all_told.wait(120)
-            return [told[rank] for rank in range(size)]
+            found = [told[rank] for rank in range(size)]
+            all_told.wait(120)  # nobody tells the next before all have read
+            return found
 
         def start(worker: Worker) -> None:
             here.half = worker.half
