@@ -138,7 +138,7 @@ def run_pair(pair: Pair, name: str, num_leaving: int) -> list[str]:
 
 
 async def verify(pair: Pair, one: Server, limit_s: float = LIMIT_S) -> int:
-    """`baton verify` of the pair behind a router against `one`. Returns its exit status."""
+    """Run `baton verify`: the pair, through a router, against `one`. Returns its exit status."""
     urls = {role: (getattr(pair, role).url,) for role in ("prefill", "decode")}
     settings = RouterConfig(**urls, ticket_key=pair.key, engine="sglang")
     async with served(await build_app(settings)) as url:

@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 
 from testkit.checkpoints.written import make_written
 from tests.drafters.test_mtp import drafts_of_the_engine
-from tests.engine.models.test_transformers_equality import judge, load_reference
+from tests.engine.models.test_transformers_equality import judge, load_reference, reference_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,12 +108,7 @@ def test_logits_are_those_of_transformers(name: str, seed: int, length: int, tmp
 @pytest.mark.parametrize("name", [PLAIN, ODD])
 def test_greedy_tokens_are_those_of_transformers(name: str, find: Find) -> None:
     model = load_reference(find(name))
-    expected = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS)
-        expected.append(out[0, len(prompt) :].tolist())
+    expected = [reference_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in expected}) > len(PROMPTS) // 2
     with stepped(**settings(find, name, max_num_batched_tokens=40)) as one:
         found = [stream.token_ids for stream in one.all_of(PROMPTS, GREEDY)]

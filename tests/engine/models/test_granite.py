@@ -21,6 +21,7 @@ from testkit.engines import Mode, Stepped, Stream, pair, random_prompt, request,
 
 transformers = pytest.importorskip("transformers")
 from testkit.checkpoints.granite import make_granite  # noqa: E402 - needs transformers
+from tests.engine.models.test_transformers_equality import reference_tokens  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,13 +82,7 @@ def settings(model: Path, head: Path | None = None, **more: Any) -> dict[str, An
 def reference(path: Path, prompts: list[list[int]]) -> list[list[int]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     model.generation_config.eos_token_id = model.config.eos_token_id = None
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS)
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+    return [reference_tokens(model, prompt, NUM_TOKENS) for prompt in prompts]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qw
 
 from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid  # noqa: E402
 from tests.drafters.test_mtp import drafts_of_the_engine  # noqa: E402 - needs transformers
-from tests.engine.models.test_transformers_equality import load_reference  # noqa: E402
+from tests.engine.models.test_transformers_equality import load_reference, reference_tokens  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,12 +88,8 @@ def settings(model: Path, num_drafts: int = 0, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "states alone"])
 def test_greedy_tokens_are_those_of_transformers(name: str, find: Find) -> None:
-    model, expected = load_reference(find(name)), []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS)
-        expected.append(out[0, len(prompt) :].tolist())
+    model = load_reference(find(name))
+    expected = [reference_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in expected}) > len(PROMPTS) // 2
     for num_drafts in (0, 2):
         with stepped(**settings(find(name), num_drafts, max_num_batched_tokens=40)) as one:

@@ -126,14 +126,15 @@ def load_reference(target: Path) -> Any:
     return model
 
 
-def reference_tokens(model: Any, prompt: list[int]) -> list[int]:
+def reference_tokens(model: Any, prompt: list[int], num_tokens: int = NEW_TOKENS) -> list[int]:
+    """The greedy tokens of a model of transformers."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens, pad_token_id=0
         )
     tokens: list[int] = out[0, len(prompt) :].tolist()
-    assert len(tokens) == NEW_TOKENS
+    assert len(tokens) == num_tokens
     return tokens
 
 

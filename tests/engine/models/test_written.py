@@ -24,7 +24,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, N
 
 from testkit.checkpoints.written import make_written  # noqa: E402
 from tests.drafters.test_mtp import drafts_of_the_engine  # noqa: E402 - needs transformers
-from tests.engine.models.test_transformers_equality import judge, load_reference  # noqa: E402
+from tests.engine.models.test_transformers_equality import judge, load_reference, reference_tokens  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,12 +81,7 @@ def drafter_of(name: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_are_those_of_transformers(name: str, find: Find) -> None:
     model = load_reference(find(name))
-    expected = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS)
-        expected.append(out[0, len(prompt) :].tolist())
+    expected = [reference_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in expected}) > len(PROMPTS) // 2
     found = {}
     for drafter in (None, drafter_of(name)):

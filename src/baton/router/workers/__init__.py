@@ -1,1 +1,1 @@
-"""One router as several processes behind one port (`--workers`)."""
+"""Several router processes that serve one port (`--workers`)."""
