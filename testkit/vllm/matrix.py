@@ -174,7 +174,7 @@ def in_turn(pair: Pair, expected: Expected, lengths: Sequence[int], mode: Mode, 
 
 
 def hits(pair: Pair, expected: Expected, mode: Mode, salt: str) -> Cell:
-    """Prompts with a prefix hit on the decode server, of a part or of all but the last token. Legs come in any order."""
+    """Prompts with a prefix hit on the decode server, of a part or of all but the last token, legs in any order."""
     rng, cell, name = random.Random(11), Cell(), "vllm:prefix_cache_hits_total"
     (base,) = demo_prompts([400], seed=12)
     cases: list[tuple[list[int], float]] = [
