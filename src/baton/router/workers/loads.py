@@ -6,6 +6,7 @@ leg's cells in part, which changes a choice at most.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import mmap
 import time
@@ -143,6 +144,7 @@ class RouterProcess:
         return str(self.directory / str(number))
 
 
+@functools.lru_cache(maxsize=2 * MAX_ENGINES)
 def _key(url: str) -> int:
     """Never 0."""
     return int.from_bytes(hashlib.blake2b(url.encode(), digest_size=_CELL_BYTES).digest(), "big") >> 1 | 1
