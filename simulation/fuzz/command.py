@@ -29,12 +29,15 @@ def print_sent(sent: Wave, seconds: float) -> None:
 
 
 def print_times(what: str, before: Sequence[float], during: Sequence[float]) -> None:
-    """A row of quantiles for the times before and during the attack, in seconds."""
+    """A row of quantiles for the times before and during the attack, in seconds, and how many came late."""
     for name, times in (("before", before), ("during", during)):
         if len(times) > 1:
             cuts = [1000 * cut for cut in statistics.quantiles(times, n=100)]
             figures = f"median {cuts[49]:.1f} ms, p99 {cuts[98]:.1f} ms, slowest {max(times) * 1000:.0f} ms"
             print(f"{name:<10} {len(times)} {what}, {figures}")
+    if before:
+        late = sum(time > 2 * max(before) for time in during)
+        print(f"{'late':<10} {late} of {len(during)} took more than twice the slowest before")
 
 
 def print_faults(faults: Sequence[str]) -> int:

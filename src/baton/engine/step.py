@@ -74,6 +74,7 @@ class StepRunner:
         self.executor, self.scheduler, self.cache, self.legs = executor, scheduler, scheduler.cache, legs
         self.limits, self.emit, self.metrics, self.clock = limits, emit, metrics, clock
         self.adaptive: AdaptiveDrafts | None = None  # None: every request gets as many drafts as may be
+        self.before_drafts: Callable[[], None] = lambda: None  # called if `emit` got a request's first token
         # A drafter that reads tokens only computes a prompt's missing entries later, in rows of its own.
         self.drafts_from_tokens = {rules.module for rules in self.cache.rules.values()} - {0} == {None}
 
@@ -122,6 +123,7 @@ class StepRunner:
             return _joined([self._together([rows]) for rows in scheduled])
         failed: dict[Request, Exception] = _note_scores(scheduled, result.scores)
         choices = result.choices.tolist()
+        any_first = any(one.request.num_output == 0 for one in sampled)
         for one in sampled:
             if one.request in failed:
                 continue
@@ -131,6 +133,8 @@ class StepRunner:
                 failed[one.request] = error
         if self.adaptive is not None:
             self.adaptive.computed(scheduled, self.adaptive.timer() - began)
+        if any_first and self.executor.spec.drafts:
+            self.before_drafts()
         self._end_without_tokens([rows for rows in scheduled if rows.request not in failed])
         draft_rows = self._advance(scheduled, plan, failed)
         if self.adaptive is not None:

@@ -71,6 +71,10 @@ class RankHandoffs(Agent):
                 if (prefill := self.runner.prefills.get(key)) is not None:
                     self.runner.feed(prefill, event)
 
+    def knows(self, key: AttemptKey) -> bool:
+        """Whether P has an attempt of this transfer, of its engine or because D has spoken. Any thread."""
+        return bool(self.runner.prefills.same_transfer(key))
+
     def _begin_prefill(self, key: AttemptKey, ticket: SignedTicket) -> None:
         registrations = self.routing.registrations
         attempt = registrations.prefill(key, ticket)
