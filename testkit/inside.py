@@ -25,6 +25,11 @@ def node_of(agent: HandoffAgent) -> RankHandoffs:
     return agent._node
 
 
+def is_woken(agent: HandoffAgent) -> bool:
+    """Whether the agent's thread was told that there are calls, and has not begun to do them."""
+    return agent._woken
+
+
 def hello_of(sessions: Sessions) -> Hello:
     """The HELLO that an engine sends, without challenge and descriptor."""
     return sessions.greeting.hello

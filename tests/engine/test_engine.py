@@ -52,15 +52,29 @@ def test_speculation_changes_neither_token_nor_logprob(prompts: list[list[int]],
         assert max(rounds) <= 3
 
 
-def test_first_tokens_are_sent_before_the_drafter_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for all first tokens of a step, and never for later ones."""
+class _NotingDrafts:
+    """An executor that notes when its drafter runs."""
+
+    def __init__(self, executor: Any, order: list[object]) -> None:
+        self._executor, self._order = executor, order
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "draft":
+            self._order.append("drafts")
+        return getattr(self._executor, name)
+
+
+def test_first_tokens_are_sent_before_the_drafter_runs() -> None:
+    """The engine gives way once for all first tokens of a step, and never for later ones."""
+    order: list[object] = []
     with LLM(TARGET, batch_invariant=True, speculative_config=EAGLE3) as llm:
-        core, order = engine_of(llm).core, list[object]()
-        emit, draft = core.steps.emit, core.executor.draft
-        monkeypatch.setattr(core.steps, "emit", lambda chunk, last: (order.append(chunk.position), emit(chunk, last)))
-        monkeypatch.setattr(core.steps, "before_drafts", lambda: order.append("gives way"))
-        monkeypatch.setattr(core.executor, "draft", lambda plan: (order.append("drafts"), draft(plan))[1])
+        steps = engine_of(llm).core.steps
+        emit, executor = steps.emit, steps.executor
+        steps.emit = lambda chunk, last: (order.append(chunk.position), emit(chunk, last))
+        steps.before_drafts = lambda: order.append("gives way")
+        steps.executor = _NotingDrafts(executor, order)
         llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+        steps.executor = executor
     assert order[:4] == [0, 0, "gives way", "drafts"]
     assert order.count("gives way") == 1
     assert order.count("drafts") > 1

@@ -45,7 +45,7 @@ from testkit.handoffs.nodes import (
     ticket_for,
 )
 from testkit.handoffs.tickets import signed
-from testkit.inside import change_hello, hello_of, node_of
+from testkit.inside import change_hello, hello_of, is_woken, node_of
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
@@ -88,59 +88,33 @@ def test_first_token_ends_the_request(pair: Pair, mode: str, early: bool) -> Non
 
 
 @pytest.mark.parametrize("d_spoke", [False, True])
-def test_ps_leg_wakes_the_thread_only_if_d_waits_for_it(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, d_spoke: bool
-) -> None:
+def test_ps_leg_wakes_the_thread_only_if_d_waits_for_it(pair: Pair, d_spoke: bool) -> None:
     p, d = pair.both()
-    ticket, wakes, channel = ticket_for(p, d, "push"), [0], node_of(p.agent).channel
-    wake = channel.wake
+    ticket, held, goes_on = ticket_for(p, d, "push"), threading.Event(), threading.Event()
 
-    def counted() -> None:
-        wakes[0] += 1
-        wake()
+    def hold() -> None:
+        held.set()
+        assert goes_on.wait(60)
 
-    monkeypatch.setattr(channel, "wake", counted)
     if d_spoke:
         d.agent.announce_decode(ticket)
         until = time.monotonic() + 60
         while not node_of(p.agent).knows(ticket.key):
             assert time.monotonic() < until, "D's ANNOUNCE does not come"
             time.sleep(0.001)
+    p.agent.abort(ticket_for(p, d, "push").key, "failed", hold)
+    assert held.wait(60)
     p.agent.open_prefill(ticket)
-    assert wakes[0] == d_spoke
-    d.agent.announce_decode(ticket)
     p.agent.admit_prefill(ticket.key)
+    assert is_woken(p.agent) == d_spoke
+    p.agent.abort(ticket_for(p, d, "push").key, "failed")
+    assert is_woken(p.agent)
+    goes_on.set()
+    if not d_spoke:
+        d.agent.announce_decode(ticket)
     assert d.next(DecodeAdmitted).key == ticket.key
     p.agent.abort(ticket.key, "failed")
     settle(p, d)
-
-
-def test_events_in_a_row_wake_the_thread_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d = pair.both()
-    held, taken, wakes = threading.Event(), threading.Event(), [0]
-    key = ticket_for(p, d, "push").key
-    channel = node_of(p.agent).channel
-    wake = channel.wake
-
-    def counted() -> None:
-        wakes[0] += 1
-        wake()
-
-    monkeypatch.setattr(channel, "wake", counted)
-
-    def hold() -> None:
-        taken.set()
-        assert held.wait(60)
-
-    p.agent.abort(key, "failed", hold)
-    assert taken.wait(60)
-    for _ in range(3):
-        p.agent.abort(key, "failed")
-    last = threading.Event()
-    p.agent.abort(key, "failed", last.set)
-    assert wakes[0] == 2, "one for the first, and one for the others, which came while the thread was busy"
-    held.set()
-    assert last.wait(60)
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

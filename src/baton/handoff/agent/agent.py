@@ -144,11 +144,12 @@ class HandoffAgent(Agent):
             n = event.prompt_len
             if beyond := [group for group, tokens in event.wanted.items() if tokens.stop > n]:
                 raise ProtocolError(f"groups {beyond} are wanted beyond the prompt's {n} tokens")
-        self._calls.put(lambda: self._node.post(key, event))
-        # To wake the thread costs the engine up to 0.4 ms. It has nothing to do for a leg of P before D speaks of the
-        # transfer. Ask after `put`: the thread notes what D says before it drains the calls.
-        if not isinstance(event, PrefillLeg | ev.PagesGiven) or self._node.knows(key):
-            self._wake()
+        # For a leg of P the thread has nothing to do before D speaks of the transfer, and waking it costs the engine
+        # up to 0.4 ms before its forward.
+        self._call(
+            lambda: self._node.post(key, event),
+            lambda: not isinstance(event, PrefillLeg | ev.PagesGiven) or self._node.knows(key),
+        )
 
     def stats(self) -> AgentStats:
         channel = self._channel
@@ -158,8 +159,11 @@ class HandoffAgent(Agent):
         if (engine_id, incarnation) != (self.config.engine_id, self.config.incarnation):
             raise ProtocolError("the ticket names another engine")
 
-    def _wake(self) -> None:
-        if not self._woken:
+    def _call(self, call: Callable[[], None], soon: Callable[[], bool] = lambda: True) -> None:
+        """`soon`: whether the thread should wake for this call."""
+        self._calls.put(call)
+        # Asked after `put`, since the thread takes messages before it drains the calls.
+        if soon() and not self._woken:
             self._woken = True
             self._channel.wake()
 
