@@ -1,8 +1,9 @@
-"""`python -m testkit.vllm.misconfigured`: `baton doctor` over pairs of real vLLM servers, whose decode servers are each
-wrong in one way. Needs vLLM's environment (`tools/install_vllm.py`).
+"""`python -m testkit.vllm.misconfigured`: `baton doctor` over real vLLM servers that are wrong in one or more ways, and
+over a healthy pair that is asked or routed wrongly (`testkit.vllm.planted`). Needs vLLM's environment
+(`tools/install_vllm.py`).
 
-Prints what was planted and what the doctor found. The status is 1 unless each fault is found by its name, and none on
-the healthy pair.
+Prints what the doctor says, and a table of what was planted and found. The status is 1 unless each fault is found by
+its name, nothing else is found, and the healthy pair is ready.
 """
 
 from __future__ import annotations
@@ -10,106 +11,126 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
+import dataclasses
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import aiohttp
+from aiohttp import web
 
 from baton.doctor.diagnose import check_up, findings_of
 from baton.doctor.report import format_checkup
-from baton.handoff.session.keys import make_keys
-from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, free_port, serve
+from baton.handoff.protocol.ticket import load_or_create_key
+from baton.handoff.session.keys import ticket_key_file
+from baton.router import RouterConfig, build_app
+from benchmarks.vllm.servers import free_port, serve
+from testkit.servers.fake_serving import await_engines, served
+from testkit.vllm.planted import ENGINES, Asked, Wrong, wrong_servers, wrongly_asked
 from testkit.vllm.quiet import small_servers
-from testkit.vllm.servers import EAGLE3, MODEL
+from testkit.vllm.servers import MODEL
 
 
 @dataclass(frozen=True, slots=True)
-class Planted:
-    """One wrong decode server. `found`: the finding's name. `transfer`: changes of its `kv_transfer_config`."""
+class Outcome:
+    """What was planted (fault -> name; none: a healthy pair), and the names of findings. `follows` as in `Wrong`."""
 
-    found: str
-    flags: Sequence[str] = ()
-    spec: Mapping[str, Any] | None = field(default_factory=lambda: EAGLE3)
-    transfer: Mapping[str, Any] = field(default_factory=dict)
+    faults: Mapping[str, str]
+    names: frozenset[str]
+    follows: tuple[str, ...] = ()
 
-    def config(self, name: str, folder: Path, port: int) -> ServerConfig:
-        flags = [*ONE_PROCESS, "--port", str(port), *self.flags]
-        if self.spec is not None:
-            flags += ["--speculative-config", json.dumps(self.spec)]
-        transfer = {
-            "kv_connector": "BatonConnector",
-            "kv_connector_module_path": "baton.vllm",
-            "kv_role": "kv_consumer",
-            "engine_id": "D",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"keys": str(folder / "keys")},
-            **self.transfer,
-        }
-        return ServerConfig(name, flags, transfer)
+    @property
+    def others(self) -> list[str]:
+        """Findings of nothing that was planted."""
+        return sorted(
+            name for name in self.names if name not in self.faults.values() and not name.startswith(self.follows)
+        )
 
-
-def planted(folder: Path) -> dict[str, Planted]:
-    """By what is wrong. Makes in `folder` the servers' keys."""
-    make_keys(folder / "keys", ["P", "D"])
-    fewer = EAGLE3 | {"num_speculative_tokens": 2}
-    return {
-        "other blocks": Planted("block_size", ["--block-size", "64"]),
-        "no drafter": Planted("drafter.method", spec=None),
-        "fewer drafts": Planted("num_speculative_tokens", spec=fewer),
-        "the wrong role": Planted("no_decode", transfer={"kv_role": "kv_producer"}),
-    }
+    def rows(self) -> Iterator[tuple[bool, str]]:
+        """Whether each fault was found, and the table's row of it. A healthy pair is right if nothing was found."""
+        others = ", ".join(self.others)
+        for fault, name in (self.faults or {"nothing": ""}).items():
+            right = (not name or name in self.names) and not others
+            told = "yes" if name in self.names else "no" if name else "ready" if not others else "not ready"
+            yield right, f"| {fault} | {name and f'`{name}`'} | {told} | {others} |"
 
 
 class _Check:
-    def __init__(self, folder: Path) -> None:
-        self._folder, self.num_wrong = folder, 0
+    """`at_once`: how many wrong servers run at a time, beside P and D."""
+
+    def __init__(self, folder: Path, at_once: int) -> None:
+        self._folder, self._at_once = folder, at_once
         self._keys = str(folder / "keys")
+        self._ports = [free_port(), free_port()]
+        self._p, self._d = (f"http://127.0.0.1:{port}" for port in self._ports)
 
-    def run(self, chosen: Sequence[str]) -> None:
-        """Start P, then each decode server beside it."""
-        cases = planted(self._folder)
-        port = free_port()
-        self._p = f"http://127.0.0.1:{port}"
-        with self._served(Planted("", transfer={"kv_role": "kv_producer", "engine_id": "P"}), "P", port):
-            for what, case in {"nothing": Planted(""), **cases}.items():
-                if not chosen or what in chosen:
-                    self._check(what, case)
+    def run(self) -> list[Outcome]:
+        """Start all servers, and ask."""
+        wrong = wrong_servers(self._folder)
+        names, outcomes = [*wrong], list[Outcome]()
+        healthy = Wrong({}), Wrong({}, transfer={"kv_role": "kv_producer", "engine_id": "P"})
+        named = zip(healthy, ENGINES[::-1], self._ports[::-1], strict=True)
+        both = [one.config(name, self._folder, port) for one, name, port in named]
+        with serve(sys.executable, str(MODEL), self._folder, both):
+            outcomes += asyncio.run(self._around_a_healthy_pair())
+            for start in range(0, len(names), self._at_once):
+                outcomes += self._beside_p({name: wrong[name] for name in names[start : start + self._at_once]})
+        return outcomes
 
-    @contextlib.contextmanager
-    def _served(self, case: Planted, name: str, port: int) -> Iterator[None]:
-        config = case.config(name, self._folder, port)
-        with serve(sys.executable, str(MODEL), self._folder, [config]):
-            yield
+    def _beside_p(self, wrong: Mapping[str, Wrong]) -> Iterator[Outcome]:
+        ports = {name: free_port() for name in wrong}
+        configs = [one.config(f"D {name}", self._folder, ports[name]) for name, one in wrong.items()]
+        with serve(sys.executable, str(MODEL), self._folder, configs):
+            for name, one in wrong.items():
+                asked = Asked("", [self._p, f"http://127.0.0.1:{ports[name]}"], router={} if one.routed else None)
+                yield Outcome(one.faults, asyncio.run(self._ask(name, asked)), one.follows)
 
-    def _check(self, what: str, case: Planted) -> None:
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
-        with self._served(case, "D", port):
-            checkup = asyncio.run(check_up([self._p, url], keys=self._keys, timeout_s=60.0, clock_s=0.0))
+    async def _around_a_healthy_pair(self) -> list[Outcome]:
+        async def welcome(request: web.Request) -> web.Response:
+            return web.Response(text="<html>welcome</html>", content_type="text/html")
+
+        app = web.Application()
+        app.router.add_get("/{any:.*}", welcome)
+        async with served(app) as page:
+            cases = wrongly_asked(self._p, self._d, page, self._folder)
+            return [
+                Outcome({what: case.found} if case.found else {}, await self._ask(what, case))
+                for what, case in cases.items()
+            ]
+
+    async def _ask(self, what: str, case: Asked) -> frozenset[str]:
+        """The names that the doctor finds; prints what it says."""
+        urls = [self._p, self._d] if case.urls is None else case.urls
+        async with contextlib.AsyncExitStack() as stack:
+            router = None
+            if case.router is not None:
+                key = load_or_create_key(ticket_key_file(self._keys))
+                config = RouterConfig(prefill=(urls[0],), decode=(urls[1],), ticket_key=key, engine="vllm")
+                app = await build_app(dataclasses.replace(config, **case.router))
+                router = await stack.enter_async_context(served(app))
+                session = await stack.enter_async_context(aiohttp.ClientSession())
+                await await_engines(session, router)
+            checkup = await check_up(urls, router, case.keys or self._keys, timeout_s=60.0, clock_s=0.0)
         found = findings_of(checkup)
-        names = {finding.name for finding in found}
-        right = case.found in names if case.found else not names
-        self.num_wrong += not right
-        verdict = "found" if right else "NOT FOUND"
-        print(f"{verdict}: {what}: {', '.join(sorted(names)) or 'ready'}")
-        print(format_checkup(checkup, found), flush=True)
+        print(f"--- {what}\n{format_checkup(checkup, found)}", flush=True)
+        return frozenset(finding.name for finding in found)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[], help="what is planted")
-    arguments = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory(prefix="baton-planted-") as directory,
-        small_servers(Path(directory) / "quiet"),
-    ):
-        check = _Check(Path(directory))
-        check.run(arguments.only)
-    print(f"{check.num_wrong} not found")
-    return 1 if check.num_wrong else 0
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--at-once", type=int, default=4, help="wrong servers, 1.3 GB each")
+    arguments, began = parser.parse_args(), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="baton-planted-") as directory, small_servers(Path(directory) / "quiet"):
+        rows = [row for outcome in _Check(Path(directory), arguments.at_once).run() for row in outcome.rows()]
+    print("| planted | name | found | other findings |\n|---|---|---|---|")
+    print("\n".join(text for _, text in rows))
+    right = sum(found for found, _ in rows)
+    print(f"{right} of {len(rows)} right, {time.monotonic() - began:.0f} s")
+    return 0 if right == len(rows) else 1
 
 
 if __name__ == "__main__":

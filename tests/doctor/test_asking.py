@@ -26,6 +26,7 @@ from testkit.servers.fleets import Setup
 from testkit.servers.vllm_pair import QUICK, Pair
 
 VERSION = b'{"version": "0.32.0"}'
+FIRST = '{"output.first_step": "recompute"}'
 
 
 async def ask(*urls: str, router: str | None = None, **options: Any) -> Checkup:
@@ -196,7 +197,7 @@ async def test_an_engine_is_no_router(directory: Path) -> None:
 
 
 def vllm(directory: Path, **settings: Any) -> FakeVllm:
-    return FakeVllm(directory, raw={"/version": VERSION}, **settings)
+    return FakeVllm(directory, **{"raw": {"/version": VERSION}, **settings})
 
 
 @contextlib.asynccontextmanager
@@ -223,6 +224,9 @@ async def test_two_vllm_servers_and_their_router_are_ready(directory: Path, name
         ("output.sampling_defaults", {}, {"defaults": {"top_p": 0.9}}),
         ("max_model_len", {}, {"max_model_len": 128}),
         ("model.dtype", {"fingerprint": '{"model.dtype": "a"}'}, {"fingerprint": '{"model.dtype": "b"}'}),
+        ("output.first_step", {"fingerprint": '{"output.first_step": "verify"}'}, {"fingerprint": FIRST}),
+        ("version", {}, {"raw": {"/version": VERSION.replace(b"32", b"31")}}),
+        ("engine_id", {}, {"name": "P"}),
         ("block_size", {"block_size": 32, "tile": 32}, {"block_size": 64, "tile": 64}),
         ("block_size", {"block_size": 32, "tile": 32}, {"block_size": 32, "tile": 1}),
         ("block_size", {"kind": "pull", "block_size": 32}, {"kind": "pull", "block_size": 64}),
@@ -234,7 +238,7 @@ async def test_two_vllm_servers_and_their_router_are_ready(directory: Path, name
 async def test_vllm_servers_that_do_not_fit_are_found(
     directory: Path, name: str, p: dict[str, Any], d: dict[str, Any]
 ) -> None:
-    async with serving(vllm(directory, name="P", **p), vllm(directory, name="D", **d)) as urls:
+    async with serving(vllm(directory, name="P", **p), vllm(directory, **{"name": "D", **d})) as urls:
         assert names(await ask(*urls)) == {name}
 
 

@@ -42,6 +42,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "model.weights": ({"d": facts(model_weights="b")}, D, ("'b'", "'a'", "checkpoint")),
     "model.dtype": ({"d": facts(model_dtype="float32")}, D, ("float32", "bfloat16", "--dtype")),
     "output.sampling_defaults": ({"d": facts(output_sampling_defaults="top_p 0.9")}, D, ("top_p 0.9", "''")),
+    "output.first_step": ({"d": facts(output_first_step="verify")}, D, ("'verify'", "kv_connector_extra_config")),
     "drafter.method": ({"d": facts(drafter_method="mtp")}, D, ("'mtp'", "'eagle3'")),
     "drafter.num_speculative_tokens": ({"d": facts(drafter_num_speculative_tokens="5")}, D, ("'5'", "'3'")),
     "drafter.verifier": ({"d": facts(drafter_verifier="rejection")}, D, ("rejection", "coupled")),
@@ -167,6 +168,12 @@ def test_a_forwarded_port_is_another_host() -> None:
 def test_a_wrong_ticket_key_is_named_as_the_cause() -> None:
     found = found_in(trial={"problem": "HTTP 503: no engine", "refused": {"ticket": 2}})
     check(found, "handoff_failed", ROUTER, ("no engine", "ticket key"))
+
+
+def test_a_refused_leg_is_no_handoff() -> None:
+    """A vLLM server computes the request itself, and the router counts a completed handoff."""
+    tried = checkup(trial={"refused": {"leg": 1}})
+    assert "512 prompt tokens not handed off" in format_checkup(tried, findings_of(tried))
 
 
 def test_of_two_urls_of_one_server_one_is_too_many() -> None:

@@ -31,6 +31,7 @@ _CURES: tuple[tuple[str, str], ...] = (
     ("output.sampling_defaults", "give both the same generation_config.json, --generation-config and overrides"),
     ("sampling_defaults", "give both the same generation_config.json, --generation-config and overrides"),
     ("output.grammars", "install the same grammar library, or start both with the same backend"),
+    ("output.first_step", 'set the same "first_step" in kv_connector_extra_config of both'),
     ("output", "start both from the same checkpoint and generation config"),
     ("sampler.batch_invariant", "start both with --batch-invariant, or both without"),
     ("sampler", "run one version of Baton everywhere"),

@@ -82,7 +82,9 @@ def _server_line(server: Server) -> str:
 def _trial_line(checkup: Checkup) -> str:
     trial = checkup.trial
     assert trial is not None
-    way = "handed off" if trial.handoffs.get("completed") else "not handed off"
+    # A vLLM server computes a request whose leg it refused, and the router sees its tokens.
+    handed_off = trial.handoffs.get("completed") and not trial.refused.get("leg")
+    way = "handed off" if handed_off else "not handed off"
     text = (
         f"handoff: {trial.num_prompt_tokens} prompt tokens {way}: first token after {1000 * trial.ttft_s:.1f} ms, "
         f"{trial.num_tokens} tokens in {1000 * trial.total_s:.1f} ms"
