@@ -1,4 +1,4 @@
-"""Child processes: started with a pipe for reports or for lines of text, and always ended."""
+"""Child processes with a pipe for reports or for lines of text."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ END_TIMEOUT_S = 10.0
 def start_reporting(
     command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None = None
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a command of `baton` with `--ready-fd`. Returns the process, and the end of its pipe to read reports from.
+    """Start a command of `baton` with `--ready-fd`. Returns the process, and the pipe to read reports from.
 
     The process is a session of its own, so Ctrl-C reaches only this process, which ends its children in order.
-    `output`: for stdout and stderr; None: this process's.
+    `output`: for stdout and stderr.
     """
     read, write = os.pipe()
     try:
@@ -41,7 +41,7 @@ def start_reporting(
 
 
 class LineProcess:
-    """A process that is told lines of text on stdin and answers with lines on stdout."""
+    """A process that answers lines on stdin with lines on stdout."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         pipe = subprocess.PIPE
@@ -60,7 +60,7 @@ class LineProcess:
         return self.process.stdout.readline().strip()
 
     def close(self, limit_s: float | None = None) -> None:
-        """Close its stdin and wait for its end, after `limit_s` seconds by SIGKILL."""
+        """Closes stdin and waits for the end, after `limit_s` seconds by SIGKILL."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -71,7 +71,6 @@ class LineProcess:
 
 
 def wait_or_kill(process: subprocess.Popen[Any], limit_s: float | None = None) -> None:
-    """Wait for a process that ends by itself; after `limit_s` seconds kill it."""
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -80,7 +79,7 @@ def wait_or_kill(process: subprocess.Popen[Any], limit_s: float | None = None) -
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float = END_TIMEOUT_S) -> None:
-    """End child processes with SIGTERM, in this order; after `limit_s` seconds with SIGKILL."""
+    """Send SIGTERM in this order; after `limit_s` seconds SIGKILL."""
     for process in processes:
         if process.poll() is None:
             process.terminate()

@@ -1,4 +1,4 @@
-"""Compare engines' facts: may they hand over to each other, and may one continue the other's stream?"""
+"""May engines hand over to each other, and may one continue the other's stream?"""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def token_identity(fingerprint: str) -> str:
 def differing_facts(
     here: Mapping[str, object], peer: Mapping[str, object]
 ) -> tuple[dict[str, tuple[object, object]], bool]:
-    """The facts that forbid a handoff between two engines, with both values, and whether drafters' KV moves.
+    """The facts that forbid a handoff, with both values, and whether drafters' KV moves.
 
     Drafters may differ if one engine's `draft_kv` allows it and the other's, if any, does not require equality.
-    Verifiers must still be equal: drafts only fit the verifier for which they were made.
+    Verifiers must still be equal.
     """
     differing = unequal_facts(here, peer)
     if _AUTO in (here.get(_NUM_DRAFTS), peer.get(_NUM_DRAFTS)):

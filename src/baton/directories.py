@@ -1,5 +1,4 @@
-"""Files that only this user may write to: keys, which admit engines, and stored KV, whose writers could forge
-prefixes. Others are refused."""
+"""Files that only this user may write to: keys, and stored KV, whose writers could forge prefixes."""
 
 from __future__ import annotations
 
@@ -21,10 +20,8 @@ _PREFIX, _LOCK = "baton-", ".lock"
 
 
 def check_own(path: Path, field: str, closed: int = OTHERS_WRITE) -> os.stat_result:
-    """The status of `path` if this user or root owns it and its mode has no bit of `closed`.
-
-    Raises `ConfigError` for `field`, with the remedy, and `OSError` if `path` does not exist.
-    """
+    """Raises `ConfigError` for `field` unless this user or root owns `path` and its mode has no bit of `closed`, and
+    `OSError` if it does not exist."""
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(field, f"{path} belongs to another user (uid {status.st_uid})")
@@ -36,17 +33,15 @@ def check_own(path: Path, field: str, closed: int = OTHERS_WRITE) -> os.stat_res
 
 
 def own_directory(path: Path, field: str) -> Path:
-    """Create `path` for this user only if it does not exist.
-
-    Raises the errors of `check_own`, and `OSError` if it cannot be created.
-    """
+    """A new directory is for this user only. Raises the errors of `check_own`, and `OSError` if it cannot be
+    created."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_own(path, field)
     return path
 
 
 def own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
-    """Read a file that only its owner may read. A missing file is created with the result of `make`.
+    """A file that only its owner may read. A missing one is created with the result of `make`.
 
     Raises `ConfigError` for `field`: as `check_own`, and if the file cannot be created or read.
     """
@@ -74,10 +69,9 @@ def _own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
 
 
 class RunDirectory:
-    """A temporary directory at `path` for one run and one user, removed by `close`.
+    """A temporary directory for one run and one user.
 
-    After SIGKILL it stays, with its keys, until the next run creates one. A file lock, which the kernel releases,
-    shows whether the owner is alive.
+    After SIGKILL it stays, with its keys, until the next run creates one. A file lock shows whether the owner is alive.
     """
 
     def __init__(self, kind: str = "") -> None:
@@ -86,7 +80,7 @@ class RunDirectory:
         fresh = self.path / f"{_LOCK}.new"
         self._lock = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # The lock file gets its name once it is locked, so nobody can find it unlocked.
+        # So that nobody can find it unlocked.
         fresh.rename(self.path / _LOCK)
 
     def close(self) -> None:
@@ -98,7 +92,7 @@ class RunDirectory:
 
 
 def sweep_runs() -> list[str]:
-    """Remove this user's run directories whose process is dead. Returns their names."""
+    """Remove this user's directories of dead processes. Returns their names."""
     removed = []
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):  # not a run directory, another user's, or its owner is alive

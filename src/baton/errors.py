@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 
 
 class BatonError(Exception):
-    """Base class of all errors that Baton raises on purpose."""
+    """The base class of Baton's errors."""
 
 
 class ConfigError(BatonError):
@@ -43,11 +43,11 @@ class ConfigError(BatonError):
 
 
 class CheckpointError(BatonError):
-    """A checkpoint cannot be read: a file is missing or truncated, or a tensor has another shape."""
+    """A checkpoint cannot be read."""
 
 
 class RequestError(BatonError):
-    """A client's request is refused (HTTP 4xx). `param` names the parameter, as in OpenAI's errors."""
+    """A client's request is refused (HTTP 4xx). `param`: as in OpenAI's errors."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -71,7 +71,7 @@ class ForbiddenError(RequestError):
 
 
 class OverloadedError(BatonError):
-    """Too many requests wait (HTTP 429). `retry_after_s`: when one may be taken, an estimate; None: soon."""
+    """Too many requests wait (HTTP 429). `retry_after_s`: an estimate; None: soon."""
 
     def __init__(self, message: str, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -99,7 +99,7 @@ class DrainingError(EngineUnavailableError):
 
 
 class ShortageError(EngineUnavailableError):
-    """This process has no descriptor, port or memory left to reach an engine, which says nothing about the engine."""
+    """This process has no descriptor, port or memory left to reach an engine."""
 
 
 class CapacityError(BatonError):
@@ -127,14 +127,14 @@ class IncompatiblePeerError(ProtocolError):
 
 
 class TicketExpiredError(ProtocolError):
-    """A valid ticket came after its expiry: its bearer or peer may have been paused. The request can be recomputed."""
+    """A valid ticket came after its expiry. The request can be recomputed."""
 
     reason = "ticket_expired"
 
 
 class UndefinedTransitionError(ProtocolError):
-    """An event that a state machine's table does not define in its phase: a peer's message that no honest peer sends,
-    or a bug of this engine. `story`: the machine's last events, oldest first."""
+    """A state machine's table does not define the event in its phase: a dishonest peer, or a bug. `story`: the
+    machine's last events, oldest first."""
 
     def __init__(self, machine: str, phase: str, event: str, story: Sequence[str]) -> None:
         super().__init__(
@@ -195,7 +195,7 @@ REASONS = frozenset(
 
 
 def refusal_text(error: RequestError) -> str:
-    """The error text of a leg whose request is invalid: reason, parameter and message."""
+    """The error text of a leg whose request is invalid."""
     return f"invalid_request: {error.param or ''}: {error}"
 
 
@@ -205,7 +205,7 @@ def is_refusal(error: str | None) -> bool:
 
 
 def reason_label(reason: str) -> str:
-    """A metric label. Unknown reasons become `other`, or a peer could create any number of series."""
+    """Unknown reasons become `other`, or a peer could create any number of series."""
     return reason if reason in REASONS else "other"
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 def without_gc() -> Iterator[None]:
     """Import PyTorch and what needs it in here, in a process of Baton's own.
 
-    The garbage collector would look at all of their objects again and again: during the imports, which take a fifth
-    longer with it, and in each full collection afterwards, which would stop a running engine for a tenth of a second.
-    Modules are never garbage, so the collector leaves out what exists at the end (`gc.freeze`).
+    The garbage collector would look at all their objects again and again: imports take a fifth longer with it, and each
+    full collection later would stop a running engine for a tenth of a second. Modules are never garbage, so the
+    collector leaves out what exists at the end (`gc.freeze`).
     """
     enabled, known = gc.isenabled(), len(sys.modules)
     gc.disable()

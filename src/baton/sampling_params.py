@@ -1,4 +1,4 @@
-"""Parameters of sampling, with the names and meanings of vLLM and the OpenAI API, and their bounds."""
+"""Sampling parameters, with the names and meanings of vLLM and the OpenAI API."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """A constraint on the output, with vLLM's names: the text of a JSON schema, a regular expression, a list of
-    choices, or a grammar (Lark or GBNF). Exactly one is set."""
+    """A constraint on the output, with vLLM's names. `json`: a schema's text. `grammar`: Lark or GBNF. Exactly one is
+    set."""
 
     json: str | None = None
     regex: str | None = None
@@ -39,7 +39,7 @@ class StructuredOutputsParams(
     disable_any_whitespace: bool = False
 
     def check(self) -> None:
-        """Raise `RequestError` for invalid parameters. Only an engine can tell whether a grammar compiles."""
+        """Raises `RequestError`. Only an engine can tell whether a grammar compiles."""
         given = [text for text in (self.json, self.regex, self.grammar) if text is not None]
         if len(given) + (self.choice is not None) != 1:
             raise RequestError("needs exactly one of json, regex, choice, grammar", "structured_outputs")
@@ -52,7 +52,7 @@ class StructuredOutputsParams(
 
 
 def seed_word(seed: int | None) -> int | None:
-    """A client's seed as a 64-bit word (two's complement); None without a seed or, as in vLLM, for -1."""
+    """As a 64-bit word (two's complement); None without a seed or, as in vLLM, for -1."""
     if seed is None or seed == -1:
         return None
     return seed + MAX_WORD + 1 if -(2**63) <= seed < 0 else seed
@@ -96,7 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     structured_outputs: StructuredOutputsParams | None = None
 
     def check(self, vocab_size: int | None = None) -> SamplingParams:
-        """Return self if every value is in range, else raise `RequestError` with the parameter's name."""
+        """Returns self. Raises `RequestError` with the parameter's name."""
         self._check_numbers()
         self._check_texts()
         self._check_tokens(MAX_TOKEN_ID if vocab_size is None else vocab_size - 1)
@@ -108,7 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _check_numbers(self) -> None:
         need = self._need
-        # A request for prompt logprobs needs no output tokens.
+        # Prompt logprobs need no output tokens.
         least = 1 if self.prompt_logprobs is None else 0
         need(least <= self.max_tokens <= MAX_TOKEN_ID, "max_tokens", f"between {least} and {MAX_TOKEN_ID}")
         need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
@@ -153,15 +153,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             need(known(self.logit_bias), "logit_bias", f"of {ids}")
 
     def normalised(self) -> SamplingParams:
-        """Raise a temperature between 0 and `MIN_TEMPERATURE` to that, as in vLLM: less could overflow scores."""
+        """Raise a temperature below `MIN_TEMPERATURE` to that, as in vLLM: less could overflow scores."""
         if not 0.0 < self.temperature < MIN_TEMPERATURE:
             return self
         return msgspec.structs.replace(self, temperature=MIN_TEMPERATURE)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A server's defaults for sampling parameters that a request leaves out; None: the default of `SamplingParams`.
-    `limit`: the maximum of `max_tokens`; None: as many as fit the context."""
+    """A server's defaults; None: that of `SamplingParams`. `limit`: the maximum of `max_tokens`; None: as many as fit
+    the context."""
 
     temperature: float | None = None
     top_p: float | None = None

@@ -1,4 +1,4 @@
-"""Declaration of settings: a field's annotation holds what flags, variables, files, help and documents need."""
+"""Declaration of settings in the annotations of fields, for flags, variables, files, help and documents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A field that users set. Its name, type and default are the field's.
+    """A field that users set.
 
     `help`: one line. `short`: a short flag. `rule`: for values other than None; literals have one by their type.
     `parse`: from a flag's text, or a file's table. `metavar`: what help shows for that text.
@@ -79,7 +79,7 @@ def declared_settings(kind: type) -> dict[str, DeclaredSetting]:
 
 
 def check_settings(settings: Any) -> None:
-    """Check every setting by its type and rule. Raises `ConfigError` naming the first bad field."""
+    """Check by type and rule. Raises `ConfigError` naming the first bad field."""
     for name, one in declared_settings(type(settings)).items():
         value = getattr(settings, name)
         if value is None or dataclasses.is_dataclass(value):

@@ -14,7 +14,7 @@ from baton.errors import OverloadedError
 MAX_QUEUED_REQUESTS = 1024
 
 
-# First tokens from which the speed of a queue is estimated, and the bounds of the estimate, in seconds.
+# First tokens by which to estimate, and the bounds of the estimate, in seconds.
 _LAST = 32
 _MIN_RETRY_S, _MAX_RETRY_S = 1, 60
 
@@ -45,19 +45,19 @@ class AdmissionLimit:
         self.num_waiting = 0
 
     def retry_after_s(self) -> int:
-        """How long those that wait will take at the speed of the last first tokens, 1 to 60 seconds."""
+        """How long those that wait will take, 1 to 60 seconds."""
         return self._speed.seconds_for(self.num_waiting, self._clock())
 
     def check(self, num: int = 1) -> None:
-        """Raise `OverloadedError` if `num` more exceed the limit. If none waits, any number is allowed."""
+        """Raises `OverloadedError` if `num` more exceed the limit. If none waits, any number is allowed."""
         if self._limit is not None and self.num_waiting and self.num_waiting + num > self._limit:
             raise OverloadedError(f"{self.num_waiting} requests wait already; try again later", self.retry_after_s())
 
     @contextlib.contextmanager
     def waiting(self, num: int, bounded: bool = True) -> Iterator[Callable[[], None]]:
-        """Count `num` choices as waiting. Call the yielded function for each one that gets its first token.
+        """Call the yielded function for each choice that gets its first token.
 
-        Raises the error of `check` if `bounded`. Resumed choices are not bounded: their clients already have tokens.
+        Raises the error of `check` if `bounded`. Resumed choices are not: their clients have tokens.
         """
         if bounded:
             self.check(num)

@@ -1,4 +1,4 @@
-"""Requests and responses between router and engines. They carry token ids: only the API layer detokenises."""
+"""Requests and responses between router and engines, in token ids: only the API layer detokenises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.sampling_params import NO_DEFAULTS, SamplingDefaults, SamplingParams,
 MAX_CACHE_SALT_CHARS = 1024
 MAX_WAITED_S = 1e6
 MAX_ADAPTER_CHARS = 1024
-# A request without an objective for its first token stands as one with this: others overtake it for a while only.
+# The objective of requests that name none, so that others overtake them for a while only.
 UNHURRIED_S = 60.0
 MAX_TICKET_CHARS = 24 * 1024  # holds the control addresses of all ranks
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -30,19 +30,19 @@ RECOVERIES: tuple[Recovery, ...] = get_args(Recovery)
 
 
 def check_salt(salt: object) -> str | None:
-    """Raises `RequestError` unless `salt` is a valid `cache_salt`."""
+    """Raises `RequestError` for an invalid salt."""
     if salt is None or (isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_CHARS):
         return salt
     raise RequestError(f"cache_salt must be 1 to {MAX_CACHE_SALT_CHARS} characters", "cache_salt")
 
 
 def allows_recovery(recovery: Recovery, rung: Recovery) -> bool:
-    """Whether `--recovery` allows `rung`: each value allows itself and all earlier ones of `RECOVERIES`."""
+    """Each value allows itself and all earlier ones of `RECOVERIES`."""
     return RECOVERIES.index(recovery) >= RECOVERIES.index(rung)
 
 
 class PromptIds(list[int]):
-    """One prompt. The JSON is encoded once for all legs, so the list must not change after `json`."""
+    """A prompt whose JSON is encoded once for all legs: it must not change after `json`."""
 
     __slots__ = ("_json",)
 
@@ -53,12 +53,12 @@ class PromptIds(list[int]):
 
 
 class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Marks a request as a leg of a handoff, or as one that an engine of a deployment computes `alone`. The router
-    signs `ticket` (`baton.handoff.protocol.ticket`); for `alone` it names the engine as both P and D.
+    """Marks a request as a leg of a handoff, or as one that an engine of a deployment computes `alone`. For `alone` the
+    `ticket` names the engine as both P and D.
 
     `prefix_len`: only cached KV moves, from the engine with role `prefill` into the prefix cache of the one with role
-    `decode`, and nothing is computed. The first sends at most this many tokens of the prompt, and says with its first
-    chunk how many it holds; the second takes so many. Less than the prompt's length. None: a leg of a request.
+    `decode`, and nothing is computed: at most this many tokens of the prompt, fewer than all. The first says with its
+    first chunk how many it holds; the second takes so many.
     """
 
     role: Literal["prefill", "decode", "alone"]
@@ -67,20 +67,18 @@ class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One sample of one prompt, in token ids: the JSON body of `POST /inference/v1/generate`.
+    """One sample of one prompt: the body of `POST /inference/v1/generate`.
 
     - `num_prompt_tokens`: the length of the client's prompt. A resumed request's `prompt_token_ids` is longer: it ends
       with output tokens that the client has, which must not shift penalties, limits and positions.
-    - `cache_salt`: KV of equal prefixes is only shared between requests with the same salt.
-    - `max_prefill_tokens`: an engine that lacks the KV of more tokens declines the request as `prefix_missing`. None:
-      it computes them.
+    - `cache_salt`: KV is only shared between requests with the same salt.
+    - `max_prefill_tokens`: an engine that lacks the KV of more tokens declines the request as `prefix_missing`.
     - `timings`: the engine sends `LegTimings` with its first tokens.
-    - `waited_s`: seconds since the request began, if earlier attempts failed. It keeps its place among an engine's
-      waiting requests.
+    - `waited_s`: seconds since the request began, if earlier attempts failed: it keeps its place in the queue.
     - `priority`: lower runs first, as in vLLM. `ttft_slo_s`: how soon the first token should come; of equal priority,
-      the request whose first token is due earlier runs first. None: not soon.
-    - `identity`: an engine with another `comparison.token_identity` refuses the request. None: any engine takes it.
-    - `adapter`: NAME@DIGEST of the LoRA adapter that computes it, of `EngineInfo.adapters`. Baton's engines have none.
+      the request whose first token is due earlier runs first.
+    - `identity`: an engine with another `comparison.token_identity` refuses the request.
+    - `adapter`: NAME@DIGEST of a LoRA adapter, of `EngineInfo.adapters`. Baton's engines have none.
     """
 
     request_id: RequestId
@@ -103,8 +101,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """The logprob of one token, and those of the most likely tokens, best first. `rank` is set for prompt tokens: 1 is
-    the most likely; 0: not given."""
+    """`top`: the most likely tokens, best first. `rank`: set for prompt tokens; 1 is the most likely."""
 
     logprob: float
     top: list[tuple[int, float]] = []
@@ -112,8 +109,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class LegTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """When an engine did what for a leg, in seconds after the leg's arrival; None: it did not. With the size of the
-    handoff.
+    """When an engine did what for a leg, in seconds after the leg's arrival, and the handoff's size.
 
     - `started`: its first forward began. `sampled`: the first token came from it. `chunks`: of each forward over the
       prompt, its beginning and how many tokens it computed.
@@ -136,14 +132,14 @@ class LegTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine step's output for one request. The last chunk of a stream has `finish_reason` set.
+    """One engine step's output for one request. The last chunk has `finish_reason` set.
 
     - `position`: the output index of the first of `token_ids`; 0: the first token after the client's prompt.
     - `prompt_logprobs`: per prompt token, None for the first. Sent once, with the first token or the end.
     - `accepted`, `drafted`: accepted and proposed drafts of each verification that ended in this chunk.
-    - `queued_s`: how long the prompt waited until an engine began it. Sent once, with the first token.
+    - `queued_s`: how long the prompt waited. Sent once, with the first token.
     - `num_cached_tokens`: prompt tokens that were found in the prefix cache; with a `prefix_len`, those that are there.
-    - `timings`: only if the request asks for them. Sent once, with the first tokens of a leg.
+    - `timings`: if requested; once, with the first tokens of a leg.
     - `error`: `"<reason>: <message>"`, only with `finish_reason == "error"`. `recoverable`: another engine may be able
       to continue.
     """
@@ -167,14 +163,13 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
 class EngineIdentity(msgspec.Struct, frozen=True):
     """How routers, tickets and peers identify an engine.
 
-    - `incarnation`: new with each start of its process.
+    - `incarnation`: new with each start.
     - `control_addresses`: one per rank; empty if the engine takes no handoffs.
     - `fingerprint`: JSON of the facts that must be equal on P and D.
-    - `clock`: its monotonic clock in seconds when it answered. Tickets expire by this clock.
+    - `clock`: its monotonic clock, in seconds, by which tickets expire.
     - `data_parallel_rank`: its rank among the engines started together, or in a server of vLLM or SGLang.
     - `sampling_defaults`: for parameters that the client leaves out, applied by the API layer.
-    - `kv_transport`: the `transports.registry.transport_name` of what moves its KV; empty: it does not tell, or hands
-      nothing off.
+    - `kv_transport`: the `transports.registry.transport_name`; empty: unknown, or no handoffs.
     """
 
     engine_id: str
@@ -193,12 +188,12 @@ class EngineIdentity(msgspec.Struct, frozen=True):
 class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     """`GET /inference/v1/info`: what a router needs to sign tickets and check requests.
 
-    - `kv_tokens`: the number of tokens that its pages hold.
+    - `kv_tokens`: the tokens that its pages hold.
     - `prefix_step`: prefix hits come in multiples of this many tokens; 0: none. A decode engine's are those on prompts
       that were handed to it, other engines' those on prompts that they computed.
-    - `max_num_seqs`: the number of requests computed at once; 0: unknown.
-    - `default_seed`: for requests without a seed. None: each gets a random one.
-    - `kv_events_port`, `kv_events_replay_port`: where it publishes its KV events, at the host of its URL; 0: nowhere.
+    - `max_num_seqs`: 0 if unknown.
+    - `default_seed`: None: each request without a seed gets a random one.
+    - `kv_events_port`, `kv_events_replay_port`: where it publishes KV events, at the host of its URL; 0: nowhere.
     - `token_api`: whether it serves `POST /inference/v1/generate`.
     - `adapters`: its LoRA adapters that can be handed off, by name, as NAME@DIGEST.
     """
@@ -225,9 +220,8 @@ BATON_PARAM = "baton"
 class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """`kv_transfer_params["baton"]` of a request to a vLLM server with `BatonConnector`.
 
-    `identify`: the response carries the server's `VllmIdentity`. `cancel`: nobody will fetch the KV of the ticket's
-    prefill leg. `seed_first_token`: P hands over the whole prompt, and the decode leg's prompt ends with the token
-    that P sampled.
+    `identify`: asks for the server's `VllmIdentity`. `cancel`: nobody will fetch the prefill leg's KV.
+    `seed_first_token`: P hands over the whole prompt, and the decode leg's prompt ends with the token that P sampled.
     """
 
     role: Literal["prefill", "decode", "identify", "cancel"]
@@ -236,11 +230,13 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
-    """A vLLM server with `BatonConnector`. `roles`: the legs that it takes. `truncate_prefill`: its prefill legs must
-    come without the tokens that are not handed over. `prefill_multiple`: a handoff moves a multiple of so many.
-    `tile`: tokens that its kernels store as one opaque piece, which must be as many on a peer; 0: it does not tell.
-    `adapter`: NAME@DIGEST of the LoRA adapter that the asking request named as its model, and that its legs' tickets
-    contain in their digest; empty: none, or one that cannot be handed off."""
+    """A vLLM server with `BatonConnector`.
+
+    `truncate_prefill`: its prefill legs must come without the tokens that are not handed over. `prefill_multiple`: a
+    handoff moves a multiple of so many tokens. `tile`: tokens that its kernels store as one opaque piece, equal on all
+    peers; 0: unknown. `adapter`: NAME@DIGEST of the LoRA adapter that the request named as its model, and that its
+    tickets' digest contains; empty: none, or one that cannot be handed off.
+    """
 
     truncate_prefill: bool
     roles: list[str]
@@ -249,22 +245,22 @@ class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
     adapter: str = ""
 
     def handed_over(self, num_tokens: int) -> int:
-        """Of a prompt. With a multiple, at least two are left: vLLM would compute one as a verification."""
+        """With a multiple, at least two of a prompt's tokens are left: vLLM would compute one as a verification."""
         multiple = self.prefill_multiple
         return num_tokens - 1 if multiple == 1 else max(num_tokens - 2, 0) // multiple * multiple
 
 
 class SglangIdentity(EngineIdentity, frozen=True, kw_only=True):
-    """An SGLang server with the transfer backend `baton`, or one of its data-parallel ranks, under
-    `internal_states[i]["baton"]` of its `GET /server_info`. `role`: prefill or decode."""
+    """An SGLang server with the transfer backend `baton`, or one of its data-parallel ranks:
+    `internal_states[i]["baton"]` of `GET /server_info`. `role`: prefill or decode."""
 
     role: str
     max_model_len: int
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """`GET /inference/v1/load`: a snapshot of an engine's load and handoffs. `num_prefix_queries`, `num_prefix_hits`:
-    prompt tokens looked up and found in its prefix cache since it started; 0 if it does not tell."""
+    """`GET /inference/v1/load`. `num_prefix_queries`, `num_prefix_hits`: prompt tokens looked up and found in its
+    prefix cache since it started, or 0."""
 
     num_running: int
     num_waiting: int

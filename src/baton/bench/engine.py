@@ -27,10 +27,10 @@ ROUNDS = 5
 
 
 def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
-    """(ratio, engine step ms, bare forward ms) of plain greedy decode at `batch`, context of about 128 tokens.
+    """(ratio, engine step ms, bare forward ms) of plain greedy decode, context of about 128 tokens.
 
-    The bare forward is the same model on the same rows, pages and attention kernel, with argmax of the logits but
-    without scheduling, sampling, block tables, output and cache bookkeeping. Steps of both alternate.
+    The bare forward is the same model on the same rows, pages and attention kernel, with argmax of the logits. Steps of
+    both alternate.
     """
     with LLM(model, max_num_seqs=batch) as llm:
         core, runner = _decoding(llm, batch)
@@ -38,7 +38,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
         running = list(core.scheduler.running)
 
         def bare() -> Callable[[], None]:
-            """The next step's forward, with inputs prepared outside the timing."""
+            """Inputs are prepared outside the timing."""
             positions = [r.num_computed for r in running]
             tables = [r.kv.tables[group.name] for r in running]
             table = np.zeros((batch, max(t.size for t in tables)), dtype=np.int32)
@@ -64,7 +64,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
         step_s, bare_s = [], []
         for _ in range(STEPS):
             forward = bare()
-            # Not if the next row needs a page that only the engine's step allocates.
+            # Only the engine's step allocates pages.
             if all(r.num_computed % group.page_size for r in running):
                 started = time.perf_counter()
                 forward()
@@ -77,7 +77,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
 
 
 def _decoding(llm: LLM, batch: int) -> tuple[EngineCore, ModelRunner]:
-    """An engine with the prompts of `batch` requests computed."""
+    """The prompts of `batch` requests are computed."""
     engine = llm._engine
     core = engine.core
     assert isinstance(core.executor, LocalExecutor)
@@ -94,7 +94,7 @@ def _decoding(llm: LLM, batch: int) -> tuple[EngineCore, ModelRunner]:
 
 
 def speculative_over_plain(model: str, speculative_config: dict[str, Any]) -> tuple[float, float, float]:
-    """(ratio, speculative, plain) tokens per second of greedy decode at batch 1, medians of alternating rounds."""
+    """Ratio, and tokens per second of greedy decode at batch 1: medians of alternating rounds."""
     params = SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True)
     with (
         LLM(model, enable_prefix_caching=False) as plain,

@@ -1,4 +1,4 @@
-"""Block tables of prompts from a pool that is fresh, churned by many requests, or maximally fragmented. Pure."""
+"""Block tables of prompts from a pool that is fresh, churned by many requests, or maximally fragmented."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FRAGMENTATIONS: tuple[Fragmentation, ...] = get_args(Fragmentation)
 
 @dataclass(frozen=True, slots=True)
 class Churn:
-    """The load that churns a pool. Lengths are in pages, uniform in [low, high]. `running` requests are served at
-    once; with `grows` they grow page by page in turns, as on a decode engine. With `caching` their pages go to the
-    prefix cache, and a share `hits` of them begins with the first pages of an earlier request."""
+    """Lengths are in pages, uniform in [low, high]. `running` requests are served at once; with `grows` they grow page
+    by page in turns, as on a decode engine. With `caching` their pages go to the prefix cache, and a share `hits` of
+    them begins with the first pages of an earlier request."""
 
     requests: int = 1500
     prompt: tuple[int, int] = (32, 128)
@@ -40,9 +40,9 @@ class _Served:
 
 
 def churn(pool: PagePool, load: Churn, seed: int = 0) -> list[list[int]]:
-    """Serve `load` from `pool`, whose pages hold one token. Returns each prompt's pages after its prefix hit.
+    """Serve `load` from a pool of one-token pages. Returns each prompt's pages after its prefix hit.
 
-    The last `load.running` requests stay in the pool. Raises `CapacityError` if requests do not fit.
+    The last `load.running` requests stay in the pool. Raises `CapacityError`.
     """
     rng = np.random.default_rng(seed)
     served: deque[_Served] = deque()
@@ -81,9 +81,9 @@ def fragmented_tables(
 ) -> list[list[int]]:
     """Block tables of `count` pages each, for `tables_wanted` prompts in turn, from a pool of `num_pages`.
 
-    "churned": after a `Churn` of as many running requests as fit beside the prompt, at most 8. "full": in random
-    order, from pages of which no two are neighbours. Raises `ConfigError` for another `fragmentation`, `CapacityError`
-    if the pool has less than twice the pages of a table.
+    "churned": after a `Churn` of as many running requests as fit beside the prompt, at most 8. "full": in random order,
+    from pages of which no two are neighbours. Raises `ConfigError` for another `fragmentation`, `CapacityError` if the
+    pool has less than twice the pages of a table.
     """
     if fragmentation not in FRAGMENTATIONS:
         raise ConfigError("fragmentation", f"{fragmentation!r} is none of {', '.join(FRAGMENTATIONS)}")

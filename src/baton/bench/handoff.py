@@ -1,8 +1,7 @@
 """`baton bench handoff`: the duration of handoffs. P and D are processes with agents, but without a model.
 
-In a handoff *at once* P has computed everything when D registers, so all of its time counts. In a *streamed* handoff D
-registers before the prefill begins, and P declares chunks final at the pace of a prefill: bytes copied before its end
-cost no time.
+In a handoff *at once* P has computed everything when D registers. In a *streamed* handoff D registers before the
+prefill begins, and P declares chunks final at the pace of a prefill.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from baton.wire import Mode
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Ranks of P and D, transport and mode."""
-
     prefill_tensor_parallel_size: int = 1
     decode_tensor_parallel_size: int = 1
     kv_transport: str = "shm"
@@ -37,7 +34,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """A prefill in chunks of `chunk` tokens, at `rate` tokens per second."""
+    """`chunk`: in tokens. `rate`: tokens per second."""
 
     chunk: int = 512
     rate: float = 20_000.0
@@ -45,12 +42,11 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class HandoffFigures:
-    """Results for one prompt length and one fragmentation: medians, with quartiles in `_low` and `_high`;
-    milliseconds.
+    """Medians, with quartiles in `_low` and `_high`; milliseconds.
 
     `handoff`: REGISTER to COMMIT of a handoff at once. `transfer`: the duration of its copies, summed. `exposed`: end
     of the prefill to COMMIT of a streamed handoff. `hidden_bytes`: the share of bytes copied before that end.
-    `hidden_time`: 1 - exposed / handoff. `over_fresh`: transfer over that with fresh pools, the median of the rounds.
+    `hidden_time`: 1 - exposed / handoff. `over_fresh`: transfer over that with fresh pools.
     """
 
     num_tokens: int
@@ -88,10 +84,7 @@ def measure_handoffs(
     fragmentations: Sequence[str],
     num_iters: int = 15,
 ) -> Iterator[HandoffFigures]:
-    """Rounds of the fragmentations alternate.
-
-    Raises `ConfigError` if the engines cannot be set up, `HandoffError` if a handoff fails.
-    """
+    """Rounds of the fragmentations alternate. Raises `ConfigError`, `HandoffError`."""
     most = -(-max(num_tokens) // kv.block_size)
     num_pages = 4 * most + 64  # twice a prompt's, plus room for `Churn`
     for length in num_tokens:
@@ -107,7 +100,7 @@ def measure_handoffs(
                 for turn, (name, pages) in turns:
                     one = pair.hand_over(length, pages, pace.chunk, 0.0)
                     other = pair.hand_over(length, pages, pace.chunk, pace.rate)
-                    if turn:  # not the first round, which opens sessions and touches memory
+                    if turn:  # the first opens sessions and touches memory
                         at_once[name].append(one)
                         streamed[name].append(other)
                     shown.update()
@@ -117,7 +110,7 @@ def measure_handoffs(
 
 
 class _Pair:
-    """Both engines: D in this process, P in another."""
+    """D in this process, P in another."""
 
     def __init__(self, kv: ModelledKV, topology: Topology, num_pages: int) -> None:
         self._kv, self._mode, self._key = kv, topology.kv_mode, secrets.token_bytes(32)
@@ -130,7 +123,7 @@ class _Pair:
             raise
 
     def hand_over(self, num_tokens: int, pages: Sequence[list[int]], chunk: int, rate: float) -> _Round:
-        """Hand one prompt over, from pages[0] of P to pages[1] of D. `rate` 0: at once, else streamed."""
+        """Hand over from pages[0] of P to pages[1] of D. `rate` 0: at once, else streamed."""
         ticket, before = self._ticket(), self._engine.copied()
         self._peer.prefill(ticket.text, num_tokens, pages[0], chunk, rate)
         ended: list[Any] | None = None if rate else self._peer.hear()

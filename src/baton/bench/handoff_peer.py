@@ -1,7 +1,4 @@
-"""The prefill engine of `baton bench handoff`, a process that speaks JSON lines over its pipes.
-
-It computes nothing, and declares chunks final at a given pace.
-"""
+"""The prefill engine of `baton bench handoff`, a process that speaks JSON lines over its pipes. It computes nothing."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import verify_ticket
 
-# For D to register, and for a line to pass the pipe, before the first chunk.
+# For D to register before the first chunk.
 _LEAD_S = 0.005
 
 
 class PrefillPeer:
-    """The process, seen from the decode engine's. Raises `EngineUnavailableError` if it has ended."""
+    """Raises `EngineUnavailableError` if the process has ended."""
 
     def __init__(self, kv: ModelledKV, tensor_parallel_size: int, num_pages: int, uri: str, ticket_key: bytes) -> None:
         self._child = LineProcess([sys.executable, "-c", f"from {__name__} import serve_prefill; serve_prefill()"])

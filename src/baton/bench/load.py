@@ -27,8 +27,8 @@ _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests, each with its due time, in seconds from the start. `max_concurrency`: in flight, beyond which due
-    requests wait. `extra`: more fields for each request's body."""
+    """`due_s`: seconds from the start. `max_concurrency`: in flight, beyond which due requests wait. `extra`: more
+    fields for each request's body."""
 
     requests: Sequence[LoadRequest]
     due_s: Sequence[float]
@@ -38,7 +38,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """Outcomes in the order of the requests, their total duration, and `spec_decode_counters` before and after."""
+    """Outcomes are in the order of the requests. `before`, `after`: `spec_decode_counters`."""
 
     model: str
     outcomes: list[RequestOutcome]
@@ -50,15 +50,14 @@ class LoadRun:
 async def run_load(
     url: str, load: Load, model: str | None = None, num_warmups: int = 0, key: str | None = None
 ) -> LoadRun:
-    """Warm up with the first request, then send all when they are due. `model`: by default the first that is served.
+    """Warm up with the first request, then send all when they are due. A failed request is an outcome, not an error.
 
-    A failed request is an outcome, not an error. Raises as `OpenAIClient.model`, and `EngineUnavailableError` if a
-    warm-up request fails.
+    Raises as `OpenAIClient.model`, and `EngineUnavailableError` if a warm-up request fails.
     """
     headers = {"Accept-Encoding": "identity"}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
-    # A limit would delay requests without any figure showing it.
+    # A limit would delay requests unnoticed.
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers, auto_decompress=False
@@ -87,7 +86,7 @@ async def run_load(
 
 
 async def spec_decode_counters(client: OpenAIClient) -> dict[str, float] | None:
-    """A server's summed speculation counters, by `drafts`, `draft_tokens`, `accepted` and position. None if it has no
+    """Sums of a server's counters, by `drafts`, `draft_tokens`, `accepted` and position. None if it has no
     `/metrics`."""
     found: dict[str, float] = {}
     with contextlib.suppress(BatonError):

@@ -1,4 +1,4 @@
-"""Statistics of a load, with the JSON keys of `vllm bench serve`. Pure."""
+"""Statistics of a load, with the JSON keys of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """The outcome of one request; times in seconds. `start_time`: when it was sent, by `time.perf_counter`. `ttft`,
-    `itl` and `latency` count events with a choice. `queue_time`: from due to sent. `error`: empty if it succeeded."""
+    """Times are in seconds. `start_time`: when it was sent, by `time.perf_counter`. `ttft`, `itl` and `latency` count
+    events with a choice. `queue_time`: from due to sent. `error`: empty if it succeeded."""
 
     prompt_len: int
     start_time: float = 0.0
@@ -33,7 +33,7 @@ class RequestOutcome:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time per token after the first; None for a single token."""
+        """None for a single token."""
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else None
 
     @property
@@ -87,7 +87,7 @@ def load_figures(
     percentiles: Sequence[float],
     goodput_ms: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Statistics of requests that took `duration_s` in total. Failed ones count only in `failed` and in the lists.
+    """Failed requests count only in `failed` and in the lists.
 
     Distributions are in milliseconds, lists by request in seconds. Distributions without values are None; vLLM has 0.
     """
@@ -154,13 +154,13 @@ def _distribution(metric: str, values: Sequence[float], percentiles: Sequence[fl
 
 
 def _meets(outcome: RequestOutcome, goodput_ms: Mapping[str, float]) -> bool:
-    """Whether all objectives are met. An answer of one token meets any `tpot`."""
+    """An answer of one token meets any `tpot`."""
     times = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.latency}
     return all(times[name] * 1e3 <= limit for name, limit in goodput_ms.items())
 
 
 def _peaks(good: Sequence[RequestOutcome]) -> tuple[float, int]:
-    """The most events with tokens in one second, and the most requests running in one second."""
+    """The most events with tokens, and the most running requests, in one second."""
     if not good:
         return 0.0, 0
     begin = min(o.start_time for o in good)

@@ -19,13 +19,13 @@ from baton.kv.spec import ITEMSIZE, GroupSpec, Owner, kv_planes
 from baton.transports.registry import create_transport
 
 KVLayout = Literal["block", "layer"]
-# A page of Baton's engine holds all layers of a group, a page of vLLM's one layer.
+# A page of Baton holds all layers of a group, a page of vLLM one layer.
 _ORDERS: dict[KVLayout, tuple[Axis, ...]] = {"block": BLOCK_MAJOR_NHD, "layer": LAYER_MAJOR_NHD}
 _EVENT_S = 60.0
 
 
 class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A target's KV, and that of a drafter with one such layer in its own group. `block_size` in tokens."""
+    """A target's KV, and that of a drafter with one such layer."""
 
     num_layers: int
     num_kv_heads: int
@@ -51,7 +51,7 @@ class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return {owner: self.group(owner, self.num_kv_heads) for owner in owners}
 
     def instance(self, tensor_parallel_size: int, num_pages: int, rank: int = 0) -> Instance:
-        """An engine of so many ranks, which share the heads. With more ranks than heads, several hold the same one."""
+        """Ranks share the heads. With more ranks than heads, several hold the same one."""
         found: dict[str, list[RankGeometry]] = {}
         for region, (name, whole) in enumerate(self.groups.items()):
             for each in range(tensor_parallel_size):
@@ -72,12 +72,12 @@ class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return {name: group.rules.wanted(num_tokens, 0) for name, group in self.groups.items()}
 
     def final(self, num_tokens: int, computed: int, *, seeded: bool = False) -> dict[str, int]:
-        """As `Rules.final`, by group, for a drafter that has computed as much as the target."""
+        """As `Rules.final`, for a drafter that has computed as much as the target."""
         return {name: group.rules.final(num_tokens, computed, seeded=seeded) for name, group in self.groups.items()}
 
 
 class ModelledEngine:
-    """All ranks of one engine, in this process. `events`: its handoff events, without progress and admission."""
+    """All ranks, in this process. `events`: handoff events, without progress and admission."""
 
     def __init__(
         self,
@@ -120,8 +120,7 @@ class ModelledEngine:
             raise HandoffError("failed", f"engine {self.name}: {event}")
 
     def copied(self) -> tuple[int, float, float, int]:
-        """Totals of the ended copies that this engine issued: bytes, seconds from posting to end, runs, number of
-        copies."""
+        """Totals of the ended copies: bytes, seconds from posting to end, runs, number."""
         figures = [agent.stats().copies for agent in self.agents]
         return (
             sum(sum(one.bytes.values()) for one in figures),
@@ -137,8 +136,8 @@ class ModelledEngine:
 
 
 def check_modelled(kv: ModelledKV, tensor_parallel_sizes: dict[str, int]) -> None:
-    """Raise `ConfigError` for an unknown dtype, and for a number of ranks (by field name) that neither divides the
-    heads nor is a multiple of them."""
+    """Raises `ConfigError` for an unknown dtype, or a number of ranks that neither divides the heads nor is a multiple
+    of them."""
     if kv.dtype not in ITEMSIZE:
         raise ConfigError("dtype", f"{kv.dtype!r} is none of {', '.join(ITEMSIZE)}")
     for field, size in tensor_parallel_sizes.items():

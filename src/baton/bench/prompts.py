@@ -13,15 +13,13 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A prompt as token ids, and how many tokens to ask for."""
-
     prompt: tuple[int, ...]
     max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class RandomPrompts:
-    """vLLM's dataset `random`: a prefix shared by all prompts, then each prompt's own tokens.
+    """vLLM's dataset `random`: a shared prefix, then each prompt's own tokens.
 
     Lengths of own tokens and outputs are uniform in [length * (1 - range_ratio), length * (1 + range_ratio)].
     """
@@ -32,7 +30,7 @@ class RandomPrompts:
     prefix_len: int = 0
 
     def check(self) -> None:
-        """Raise `ConfigError` naming the flag that is out of range."""
+        """Raises `ConfigError` naming the flag."""
         _at_least("random_input_len", self.input_len, 1)
         _at_least("random_output_len", self.output_len, 1)
         _at_least("random_prefix_len", self.prefix_len, 0)
@@ -56,7 +54,7 @@ class RandomPrompts:
 
 @dataclass(frozen=True, slots=True)
 class PrefixRepetition:
-    """vLLM's dataset `prefix_repetition`: each prompt is one of `num_prefixes` prefixes and its own suffix."""
+    """vLLM's dataset `prefix_repetition`: one of `num_prefixes` prefixes, and an own suffix."""
 
     prefix_len: int = 256
     suffix_len: int = 256
@@ -64,12 +62,12 @@ class PrefixRepetition:
     output_len: int = 128
 
     def check(self) -> None:
-        """Raise `ConfigError` naming the flag that is out of range."""
+        """Raises `ConfigError` naming the flag."""
         for name in ("prefix_len", "suffix_len", "num_prefixes", "output_len"):
             _at_least(f"prefix_repetition_{name}", getattr(self, name), 1)
 
     def make(self, count: int, vocabulary: Sequence[int], random: np.random.Generator) -> list[LoadRequest]:
-        """Make requests in random order. Each prefix has count // num_prefixes of them, or one more."""
+        """The order is random. Each prefix has count // num_prefixes requests, or one more."""
         prefixes = [_tokens(vocabulary, self.prefix_len, random) for _ in range(self.num_prefixes)]
         chosen = random.permutation([index % self.num_prefixes for index in range(count)])
         return [
@@ -79,11 +77,11 @@ class PrefixRepetition:
 
 
 def arrival_times(count: int, rate: float, burstiness: float, random: np.random.Generator) -> list[float]:
-    """Arrival times in seconds from the load's start, at `rate` per second.
+    """In seconds from the load's start.
 
-    Gaps have a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier, infinity is even.
-    As in vLLM they are scaled so that the last request arrives at exactly count / rate. With an infinite rate all
-    arrive at once. Raises `ConfigError` if `burstiness` leaves no gaps.
+    Gaps have a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier, infinity is even. As
+    in vLLM they are scaled so that the last request arrives at exactly count / rate. Raises `ConfigError` if
+    `burstiness` leaves no gaps.
     """
     if math.isinf(rate):
         return [0.0] * count

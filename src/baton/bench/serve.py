@@ -65,7 +65,6 @@ def alternate(
 
 
 def deployment_flags(speculative_config: dict[str, Any] | None) -> list[str]:
-    """Flags of both deployments: no prefix caching, and the speculative config if there is one."""
     flags = ["--no-enable-prefix-caching"]
     if speculative_config is not None:
         flags += ["--speculative-config", json.dumps(speculative_config)]
@@ -90,7 +89,7 @@ async def _measure(
                 "temperature": 0.0,
                 "ignore_eos": True,
             }
-            # The first side alternates, which keeps drift and cache effects out of the ratio.
+            # Alternating keeps drift and cache effects out of the ratio.
             for url in (reference, candidate) if index % 2 else (candidate, reference):
                 answer = await stream_completion(session, url, body)
                 if index >= WARM_UP:
@@ -111,7 +110,7 @@ async def _measure(
 
 
 def confidence_interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """95 % confidence interval of the geometric mean, by the normal approximation of the mean of logarithms."""
+    """95 % of the geometric mean, by the normal approximation of the mean of logarithms."""
     logs = [math.log(ratio) for ratio in ratios]
     mean, half = statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
     return math.exp(mean - half), math.exp(mean + half)

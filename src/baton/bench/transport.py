@@ -1,7 +1,7 @@
 """`baton bench transport`: the data plane.
 
-Compares writes to the memory of another process of this host with a `memcpy` of as many bytes in this process. Rounds
-of both alternate, so that a slow phase of the host affects both; ratios are taken within a round.
+Compares writes to another process of this host with a `memcpy` of as many bytes in this process. Rounds of both
+alternate; ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.testing.transport_peer import SpawnedPeer
 from baton.transports.registry import create_transport, with_path
 
 ROUNDS = 21
-# Seconds per case: a slow transport gets fewer rounds, but at least three.
+# A slow transport gets fewer rounds, but at least three.
 MAX_CASE_S = 4.0
 COPY_BYTES = 64 << 20
 PLAN_RUNS = 20_000
@@ -36,8 +36,8 @@ RUN_SIZES = (4 << 10, 32 << 10, 1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class CopySpeed:
-    """Copying `nbytes` in runs of `run_bytes` that are scattered at the source: GB/s, median and quartiles; median
-    milliseconds; and `over_memcpy`, the median over rounds of the speed relative to `memcpy`."""
+    """`nbytes` in runs of `run_bytes` that are scattered at the source: medians, GB/s with quartiles. `over_memcpy`:
+    the speed relative to `memcpy`."""
 
     transport: str
     nbytes: int
@@ -51,7 +51,7 @@ class CopySpeed:
 
 
 def runnable_transports(uris: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The transports of `uris` that run here, and why the others do not."""
+    """Those that run here, and why the others do not."""
     found, why = [], {}
     for uri in uris:
         try:
@@ -65,7 +65,7 @@ def runnable_transports(uris: Sequence[str]) -> tuple[list[str], dict[str, str]]
 def measure_copies(
     uri: str, sizes: Sequence[int] = SIZES, run_sizes: Sequence[int] = RUN_SIZES, rounds: int = ROUNDS
 ) -> list[CopySpeed]:
-    """Copies between two processes, of each size in runs of each run size, at most the size itself.
+    """Copy between two processes, each size in runs of each run size.
 
     Raises `ConfigError` for an unknown transport and for a size that is no multiple of a run size.
     """
@@ -108,7 +108,7 @@ def measure_copies(
 
 
 def measure_planning(runs: int = PLAN_RUNS, rounds: int = ROUNDS) -> dict[str, float]:
-    """Median milliseconds to plan `runs` runs: as scattered whole pages, and as the layers of fewer pages."""
+    """Median milliseconds: as scattered whole pages, and as the layers of fewer pages."""
     layers = 32
     geometries = {
         "pages": _geometry(runs, 1, BLOCK_MAJOR_NHD),
@@ -141,7 +141,7 @@ def _geometry(pages: int, layers: int, order: tuple[Axis, ...]) -> Geometry:
 
 
 def _scattered(nbytes: int, run_bytes: int) -> CopyList:
-    """Runs of `run_bytes` that cover `nbytes`, shuffled at the source and ascending at the destination."""
+    """Shuffled at the source, ascending at the destination."""
     count = nbytes // run_bytes
     source = np.random.default_rng(0).permutation(count).astype(np.int64) * run_bytes
     dest = np.arange(count, dtype=np.int64) * run_bytes

@@ -24,11 +24,11 @@ from baton.cli.watch import status_command, top_command
 from baton.deployment.processes import CONFIG_STATUS
 from baton.errors import BatonError, ConfigError, RequestError
 
-# How often a GNU OpenMP thread polls for work before it sleeps: longer than the pauses within an engine's step, but too
-# short to slow down other processes. The default takes milliseconds.
+# Polls of a GNU OpenMP thread before it sleeps: longer than the pauses within an engine's step, but too short to slow
+# down other processes. The default takes milliseconds.
 _SPIN_COUNT = 20_000
 
-# Click's class, which typer contains or requires, depending on its version.
+# typer contains or requires click, depending on its version.
 _UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
@@ -36,7 +36,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Tables would truncate flag names on narrow terminals.
+    # Tables would truncate flag names.
     rich_markup_mode=None,
 )
 
@@ -87,13 +87,12 @@ def _dashes(argument: str) -> str:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """`given` None: as this process was given. Exit status: 2 for a bad setting or request, 1 for any other Baton
-    error."""
+    """Exit status: 2 for a bad setting or request, 1 for any other Baton error."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     arguments = [_dashes(argument) for argument in (sys.argv[1:] if given is None else given)]
     if wants_json(arguments, os.environ):
         log_to_stderr(form="json")
-    # The OpenMP runtime reads it when PyTorch loads it, so not before a command runs.
+    # Read when PyTorch loads the OpenMP runtime.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
     try:

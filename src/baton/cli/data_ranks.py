@@ -1,4 +1,4 @@
-"""`baton serve --data-parallel-size N`: one server process per rank. They start and end together."""
+"""`baton serve --data-parallel-size N`: one server process per rank."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _TRIES = 50
 
 
 def free_ports(host: str, port: int, count: int) -> list[int]:
-    """`port` and those after it, or for 0 free ports in a row, which are not reserved. Raises `ConfigError` if one is
-    taken."""
+    """`port` and those after it, or for 0 any free ports in a row. Raises `ConfigError` if one is taken."""
     for left in reversed(range(_TRIES if port == 0 else 1)):
         with contextlib.ExitStack() as held:
             try:
@@ -42,11 +41,10 @@ def free_ports(host: str, port: int, count: int) -> list[int]:
 
 
 class DataRanks:
-    """The processes of all ranks, with this command's flags and a few of their own. If one ends by itself, all end.
-    Their engine ids are `engine_id` with suffixes `_dp0`, `_dp1`..."""
+    """The processes of all ranks, with this command's flags and a few of their own. If one ends by itself, all end."""
 
     def __init__(self, size: int, engine_id: str, ports: Sequence[int], engines_per_host: int) -> None:
-        # For files by which ranks find each other, unreadable for other users.
+        # For files by which ranks find each other.
         self._directory = RunDirectory("data-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []
@@ -74,8 +72,8 @@ class DataRanks:
         self._processes.append(process)
 
     def await_ready(self, reporter: Reporter) -> tuple[list[str], str]:
-        """Wait until all ranks serve. Returns their URLs and one rank's KV capacity. If a rank ends before, raises the
-        `ConfigError` of a rank that refuses a setting, else `EngineUnavailableError`."""
+        """Returns all URLs and one rank's KV capacity. If a rank ends before, raises the `ConfigError` of a rank that
+        refuses a setting, else `EngineUnavailableError`."""
         urls: dict[int, str] = {}
         kv, pending = "", [b""] * len(self._pipes)
         with selectors.DefaultSelector() as selector:
@@ -120,7 +118,7 @@ class DataRanks:
 
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
-        """Pass SIGTERM and SIGINT on to all ranks. Main thread only."""
+        """SIGTERM and SIGINT, to all ranks. Main thread only."""
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield

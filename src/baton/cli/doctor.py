@@ -1,4 +1,4 @@
-"""The `baton doctor` command. Slow imports come late."""
+"""The `baton doctor` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags as dataclasses, shared by all commands that start engines. Names follow vLLM's."""
+"""Flags as dataclasses. Names follow vLLM's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ModelArgument = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions(ServingSettings):
-    """All engine flags. `kv_transport` overrides the one in `kv_transfer_config`."""
+    """`kv_transport` overrides the one in `kv_transfer_config`."""
 
     kv_transport: Annotated[
         str | None, Setting("shm, nixl, mooncake, file or a URI; default: that of --kv-transfer-config.")
@@ -99,8 +99,6 @@ def _flag_value(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ListenOptions:
-    """Where and to whom a command serves, how it parses responses, logs and shuts down."""
-
     config: Config = None
     host: Annotated[str, typer.Option(help="Address to listen on; loopback unless you protect it yourself.")] = (
         "127.0.0.1"
@@ -148,12 +146,12 @@ class ListenOptions:
     log_format: Annotated[LogFormat, typer.Option(help="Of log lines, on stderr.")] = "text"
 
     def bind(self) -> socket.socket:
-        """Start logging, and listen. Raises `ConfigError` if that fails."""
+        """Start logging, and listen. Raises `ConfigError`."""
         log_to_stderr(self.log_level, self.log_format)
         return bind(self.host, self.port)
 
     def bind_shared(self, num: int) -> list[socket.socket]:
-        """As `bind`, with so many sockets on one port, which no other process has."""
+        """`num` sockets on one port, which no other process has."""
         if num == 1:
             return [self.bind()]
         with contextlib.closing(self.bind()) as alone:
@@ -170,7 +168,7 @@ class ListenOptions:
         return Parsing(self.enable_auto_tool_choice, self.tool_call_parser, self.reasoning_parser)
 
     def answers(self) -> dict[str, Any]:
-        """To whom and how a router answers, as fields of `RouterConfig`. Raises `ConfigError`."""
+        """As fields of `RouterConfig`. Raises `ConfigError`."""
         return {
             **self.template(),
             "limits": self.limits(),
@@ -227,7 +225,7 @@ class AdminOptions:
 
 
 def router_config(settings: RoutingSettings, admin: AdminOptions, host: str, **more: Any) -> RouterConfig:
-    """The checked configuration: `settings`, and other fields. Creates a missing admin token file."""
+    """Creates a missing admin token file."""
     from baton.router.admin import admin_token
     from baton.router.config.router_config import RouterConfig
 
@@ -256,13 +254,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in [*own, *added]}
-    # These annotations are values; typer would evaluate the original's, which are text.
+    # typer would evaluate the original's annotations, which are text.
     del run.__wrapped__
     return run
 
 
 def _parameters(group: type) -> list[inspect.Parameter]:
-    """A dataclass' fields with typer's annotations, or declared as settings."""
+    """Options from typer's annotations, or from declared settings."""
     hints, settings = get_type_hints(group, include_extras=True), declared_settings(group)
     found = []
     for field in dataclasses.fields(group):

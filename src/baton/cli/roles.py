@@ -28,8 +28,6 @@ Options = TypeVar("Options", bound=StepSettings)
 
 @dataclass(frozen=True, slots=True)
 class RoleOptions:
-    """Options that may differ between the roles."""
-
     prefill_block_size: BlockSize = None
     decode_block_size: BlockSize = None
     prefill_tensor_parallel_size: TensorRanks = None

@@ -1,4 +1,4 @@
-"""`baton router`, and how a router is served. Slow imports come late."""
+"""`baton router`, and how a router is served."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _serve_ranks(
     from baton.cli.data_ranks import DataRanks, free_ports
 
     log_to_stderr(listen.log_level, listen.log_format)
-    # A bad flag then gives one error line, not one per rank.
+    # Checked here too: one error line, not one per rank.
     size = options.data_parallel_size
     check_sizes(options.to_config(model, role, engine_id or role, process), size)
     ports = free_ports(listen.host, listen.port, size)
@@ -132,8 +132,6 @@ def _serve_ranks(
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """The engines that `baton up` starts."""
-
     prefill: Annotated[int, typer.Option(min=0, help="Prefill engines.")] = 1
     decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 1
     engine_port_base: Annotated[
@@ -160,7 +158,7 @@ def up_command(
     from baton.handoff.protocol.ticket import load_or_create_key
     from baton.server.run import ending_on_sigterm
 
-    # Checked here too, so that a bad flag gives one error line, not one per engine.
+    # Checked here too: one error line, not one per engine.
     began, role_flags = time.monotonic(), roles.flags()
     own = {"recovery": options.recovery, "max_queued_requests": options.max_queued_requests, **listen.answers()}
     listener = listen.bind()

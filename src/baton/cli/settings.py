@@ -1,5 +1,5 @@
 """Flags from a file (`--config`) and environment variables. As in vLLM, the command line overrides the environment,
-and the environment the file."""
+which overrides the file."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MAX_BYTES = 1 << 20
 _ENDINGS = (".toml", ".yaml", ".yml")
 _ENVIRONMENT = "the environment"
 _SOURCES = "baton.sources"
-# What some errors name: the first flag, or else this field of a flag's JSON.
+# Some errors name the first flag, or else this field of a flag's JSON.
 _TRANSPORT = ("kv_transport", "kv_transfer_config.kv_transport")
 _SETTERS = dict.fromkeys(("transport", *_TRANSPORT), _TRANSPORT)
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """A TOML or YAML file's, by flag name with underscores. Raises `ConfigError`."""
+    """TOML or YAML, by flag name with underscores. Raises `ConfigError`."""
     file = Path(path)
     if file.suffix not in _ENDINGS:
         raise ConfigError("config", f"{path} must end in one of {', '.join(_ENDINGS)}")
@@ -66,7 +66,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _apply(context: typer.Context, path: str | None) -> str | None:
-    """Make the settings of the file and the environment the defaults of the command's other flags."""
+    """File and environment become the defaults of the command's other flags."""
     given = read_environment(os.environ)
     named = given.pop("config", None)
     path = path or named
@@ -144,7 +144,7 @@ def _text(name: str, value: object, source: str) -> str:
 
 
 def _keys_twice(node: yaml.Node | None, above: list[yaml.Node]) -> Iterator[str]:
-    """Duplicate keys of mappings. A node that contains itself is skipped; the decoder refuses it."""
+    """A node that contains itself is skipped; the decoder refuses it."""
     if node is None or any(node is each for each in above):
         return
     if isinstance(node, yaml.MappingNode):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 DEFAULT_MAX_RESTARTS = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-# After this time of service, a process gets all its restarts again.
+# After so many seconds of service, a process gets all its restarts again.
 _CALM_S = 300.0
 
 
@@ -22,9 +22,7 @@ class Processes(Protocol):
         """Ended children, with the last log line of each."""
         ...
 
-    def ended_cleanly(self, name: str) -> bool:
-        """Whether the child ended in order because of a signal."""
-        ...
+    def ended_cleanly(self, name: str) -> bool: ...
 
     def restart(self, name: str, wait: bool = True) -> None:
         """Start the child again at the same address. Without `wait` it may not serve yet."""
@@ -33,7 +31,7 @@ class Processes(Protocol):
 
 @dataclass(slots=True)
 class _Past:
-    """Restarts of one child since it was last calm, and when it was last started and is due again."""
+    """Since a child was last calm."""
 
     restarts: int = 0
     started: float = 0.0
@@ -44,7 +42,7 @@ class Supervisor:
     """Checks `processes` on each call of `look`, and reports through `tell`.
 
     After `max_restarts` restarts of a child in a row, `failure` is set to its last line, and `look` does nothing more.
-    A child that a signal ended in order is restarted at once, uncounted. `clock` is in seconds.
+    A child that a signal ended in order is restarted at once, uncounted.
     """
 
     def __init__(

@@ -33,8 +33,6 @@ _Engines = Annotated[int, typer.Option(min=1, help="Engines of that role in the 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Servers that already run, and how requests are sent to them."""
-
     reference: Annotated[str | None, typer.Option(help="URL of a server; default: one engine in this process.")] = None
     candidate: Annotated[str | None, typer.Option(help="URL of a server; default: a deployment of MODEL.")] = None
     reference_metrics: Annotated[
@@ -55,8 +53,6 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """The prompts."""
-
     lengths: Annotated[str | None, typer.Option(help=f"Prompt lengths in tokens [default: {DEFAULT_LENGTHS}].")] = None
     prompts: Annotated[str | None, typer.Option(help="File of prompts: lines of text, or of JSON if *.jsonl.")] = None
     chat: Annotated[
@@ -77,7 +73,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """Sampling parameters. Names are those of `SamplingParams`."""
+    """Names are those of `SamplingParams`."""
 
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 32
     temperature: float = 0.0
@@ -91,8 +87,6 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonOptions:
-    """What is compared, with which tolerances, and how the result is shown."""
-
     modes: Annotated[
         str | None,
         typer.Option(help=f"Of {', '.join(MODES)} [default: the first three]; with --candidate: kv_mode to ask for."),
@@ -121,7 +115,7 @@ class ComparisonOptions:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentOptions:
-    """The deployment of MODEL that verify starts as the candidate."""
+    """The candidate that verify starts."""
 
     prefill: _Engines = 1
     decode: _Engines = 1
@@ -132,7 +126,7 @@ class DeploymentOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """What is compared with the reference: a server, or what verify starts in each mode. `settings`: of one engine."""
+    """A server, or what verify starts in each mode. `settings`: of one engine."""
 
     server: ServerSide | None
     settings: Mapping[str, Any]
@@ -217,7 +211,7 @@ def verify_command(
 
 
 def _reference_settings(engine: StepSettings, model: str | None, batch_invariant: bool) -> dict[str, Any]:
-    """Of an engine with one rank and the default memory, which hands nothing over."""
+    """Of an engine with one rank and the default memory, without handoffs."""
     settings = {name: getattr(engine, name) for name in declared_settings(StepSettings)}
     for name in (
         "kv_cache_memory",
@@ -231,7 +225,6 @@ def _reference_settings(engine: StepSettings, model: str | None, batch_invariant
 
 
 def _converse(ask: Callable[[list[Case]], Answers], cases: list[Case], turns: int) -> tuple[list[Case], Answers]:
-    """The requests of all turns, and their answers."""
     every, answers = cases, ask(cases)
     latest = answers
     for _ in range(turns - 1):
@@ -267,7 +260,7 @@ def _print_reports(
 
 
 def _warn_of_bos(cases: Sequence[Case], answers: Answers, bos: int | None, texts: bool) -> None:
-    """Prompts that begin with BOS twice: both sides answer them alike, but worse than they could."""
+    """Both sides answer prompts that begin with BOS twice alike, but worse."""
     answered = zip(cases, answers.observed, strict=True)
     num = num_doubled([case.prompt_token_ids or seen.prompt_token_ids or () for case, seen in answered], bos)
     if num:

@@ -1,4 +1,4 @@
-"""`baton status` and `baton top`: a router's state on the terminal. Slow imports come late."""
+"""`baton status` and `baton top`: a router's state on the terminal."""
 
 from __future__ import annotations
 

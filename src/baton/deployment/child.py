@@ -22,8 +22,8 @@ _MOST_CHARS = 2000
 
 
 def read_reports(pipe: int, pending: bytes) -> tuple[list[dict[str, Any]] | None, bytes]:
-    """Read reports from a child's pipe, after the incomplete line `pending`. Returns them (None at the end of the
-    pipe) and the new incomplete line."""
+    """Read reports after the incomplete line `pending`. Returns them (None at the end of the pipe) and the new
+    incomplete line."""
     data = os.read(pipe, 65536)
     if not data:
         return None, pending
@@ -32,7 +32,7 @@ def read_reports(pipe: int, pending: bytes) -> tuple[list[dict[str, Any]] | None
 
 
 def read_rest(pipe: int, pending: bytes) -> list[dict[str, Any]]:
-    """Read all reports of a child that has ended. Does not wait for a process that still holds the pipe."""
+    """Read the reports of a child that has ended. Does not wait for a process that still holds the pipe."""
     found: list[dict[str, Any]] = []
     os.set_blocking(pipe, False)
     with contextlib.suppress(BlockingIOError):
@@ -45,10 +45,10 @@ def read_rest(pipe: int, pending: bytes) -> list[dict[str, Any]]:
 
 
 class Reporter:
-    """Reports start-up steps to the parent, or to `tell` without a pipe. Create it before slow work. As a context
-    manager it also reports the `ConfigError` with which a start fails.
+    """Reports start-up steps to the parent, or to `tell` without a pipe. As a context manager it also reports the
+    `ConfigError` with which a start fails.
 
-    A long step is reported every `_AGAIN_S` seconds, until `ready` or the end of the context.
+    A long step is reported every `_AGAIN_S` seconds.
     """
 
     def __init__(self, ready_fd: int | None, tell: Callable[[str], None]) -> None:
@@ -61,7 +61,7 @@ class Reporter:
             die_with_parent()
 
     def progress(self, text: str) -> None:
-        """Report the step that begins now. With an empty text, the step shows its own progress."""
+        """The step begins now. With an empty text, it shows its own progress."""
         if not self._repeats:
             threading.Thread(target=self._again, daemon=True, name="baton-progress").start()
         self._repeats, self._step, self._began = True, text, time.monotonic()
@@ -87,19 +87,18 @@ class Reporter:
         if self._fd is None:
             self._tell(text)
         else:
-            with contextlib.suppress(OSError):  # the parent is gone
+            with contextlib.suppress(OSError):
                 self._write({"progress": text})
 
     def ready(self, url: str, kv: str = "", urls: Sequence[str] = ()) -> None:
-        """Requests are served at `url`. `kv`: the KV capacity, as text. `urls`: of all data-parallel ranks, `url`
-        first."""
+        """`kv`: the KV capacity, as text. `urls`: of all data-parallel ranks, `url` first."""
         self._ready.set()
         if self._fd is not None:
             self._write({"ready": url, "kv": kv, "urls": list(urls) or [url]})
 
     def signalled(self) -> None:
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # the parent is gone
+            with contextlib.suppress(OSError):
                 self._write({"signalled": True})
 
     def _write(self, report: dict[str, object]) -> None:

@@ -18,8 +18,8 @@ _JOIN_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """Other output, such as a library's, is a warning without `time`. `time`: ISO 8601 in UTC, without the Z.
-    `fields`: other fields of a JSON line."""
+    """A library's output is a warning without `time`. `time`: ISO 8601 in UTC, without the Z. `fields`: other fields of
+    a JSON line."""
 
     message: str
     level: str = "WARNING"
@@ -49,8 +49,7 @@ Forward = Callable[[LogLine], None]
 
 
 class ChildLog:
-    """The log of one child, at `path`. A thread calls `forward` with each line, except the error with which the child
-    ends: the parent reports that."""
+    """The log of one child. A thread calls `forward` with each line, except the error with which the child ends."""
 
     def __init__(self, path: Path, forward: Forward | None = None) -> None:
         self.path = path

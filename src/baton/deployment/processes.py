@@ -1,7 +1,7 @@
-"""A deployment as child processes: engines, and a router in front of them.
+"""Engines and routers as child processes, which die with their parent.
 
 If a child's pipe (`deployment/child.py`) ends before `ready`, the child has failed: it has refused a setting, or its
-log says why. Children die with their parent.
+log says why.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from baton.transports.registry import parse_uri, with_path
 D = TypeVar("D", bound="Deployment")
 START_TIMEOUT_S = 300.0
 BATON = (sys.executable, "-m", "baton.cli")
-# The exit status of `baton` for a bad setting.
 CONFIG_STATUS = 2
 # Prefix of environment variables that are flags of `baton`.
 FLAG_VARIABLES = "BATON_FLAG_"
 
 
 def _environment(engines: int) -> dict[str, str]:
-    """The children's environment, without `baton`'s flag variables. The user's variables take precedence. Each engine
-    gets twice its even share of the cores, unbound: P and D are busy at different times, or wait for memory."""
+    """The environment without `baton`'s flag variables; the user's variables take precedence. Each engine gets twice
+    its even share of the cores, unbound: P and D are busy at different times, or wait for memory."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(FLAG_VARIABLES)}
     if engines == 1 or not hasattr(os, "sched_getaffinity"):
         return own
@@ -49,7 +48,7 @@ def _environment(engines: int) -> dict[str, str]:
 
 
 def check_shared_transport(uri: str) -> None:
-    """Raise `ConfigError` for an unknown transport, or one that works within one process only."""
+    """Raises `ConfigError` for an unknown transport, or one that works within one process only."""
     if parse_uri(uri)[0].rpartition("+")[2] == "local":
         raise ConfigError("kv_transport", "local moves KV within one process only")
 
@@ -61,17 +60,16 @@ class Deployment:
     - `role_flags`: flags for the engines of one role, after `engine_flags`.
     - `kv_transport`: `file` without a path uses a directory that is removed with the deployment.
     - `port`: the first router's. `engine_port_base`: the first engine's. 0, and other routers: free ports.
-    - `named`: gives a child's error about a setting, after its role, the name under which the user gave the setting.
-    - `tell`: called with each child's progress. `forward`: called with a child's name and each line of its log.
-    - `shutdown_timeout_s`: the time for requests of a child that is told to end on its own. Close the deployment only
-      after its requests have ended.
+    - `named`: gives a child's error about a setting the name under which the user gave it.
+    - `tell`: called with each child's progress. `forward`: with a child's name and each line of its log.
+    - `shutdown_timeout_s`: for a child that gets a signal. Close the deployment only after its requests have ended.
     - `data_ranks`: data-parallel ranks per engine, by role. Each rank is an engine to the router.
 
-    `url` is the first router's, or else the first engine's. Create it on a thread that outlives it: on Linux the
-    parent of a process is a thread.
+    `url` is the first router's, or else the first engine's. Create it on a thread that outlives it: on Linux children
+    die with that thread.
 
-    If a child does not start, raises `EngineUnavailableError` with its error line, or the child's `ConfigError`.
-    Raises `ConfigError` for a transport that processes cannot share. No child is left after an error.
+    If a child does not start, raises `EngineUnavailableError` with its error line, or the child's `ConfigError`. Raises
+    `ConfigError` for a transport that processes cannot share. No child is left after an error.
     """
 
     model: str
@@ -187,15 +185,15 @@ class Deployment:
         return child.signalled
 
     def kill(self, name: str) -> None:
-        """End a child with SIGKILL, even if it is stopped, and wait."""
+        """Send SIGKILL, which also ends a stopped child, and wait."""
         child = self._child(name)
         child.process.kill()
         child.process.wait()
 
     def restart(self, name: str, wait: bool = True) -> None:
-        """Start a child again on the same port, after killing it if it runs.
+        """Start a child again on the same port; it is killed if it runs.
 
-        With `wait`, it serves when this returns. Raises `EngineUnavailableError` if it does not start.
+        With `wait`, raises `EngineUnavailableError` if it does not start.
         """
         self.kill(name)
         old = self._child(name)
@@ -211,7 +209,7 @@ class Deployment:
 
     def close(self) -> None:
         """End all children with SIGTERM, then SIGKILL, and delete their files. Idempotent."""
-        children = self._children[::-1]  # the router first, so that it sends nothing to engines that end
+        children = self._children[::-1]  # the router first: it must not use engines that end
         end_processes([child.process for child in children])
         for child in children:
             if child.pipe >= 0:
@@ -266,7 +264,7 @@ class Deployment:
                         selector.unregister(key.fileobj)
 
     def _cause(self, child: Child) -> str:
-        """The setting that a child refused, or the last message of its log."""
+        """The child's refusal, or the last message of its log."""
         child.read_last_reports()
         return str(self.named(child.role, child.refusal)) if child.refusal is not None else _last_line(child)
 

@@ -1,5 +1,5 @@
-"""Asks a URL what it is: a Baton engine, a router, vLLM or SGLang. Only documented routes are used, and only named
-fields are read: `/server_info` of other servers holds secrets too."""
+"""Asks a URL what it is: a Baton engine, a router, vLLM or SGLang. Only named fields are read: `/server_info` holds
+secrets too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from baton.wire import EngineInfo, LegRole, Role
 T = TypeVar("T")
 # In the text of a server that ends.
 _ENDING = ("draining", "shutting down")
-# Must be equal on SGLang's prefill and decode servers.
+# Equal on SGLang's prefill and decode servers.
 _SGLANG = (
     "version",
     "model_path",
@@ -89,7 +89,7 @@ async def read_clock(server: Server, timeout_s: float, api_key: str | None = Non
 
 
 def _connected(url: str, timeout_s: float, api_key: str | None) -> AbstractAsyncContextManager[OpenAIClient]:
-    """`url` may name a data-parallel rank of a vLLM server, as for a router: `#dp_rank=N`."""
+    """`url` may name a data-parallel rank of a vLLM server: `#dp_rank=N`."""
     base, _, rank = url.partition(RANK)
     return connected_client(base, timeout_s, api_key, rank or None)
 
@@ -184,7 +184,7 @@ async def _ask_sglang(client: OpenAIClient, model: Model) -> Server:
 
 
 async def _dialled(server: Server, timeout_s: float) -> Server:
-    """The server with those control addresses on which nothing listens."""
+    """Adds the control addresses on which nothing listens."""
 
     async def dial(host: str, port: int, address: str) -> str | None:
         try:
@@ -207,11 +207,11 @@ async def _version(client: OpenAIClient) -> str | None:
 
 
 class _MissingError(EngineUnavailableError):
-    """The server has no such route, or another's answer is there."""
+    """The server lacks the route, or has another's."""
 
 
 class _NotAnEngineError(ProtocolError):
-    """What answers serves no models that could be asked for."""
+    """What answers serves no models."""
 
 
 async def _get(client: OpenAIClient, path: str, kind: type[T]) -> T:

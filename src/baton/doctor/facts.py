@@ -14,9 +14,9 @@ from baton.wire import EngineIdentity, LegRole, Role
 
 EngineMake = Literal["baton", "vllm", "sglang", "unknown"]
 BOTH: tuple[LegRole, ...] = ("prefill", "decode")
-# In the URL of a data-parallel rank of a vLLM server, before its number.
+# Before the rank's number in the URL of a vLLM server's data-parallel rank.
 RANK = "#dp_rank="
-# Two hosts whose monotonic clocks are this close count as one.
+# Hosts whose monotonic clocks are this close count as one.
 _SAME_CLOCK_S = 1.0
 
 
@@ -30,8 +30,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A server's clock, `told` in its own monotonic seconds, when ours showed `own` (the middle of the question), with
-    half the question's duration as `error_s`."""
+    """A server's monotonic clock, `told` in seconds when ours showed `own`; `error_s`: half the question's duration."""
 
     own: float
     told: float
@@ -39,7 +38,7 @@ class Reading:
 
     @classmethod
     def of(cls, asked: float, told: float) -> Reading:
-        """A clock that is `told` now, and was asked for at `asked`."""
+        """The clock was asked for at `asked`, and is `told` now."""
         now = time.monotonic()
         return cls((asked + now) / 2, told, (now - asked) / 2)
 
@@ -55,7 +54,6 @@ class Server:
     - `roles`: the legs that it takes; both for one that does not tell.
     - `connector`: "Baton" for its own engines, else the KV connector; None: none is known.
     - `settings`: what must be equal on P and D besides the facts of `identity`, by name. A missing one is not told.
-    - `clocks`: readings, in the order in which they were taken.
     - `unreached`: control addresses on which nothing listens.
     - `not_told`: what it does not tell, and how it would.
     - `page_size`: in tokens.
@@ -100,8 +98,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """Split a control address, `tcp://HOST:PORT` or `curve://ENGINE@HOST:PORT`; None for one that is dialled
-    otherwise."""
+    """Parts of `tcp://HOST:PORT` or `curve://ENGINE@HOST:PORT`; None for other addresses."""
     parts = urlsplit(address)
     try:
         return (parts.hostname, parts.port) if parts.hostname and parts.port else None
@@ -110,7 +107,7 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 
 
 def is_local_address(address: str) -> bool:
-    """Whether a control address can be dialled on its own host only."""
+    """Whether a control address can only be dialled on its own host."""
     found = host_and_port(address)
     return address.startswith("ipc://") if found is None else is_loopback(found[0])
 
@@ -149,8 +146,7 @@ class RouterFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Limits of this host, as this process has them; bytes. `memlock` None: unlimited. `shm_bytes` None: there is no
-    /dev/shm. `rdma`: RDMA devices."""
+    """This process's limits, in bytes. `memlock` None: unlimited. `shm_bytes` None: there is no /dev/shm."""
 
     memlock: int | None = None
     num_files: int = 2**20
@@ -185,8 +181,8 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that prevents handoffs or service. Reads `name: server: setting is value, other: cure`; `other` tells
-    the other server's value, or the one that is needed."""
+    """Something that prevents handoffs or service. `other` tells the other server's value, or the one that is
+    needed."""
 
     name: str
     server: str

@@ -1,4 +1,4 @@
-"""Checks of servers: each alone, their roles together, their addresses and clocks. Pure."""
+"""Checks of servers: each alone, their roles together, their addresses and clocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import combinations
 
 from baton.doctor.facts import RANK, Finding, Server, host_and_port, is_local_address, same_host
 
-# How far a clock may deviate from ours between two readings, beyond the questions' durations.
+# Between two readings, beyond the questions' durations.
 _MAX_DRIFT_S = 0.25
 _CURES = {
     "unreachable": "start the server, or correct the URL, the port or the firewall",
@@ -23,7 +23,7 @@ def check_servers(servers: Sequence[Server]) -> Iterator[Finding]:
         yield from _alone(server)
     usable = [server for server in servers if server.problem is None]
     yield from _kinds(usable)
-    if len(usable) == len(servers):  # the role of a server that does not answer is not known
+    if len(usable) == len(servers):  # else some roles are unknown
         yield from _roles(usable)
     yield from _names(usable)
     yield from _addresses(usable)
@@ -76,7 +76,7 @@ def _alone(server: Server) -> Iterator[Finding]:
 
 
 def _kinds(servers: Sequence[Server]) -> Iterator[Finding]:
-    """Engines of different kinds, or vLLM servers with different connectors, do not understand each other."""
+    """Engines of different kinds, or vLLM servers with different connectors, cannot hand off."""
     kinds: dict[str, Server] = {}
     for server in servers:
         kinds.setdefault(server.kind, server)
@@ -168,7 +168,7 @@ def _addresses(servers: Sequence[Server]) -> Iterator[Finding]:
 
 
 def _clock(server: Server) -> Iterator[Finding]:
-    """Routers extrapolate an engine's clock, by which tickets expire, from its last answer."""
+    """Tickets expire by an engine's clock, which routers extrapolate from its last answer."""
     if len(server.clocks) < 2:
         return
     first, last = server.clocks[0], server.clocks[-1]
@@ -186,7 +186,7 @@ def _clock(server: Server) -> Iterator[Finding]:
 
 
 def dialled_addresses(server: Server) -> list[tuple[str, int, str]]:
-    """Host, port and text of the control addresses that can be dialled from here if they are right."""
+    """(host, port, address) that can be dialled from here."""
     found = [(host_and_port(address), address) for address in server.control_addresses]
     here = server.is_here()
     return [(*parts, address) for parts, address in found if parts and (here or not is_local_address(address))]

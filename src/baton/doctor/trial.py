@@ -1,4 +1,4 @@
-"""One handoff through a router, with its figures from the answer and from the counters of router and engines."""
+"""One handoff through a router, with counters of router and engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IDS = range(3, 250)
 _BYTES = ("baton:handoff_bytes_total", "vllm:baton_handoff_bytes_total", "vllm:nixl_bytes_transferred_sum")
 _RUNS = ("baton:handoff_runs_total", "vllm:baton_handoff_runs_total", "vllm:nixl_num_descriptors_sum")
 _REFUSED = "baton:handoff_refused_total"
-# Of BatonConnector, whose server computes a request itself when its leg is refused or fails: the router sees tokens.
+# Of BatonConnector, whose server computes a request itself when its leg is refused or fails.
 _OUTCOMES, _LEG_REFUSED, _FAILED = "vllm:baton_handoffs_total", "refused", "failed_"
 _POLLS, _POLL_S = 20, 0.1
 
@@ -84,8 +84,8 @@ class _Counts:
 
 
 async def try_handoff(url: str, max_model_len: int | None, timeout_s: float, api_key: str | None) -> Trial:
-    """Send a prompt of random ids, which no cache holds. Raises the errors of `OpenAIClient` if the router tells no
-    model or no counters."""
+    """Sends random ids, which no cache holds. Raises the errors of `OpenAIClient` if the router tells no model or no
+    counters."""
     num_prompt = min(_PROMPT_TOKENS, (max_model_len or _PROMPT_TOKENS) // 2)
     prompt = random.SystemRandom().choices(_IDS, k=max(num_prompt, 2))
     async with connected_client(url, timeout_s, api_key) as client:
@@ -127,7 +127,7 @@ async def _counts(client: OpenAIClient) -> _Counts:
 
 
 async def _settled(client: OpenAIClient) -> _Counts:
-    """Once no handoff runs, or after some time: others' requests may run all along."""
+    """Waits until no handoff runs, or for some time."""
     found = await _counts(client)
     for _ in range(_POLLS):
         if found.status.handoffs.settled:

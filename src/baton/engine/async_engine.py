@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 # A sleeping thread needs about as long to wake.
 _YIELD_S = 5e-5
-# A chunk and whether it is the last. None: the engine has died.
+# A chunk, and whether it is the last. None: the engine has died.
 _Delivery = tuple[TokenChunk, bool] | None
 
 
 class _Stream:
     """One request's chunks, from the engine thread to its event loop.
 
-    `begun`: the engine thread has taken the request; earlier chunks are of a previous one with the same id.
+    `begun`: earlier chunks are of a previous request with the same id.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _Stream:
 
 
 def _cache_config(config: EngineConfig, num_tokens: int) -> dict[str, str]:
-    """The labels of vLLM's `cache_config_info` metric. A block is a page."""
+    """The labels of vLLM's `cache_config_info` metric."""
     size = block_sizes(config.block_size)[""]
     return {
         "block_size": str(size),
@@ -97,7 +97,7 @@ class AsyncEngine:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the step in flight and release everything. Open streams end with an error. Idempotent."""
+        """Stop after the step in flight. Open streams end with an error. Idempotent."""
         if self._dead is None:
             self._dead = "the engine was closed"
         self._engine.core.stop()
@@ -108,7 +108,7 @@ class AsyncEngine:
         self._fail_streams()
 
     def on_failure(self, call: Callable[[str], None]) -> None:
-        """Call `call` with the cause when the engine thread dies, or at once if it has. Thread-safe."""
+        """`call` gets the cause when the engine thread dies, or at once. Thread-safe."""
         with self._lock:
             self._on_failure = call
             failure = self._failure
@@ -141,7 +141,7 @@ class AsyncEngine:
         return metrics
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's chunks. Closing the generator early aborts the request.
+        """Closing the generator early aborts the request.
 
         Raises `RequestError` (refused), `EngineUnavailableError` (down or hanging), `OverloadedError` (too many
         requests wait for their first token), `ProtocolError` (a ticket or identity of another engine).
@@ -183,7 +183,7 @@ class AsyncEngine:
                     core.post(lambda: core.abort(request.request_id))
 
     async def _compile(self, asked: StructuredOutputsParams | None) -> None:
-        """Compile a grammar on another thread, since it may take seconds."""
+        """Compile on another thread, since it may take seconds."""
         grammars = self._engine.grammars
         if asked is None or grammars is None:
             return

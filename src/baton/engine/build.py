@@ -67,8 +67,8 @@ PAGE_LAYOUT = "block-major 1"
 
 @dataclass(slots=True)
 class Engine:
-    """`agents` and `transports`: of its ranks; empty, and `redeemer` None, without handoffs. `grammars`: None without
-    a tokenizer or an end token."""
+    """`agents` and `transports`: of its ranks; empty without handoffs. `grammars`: None without a tokenizer or an end
+    token."""
 
     info: EngineInfo
     core: EngineCore
@@ -81,12 +81,11 @@ class Engine:
 
     @property
     def agent(self) -> HandoffAgent | None:
-        """Rank 0's agent. None without handoffs."""
+        """Rank 0's, if any."""
         return self.agents[0] if self.agents else None
 
     def close(self) -> None:
-        """End the agents' threads and the other ranks, and free pool and weights now: reference cycles would delay
-        that."""
+        """Frees pool and weights now: reference cycles would delay that."""
         HandoffAgent.close_all(self.agents)
         if self.core.prefix_store is not None:
             self.core.prefix_store.close()
@@ -102,8 +101,7 @@ class Engine:
 
 
 def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str], None] = lambda text: None) -> Engine:
-    """Raises `ConfigError`, `CheckpointError` or `TransportError` with one line of text. `progress` gets start-up
-    steps."""
+    """Raises `ConfigError`, `CheckpointError` or `TransportError`. `progress` gets start-up steps."""
     with contextlib.ExitStack() as undo:
         engine = _build(config, emit, progress, undo)
         undo.pop_all()
@@ -112,8 +110,7 @@ def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str]
 
 @dataclass(frozen=True, slots=True)
 class _Computing:
-    """This rank's model and the other ranks. `whole`: the groups over all ranks. `peers`: the other data-parallel
-    ranks, if they share experts."""
+    """`whole`: the groups over all ranks. `peers`: the other data-parallel ranks, if they share experts."""
 
     loaded: Loaded
     executor: Executor
@@ -132,7 +129,7 @@ def _build(
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda is not available here")
-    # Before the weights, which load slowly: a missing library fails at once.
+    # Before the slow weights: a missing library fails at once.
     ticket_key = load_or_create_key(config.ticket_key_path) if config.ticket_key_path else None
     transports: list[Transport] = []
     for _ in range(config.num_ranks if ticket_key else 0):
@@ -189,7 +186,6 @@ def _build(
 def _events(
     config: EngineConfig, cache: KVCache, whole: Sequence[GroupSpec], undo: contextlib.ExitStack
 ) -> EventPublisher | None:
-    """The publisher of the prefix cache's events, if enabled."""
     if not config.kv_events_config.enabled:
         return None
     events = EventPublisher(
@@ -259,7 +255,7 @@ def _agents(
     mailbox: Mailbox,
     undo: contextlib.ExitStack,
 ) -> tuple[list[HandoffAgent], InstanceAgent]:
-    """The agents of all ranks, and the one that combines them. They report to the engine's thread by its mailbox."""
+    """The agents of all ranks, and the one that combines them."""
     watch = EngineWatch(
         is_stalled=lambda: mailbox.busy_s() > config.stall_timeout_s,
         on_lost=lambda why: mailbox.post(HandoffError("agent_lost", why)),
@@ -279,7 +275,6 @@ def _agents(
 
 
 def _join(config: EngineConfig, undo: contextlib.ExitStack) -> Lockstep | None:
-    """Lockstep with the other data-parallel ranks, if any."""
     if config.data_parallel_size == 1:
         return None
     if config.data_parallel_store is None:

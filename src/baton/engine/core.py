@@ -1,6 +1,6 @@
 """The engine loop: schedule, target forward, sample, draft, finalise; and the effects of handoff events on requests.
 
-Nothing is declared final before the drafter has run (docs/lifecycle.md). All runs on the engine thread; others `post`.
+Nothing is declared final before the drafter has run (docs/lifecycle.md).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EmitChunk = Callable[[TokenChunk, bool], None]
 
 
 class EngineCore:
-    """`emit(chunk, last)` is called on the engine thread for every chunk."""
+    """Runs on the engine thread, and calls `emit(chunk, last)` there; other threads `post`."""
 
     def __init__(
         self,
@@ -69,28 +69,27 @@ class EngineCore:
     # ------------------------------------------------------------- other threads
 
     def post(self, call: Callable[[], None]) -> None:
-        """Run `call` on the engine thread before its next step. Thread-safe."""
+        """`call` runs before the next step. Thread-safe."""
         self.mailbox.post(call)
 
     def stop(self) -> None:
-        """Make `run` return. Thread-safe."""
+        """Thread-safe."""
         self.mailbox.stop()
 
     def run(self) -> None:
-        """Run turns until `stop`. Raises an error that was posted: what the ranks' memory holds, and who writes to it,
-        is unknown then."""
+        """Raises an error that was posted: the ranks' memory may hold anything then."""
         while not (self.mailbox.stopping and self.peers.ended):
             self.turn()
 
     def turn(self) -> None:
-        """Handle what was posted and run one step; if there was nothing to compute, sleep until something is posted."""
+        """Run one step; if there was nothing to compute, sleep until something is posted."""
         mailbox = self.mailbox
         mailbox.begin_turn()
         self.drain()
         goes_on = self.peers.turn(self.step, mailbox.stopping)
         mailbox.end_turn()
         if not goes_on:
-            # At least this often, check limits of requests that wait for pages.
+            # Requests that wait for pages have time limits.
             mailbox.sleep(self.peers.may_sleep, 0.5 if self.scheduler.has_work else None)
 
     def drain(self) -> None:
@@ -114,8 +113,7 @@ class EngineCore:
     # ------------------------------------------------------------- requests
 
     def add(self, request: Request) -> None:
-        """Queue a request, or decline it if it would prefill more than its `max_prefill_tokens`. Its id is not in
-        use."""
+        """Queue or decline a request. Its id is not in use."""
         if request.prefix_len is not None:
             return self._move_prefix(request)
         if request.max_prefill_tokens is not None and self.scheduler.missing(request) > request.max_prefill_tokens:
@@ -159,14 +157,14 @@ class EngineCore:
             self.scheduler.enqueue(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request whose client is gone. Pages that a transport may touch stay until proven quiet."""
+        """End a request whose client is gone. Pages that a transport may touch stay."""
         request = self.requests.get(request_id)
         if request is None:
             return
         if request.status is not RequestStatus.AWAITING_RELEASE:
             self.finish(request, "abort")
         elif request.finish_reason is None:
-            # It ends when its pages are released. If it has a reason already, its client has everything.
+            # It ends when its pages are released.
             assert self.legs is not None
             request.finish_reason = "abort"
             self.legs.abandon(request)
@@ -198,7 +196,7 @@ class EngineCore:
 
     def _count(self, request: Request, reason: FinishReason | None) -> None:
         if request.prefix_len is not None:
-            return  # nothing was asked to be computed
+            return  # nothing is computed
         self.metrics.num_requests[reason or "handoff"] += 1
         if request.runs_since is not None:
             self.metrics.inference_time.observe(self.clock.monotonic() - request.runs_since)
@@ -266,8 +264,7 @@ class EngineCore:
         for rows in scheduled:
             request = rows.request
             if request.finish_reason is not None:
-                # The drafter has not run with this step's tokens: entries that depend on them were computed from
-                # drafts.
+                # Entries that depend on this step's tokens were computed from drafts.
                 known = max(rows.start + 1, request.prefill_len)
                 request.num_drafted = max(0, min(request.num_drafted, known - self._reach))
             self._enter(request)
@@ -295,7 +292,7 @@ class EngineCore:
         return min((self.cache.num_final(name, known, computed, drafted) for name in paged), default=computed)
 
     def _committed(self, request: Request, seeds: Seeds) -> None:
-        """Start decoding a received request; the first step verifies its drafts."""
+        """The first step verifies the received drafts."""
         request.num_computed = request.num_drafted = request.prefill_len
         if request.draft_prefix_len is not None:
             if self.steps.drafts_from_tokens:
@@ -310,7 +307,7 @@ class EngineCore:
         if self.executor.spec.num_modules > 1 and request.draft_prefix_len is None:
             mtp_hidden = np.frombuffer(seeds.drafter_states, dtype="<f4").astype(np.float32)
             request.mtp_hidden = mtp_hidden.reshape(self.executor.spec.num_modules - 1, -1)
-        # The prefill engine's context may be longer, and its drafter may draft more than this engine verifies.
+        # P's context may be longer, and its drafter may draft more.
         request.draft_ids = list(seeds.draft_token_ids[: self.steps.num_drafts_of(request)])
         request.committed_at = request.runs_since = self.clock.monotonic()
         self.metrics.prompt_came(
@@ -320,7 +317,7 @@ class EngineCore:
         self._enter(request)
 
     def _finished_elsewhere(self, request: Request, seeds: Seeds) -> None:
-        """End a decode leg whose request ended on P with its first token."""
+        """The request ended on P with its first token."""
         _, reason, stop_reason = until_stop(
             request, [seeds.first_token], self.limits.eos_ids, self.limits.max_model_len
         )

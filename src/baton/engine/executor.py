@@ -1,4 +1,4 @@
-"""Executors run plans. The core does not see how many processes compute."""
+"""Executors run plans, in one process or several."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from baton.wire import TokenLogprobs
 
 
 class Executor(Protocol):
-    """Runs plans one after another. When a call returns, its writes are visible to every process. A plan that raises
-    has written only KV of its own rows, so it may run again, whole or in parts."""
+    """When a call returns, its writes are visible to every process. A plan that raises has written only KV of its own
+    rows, so it may run again, whole or in parts."""
 
     spec: PlanSpec
 
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
         """Target forward and choice of tokens.
 
-        `written` is called on this thread after each layer of this process is written. Other tensor ranks may still be
-        writing that layer, but have written the earlier ones.
+        `written` is called on this thread after each layer of this process. Other tensor ranks may still be writing
+        that layer, but have written the earlier ones.
         """
         ...
 
@@ -45,8 +45,8 @@ class Executor(Protocol):
         ...
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
-        """Copy one page's bytes before this returns. Not part of a plan: a peer may be told at once to write into the
-        rest of the page."""
+        """Copy one page before this returns. Not part of a plan: a peer may be told at once to write into the rest of
+        the page."""
         ...
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ _SCORED_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class TargetResult:
-    """`logits` [N, V]: of the rows to sample; None if there are none."""
+    """`logits` [N, V]: of the rows to sample."""
 
     logits: Tensor | None
     features: np.ndarray
@@ -80,7 +80,7 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def compute(self, plan: StepPlan, written: Written | None = None) -> TargetResult:
-        """The part of `execute` that all ranks run."""
+        """All ranks run this part of `execute`."""
         output = self._output = self.runner.forward(plan.rows, written)
         features = _on_host(output.features_TF, plan.feature_rows)
         scores = [one for block, logits in self._scored(plan, output) for one in prompt_logprobs(logits, block)]
@@ -90,7 +90,7 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def sample(self, plan: StepPlan, computed: TargetResult) -> StepResult:
-        """The choice of tokens, which only rank 0 makes."""
+        """Only rank 0 chooses tokens."""
         logits_NV = computed.logits
         choices = plan.sample_rows if logits_NV is None else choose_tokens(logits_NV, plan.sampling)
         result = StepResult(choices, _on_host(logits_NV, plan.logit_rows), computed.features, computed.scores)

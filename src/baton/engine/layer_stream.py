@@ -1,6 +1,6 @@
 """KV streaming by layer: during a forward, the agent is told which layers of each prompt are written, and copies them
-while later layers are computed. Runs inside `Executor.execute`. A chunk of less than two messages' bytes is sent whole
-after its step, as are states and drafters' entries."""
+while later layers are computed. A chunk of less than two messages' bytes is sent whole after its step, as are states
+and drafters' entries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_BYTES = 1 << 20
 
 
 class LayerStream:
-    """What the agent was told of the current forward. `groups`: over all of the engine's ranks.
+    """Streams the layers of a forward. `groups`: over all ranks.
 
     With `many_ranks` a layer counts as written when the next one is: in between, the ranks compute a sum, before which
     each has written it.
@@ -42,11 +42,11 @@ class LayerStream:
         kept = [group for of_layer in self._groups_of.values() for group in of_layer]
         self._names = {name for name, _ in kept}
         self._token_bytes = sum(token_bytes for _, token_bytes in kept)
-        self._streamed: list[tuple[int, WrittenLayers]] = []  # with the number of each prompt's rows
+        self._streamed: list[tuple[int, WrittenLayers]] = []  # with each prompt's number of rows
         self._last = -1
 
     def begin(self, scheduled: Sequence[ScheduledRows]) -> Written | None:
-        """The callback for each layer of a forward over these rows; None if streaming gains nothing."""
+        """The callback for each layer of a forward; None if streaming gains nothing."""
         self._streamed, self._last = [], -1
         for rows in scheduled:
             request = rows.request
@@ -72,7 +72,6 @@ class LayerStream:
                 prompt.report(done + 1)
 
     def withdraw(self) -> None:
-        """The forward has failed: its rows will be computed again, or never."""
         for _, prompt in self._streamed:
             prompt.withdraw()
         self._streamed = []

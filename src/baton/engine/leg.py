@@ -14,13 +14,11 @@ from baton.wire import Integrity, KVStream, Recovery
 
 
 class LegStatus(Phase):
-    """How far an open attempt has come, as the engine sees it."""
-
     OPENED = "opened"  # the agent knows it
     READY = "ready"  # D: its request waits for P's admission alone
     ADMITTED = "admitted"  # P has pages for the whole prompt
     QUEUED = "queued"  # D: ready and admitted, so its request may have pages
-    DETACHED = "detached"  # D: the request continues without this handoff, and the agent has not released it yet
+    DETACHED = "detached"  # D: the request continues without this handoff, which the agent has not released yet
 
 
 _L = LegStatus
@@ -41,11 +39,10 @@ LEG = Table(
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """One open attempt. `phase` changes as `LEG` says.
+    """`phase` changes as `LEG` says.
 
-    On D, `sent_groups`: groups that P sends (None: all). `wanted`: per group, the entries that P may write. `proven`:
-    per group, the end of the entries that digests have proven final. `quarantined`: pages that the request has given
-    up. `registered`: when it got pages, in monotonic seconds.
+    On D, `sent_groups`: groups that P sends (None: all). `wanted`: the entries that P may write. `proven`: the end of
+    the entries that digests have proven.
     """
 
     request: Request
@@ -107,9 +104,9 @@ class LegSettings:
     """What the legs of one engine have in common."""
 
     vocab_size: int
-    max_drafts: int  # limit of the drafts with the first token
+    max_drafts: int  # with the first token
     recovery: Recovery
     handoff_timeout_s: float
-    drafter_state_bytes: int = 0  # of `Seeds.drafter_states`; 0 if this engine's drafter needs none
+    drafter_state_bytes: int = 0  # of `Seeds.drafter_states`
     kv_stream: KVStream = "chunk"  # off: nothing is declared before the prefill ends
     integrity: Integrity = "off"  # of the agent, for traces

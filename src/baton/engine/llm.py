@@ -42,8 +42,8 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All samples of one prompt. `prompt`: if it came as text. `prompt_logprobs`: of each prompt token, None for the
-    first; None if they were not asked for."""
+    """All samples of one prompt. `prompt`: if it came as text. `prompt_logprobs`: per prompt token, None for the
+    first."""
 
     request_id: str
     prompt: str | None
@@ -54,8 +54,7 @@ class RequestOutput:
 
 
 class LLM:
-    """An engine in the caller's thread. Takes `EngineConfig`'s fields; `speculative_config` may be a dict. Close it,
-    or use it as a context manager.
+    """An engine in the caller's thread. Takes `EngineConfig`'s fields; `speculative_config` may be a dict.
 
     Raises `ConfigError` for an unknown or bad setting, `CheckpointError` for a bad checkpoint.
     """
@@ -79,13 +78,12 @@ class LLM:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """Counters since the start."""
         core = self._engine.core
         core.metrics.num_preemptions = core.scheduler.num_preemptions
         return core.metrics
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Parameters for calls without any, from the settings `generation_config` and `override_generation_config`."""
+        """Parameters from the settings `generation_config` and `override_generation_config`."""
         defaults = self._engine.info.sampling_defaults
         params = SamplingParams(**defaults.given())
         if defaults.max_tokens is None:
@@ -107,12 +105,12 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of many. `chat_template`: Jinja text in place of the model's.
+        """One conversation, or each of many. `chat_template`: Jinja text in place of the model's.
         `chat_template_content_format`: whether the template gets the content of messages as one `string`, or as a list
-        of parts (`openai`); `auto` detects it. `tools`: as in the OpenAI API.
+        of parts (`openai`); `auto` detects it.
 
-        Raises `RequestError` for messages that the template refuses, `ConfigError` for a bad template or format, and
-        as `generate` does.
+        Raises `RequestError` for messages that the template refuses, `ConfigError` for a bad template or format, and as
+        `generate` does.
         """
         chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         tokenizer = self._engine.tokenizer.with_templates(chat_template, chat_template_content_format)
@@ -129,11 +127,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
-        """Complete one prompt, or each of many, in order. `use_tqdm`: show progress on a terminal, or a callable that
-        makes another bar like tqdm's.
+        """Complete one prompt, or each of many, in order. `use_tqdm`: may be a callable that makes another bar like
+        tqdm's.
 
-        Raises `RequestError` naming the parameter if a request is refused; then nothing has run. Raises the error of
-        the first request that fails, and aborts the others.
+        Raises `RequestError` before anything has run, or the error of the first request that fails, and aborts the
+        others.
         """
         alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
         many: Any = [prompts] if alone else prompts
@@ -180,7 +178,6 @@ class LLM:
         return results
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """Text, if any, token ids, and salt."""
         if not isinstance(prompt, Mapping):
             prompt = {"prompt" if isinstance(prompt, str) else _IDS: prompt}
         if not prompt or not {"cache_salt"} < {*prompt, "cache_salt"} <= {"prompt", _IDS, "cache_salt"}:
@@ -200,7 +197,7 @@ class LLM:
         samples: Sequence[Sequence[ChoiceOutput]],
         complete: Callable[[], object],
     ) -> None:
-        """Run steps until all samples are complete. Calls `complete` after each prompt's last sample."""
+        """Calls `complete` after each prompt's last sample."""
         core = self._engine.core
         left = Counter({result.request_id: len(outputs) for result, outputs in zip(results, samples, strict=True)})
         open_samples = {

@@ -34,8 +34,7 @@ class Mailbox:
             self._wake.notify()
 
     def busy_s(self) -> float:
-        """Seconds since the current turn began or the oldest pending item was posted, whichever is more; 0 while idle.
-        Large if the thread hangs."""
+        """Seconds since the current turn began or the oldest item was posted, whichever is more; 0 while idle."""
         since = [self._turn_started]
         with self._wake:
             if self._posted:

@@ -156,7 +156,7 @@ class EngineMetrics:
             yield "ticket", self.refused_tickets
 
 
-# Gauge name -> (field of `EngineLoad`, help).
+# By gauge: (field of `EngineLoad`, help).
 _GAUGES = {
     "num_requests_running": ("num_running", "Requests that hold pages and compute."),
     "num_requests_waiting": ("num_waiting", "Requests that wait for pages or slots."),

@@ -1,8 +1,7 @@
 """The plans of one step, which the core gives to an executor, and their results.
 
-Plans hold only arrays, numbers and strings, so they can be sent to other processes. A step has two: the drafter's rows
-depend on the accepted drafts, and only the core knows which requests continue. Clients get their tokens before the
-drafter runs.
+Plans hold only arrays, numbers and strings, so that they can be sent to other processes. A step has two: the drafter's
+rows depend on the accepted drafts, and clients get their tokens before the drafter runs.
 
 Shapes: T rows of R requests concatenated, N rows with logits, V vocabulary, F features per row.
 """
@@ -56,9 +55,9 @@ class StateSlots:
 
 @dataclass(frozen=True, slots=True)
 class DraftSlots:
-    """Slots of one state group of the drafter. `engine.draft_states` selects those of each forward."""
+    """As `StateSlots`, of the drafter. `engine.draft_states` selects those of each forward."""
 
-    read: IntArray  # [R]: the state before a request's rows; 0: the request begins
+    read: IntArray
     scratch: IntArray  # [R, S]: for the state after the last row, then for states after drafts
     # Checkpoints to save, [C] each, in order: index of the request, number of tokens seen, slot.
     request: IntArray
@@ -79,7 +78,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Noise of S tokens, besides their positions: [S] each. Temperature 0: none."""
+    """What decides the noise of S tokens, with their positions: [S] each. Temperature 0: none."""
 
     seed: npt.NDArray[np.uint64]
     sample_index: npt.NDArray[np.uint64]
@@ -98,7 +97,7 @@ class TokenValues:
     value: FloatArray
 
     def take(self, rows: IntArray) -> TokenValues:
-        """The entries of `rows` (ascending), renumbered from 0."""
+        """`rows` (ascending) are renumbered from 0."""
         if not len(self.row):
             return self
         kept = np.isin(self.row, rows)
@@ -114,14 +113,13 @@ class Masks:
     bits: npt.NDArray[np.uint8]
 
     def take(self, rows: IntArray) -> Masks:
-        """The masks of `rows` (ascending), renumbered from 0."""
         kept = np.isin(self.row, rows)
         return Masks(np.searchsorted(rows, self.row[kept]), self.bits[kept])
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose tokens in the S rows with logits that are not plain greedy: [S] arrays.
+    """How to choose tokens in the S rows that are not plain greedy: [S] arrays.
 
     The rows of a request are adjacent. Each but the last is followed by a draft, the next row's input. `rejection`:
     accept a draft with the target's probability for it, instead of when the target chooses it.
@@ -159,8 +157,7 @@ _COLUMNS = ("row", "draft", "position", "log_min_p", "top_k", "top_p", "repetiti
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobRows:
-    """Rows whose next token is a prompt token that needs a logprob: [M] each, rows ascending. `num_top`: how many most
-    likely tokens to report."""
+    """Rows whose next token is a prompt token that needs a logprob: [M] each, rows ascending."""
 
     row: IntArray
     token: IntArray
@@ -169,8 +166,6 @@ class PromptLogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The target's plan."""
-
     rows: Rows  # each request's known tokens, then its drafts; their KV is written
     sample_rows: IntArray  # [N], ascending: rows whose next token is chosen, greedily except for the rows of `sampling`
     sampling: Sampling | None = None
@@ -181,12 +176,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The target's results for a `StepPlan`."""
-
-    # Int64 [N]: -1 after a draft that was not chosen, `NOT_FINITE` if the row's logits are not finite.
+    # [N]: -1 after a draft that was not chosen, `NOT_FINITE` if the row's logits are not finite.
     choices: IntArray
-    logits: npt.NDArray[np.float32]  # float32 [len(logit_rows), V]
-    features: npt.NDArray[np.float32]  # float32 [len(feature_rows), F], no rows if no drafter takes any
+    logits: npt.NDArray[np.float32]  # [len(logit_rows), V]
+    features: npt.NDArray[np.float32]  # [len(feature_rows), F]
     # For the rows of `scored`, in order; None for a row whose logits are not all finite.
     scores: Sequence[TokenLogprobs | None] = ()
 
@@ -209,8 +202,8 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True)
 class DraftResult:
-    """`drafts`: at most `num_drafts` tokens per request. `mtp_hidden` float32 [R, K - 1, E]: rows for the next plan of
-    a drafter with K modules (zeros if a module needs none); empty for other drafters."""
+    """`mtp_hidden` float32 [R, K - 1, E]: rows for the next plan of a drafter with K modules (zeros if a module needs
+    none); empty for other drafters."""
 
     drafts: list[list[int]]
     mtp_hidden: npt.NDArray[np.float32]

@@ -39,8 +39,7 @@ class SampledRequest:
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """Drafter rows [start, stop) of a request. Their features are the step's rows from `first_row` on. `num_drafts`:
-    tokens to draft after them."""
+    """Drafter rows [start, stop) of a request. Their features are the step's rows from `first_row` on."""
 
     request: Request
     first_row: int
@@ -115,7 +114,7 @@ def step_plan(
 
 
 def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool) -> DraftPlan:
-    """The drafter's plan. Drafts are chosen with the noise that the target will use; with `rejection`, greedily."""
+    """Drafts are chosen with the noise that the target will use; with `rejection`, greedily."""
     ids: list[int] = []
     feature_rows: list[int] = []
     for rows in draft_rows:
@@ -149,7 +148,7 @@ def _constraints(draft_rows: Sequence[DraftRows]) -> Sequence[Known | None]:
 
 
 def _chain(draft_rows: Sequence[DraftRows], num_modules: int) -> ModuleChain:
-    """The entries of each module that became computable since the last draft plan, and the carried rows."""
+    """The entries of each module that became computable since the last plan, and the carried rows."""
     modules = range(1, num_modules + 1)
     spans = np.zeros((len(draft_rows), num_modules, 2), dtype=np.int64)
     mtp_hidden_row = np.full((len(draft_rows), num_modules - 1), -1)
@@ -180,8 +179,8 @@ def _rows(ids: list[int], spans: Sequence[tuple[int, int]], requests: Sequence[R
 
 
 def _state_slots(scheduled: Sequence[ScheduledRows], group: str) -> StateSlots:
-    """A prefill keeps the state after its last row, and checkpoints. A verification keeps the state after each row,
-    because any may be the last accepted one."""
+    """A prefill keeps the state after its last row, and checkpoints; a verification after each row, because any may be
+    the last accepted one."""
     read: list[int] = []
     kept: list[int] = []
     write: list[int] = []
@@ -201,7 +200,7 @@ def _state_slots(scheduled: Sequence[ScheduledRows], group: str) -> StateSlots:
 
 
 def _draft_slots(draft_rows: Sequence[DraftRows], group: str) -> DraftSlots:
-    """The slots that a drafter reads and may write. It has no state before its first entry."""
+    """A drafter has no state before its first entry."""
     read: list[int] = []
     scratch: list[list[int]] = []
     checkpoints: list[tuple[int, int, int]] = []

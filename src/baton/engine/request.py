@@ -1,4 +1,4 @@
-"""A request inside an engine: its only mutable record, and its states."""
+"""A request inside an engine, and its states."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ class RequestStatus(enum.Enum):
     WAITING = enum.auto()
     """Has no pages; also after preemption or a failed handoff."""
     RECEIVING = enum.auto()
-    """Decode leg: destination pages are registered with the prefill side."""
+    """Decode leg: waits for KV in its destination pages."""
     RUNNING = enum.auto()
     AWAITING_RELEASE = enum.auto()
     """Prefill leg: computed, or found in the prefix cache. The handoff still needs the pages."""
     FINISHED = enum.auto()
-    """Ended for the client. The handoff agent may still hold the pages until they are quiet."""
+    """Ended for the client. The handoff agent may still hold the pages."""
 
 
-# Allowed transitions.
 FOLLOWS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: frozenset(
         {
@@ -57,8 +56,8 @@ class Request:
 
     `token_ids` holds prompt and output. Target KV is valid for [0, num_computed), drafter KV for [0, num_drafted).
     While decoding, `num_computed == len(token_ids) - 1`: the last token has no KV yet. A request that resumes with
-    known output (preemption, failover) prefills all tokens but the last, without sampling, and drafts from the last
-    one on, so its drafts are those of an uninterrupted run. A handoff moves the same tokens, [0, prefill_len).
+    known output (preemption, failover) prefills all tokens but the last, without sampling, so its drafts are those of
+    an uninterrupted run. A handoff moves [0, prefill_len).
     """
 
     def __init__(
@@ -77,35 +76,35 @@ class Request:
         self.matcher = matcher
         self.role = wire.handoff.role if wire.handoff else None
         self.ticket = ticket
-        # It only moves so many cached tokens of its prompt.
+        # If set, it only moves so many cached tokens of its prompt.
         self.prefix_len = wire.handoff.prefix_len if wire.handoff else None
         self.max_prefill_tokens = wire.max_prefill_tokens
         self._status = RequestStatus.WAITING
         self.arrival = 0  # the order of arrival at this engine
-        self.started = False  # it has had pages, or recomputes after a failed handoff
-        self.queued_at = 0.0  # when it arrived
+        self.started = False  # has had pages, or recomputes after a failed handoff
+        self.queued_at = 0.0  # its arrival
         self.num_bytes = self.num_runs = 0  # of the committed handoff
         self.integrity = ""  # of the committed handoff
-        self.chunks: list[tuple[float, int]] = []  # as of `LegTimings`, but monotonic seconds
-        # When what happened, by the names of `LegTimings`; None if nobody asked, or after the first chunk.
+        self.chunks: list[tuple[float, int]] = []  # of `LegTimings`, but monotonic seconds
+        # By the names of `LegTimings`; None if nobody asked, or after the first chunk.
         self.marks: dict[str, float] | None = {} if wire.timings else None
         self.waited_s = wire.waited_s  # earlier, in other attempts
         self.priority = wire.priority
         # How long after its beginning its first token is due.
         self.due_after_s = UNHURRIED_S if wire.ttft_slo_s is None else wire.ttft_slo_s
-        self.started_at: float | None = None  # when its prompt was first computed here; None for a decode leg
+        self.started_at: float | None = None  # the prompt's first step here; None for a decode leg
         self.committed_at: float | None = None  # of the handoff; None after the first step
         self.runs_since: float | None = None  # first step, or commit of the handoff
         self.finish_reason: FinishReason | None = None
         self.num_computed = 0
         self.num_drafted = 0
-        # The position of the first entry in the drafter's pages. Not 0 if a drafter that needs target features got no
-        # KV for the prompt.
+        # The position of the first entry in the drafter's pages: not 0 if a handoff lacked KV of a drafter that needs
+        # features.
         self.first_drafted = 0
         # The local prefix hit of the drafter's groups, if a handoff brought no drafter KV.
         self.draft_prefix_len: int | None = None
-        # For a drafter with several modules: the tokens known at its last run, and the rows float32 [K - 1, E] for its
-        # next one (`baton.drafters.chain`).
+        # For a drafter with several modules: tokens known at its last run, and rows float32 [K - 1, E] for its next
+        # (`baton.drafters.chain`).
         self.num_known_drafted = 0
         self.mtp_hidden: npt.NDArray[np.float32] | None = None
         self.num_cached = 0
@@ -135,7 +134,6 @@ class Request:
 
     @property
     def queued_s(self) -> float | None:
-        """Seconds from arrival to `started_at`; None before that."""
         return None if self.started_at is None else self.started_at - self.queued_at
 
     def mark(self, name: str, now: float) -> None:
@@ -156,8 +154,8 @@ class Request:
 
     @property
     def queue_key(self) -> tuple[bool, int, float, int]:
-        """Requests that have started first, then by class; in it, those whose first token is due first, counted from
-        when they began on whichever engine."""
+        """Requests that have started first, then by priority, then by when the first token is due, counted from the
+        beginning on whichever engine."""
         return not self.started, self.priority, self.queued_at - self.waited_s + self.due_after_s, self.arrival
 
     @property
@@ -169,8 +167,8 @@ class Request:
         return self.token_ids[self.num_prompt :]
 
     def allowed(self) -> Allowed | None:
-        """The allowed tokens for the next position and after each draft; None: all. Raises `RequestError` if a
-        position allows none."""
+        """The allowed tokens for the next position and after each draft; None: all. Raises `RequestError` if none
+        are."""
         allowed = self._allowed(self.draft_ids)
         if allowed is not None and self.sampler.restricts and not allowed.bits.any(axis=1).all():
             field = "bad_words" if self.params.allowed_token_ids is None else "allowed_token_ids"
@@ -195,7 +193,7 @@ class Request:
         return self.num_computed < self.prefill_len
 
     def logprob_positions(self, start: int, stop: int) -> range:
-        """The prompt positions whose logprobs come from rows [start, stop): a row gives that of the next token."""
+        """The prompt positions whose logprobs come from rows [start, stop): each gives the next token's."""
         return range(start + 1, min(stop + 1, len(self.prompt_logprobs)))
 
     def forget_computed(self) -> None:

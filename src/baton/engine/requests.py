@@ -29,11 +29,8 @@ log.addFilter(LogLimit())
 
 
 def make_request(engine: Engine, wire: GenerateRequest) -> Request:
-    """Check a request, and give it a seed if it has none.
-
-    Raises `RequestError` with the parameter's name, `ForbiddenError` for an invalid ticket, `WrongEngineError` for the
-    ticket of another engine, and `IncompatiblePeerError` as `check_identity` does.
-    """
+    """Raises `RequestError` with the parameter's name, `ForbiddenError` for an invalid ticket, `WrongEngineError` for
+    the ticket of another engine, and `IncompatiblePeerError` as `check_identity` does."""
     info = engine.info
     params = wire.sampling_params.check(info.vocab_size)
     check_identity(wire, info)
@@ -80,9 +77,8 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
 
 
 def check_identity(wire: GenerateRequest, info: EngineInfo) -> None:
-    """Raise `RequestError` for an adapter, and `IncompatiblePeerError` if this engine would give other tokens, or an
-    earlier end, than the engine that the router planned for. An engine may have restarted at the same URL with other
-    settings."""
+    """Raises `RequestError` for an adapter, and `IncompatiblePeerError` if this engine, perhaps restarted at the same
+    URL, would give other tokens or an earlier end than the router planned for."""
     if wire.adapter is not None:
         raise RequestError("this engine has no LoRA adapters", "adapter")
     if wire.identity is None:
@@ -126,6 +122,6 @@ def _ticket(engine: Engine, wire: GenerateRequest) -> SignedTicket:
     except ProtocolError as error:
         log.warning("refused the ticket of a request: %s", error)
         if isinstance(error, WrongEngineError):
-            # The router does not know yet that this engine was restarted.
+            # The router does not know yet of a restart.
             raise
         raise ForbiddenError(str(error), "handoff") from None

@@ -1,4 +1,4 @@
-"""Runs target and drafter over the rows of a plan. Knows tensors and pages, not requests or handoffs.
+"""Runs target and drafter over the rows of a plan.
 
 Shapes: T rows of the step, R requests, E hidden size, F features per row, V vocabulary.
 """
@@ -36,7 +36,7 @@ class TargetOutput:
 
 @dataclass(frozen=True, slots=True)
 class _DraftPages:
-    """`first_entry`: empty if the pages begin with entry 0 for all requests."""
+    """`first_entry`: as of `DraftPlan`."""
 
     runner: ModelRunner
     layers: LayerMap
@@ -47,7 +47,7 @@ class _DraftPages:
     def bind(self, requests: IntArray, positions: IntArray, query_start: Int32Array) -> PagedCache:
         slots = positions
         if self.first_entry.any():
-            # Entries before a request's first one do not exist: slots and visibility count from there.
+            # Slots and visibility count from a request's first entry.
             slots = positions - np.repeat(self.first_entry[requests], np.diff(query_start))
         batches = {name: AttnBatch(query_start, slots, table[requests]) for name, table in self.tables.items()}
         slots_of = self.states.bind(requests, positions, query_start)
@@ -72,7 +72,6 @@ def plan_spec(groups: Sequence[GroupSpec], drafter: Drafter | None) -> PlanSpec:
 
 
 def _groups_read(groups: Sequence[GroupSpec], drafter: Drafter | None) -> tuple[str, ...]:
-    """The target's groups whose entries the drafter reads."""
     read = set(layers_read(drafter))
     return tuple(g.name for g in groups if g.owner == "target" and read & set(g.layer_ids))
 
@@ -121,13 +120,13 @@ class ModelRunner:
         return TargetOutput(hidden_TE, features)
 
     def logits(self, output: TargetOutput, rows: IntArray) -> Tensor:
-        """Target logits float32 [len(rows), V] of `rows` of the step (ascending)."""
+        """Float32 [len(rows), V] of `rows` (ascending)."""
         if len(rows) == output.hidden_TE.shape[0]:
             return self.model.compute_logits(output.hidden_TE)
         return self.model.compute_logits(output.hidden_TE[self._tensor(rows)])
 
     def draft(self, plan: DraftPlan, output: TargetOutput) -> DraftResult:
-        """Drafter forward. Writes the rows' KV. Raises `ValueError` for invalid drafts."""
+        """Raises `ValueError` for invalid drafts."""
         drafter, rows = self.drafter, plan.rows
         assert drafter is not None
         features = output.features_TF
@@ -169,7 +168,7 @@ class ModelRunner:
 
 
 def _check_drafts(drafts: list[list[int]], most: list[int], vocab_size: int, name: str) -> None:
-    """Raise `ValueError` for invalid drafts: a user's own drafter may return anything."""
+    """Raises `ValueError`: a user's own drafter may return anything."""
     if len(drafts) != len(most):
         raise ValueError(f"drafter {name} returned drafts of {len(drafts)} requests, not of {len(most)}")
     for ids, count in zip(drafts, most, strict=True):

@@ -1,8 +1,8 @@
 """Continuous batching with chunked prefill under a token budget, and preemption by recompute.
 
-A verification (the last token and its drafts) is scheduled whole or not at all: if drafts were cut under load,
-acceptance would depend on other requests. Prefill legs get all pages at admission and are never preempted, because a
-transport may read pages that were declared final.
+A verification is scheduled whole or not at all: if drafts were cut under load, acceptance would depend on other
+requests. Prefill legs get all pages at admission and are never preempted: a transport may read pages that were declared
+final.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ScheduledRows:
 
 
 class Scheduler:
-    """The queues of requests, and their pages in a `KVCache`. Not thread-safe."""
+    """Not thread-safe."""
 
     def __init__(self, cache: KVCache, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         self.cache = cache
@@ -35,7 +35,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Request] = deque()
         self.receive_queue: deque[Request] = deque()
-        self.announced: dict[Request, None] = {}  # decode legs that P has not admitted yet
+        self.announced: dict[Request, None] = {}  # not admitted by P yet
         self.receiving: set[Request] = set()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -48,13 +48,13 @@ class Scheduler:
         return [*self.waiting, *self.receive_queue, *self.announced]
 
     def enqueue(self, request: Request) -> None:
-        """Queue a request: a decode leg that needs its handoff in `receive_queue`, others in `waiting`."""
+        """A decode leg that needs its handoff goes to `receive_queue`."""
         queue = self.receive_queue if request.role == "decode" and not request.started else self.waiting
         at = next((i for i, other in enumerate(queue) if other.queue_key > request.queue_key), len(queue))
         queue.insert(at, request)
 
     def schedule(self) -> list[ScheduledRows]:
-        """The rows of the next step: verifications first, then prefill chunks in order of arrival."""
+        """Verifications first, then prefill chunks in order of arrival."""
         budget = self.max_num_batched_tokens
         scheduled: dict[Request, ScheduledRows] = {}
         for prefilling in (False, True):
@@ -84,7 +84,6 @@ class Scheduler:
             budget -= num_rows
         for rows in scheduled.values():
             if rows.request.is_prefilling:
-                # Requests get their slots before checkpoints do.
                 request, stop = rows.request, rows.start + rows.num_rows
                 self.cache.plan_checkpoints(request.kv, request.token_ids, rows.start, stop)
         return list(scheduled.values())
@@ -98,7 +97,7 @@ class Scheduler:
             victims = [other for other in reversed(self.running) if other.role != "prefill"]
             if not victims:
                 return False
-            victim = max(victims, key=lambda other: other.priority)  # of the worst class, the last
+            victim = max(victims, key=lambda other: other.priority)  # of the worst priority, the last
             scheduled.pop(victim, None)
             self.preempt(victim)
             if victim is request:
@@ -106,14 +105,14 @@ class Scheduler:
         return True
 
     def preempt(self, request: Request) -> None:
-        """Release a running request's pages. It recomputes later, before requests that have not started."""
+        """The request recomputes later, before requests that have not started."""
         self.num_preemptions += 1
         self.running.remove(request)
         self.release(request)
         self._recompute_first(request)
 
     def recompute(self, request: Request) -> None:
-        """Let a decode leg without pages compute its prompt here, before requests that have not started."""
+        """A decode leg computes its prompt here, before requests that have not started."""
         self.remove(request)
         self._recompute_first(request)
 
@@ -128,8 +127,7 @@ class Scheduler:
         request.forget_computed()
 
     def quarantine(self, request: Request, wanted: Mapping[str, Interval]) -> BlockTables:
-        """Put pages whose `wanted` entries a peer may still write into quarantine. Returns the tables for
-        `KVCache.leave_quarantine`."""
+        """As `KVCache.quarantine`."""
         request.forget_computed()
         return self.cache.quarantine(request.kv, wanted)
 
@@ -152,7 +150,7 @@ class Scheduler:
         return request.prefill_len - min(hit.num_tokens for hit in found.values())
 
     def start_receive(self, request: Request, sent_groups: Container[str] | None = None) -> Destination | None:
-        """Allocate a decode leg's pages (`KVCache.attach_destination`). Returns None if there is no room yet."""
+        """As `KVCache.attach_destination`. None: no room yet."""
         behind = bool(self.waiting) and self.waiting[0].queue_key < request.queue_key
         if self._num_active >= self.max_num_seqs or behind:
             return None
@@ -167,7 +165,7 @@ class Scheduler:
         return destination
 
     def commit_receive(self, request: Request) -> None:
-        """Run a committed decode leg from the next step on."""
+        """It runs from the next step on."""
         self.receiving.discard(request)
         request.transition(RequestStatus.RUNNING)
         self.running.append(request)

@@ -1,5 +1,5 @@
-"""Calls of the Triton kernels for norms and for layers with states. Each kernel is imported when it is first called,
-since PyTorch for CPUs comes without Triton."""
+"""Calls of the Triton kernels for norms and for layers with states. They are imported at the first call, since PyTorch
+for CPUs comes without Triton."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHANNELS = 128
 
 @functools.cache
 def has_kernels(kind: str) -> bool:
-    """Whether a device of this type runs the kernels: CUDA, with Triton."""
+    """CUDA, with Triton."""
     return kind == "cuda" and importlib.util.find_spec("triton") is not None
 
 
@@ -31,8 +31,8 @@ def _kernels(name: str) -> Any:
 
 
 def triton_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None) -> Tensor:
-    """RMSNorm over the last dimension. Without an `offset` the norm is rounded to x's dtype before it is multiplied by
-    the weight; else it is multiplied by weight + `offset` in float32."""
+    """RMSNorm over the last dimension. Without an `offset` the norm is rounded to x's dtype, then multiplied by the
+    weight; else it is multiplied by weight + `offset` in float32."""
     # A reshaped view may keep its strides.
     rows = aligned_copy(x.reshape(-1, x.shape[-1]).contiguous())
     out = torch.empty_like(rows)
@@ -45,8 +45,7 @@ def triton_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None)
 
 
 def square_sums(x: Tensor) -> Tensor:
-    """Sums of squares over the last dimension, which stays as 1: float32. Without Triton they may depend on the number
-    of rows."""
+    """Sums over the last dimension, which stays as 1: float32. Without Triton they may depend on the number of rows."""
     if not has_kernels(x.device.type):
         return x.float().pow(2).sum(-1, keepdim=True)
     rows = aligned_copy(x.float().reshape(-1, x.shape[-1]).contiguous())
@@ -57,14 +56,14 @@ def square_sums(x: Tensor) -> Tensor:
 
 
 def aligned_copy(x: Tensor) -> Tensor:
-    """`x`, on a GPU copied unless it begins at a multiple of 16 bytes: kernels for other addresses may add in another
+    """Copies `x` on a GPU unless it begins at a multiple of 16 bytes: kernels for other addresses may add in another
     order."""
     return x.clone() if x.device.type == "cuda" and x.data_ptr() % 16 else x
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """Which request each of T rows belongs to, and after which rows states are kept, on the device."""
+    """The request of each of T rows, and the rows after which states are kept, on the device."""
 
     owner: Tensor
     begins: Tensor
@@ -85,7 +84,7 @@ class DeviceRows:
 
 
 def triton_convolve(rows_TC: Tensor, state: Tensor, weight_KC: Tensor, bias_C: Tensor, where: DeviceRows) -> Tensor:
-    """A causal depthwise convolution of each request's rows after its `state` [R, C, K - 1], then SiLU: float32."""
+    """Causal and depthwise, of each request's rows after its `state` [R, C, K - 1], then SiLU: float32."""
     taps, channels = weight_KC.shape
     out = rows_TC.new_empty(len(rows_TC), channels, dtype=torch.float32)
     if len(rows_TC):
@@ -99,8 +98,8 @@ def triton_convolve(rows_TC: Tensor, state: Tensor, weight_KC: Tensor, bias_C: T
 def triton_gated_delta(
     mixed: Tensor, beta_TH: Tensor, decay: Tensor, state: Tensor, sizes: tuple[int, int, int], where: DeviceRows
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule: [T, H V], and the states [kept, H, K V] after the rows to keep. `sizes`: key heads, K, V.
-    `mixed` float32 [T, 2 J K + H V], `decay` [T, H] or [T, H K], `state` float32 [R, H, K V]."""
+    """[T, H V], and the states [kept, H, K V] after the rows to keep. `sizes`: key heads, K, V. `mixed` float32 [T, 2 J
+    K + H V], `decay` [T, H] or [T, H K], `state` float32 [R, H, K V]."""
     key_heads, width, size = sizes
     heads = beta_TH.shape[1]
     out = mixed.new_empty(len(mixed), heads * size)
@@ -119,8 +118,8 @@ def triton_mamba2(
     mixed: Tensor, step_TH: Tensor, decay_TH: Tensor, skip_H: Tensor, state: Tensor, sizes: tuple[int, int, int],
     where: DeviceRows,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Mamba-2's recurrence: [T, H P], and the states [kept, H, N P] after the rows to keep. `sizes`: groups, N, P.
-    `mixed` float32 [T, H P + 2 G N], `state` float32 [R, H, N P]."""
+    """[T, H P], and the states [kept, H, N P] after the rows to keep. `sizes`: groups, N, P. `mixed` float32 [T, H P +
+    2 G N], `state` float32 [R, H, N P]."""
     groups, width, size = sizes
     heads = step_TH.shape[1]
     out = mixed.new_empty(len(mixed), heads * size)

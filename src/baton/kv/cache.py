@@ -1,7 +1,6 @@
 """The KV cache manager of one engine: pools, block tables, prefix hits, sliding windows, states, quarantine.
 
-The scheduler counts in tokens; the pools count in pages, and every group has its own page size and number of pages.
-This module translates. Not thread-safe: the engine thread owns it.
+The scheduler counts in tokens, the pools in pages of their group's size. Not thread-safe: the engine thread owns it.
 """
 
 from __future__ import annotations
@@ -19,19 +18,16 @@ from baton.kv.tables import BlockTables, Destination
 
 CopyPage = Callable[[str, int, int], None]
 
-# Between state checkpoints, each as large as the KV of thousands of tokens.
+# A checkpoint of a state is as large as the KV of thousands of tokens.
 CHECKPOINT_TOKENS = 256
 
 OWNERS: tuple[Owner, Owner] = ("target", "draft")
 
 
 class KVCache:
-    """The pools of all groups, and the pages that requests hold.
-
-    `num_pages` per group includes the null page. `num_lookahead_slots`: token slots after a request's tokens that are
-    reserved for drafts. `copy_page(group, source, destination)` copies one page before it returns.
-    `checkpoint_tokens`: the minimum number of tokens between state checkpoints.
-    """
+    """`num_pages` per group includes the null page. `num_lookahead_slots`: token slots after a request's tokens, for
+    drafts. `copy_page(group, source, destination)` copies one page before it returns. `checkpoint_tokens`: the minimum
+    between state checkpoints."""
 
     def __init__(
         self,
@@ -66,7 +62,6 @@ class KVCache:
         self._num_scratch = {group.name: group.rules.num_scratch(num_lookahead_slots) for group in groups}
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a request fits into the empty pools."""
         return all(
             self._num_pages(name, num_tokens) + self._num_scratch[name] < pool.num_pages
             for name, pool in self.pools.items()
@@ -81,8 +76,8 @@ class KVCache:
         """Attach a prefix hit to a request, and allocate pages for the next `num_rows` of its first `num_tokens`
         tokens.
 
-        Every group is trimmed to the common hit. At least one row is left to compute, which gives the logits, or the
-        features for the drafter. Returns the hit in tokens, or None, without changes, if there are too few pages.
+        Every group is trimmed to the common hit. At least one row is left to compute, for its logits or features.
+        Returns the hit in tokens, or None, without changes, if there are too few pages.
         """
         found = self.find(tables, tokens, num_tokens)
         common = min(hit.num_tokens for hit in found.values())
@@ -93,7 +88,7 @@ class KVCache:
         return None
 
     def find(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> dict[str, PrefixHit]:
-        """The prefix hits that `attach` would start from now. The shortest is common to all groups."""
+        """The prefix hits of `attach`. It starts from the shortest."""
         return self._agreed(tables, tokens, self._look_up(tables, tokens, num_tokens - 1))
 
     def _agreed(self, tables: BlockTables, tokens: Sequence[int], found: dict[str, PrefixHit]) -> dict[str, PrefixHit]:
@@ -110,12 +105,12 @@ class KVCache:
     ) -> Destination | None:
         """Allocate the destination pages of a handoff: for all `num_tokens` tokens and the next one.
 
-        `sent_groups`: the groups that the peer sends, None for all. Nothing is wanted of the others. Those whose
+        `sent_groups`: the groups that the peer sends, None for all. Their hits may differ. Of the others, those whose
         entries need the target's features get no hit and enter nothing into the prefix cache, because their missing
-        entries are never computed. Those that need tokens only start at their common hit.
+        entries are never computed; those that need tokens only start at their common hit.
 
-        The hits of the groups that the peer sends may differ. Pages that the handoff writes are exclusive; pages
-        before a window's first wanted entry are null. Returns None, without changes, if there are too few pages.
+        Pages that the handoff writes are exclusive; pages before a window's first wanted entry are null. Returns None,
+        without changes, if there are too few pages.
         """
         found = self._look_up(tables, tokens, num_tokens)
         cold = [name for name in self.pools if sent_groups is not None and name not in sent_groups]
@@ -134,7 +129,7 @@ class KVCache:
         wanted = {name: self.rules[name].wanted(num_tokens, hits[name]) for name in self.pools if name not in cold}
         for name in self._windowed:
             if name in wanted and wanted[name].start > hits[name]:
-                # The group does not hold a complete prefix.
+                # The group's prefix is not complete.
                 tables.uncached.add(name)
                 self._free_before(tables, name, wanted[name].start)
         return Destination(hits, wanted)
@@ -190,7 +185,7 @@ class KVCache:
         return True
 
     def reserve(self, tables: BlockTables, num_tokens: int) -> bool:
-        """Extend every block table to `num_tokens` tokens and the draft slots. Returns False, without changes, if
+        """Extend every block table to `num_tokens` tokens and the lookahead slots. Returns False, without changes, if
         there are too few pages."""
         missing = {name: self._num_pages(name, num_tokens) - len(tables.pages[name]) for name in self.pools}
         if any(count > self.pools[name].num_available for name, count in missing.items()):
@@ -206,8 +201,7 @@ class KVCache:
     ) -> None:
         """Allocate slots for the checkpoints within rows [start, stop) of known tokens.
 
-        They take free slots or those of older checkpoints, at most half of them (or the only one); later checkpoints
-        have priority.
+        They take at most half of the slots that are free or hold older checkpoints (or the only one), latest first.
         """
         for name, pool in self._states_of[owner].items():
             chain = tables.chains[name]
@@ -234,12 +228,11 @@ class KVCache:
     def num_final(
         self, group: str, num_known: int, num_computed: int, num_drafted: int, *, seeded: bool = False
     ) -> int:
-        """When the target has computed `num_computed` entries and the drafter `num_drafted`."""
         rules = self.rules[group]
         return rules.final(num_known, num_computed if rules.module == 0 else num_drafted, seeded=seeded)
 
     def advance(self, tables: BlockTables, tokens: Sequence[int], num_computed: int, num_drafted: int) -> None:
-        """Enter newly final pages, and the checkpoints of the step, into the prefix cache."""
+        """Enter newly final pages and checkpoints into the prefix cache."""
         for name, states in self._states.items():
             for count, slot in tables.checkpoints[name].items():
                 states.enter(tokens, count, slot, tables.chains[name])
@@ -255,9 +248,8 @@ class KVCache:
     def slide(
         self, tables: BlockTables, num_known: int, num_computed: int, num_drafted: int, first_drafted: int = 0
     ) -> None:
-        """Free the pages that no later query of a window sees, with counts as in `num_final`. A drafter's pages begin
-        with entry `first_drafted`. Nobody else may be reading them: no prefix store, and no peer but of those
-        `offered`."""
+        """Free the pages that no later query of a window sees. A drafter's pages begin with entry `first_drafted`.
+        Nobody else may be reading them: no prefix store, and no peer except those `offered`."""
         for name in self._windowed:
             # Entries that are not final are computed again.
             next_query = self.num_final(name, num_known, num_computed, num_drafted)
@@ -266,8 +258,8 @@ class KVCache:
             self._free_before(tables, name, self.rules[name].first_needed(next_query))
 
     def offered(self, tables: BlockTables, num_tokens: int) -> dict[str, list[int]]:
-        """The block tables that a peer may read, for a prompt of `num_tokens` tokens. Entries before the first that
-        any peer can want are null, so a peer never reads pages that a window frees."""
+        """The block tables that a peer may read. Pages before the first that any peer can want are null, so a peer
+        never reads pages that a window frees."""
         pages = dict(tables.pages)
         for name in self._windowed:
             first = self.rules[name].wanted(num_tokens, 0).start // self.pools[name].page_size
@@ -300,8 +292,8 @@ class KVCache:
     # ------------------------------------------------------------ pages that a peer may still write
 
     def quarantine(self, tables: BlockTables, wanted: Mapping[str, Interval]) -> BlockTables:
-        """Release all pages of a request, but keep those from the first wanted token on out of use: a peer may still
-        write them. Returns their tables, for `leave_quarantine`."""
+        """Release a request's pages, but keep those from the first wanted token on out of use, in the tables
+        returned."""
         held = BlockTables()
         held.chains, held.uncached = tables.chains, set(tables.uncached)
         self._release_scratch(tables)
@@ -317,8 +309,8 @@ class KVCache:
         return held
 
     def leave_quarantine(self, held: BlockTables, tokens: Sequence[int], proven: Mapping[str, int]) -> None:
-        """The pages are quiet. Those within the first `proven` entries of a group are final and enter the prefix
-        cache, for a recomputation."""
+        """No peer writes the pages any more. Those within the first `proven` entries of a group are final and enter the
+        prefix cache, for a recomputation."""
         uncached = held.uncached  # `take` clears it
         for name, pages in held.take().items():
             pool = self.pools[name]
@@ -328,8 +320,7 @@ class KVCache:
             pool.leave_quarantine(pages)
 
     def spare(self) -> BlockTables | None:
-        """Tables for one token and its draft slots that belong to no request. None if there are too few pages.
-        `release` frees them."""
+        """Tables for one token and its lookahead slots that belong to no request. None if there are too few pages."""
         tables = BlockTables()
         try:
             for name, pool in self.pools.items():

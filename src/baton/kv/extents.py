@@ -8,10 +8,7 @@ from collections.abc import Iterable
 
 class Extents:
     """Runs [start, stop) of free pages, merged when pages are freed. Allocation is best fit, which keeps long runs for
-    long prompts.
-
-    Taking and returning a run cost O(log n) in the number of distinct run lengths, besides the pages.
-    """
+    long prompts. Taking and returning a run cost O(log n) in the number of distinct lengths."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.num_pages = 0
@@ -39,7 +36,7 @@ class Extents:
             picked += self._cut(after + 1, count)
         while len(picked) < count:
             missing = count - len(picked)
-            # The shortest run that is long enough, or the longest there is.
+            # The shortest run that is long enough, or the longest.
             index = min(bisect_left(self._lengths, missing), len(self._lengths) - 1)
             picked += self._cut(next(iter(self._by_length[self._lengths[index]])), missing)
         return picked
@@ -70,7 +67,6 @@ class Extents:
         self._by_length[length][start] = None
 
     def _remove(self, start: int) -> int:
-        """Returns its stop."""
         stop = self._stops.pop(start)
         del self._starts[stop]
         length = stop - start

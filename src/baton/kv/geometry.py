@@ -1,9 +1,8 @@
-"""Memory layout of one group's KV cache on one rank, and the byte runs that copies consist of.
+"""Memory layout of one group's KV cache on one rank, and the byte runs of copies.
 
-A `Geometry` is a list of planes (K, V, a latent, a part of a state) in one registered region. A plane has five axes
-with byte strides (layer, page, token, head, element). Block-major, layer-major, NHD, HND, head shards and pipeline
-stages differ only in strides, counts and ids, so one planner serves all. A group spread over several regions (for
-example one tensor per layer) has several geometries with disjoint `layer_ids`, planned separately.
+A plane has five axes with byte strides (layer, page, token, head, element). Block-major, layer-major, NHD, HND, head
+shards and pipeline stages differ only in strides, counts and ids, so one planner serves all. A group spread over
+several regions (for example one tensor per layer) has several geometries with disjoint `layer_ids`.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ BLOCK_MAJOR_NHD: tuple[Axis, ...] = ("page", "layer", "plane", "token", "head", 
 LAYER_MAJOR_NHD: tuple[Axis, ...] = ("layer", "plane", "page", "token", "head", "element")
 
 NULL_PAGE = 0
-# Offsets are int64 sums of a few products: far enough below 2**63 not to overflow.
+# So that offsets, int64 sums of a few products, do not overflow.
 _MAX_BYTES = 1 << 60
 _MAX_COUNT = 1 << 16
 
 
 class Plane(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
-    """The layout of one tensor that a group keeps per token, or per state slot. Strides and `base` are in bytes.
+    """The layout of one tensor (K, V, a latent, a part of a state). Strides and `base` are in bytes.
 
     Element (layer, page, token, head, e) is at `base` + the sum of index times stride. `cut`: the axis that is sharded
-    over ranks: `heads`, `channels` (a head is then one channel), or `whole` for a replicated plane. `first_head`: the
-    model's number of the first head on this rank.
+    over ranks: `heads`, `channels` (a head is one channel), or `whole` (replicated). `first_head`: the model's number
+    of the first head on this rank.
 
-    With `tile` > 1, the elements of `tile` successive tokens of one head form one opaque contiguous block, as in CPU
-    attention kernels. `token_stride` is then the distance between tiles divided by `tile`.
+    With `tile` > 1, `tile` successive tokens of one head form one opaque contiguous block, as in CPU attention kernels.
+    `token_stride` is then the distance between tiles divided by `tile`.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=32, pattern=r"^[ -~]*\Z")]
@@ -72,10 +71,7 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
-    """The layout of one group in one region. Its planes share pages and layers.
-
-    `layer_ids`: layer numbers of the model, in storage order.
-    """
+    """The layout of one group in one registered region. `layer_ids`: layer numbers of the model, in storage order."""
 
     group: str
     region: int
@@ -95,7 +91,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return math.lcm(*(plane.tile for plane in self.planes))
 
     def check(self) -> Geometry:
-        """Return self if all elements lie in the region and none overlap, else raise `ProtocolError`."""
+        """Returns self. Raises `ProtocolError` unless all elements lie in the region and none overlap."""
         need = self._need
         need(1 <= len(self.planes) <= MAX_PLANES, f"there must be 1 to {MAX_PLANES} planes")
         need(len({plane.name for plane in self.planes}) == len(self.planes), "names of planes must differ")
@@ -126,17 +122,17 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         need(plane.base >= 0 and plane.first_head >= 0, "indices must not be negative")
         need(plane.cut != "whole" or plane.first_head == 0, "a plane that is not cut begins with head 0")
         extent, axes = self._axes(plane)
-        # The axes are nested: each must step over everything inside it.
+        # Each axis must step over everything inside it.
         for stride, count in sorted(axes):
             need(stride >= extent, "strides let elements overlap")
             extent += stride * (count - 1)
         need(plane.base + extent <= self.region_bytes, "elements lie outside the region")
-        # The planner multiplies by the stride of an axis even if it has only one entry.
+        # The planner uses the stride even of an axis with one entry.
         strides = (plane.layer_stride, plane.page_stride, plane.token_stride, plane.head_stride, plane.element_stride)
         need(min(strides) >= 0 and max(strides) <= _MAX_BYTES, "strides out of range")
 
     def _axes(self, plane: Plane) -> tuple[int, list[tuple[int, int]]]:
-        """Bytes of the smallest contiguous piece, and (stride, count) of every axis over such pieces."""
+        """Bytes of the smallest contiguous piece, and (stride, count) of every axis."""
         axes = [
             (plane.layer_stride, self.num_layers),
             (plane.page_stride, self.num_pages),
@@ -151,7 +147,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return piece, [axis for axis in axes if axis[1] > 1]
 
     def _apart(self, one: Plane, other: Plane) -> bool:
-        """Whether two planes share no byte: within their common outer axes, one ends before the other begins."""
+        """Whether two planes share no byte."""
         low, high = sorted((one, other), key=lambda plane: plane.base)
         low_piece, low_axes = self._axes(low)
         high_piece, high_axes = self._axes(high)
@@ -178,7 +174,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         first_head: int = 0,
         base: int = 0,
     ) -> Geometry:
-        """A dense geometry whose axes are nested in `order`, outermost first. All planes must have one shape."""
+        """A dense geometry with axes in `order`, outermost first, and planes of one shape."""
         if sorted(order) != sorted(BLOCK_MAJOR_NHD):
             raise ProtocolError(f"axis order must be a permutation of {BLOCK_MAJOR_NHD}, got {order}")
         one = spec.planes[0]
@@ -201,8 +197,8 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def block_major(
         cls, spec: GroupSpec, num_pages: int, *, region: int = 0, first_head: int | Sequence[int] = 0
     ) -> Geometry:
-        """Baton's own pool in one region: pages of layers of planes of `[page_size, num_heads, head_dim]`.
-        `first_head` applies to all sharded planes, or is given per plane."""
+        """Baton's own pool: pages of layers of planes of `[page_size, num_heads, head_dim]`. `first_head`: of all
+        sharded planes, or per plane."""
         *bases, layer_bytes = spec.plane_offsets
         stride: dict[Axis, int] = {"page": spec.page_bytes, "layer": layer_bytes}
         first_heads = (first_head,) * len(spec.planes) if isinstance(first_head, int) else first_head
@@ -219,7 +215,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         first_heads: Sequence[int],
         base: int,
     ) -> Geometry:
-        """Planes at `base` + `bases`. Axes that are not in `stride` are packed inside the plane."""
+        """Axes that are not in `stride` are packed inside the plane."""
         planes = tuple(
             Plane(
                 name=plane.name,
@@ -249,7 +245,6 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _nested(extent: int, axes: Iterable[tuple[int, int]]) -> bool:
-    """Whether each axis, innermost first, steps over everything inside it."""
     for stride, count in axes:
         if stride < extent:
             return False
@@ -263,10 +258,7 @@ def _extent(piece: int, axes: list[tuple[int, int]]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyList:
-    """Byte runs from one region to another: three int64 arrays `[runs]` with offsets within the regions.
-
-    The planner returns them sorted by destination and coalesced.
-    """
+    """Byte runs from one region to another: int64 `[runs]`, sorted by destination and coalesced."""
 
     source_region: int
     dest_region: int

@@ -1,18 +1,17 @@
 """Token intervals, and the rules of each group kind: which entries are final, wanted, and still needed.
 
-A handoff addresses KV by half-open token intervals. Page lists are derived from an interval with the group's own page
-size, never the other way round. Lookahead and speculative slots are in no interval, so they cannot be sent.
+A handoff addresses KV by half-open token intervals. Lookahead slots are in no interval, so they cannot be sent.
 
 `module` says which tokens entry i of a group depends on:
 
 - 0, the target: x_0..x_i. An entry is final once it is computed.
-- j >= 1, a drafter (1 for EAGLE, EAGLE-3 and one-layer MTP; j for MTP module j): also x_{i+1}..x_{i+j}. For a prompt
+- j >= 1, a drafter (MTP module j; EAGLE and EAGLE-3: 1): also x_{i+1}..x_{i+j}. For a prompt
   of n tokens, entries [0, n - j) are final once computed, and entry n - j once the first output token x_n is known.
   Later entries depend on unverified drafts.
 - None, a drafter that reads tokens only (a draft model): as the target.
 
 A state group has one slot, the interval [0, 1), for any number of tokens. It is final when the state has seen all of
-them. Only the target and drafters that read tokens only may have states.
+them.
 
 A compressed group keeps an entry for each `rate` tokens, in the bytes of these tokens. The entry is written with its
 last token, so the group's final, wanted and hit tokens end at multiples of `rate`; the tokens after them have nothing.
@@ -37,7 +36,7 @@ _End = Annotated[int, Meta(le=MAX_TOKENS)]
 
 
 class Interval(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Half-open range [start, stop) of token positions (or of page indices).
+    """A range [start, stop) of token positions (or of page indices).
 
     Raises `ProtocolError` for a negative start or a stop before the start.
     """
@@ -68,7 +67,7 @@ class Interval(msgspec.Struct, frozen=True, array_like=True, order=True):
         return Interval(start, self.stop)
 
     def round_out(self, multiple: int) -> Interval:
-        """The smallest interval that contains self and whose bounds are multiples of `multiple`."""
+        """The smallest interval that contains self and is bounded by multiples of `multiple`."""
         if self.empty:
             return self
         return Interval(self.start // multiple * multiple, -(-self.stop // multiple) * multiple)
@@ -79,7 +78,7 @@ ALL_LAYERS = Interval(0, MAX_TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`window` is in tokens: the query at position i attends to keys j > i - window. `rate`: tokens of an entry.
+    """`window`: the query at position i attends to keys j > i - window. `rate`: tokens per entry.
 
     Raises `ProtocolError` if `window` or `rate` does not fit `kind`, and for states of a drafter that depends on later
     tokens.
@@ -126,8 +125,8 @@ class Rules:
     def final(self, n: int, computed: int, *, seeded: bool = False) -> int:
         """The number of leading entries that no later step will change, when `n` tokens are known.
 
-        `computed`: the number of computed entries, in [0, n]. `seeded`: the next token x_n is known and was used,
-        which requires computed == n.
+        `computed`: the number of computed entries. `seeded`: the next token x_n is known and was used, which requires
+        computed == n.
 
         Raises `ProtocolError` for counts that contradict each other.
         """
@@ -138,20 +137,18 @@ class Rules:
         return self.complete(known_entries(self.reach, n + seeded, computed))
 
     def complete(self, num_tokens: int) -> int:
-        """The tokens of complete entries among the first `num_tokens`."""
+        """`num_tokens`, rounded down to complete entries."""
         return num_tokens - num_tokens % self.rate
 
     def num_pages(self, num_tokens: int, page_size: int) -> int:
-        """Pages of a request of `num_tokens` tokens. For a state group, slots."""
+        """Pages of `num_tokens` tokens; for a state group, slots."""
         return min(num_tokens, 1) if self.kind == "state" else -(-num_tokens // page_size)
 
     def num_scratch(self, num_drafts: int) -> int:
-        """Scratch slots of a state group, besides the request's own; no interval covers them. Other kinds write drafts
-        into the token slots after the request's tokens.
+        """Scratch slots of a state group, besides the request's own. Other kinds write drafts into lookahead slots.
 
-        A verification keeps the state after each of its rows, because only its result says which one continues. A
-        drafter continues from the last known token: it needs one slot for that state, and two in turn for the states
-        after drafts. The last draft needs no state.
+        A verification keeps the state after each of its rows. A drafter needs a slot for the state after the last known
+        token, and two in turn for the states after drafts. The last draft needs no state.
         """
         if self.kind != "state":
             return 0
@@ -162,17 +159,15 @@ class Rules:
         return 0 if self.window is None else max(0, computed - self.window + 1)
 
     def hit(self, found: int, n: int) -> int:
-        """The usable part of a prefix hit of `found` tokens when `n` tokens are known.
-
-        Attention can start at any entry that depends on known tokens only. A state can only start where it was saved.
-        """
+        """The usable part of a prefix hit of `found` tokens when `n` tokens are known. A state can only start where it
+        was saved."""
         if self.kind == "state":
             return n if found == n else 0
         return self.complete(min(found, max(n - self.reach, 0)))
 
 
 def known_entries(reach: int, n: int, computed: int) -> int:
-    """How many of `computed` entries depend on the first `n` tokens only. Each depends on `reach` later tokens."""
+    """How many of `computed` entries depend on the first `n` tokens only."""
     return min(computed, max(n - reach, 0))
 
 

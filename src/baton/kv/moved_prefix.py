@@ -1,8 +1,8 @@
 """Prefixes that move from one engine's prefix cache into another's: the pages of both sides.
 
-The source shares pages that it has cached, so it needs none and never waits for any. The destination takes exclusive
-pages for whole pages of the prefix only, which become cached pages when all bytes are there. All entries depend on
-known tokens: a drafter's last entries, too, because the prompt goes on after the prefix.
+The source shares cached pages, so it never waits for any. The destination takes exclusive pages for whole pages of the
+prefix only, which become cached when all bytes are there. A drafter's last entries depend on known tokens too, because
+the prompt goes on after the prefix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton.kv.tables import BlockTables, Destination
 
 def share_prefix(cache: KVCache, tables: BlockTables, tokens: Sequence[int], most: int) -> int:
     """Give `tables` the cached pages of the longest prefix of at most `most` tokens that all groups hold. Returns its
-    length in tokens; with 0, nothing is changed. `most` is less than the number of `tokens`."""
+    length in tokens. `most` is less than the number of `tokens`."""
     found = cache.find(tables, tokens, most + 1)
     num_tokens = min(hit.num_tokens for hit in found.values())
     if num_tokens:
@@ -32,8 +32,8 @@ def attach_prefix(cache: KVCache, tables: BlockTables, tokens: Sequence[int], nu
     """Give `tables` the cached pages of a prefix of `num_tokens` tokens, and exclusive ones for what is missing: only
     whole pages, and a state only at a checkpoint. A window's entries are all wanted, because a prefix hit needs them.
 
-    Requests come first: a prefix takes at most half of the pages that are free or evictable. Returns None, without
-    changes, if that is too little, or if the prefix ends where this engine has no checkpoint.
+    A prefix takes at most half of the pages that are free or evictable. Returns None, without changes, if that is too
+    little, or if the prefix ends where this engine has no checkpoint.
     """
     hits: dict[str, int] = {}
     wanted: dict[str, Interval] = {}
@@ -64,8 +64,8 @@ def attach_prefix(cache: KVCache, tables: BlockTables, tokens: Sequence[int], nu
 
 
 def enter_prefix(cache: KVCache, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> int:
-    """The wanted entries of `attach_prefix` are in place: enter their pages into the prefix cache. Returns how many
-    tokens a request with this prompt finds now."""
+    """The wanted entries of `attach_prefix` are in place. Returns how many tokens a request with this prompt finds
+    now."""
     for name, pool in cache.pools.items():
         pages, num_held = tables.pages[name], tables.entered[name]
         pool.receive(pages[num_held:])

@@ -1,9 +1,9 @@
 """Page pool of one group: reference counts, contiguous runs, quarantine, and the prefix cache.
 
-A page is in exactly one state: free, referenced (count >= 1), cached (count 0, content kept, evictable in LRU order)
-or quarantined (its request has ended, but a transport may still touch it). Page 0 is the null page and is never
-allocated. Allocation prefers runs of adjacent page ids, which the planner merges into one copy. Pages are evicted a
-little ahead of need, so that there are runs to choose from. Not thread-safe: the engine thread owns it.
+A page is in exactly one state: free, referenced (count >= 1), cached (count 0, content kept, evictable in LRU order) or
+quarantined (its request has ended, but a transport may still touch it). Page 0 is the null page and is never allocated.
+Allocation prefers runs of adjacent page ids, which the planner merges into one copy. Not thread-safe: the engine thread
+owns it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from baton.errors import CapacityError
 from baton.kv.extents import Extents
 from baton.kv.prefix import Chain, chain_hash, page_identity
 
-# 1 / this of the pool is evicted ahead. If pages were evicted one by one, the free ones would be the tails of the
-# oldest requests: prompts of 32 to 128 pages in a pool of 2,000 then need 61 runs instead of 6.
+# 1 / this of the pool is evicted ahead. Pages evicted one by one would be the tails of the oldest requests: prompts of
+# 32 to 128 pages in a pool of 2,000 would need 61 runs instead of 6.
 EVICT_AHEAD = 50
 
 
@@ -39,7 +39,7 @@ class PrefixHit:
 
 
 class PagePool:
-    """Pages 1..num_pages-1 of one group, of `page_size` tokens each. `reach`: as `Rules.reach`."""
+    """Pages 1..num_pages-1, of `page_size` tokens each. `reach`: as `Rules.reach`."""
 
     def __init__(self, num_pages: int, page_size: int, reach: int = 0, enable_caching: bool = True) -> None:
         if num_pages < 2:
@@ -50,7 +50,7 @@ class PagePool:
         self.enable_caching = enable_caching
         self._free = Extents(1, num_pages)
         self._num_ahead = num_pages // EVICT_AHEAD
-        self._refs: dict[int, int] = {}  # by page; those without references are left out
+        self._refs: dict[int, int] = {}  # by page, never 0
         self._quarantined: set[int] = set()
         self._received: set[int] = set()  # with content from another engine
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -64,7 +64,6 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that are free, or cached and evictable."""
         return self._free.num_pages + len(self._evictable)
 
     @property
@@ -80,7 +79,7 @@ class PagePool:
         return len(self._evictable)
 
     def count_evictable(self, pages: Iterable[int]) -> int:
-        """Pages that are cached and unreferenced, so that `allocate` could evict them."""
+        """How many of these `allocate` could evict."""
         return sum(page in self._evictable for page in pages)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
@@ -104,7 +103,6 @@ class PagePool:
         self._free.add(evicted)
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add one reference to each page; cached pages become referenced."""
         for page in pages:
             self._evictable.pop(page, None)
             self._refs[page] = self._refs.get(page, 0) + 1
@@ -131,7 +129,7 @@ class PagePool:
         self._free.add(free)
 
     def leave_quarantine(self, pages: Iterable[int]) -> None:
-        """Free quiet pages, or make them cached if they have been entered meanwhile."""
+        """Make the pages free, or cached if they have been entered meanwhile."""
         free: list[int] = []
         for page in pages:
             if page in self._quarantined:
@@ -147,7 +145,6 @@ class PagePool:
         self._received.update(page for page in pages if page)
 
     def copied(self, source: int, page: int) -> None:
-        """The content of `source` is copied into `page`."""
         if source in self._received:
             self._received.add(page)
 
@@ -156,7 +153,7 @@ class PagePool:
         return next((i for i, page in enumerate(pages) if page in self._received), len(pages))
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Remove pages from the prefix cache: holders of a reference may write them."""
+        """Remove pages from the prefix cache, so that holders of a reference may write them."""
         for page in pages:
             self._forget(page)
 
@@ -186,8 +183,7 @@ class PagePool:
     def cache(self, tokens: Sequence[int], pages: Sequence[int], chain: Chain, num_final: int, first: int = 0) -> int:
         """Enter the full, final pages of a request from page number `first` on. Returns the number of the next page.
 
-        `num_final`: entries [0, num_final) are final in this group. `chain`: the known digests of the first pages; it
-        is extended.
+        Entries [0, num_final) are final. `chain`: the known digests of the first pages; extended.
         """
         if not self.enable_caching:
             return first
@@ -214,11 +210,8 @@ class PagePool:
         insort(self._children.setdefault(parent, []), (identity, page))
 
     def lookup(self, tokens: Sequence[int], max_tokens: int, digests: Chain | None = None) -> PrefixHit:
-        """The longest cached prefix of at most `max_tokens` entries. The last page may be hit in part.
-
-        `digests`: the known digests of the first pages of `tokens`; extended, so that a waiting prompt is hashed only
-        once.
-        """
+        """The longest cached prefix of at most `max_tokens` entries. `digests`: as `chain` of `cache`; a waiting prompt
+        is hashed only once."""
         pages: list[int] = []
         known = Chain() if digests is None else digests
         parent, index, size = known.root, 0, self.page_size

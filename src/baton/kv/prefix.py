@@ -14,7 +14,7 @@ ROOT = b"baton.prefix"
 
 
 class Chain(list[bytes]):
-    """The known digests of a request's first pages in one group. Requests share pages only if their `root` is equal."""
+    """Known digests of first pages. Requests share pages only if their `root` is equal."""
 
     __slots__ = ("root",)
 

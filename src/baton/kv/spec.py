@@ -1,7 +1,4 @@
-"""The KV cache spec of a group of layers: planes with shape and dtype, page size, and retention rules.
-
-A spec says nothing about memory layout; see `Geometry`.
-"""
+"""The KV cache spec of a group of layers: planes, page size, and retention rules. `Geometry` has the memory layout."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "floa
 
 
 class PlaneSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor that every layer of a group keeps per token, or per state slot: `num_heads` x `head_dim` elements on
-    this rank. `cut`: as in `Plane`."""
+    """What every layer of a group keeps per token, or per state slot: `num_heads` x `head_dim` elements on this rank.
+    `cut`: as in `Plane`."""
 
     name: str
     dtype: str
@@ -42,7 +39,7 @@ Planes = tuple[PlaneSpec, ...]
 
 
 def kv_planes(num_kv_heads: int, head_dim: int, dtype: str) -> Planes:
-    """Planes of ordinary attention. `num_kv_heads` counts this rank's heads."""
+    """Planes of ordinary attention. `num_kv_heads` counts this rank's."""
     return PlaneSpec("k", dtype, num_kv_heads, head_dim), PlaneSpec("v", dtype, num_kv_heads, head_dim)
 
 
@@ -51,17 +48,16 @@ INDEX_PLANE = "index"
 
 
 def latent_planes(latent_dim: int, rope_dim: int, dtype: str, index_dim: int = 0) -> Planes:
-    """MLA's latent followed by the rope key, and the index key if any, replicated on all ranks."""
+    """MLA's latent followed by the rope key, and the index key if any."""
     latent = PlaneSpec("latent", dtype, 1, latent_dim + rope_dim, "whole")
     return (latent, PlaneSpec(INDEX_PLANE, dtype, 1, index_dim, "whole")) if index_dim else (latent,)
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One group of layers on one rank, which share a block table, kind, planes, page size and owner.
+    """Layers on one rank that share a block table.
 
-    `page_size` and `window` are in tokens. A `state` group has no token axis: its page is one state slot and its
-    `page_size` is 1. A `compressed` group's entry is in the space of its `rate` tokens. `layer_ids`: layer numbers of
-    the model. `module`: which tokens an entry depends on (see `Rules`); only the target's groups have module 0.
+    `page_size` and `window` are in tokens. A `state` group's page is one state slot, and its `page_size` is 1.
+    `layer_ids`: layer numbers of the model. `module`: see `interval`; only the target's groups have 0.
 
     Raises `ProtocolError` for inconsistent values.
     """
@@ -109,7 +105,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def plane_offsets(self) -> tuple[int, ...]:
-        """Byte offset of each plane within one layer of a dense page, then the layer's total bytes.
+        """Byte offset of each plane within one layer of a dense page, then the layer's bytes.
 
         Multiples of the widest element's size, so that each plane can be viewed as its dtype.
         """

@@ -1,8 +1,7 @@
 """The slots of a state group, and the checkpoints kept in them.
 
-A state cannot be truncated to a shorter prefix, so a prefix hit needs a state saved after exactly that many tokens: a
-checkpoint, taken at multiples of `interval` tokens. It occupies an ordinary slot, is found by the hash chain of the
-tokens before it, and is evicted when a request needs the slot.
+A state cannot be truncated, so a prefix hit needs a checkpoint, taken at multiples of `interval` tokens. It occupies an
+ordinary slot, is found by the hash chain of the tokens before it, and is evicted when a request needs the slot.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ class StatePool(PagePool):
 
     def __init__(self, num_pages: int, interval: int, enable_caching: bool = True) -> None:
         super().__init__(num_pages, 1, 0, enable_caching)
-        self._num_ahead = 0  # a request has one slot, so runs do not matter
+        self._num_ahead = 0  # runs of single slots do not matter
         self.interval = interval
 
     def due(self, start: int, stop: int) -> range:
-        """Token counts in [start, stop) at which a checkpoint is due."""
         if not self.enable_caching:
             return range(0)
         return range(max(1, -(-start // self.interval)) * self.interval, stop, self.interval)
 
     def holds(self, tokens: Sequence[int], num_tokens: int, chain: Chain) -> bool:
-        """Whether there is a checkpoint of the first `num_tokens` tokens. Counts as a use of it."""
+        """Counts as a use of the checkpoint."""
         slot = self._by_hash.get(self._digest(tokens, num_tokens // self.interval, chain))
         if slot is not None:
             self.share([slot])
@@ -36,8 +34,8 @@ class StatePool(PagePool):
         return slot is not None
 
     def enter(self, tokens: Sequence[int], num_tokens: int, slot: int, chain: Chain) -> None:
-        """Make `slot`, which is referenced and holds the state after the first `num_tokens` tokens, a checkpoint
-        unless there is one. `chain`: the known digests of the tokens; it is extended."""
+        """Make `slot`, which is referenced and holds the state after the first `num_tokens` tokens, a checkpoint unless
+        there is one. `chain`: the known digests; extended."""
         own = self._digest(tokens, num_tokens // self.interval, chain)
         if own not in self._by_hash and slot not in self._cached:
             self._enter(slot, own, own, ())
@@ -47,7 +45,7 @@ class StatePool(PagePool):
                 self.on_stored(own, chain[count - 2] if count > 1 else None, chain.root, last)
 
     def lookup(self, tokens: Sequence[int], max_tokens: int, digests: Chain | None = None) -> PrefixHit:
-        """The longest checkpoint of at most `max_tokens` tokens: one slot, or none."""
+        """One slot, or none."""
         known = Chain() if digests is None else digests
         for num_tokens in reversed(self.due(1, max_tokens + 1)):
             slot = self._by_hash.get(self._digest(tokens, num_tokens // self.interval, known))
@@ -56,7 +54,6 @@ class StatePool(PagePool):
         return PrefixHit()
 
     def _digest(self, tokens: Sequence[int], count: int, chain: Chain) -> bytes:
-        """The digest of the first `count` intervals of `tokens`."""
         for index in range(len(chain), count):
             identity = page_identity(tokens, index, self.interval, 0)
             assert identity is not None, "a state has seen unknown tokens"

@@ -1,4 +1,4 @@
-"""The block tables of one request: its pages per group in token order, state slots, and a handoff's destination."""
+"""The block tables of one request, and a handoff's destination."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ class BlockTables:
     """One request's pages per group.
 
     `pages`: page ids in token order, null where a window has freed them; `tables` holds the same as int32 arrays. The
-    one page of a state group is the slot of the request's state. `scratch`: state slots that the next step writes, the
-    first of which gets the state after the last known token; no interval covers them. `checkpoints`: slots that
-    receive a checkpoint in this step, by token count. `uncached`: groups that hold no complete prefix, so none of
-    their pages may enter the prefix cache.
+    one page of a state group is the request's slot. `scratch`: state slots that the next step writes, the first of
+    which gets the state after the last known token. `checkpoints`: slots that receive a checkpoint in this step, by
+    token count. `uncached`: groups without a complete prefix, whose pages may not enter the prefix cache.
 
-    Hash chains survive when the pages are released, because tokens are only ever appended.
+    Hash chains survive when the pages are released, because tokens are only appended.
     """
 
     __slots__ = ("chains", "checkpoints", "entered", "found", "pages", "scratch", "slid", "tables", "uncached")
 
     def __init__(self, root: bytes = ROOT) -> None:
         self.chains: defaultdict[str, Chain] = defaultdict(lambda: Chain(root))
-        self.found: dict[str, tuple[tuple[int, int, int], PrefixHit]] = {}  # the last lookup: its key and result
+        self.found: dict[str, tuple[tuple[int, int, int], PrefixHit]] = {}  # the last lookup's key and result
         self._clear()
 
     def _clear(self) -> None:
@@ -38,7 +37,7 @@ class BlockTables:
         self.checkpoints: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self.tables: dict[str, npt.NDArray[np.int32]] = {}
         self.entered: dict[str, int] = {}  # pages already offered to the prefix cache
-        self.slid: dict[str, int] = {}  # pages freed because the window has passed them
+        self.slid: dict[str, int] = {}  # pages freed after the window passed
         self.uncached: set[str] = set()
 
     def set_pages(self, group: str, pages: list[int]) -> None:
@@ -46,11 +45,11 @@ class BlockTables:
         self.tables[group] = np.asarray(pages, dtype=np.int32)
 
     def slots(self, group: str) -> tuple[int, list[int]]:
-        """A state group's slot of the request, and the scratch slots that a step writes."""
+        """The request's slot, and scratch slots."""
         return self.pages[group][0], self.scratch[group]
 
     def take(self) -> dict[str, list[int]]:
-        """Clear the tables and return all pages, for the caller to release."""
+        """All pages, for the caller to release."""
         pages = self.pages
         self._clear()
         return pages

@@ -56,7 +56,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def check_endpoint(endpoint: str, field: str) -> None:
-    """Raise `ConfigError` unless it is `tcp://HOST:PORT`, with `*` for a free port, or `ipc://PATH`."""
+    """Raises `ConfigError` unless it is `tcp://HOST:PORT`, with `*` for a free port, or `ipc://PATH`."""
     scheme, _, place = endpoint.partition("://")
     host, _, port = place.rpartition(":")
     free = port == "*" or (port.isascii() and port.isdigit() and int(port) < 1 << 16)

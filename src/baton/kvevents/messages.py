@@ -15,7 +15,7 @@ from baton.errors import ProtocolError
 from baton.kv.prefix import salted_root
 
 BlockHash = bytes | int
-# The medium that an engine computes with, on CPUs too.
+# The medium, on CPUs too.
 MEDIUM_GPU = "GPU"
 SEQUENCE_BYTES = 8
 # The end marker of a replay.
@@ -28,7 +28,7 @@ class _Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockStored(_Event):
-    """Consecutive full blocks that the prefix cache holds from now on.
+    """Consecutive full blocks.
 
     - `parent_block_hash`: of the block before the first; None: the first begins the prompt.
     - `token_ids`: of all blocks, `block_size` each.
@@ -96,7 +96,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Events in the order in which they happened. `ts`: seconds since 1970."""
+    """`ts`: seconds since 1970."""
 
     ts: float
     events: list[KVEvent]
@@ -122,7 +122,7 @@ def encode_batch(batch: EventBatch) -> bytes:
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """A batch of either encoding. Raises `ProtocolError` if it is malformed or has unknown events."""
+    """Takes either encoding. Raises `ProtocolError` if the batch is malformed or has unknown events."""
     if len(payload) > MAX_BATCH_BYTES:
         raise ProtocolError(f"a batch of events has {len(payload)} bytes, more than {MAX_BATCH_BYTES}")
     try:
@@ -143,5 +143,5 @@ def _event(raw: msgspec.Raw) -> KVEvent:
 
 
 def salt_key(salt: str) -> str:
-    """Stands for a `cache_salt` in the events of Baton's engines. Whoever reads it cannot use the salt."""
+    """Stands for a `cache_salt` in events. A reader cannot use the salt."""
     return salted_root(salt).hex()

@@ -36,13 +36,13 @@ _KINDS = {
     "state": "mamba",
 }
 _LINGER_MS = 200
-# Changes within this time are one batch: an engine step enters the blocks of many requests.
+# For one batch: an engine step enters the blocks of many requests.
 _GATHER_S = 0.002
 
 
 class EventPublisher:
-    """The thread that publishes what `recorder` records. `rank`: the engine's data-parallel rank. `port`,
-    `replay_port`: of its sockets, 0 without one.
+    """Publishes what `recorder` records. `rank`: the engine's data-parallel rank. `port`, `replay_port`: 0 without a
+    socket.
 
     Raises `ConfigError` if an endpoint cannot be bound.
     """
@@ -72,7 +72,6 @@ class EventPublisher:
         self._thread.start()
 
     def watch(self, cache: KVCache, groups: Sequence[GroupSpec]) -> None:
-        """Record what enters and leaves the prefix caches of `cache`."""
         for index, group in enumerate(groups):
             pool = cache.pools[group.name]
             size = pool.interval if isinstance(pool, StatePool) else pool.page_size
@@ -120,7 +119,7 @@ class EventPublisher:
             logger.warning("a malformed request for KV events is ignored")
             return
         client, start = frames[0], int.from_bytes(frames[2], "big", signed=True)
-        # A client that is gone or slow loses its replay, and no event of others.
+        # A slow client loses its replay, and no event of others.
         with contextlib.suppress(zmq.ZMQError):
             for sequence, payload in self._buffer:
                 if sequence >= start:

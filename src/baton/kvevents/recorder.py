@@ -13,7 +13,7 @@ from baton.kvevents.messages import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, 
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
-    """A group's number, its kind with vLLM's name, its window, and its tokens per block."""
+    """A group. `kind`: vLLM's name. `block_size`: in tokens."""
 
     index: int
     kind: str
@@ -22,9 +22,9 @@ class RecordedGroup:
 
 
 class EventRecorder:
-    """Events not published yet, at most `limit`. `wake` is called when the first is added.
+    """Events not published yet. `wake` is called when the first is added.
 
-    If there are too many, all are dropped, and consumers are told to clear what they know.
+    Above `limit` all are dropped, and consumers are told to clear what they know.
     """
 
     def __init__(self, limit: int, wake: Callable[[], None] = lambda: None) -> None:
@@ -69,7 +69,7 @@ class EventRecorder:
             self.wake()
 
     def take(self) -> list[KVEvent]:
-        """All events so far, adjacent blocks of a chain as one event. May run on another thread."""
+        """Adjacent blocks of a chain are one event. May run on another thread."""
         found: list[KVEvent] = []
         while self._events:
             event = self._events.popleft()

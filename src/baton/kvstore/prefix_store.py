@@ -1,12 +1,9 @@
-"""Prefix store: KV of prompts in a `FileStore`, which outlives engines and is shared by all engines of a model.
+"""KV of prompts in a `FileStore`, which outlives engines and is shared by all engines of a model.
 
 An entry holds the pages of one span (about `SPAN_TOKENS` tokens) in every group, including the drafter's, under a key
 over the model and all tokens that they depend on. Pages that are found enter the prefix cache before the request is
-scheduled, so the rest of the engine does not know the store. Spans that are missing, damaged or too large for the pool
-are computed. Only engines that compute prompts write: received KV must not be shared. States have one entry per
-prompt, after its last span that ends at a checkpoint.
-
-Files are read and written on threads of this class.
+scheduled. Only engines that compute prompts write: received KV must not be shared. States have one entry per prompt,
+after its last span that ends at a checkpoint.
 """
 
 from __future__ import annotations
@@ -37,8 +34,6 @@ _GroupPages = dict[str, list[int]]
 
 
 class PrefixRequest(Protocol):
-    """What the store reads of an engine's request."""
-
     @property
     def token_ids(self) -> list[int]: ...
     @property
@@ -50,7 +45,7 @@ class PrefixRequest(Protocol):
 
 
 class PrefixStore:
-    """One engine's view of a store. Only the engine thread calls it."""
+    """Only the engine thread calls it. Files are read and written on threads of this class."""
 
     def __init__(
         self, store: FileStore, model: str, pools: Mapping[str, PagePool], kv: Mapping[str, Tensor], writes: bool
@@ -60,7 +55,7 @@ class PrefixStore:
         self._store, self._model, self._pools, self._kv, self._writes = store, model, pools, kv, writes
         self._states = {name: pool for name, pool in pools.items() if isinstance(pool, StatePool)}
         self._paged = {name: pool for name, pool in pools.items() if name not in self._states}
-        # A span has whole pages in every group and ends at a checkpoint position.
+        # A span has whole pages in every group and ends at a checkpoint.
         ends = [pool.interval for pool in self._states.values()]
         whole = math.lcm(*ends, *(pool.page_size for pool in self._paged.values()))
         self._span = max(1, SPAN_TOKENS // whole) * whole
@@ -77,7 +72,7 @@ class PrefixStore:
         self._post, self._on_failure = post, on_failure
 
     def close(self) -> None:
-        """Finish pending writes, whose pages stay in use until then, and drop the KV memory."""
+        """Finishes pending writes."""
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
         self._kv = {}
@@ -85,10 +80,10 @@ class PrefixStore:
     # ------------------------------------------------------------ engine thread
 
     def load(self, request: PrefixRequest, then: Callable[[int], None]) -> bool:
-        """Look up the request's prompt. Returns False if there is nothing to look up, else calls `then` later with the
-        number of tokens that entered the prefix cache."""
+        """Returns False if there is nothing to look up, else calls `then` later with the number of tokens that entered
+        the prefix cache."""
         if request.is_salted:
-            return False  # salted prompts are only shared in memory, between requests with the same salt
+            return False  # salted prompts are only shared in memory
         tokens = request.token_ids[: request.prefill_len]
         first = min(pool.lookup(tokens, len(tokens)).num_tokens for pool in self._pools.values()) // self._span
         last = min(self._num_spans(len(tokens)), first + self._num_free_spans())
@@ -103,8 +98,7 @@ class PrefixStore:
         return True
 
     def save(self, request: PrefixRequest, num_final: int) -> None:
-        """Write those of the request's entries [0, `num_final`) that the store lacks. Their pages stay in use until
-        then."""
+        """Write those of the entries [0, `num_final`) that the store lacks. Their pages stay in use until then."""
         if request.is_salted:
             return
         num = min(num_final // self._span, self._num_spans(len(request.token_ids)))
@@ -121,7 +115,7 @@ class PrefixStore:
         # A slow disk must not hold pages that requests need.
         room = min((pool.num_pages // 4 // self._span_pages[name] for name, pool in self._paged.items()), default=num)
         if self._states and self._num_writing:
-            room = 0  # a write holds a checkpoint slot, and requests can spare only one
+            room = 0  # requests can spare only one checkpoint slot
         if not self._writes or not 0 < num <= room - self._num_writing:
             return
         pages = {name: request.kv.pages[name][: num * count] for name, count in self._span_pages.items()} | slots
@@ -146,7 +140,7 @@ class PrefixStore:
             pool.release(pages[name])
 
     def _insert(self, tokens: Sequence[int], first: int, found: Sequence[Mapping[str, ByteArray]]) -> int:
-        # The pages before the new ones must not be evicted to make room.
+        # Pages before the new ones must not be evicted.
         held = {name: pool.lookup(tokens, first * self._span).pages for name, pool in self._pools.items()}
         for name, pool in self._pools.items():
             pool.share(held[name])
@@ -205,7 +199,7 @@ class PrefixStore:
                     found[-1] |= entry.tensors
                     break
                 found.pop()
-        except Exception as error:  # the request waits for this lookup, so it must end
+        except Exception as error:  # the request waits for this
             log.warning("a stored prefix is computed again: %s", error)
             self._failed("read")
             if self._states:
@@ -234,5 +228,4 @@ class PrefixStore:
 
 
 def _of_states(key: str) -> str:
-    """The key of the states after the span with `key`."""
     return content_key(f"{key} states", ())

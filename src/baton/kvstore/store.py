@@ -1,13 +1,12 @@
 """A directory of KV bytes that processes of many hosts may share: `put` and `get` by content key.
 
-An entry is one safetensors file: named uint8 tensors, usually one per group, and strings that describe them. Its key
-is 32 hex digits: the digest of its content, or a name of the content, such as `content_key(context, token_ids)`. Equal
-keys mean equal content, so an entry is never written twice.
+An entry is one safetensors file of named uint8 tensors and strings. Its key is 32 hex digits: the digest of its
+content, or a name of it, such as `content_key(context, token_ids)`. Equal keys mean equal content, so an entry is never
+written twice.
 
-An entry appears atomically, by a rename, but is not synchronised to the disk: a power failure may truncate it. `get`
-checks the digest, and removes a damaged entry. Above `max_bytes` the least recently used entries are removed, but none
-used in the last `KEEP_S` seconds, which a reader may be about to read. Whoever can write to the directory can forge an
-entry under a named key, though not under a digest.
+An entry appears atomically, by a rename, but is not synchronised to the disk: a power failure may truncate it. Above
+`max_bytes` the least recently used entries are removed, but none used in the last `KEEP_S` seconds, which a reader may
+be about to read. Whoever can write to the directory can forge an entry under a named key, though not under a digest.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ from baton.errors import ConfigError, TransportError
 
 ByteArray = NDArray[np.uint8]
 KEEP_S = 5.0
-_ABANDONED_S = 3600.0  # a temporary file of this age is abandoned: no write takes so long
+_ABANDONED_S = 3600.0  # no write of a temporary file takes so long
 _KEY = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp", re.ASCII)
 _DIGEST = "baton-digest"
 
 
 class Entry(NamedTuple):
-    """Tensors by name, each uint8 `[bytes]`, and the strings stored with them."""
+    """Each tensor is uint8 `[bytes]`. `about`: strings stored with them."""
 
     tensors: dict[str, ByteArray]
     about: dict[str, str]
 
 
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The store's directory, and the maximum bytes of all entries."""
+    """`max_bytes`: of all entries."""
 
     path: Annotated[str, msgspec.Meta(min_length=1)] = os.path.join("~", ".cache", "baton", "kv")
     max_bytes: int = 8 << 30
 
 
 class FileStore:
-    """A store in one directory, for any thread of any number of processes."""
+    """A store for any thread of any number of processes."""
 
     def __init__(self, directory: str | Path, max_bytes: int = 8 << 30) -> None:
         """Create the directory, for this user alone, if missing; `~` is expanded. `max_bytes` bounds all entries
@@ -129,7 +128,7 @@ class FileStore:
         return entry
 
     def use(self, key: str) -> bool:
-        """Mark an entry as just used. False if there is none."""
+        """Mark an entry as just used. Returns False if there is none."""
         return self._touch(self._path(key))
 
     def remove(self, key: str) -> None:
@@ -153,7 +152,7 @@ class FileStore:
 
     def _read(self, path: Path) -> bytes | None:
         try:
-            # A pipe in place of the file would block an open without O_NONBLOCK for good.
+            # Without O_NONBLOCK a pipe in place of the file would block for good.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
@@ -171,7 +170,7 @@ class FileStore:
                 return file.read(status.st_size)
 
     def _entries(self) -> list[tuple[float, int, Path]]:
-        """(time of last use, bytes, path) of all entries, oldest first. Removes abandoned temporary files."""
+        """(time of last use, bytes, path), oldest first. Removes abandoned temporary files."""
         found = []
         with os.scandir(self.directory) as items:
             for item in items:
@@ -190,7 +189,7 @@ class FileStore:
             self._room -= nbytes
 
     def _evict(self, nbytes: int) -> int:
-        """Remove old entries until `nbytes` and a margin fit, or at least `nbytes`. Returns the room for both."""
+        """Remove old entries until `nbytes` and a margin fit, or at least `nbytes`. Returns the room."""
         entries = self._entries()
         room = self.max_bytes - sum(size for _, size, _ in entries)
         for used, size, path in entries:
@@ -219,8 +218,8 @@ def _closing(fd: int) -> Iterator[None]:
 
 
 def content_key(context: str, token_ids: Sequence[int]) -> str:
-    """The key of the KV of `token_ids` after `context`: the name of a model (weights, drafter, geometry), or the key
-    of the tokens before."""
+    """The key of the KV of `token_ids` after `context`: the name of a model (weights, drafter, geometry), or the key of
+    the tokens before."""
     state = hashlib.blake2b(digest_size=16)
     _feed(state, context.encode())
     _feed(state, np.asarray(token_ids, dtype="<i8").tobytes())
@@ -240,12 +239,12 @@ def entry_digest(tensors: Mapping[str, ByteArray], about: Mapping[str, str]) -> 
 
 
 def _feed(state: hashlib.blake2b, data: bytes | memoryview) -> None:
-    state.update(len(data).to_bytes(8, "little"))  # so that different sequences of parts never hash the same bytes
+    state.update(len(data).to_bytes(8, "little"))  # different sequences of parts never hash the same bytes
     state.update(data)
 
 
 def _decode(data: bytes) -> Entry:
-    """Raises `ValueError` unless `data` is a whole and unaltered entry."""
+    """Raises `ValueError` unless `data` is whole and unaltered."""
     deserialize: Any = safetensors.deserialize  # not annotated in the library
     try:
         parts = deserialize(data)

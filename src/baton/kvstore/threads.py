@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def started_executor(threads: int, name: str) -> ThreadPoolExecutor:
-    """An executor with all of its threads. Otherwise `submit` starts them, and raises if the system has no more: then
-    the call stays in the queue, and would run after its caller has given it up.
+    """`submit` would start them otherwise, and raise if the system has no more: then the call stays in the queue, and
+    would run after its caller has given it up.
 
     Raises `RuntimeError` if a thread cannot be started.
     """

@@ -1,5 +1,4 @@
-"""The base of every architecture: a decoder whose subclasses read their `config.json`. Parameter names are Hugging
-Face's."""
+"""The base of every architecture. Parameter names are Hugging Face's."""
 
 from __future__ import annotations
 
@@ -89,7 +88,6 @@ class Decoder(nn.Module):
 
     @property
     def stream_size(self) -> int:
-        """Numbers of the residual stream."""
         return self._config.hidden_size
 
     def spread(self, embeds_TE: Tensor) -> Tensor:
@@ -97,7 +95,7 @@ class Decoder(nn.Module):
         return embeds_TE
 
     def collapse(self, x: Tensor) -> Tensor:
-        """The input [T, E] of the final norm, from the residual stream after the last layer."""
+        """The final norm's input [T, E], from the residual stream after the last layer."""
         return x
 
     def feature(self, x: Tensor) -> Tensor:
@@ -105,11 +103,11 @@ class Decoder(nn.Module):
         return x
 
     def layer_inputs(self, input_ids_T: Tensor, embeds_TE: Tensor) -> Mapping[int, tuple[Tensor, ...]]:
-        """Further arguments of layers, by layer, from token ids [T] and their scaled embeddings [T, E]."""
+        """Further arguments, by layer. `embeds_TE`: scaled."""
         return {}
 
     def _receive(self, num_rows: int, aux_layers: Sequence[int], source: int, seen: dict[int, Tensor]) -> Tensor:
-        """Receive the residual stream from stage `source`, and the auxiliary states so far, into `seen`."""
+        """The residual stream; auxiliary states so far go into `seen`."""
         shape = 1 + len(aux_layers), num_rows, self.stream_size
         got = torch.empty(shape, dtype=self._build.dtype, device=self._build.device)
         self._stage.receive(got, source)
@@ -118,7 +116,7 @@ class Decoder(nn.Module):
 
 
 def rotaries(config: ModelConfig, build: Build) -> tuple[list[Rotary], list[int]]:
-    """A decoder's distinct rotary embeddings, and each layer's index into them."""
+    """Distinct rotary embeddings, and each layer's index into them."""
     ropes = config.layer_ropes or (config.rope,) * config.num_layers
     sizes = config.layer_rotary_dims or (config.rotary_dim or config.head_dim,) * config.num_layers
     of_layers = list(zip(ropes, sizes, strict=True))
@@ -130,8 +128,8 @@ def rotaries(config: ModelConfig, build: Build) -> tuple[list[Rotary], list[int]
 class CausalLM(nn.Module, ABC):
     """A target model. Pages and batches are hidden in the `LayerCache` of each forward.
 
-    `kv_layers[l]` describes the cache of layer l over all ranks. `max_position`: the longest context in tokens.
-    `decoder`: the class of `model`. `own_parts`: beginnings of names of its tensors besides embedding, layers and norm.
+    `kv_layers`: over all ranks. `max_position`: the longest context in tokens. `own_parts`: prefixes of names of its
+    tensors besides embedding, layers and norm.
     """
 
     decoder: type[Decoder] = Decoder
@@ -163,14 +161,14 @@ class CausalLM(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def parse_config(cls, raw: RawConfig) -> ModelConfig:
-        """Read `config.json`. Raises `CheckpointError` naming the field that is missing or not supported."""
+        """Raises `CheckpointError` naming the field that is missing or not supported."""
 
     def kv_layer(self, config: ModelConfig, layer_id: int) -> LayerSpec:
         return KVLayerSpec(config.num_kv_heads, config.head_dim, config.windows[layer_id])
 
     def layer(self, config: ModelConfig, layer_id: int, build: Build) -> nn.Module:
-        """Build a layer. Its forward takes the residual stream [T, E], the rows' rotary (cos, sin) and a `LayerCache`,
-        and returns the next residual stream [T, E]."""
+        """Its forward takes the residual stream [T, E], the rows' rotary (cos, sin) and a `LayerCache`, and returns the
+        next residual stream [T, E]."""
         return DecoderLayer(config, layer_id, build)
 
     def mtp_config(self, num_modules: int) -> ModelConfig:
@@ -186,13 +184,13 @@ class CausalLM(nn.Module, ABC):
         return None if is_tied or name.endswith("rotary_emb.inv_freq") else name
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Convert a stored tensor to this model's: one, several, or none if another stored tensor is needed first."""
+        """A stored tensor as this model's: one, several, or none if another is needed first."""
         return ((name, tensor),)
 
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, cache: LayerCache, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """One forward over T rows: int64 token ids [T] at int64 positions [T].
+        """Int64 token ids [T] at int64 positions [T].
 
         Returns the hidden states after the final norm [T, E] and, for each l in `aux_layers` (0..num_layers), the
         residual stream [T, E] that enters layer l (l = num_layers: the last layer's output, before the norm; num_layers

@@ -1,4 +1,4 @@
-"""Specs of what each kind of layer keeps between steps, and `LayerCache`, a layer's only access to it.
+"""What each kind of layer keeps between steps, and `LayerCache`, a layer's only access to it.
 
 Shapes: T rows of a forward, R requests, H query heads, G key-value heads, D head size.
 """
@@ -18,8 +18,8 @@ from baton.errors import BatonError
 
 @dataclass(frozen=True, slots=True)
 class KVLayerSpec:
-    """One attention layer's keys and values. `window`: query i sees key j iff i - window < j <= i; None: all j <= i.
-    `lookback`: how many keys before its window a query's position must have, for a drafter that reads this layer."""
+    """`window`: query i sees key j iff i - window < j <= i; None: all j <= i. `lookback`: how many keys before its
+    window a query's position must have, for a drafter that reads this layer."""
 
     num_kv_heads: int
     head_dim: int
@@ -51,8 +51,6 @@ class StatePlane:
 
 @dataclass(frozen=True, slots=True)
 class StateLayerSpec:
-    """One recurrent layer's state per request."""
-
     planes: tuple[StatePlane, ...]
 
 
@@ -84,7 +82,7 @@ class TokenPart:
 
 @dataclass(frozen=True, slots=True)
 class PartsLayerSpec:
-    """A layer that keeps several parts, each in a group of its own."""
+    """Each part is in a group of its own."""
 
     parts: tuple[TokenPart, ...]
 
@@ -104,11 +102,11 @@ class ScanRows:
 
 
 class Recurrence(Protocol):
-    """A recurrent layer's arithmetic: a pure function."""
+    """A pure function."""
 
     def __call__(self, states: States, rows: ScanRows) -> tuple[Tensor, States]:
-        """Takes each plane's states before the rows [R, num_heads, head_dim], zeros for a new request. Returns the
-        layer's output [T, ...], and each plane's states after the rows `kept` [K, num_heads, head_dim]."""
+        """`states`: each plane's before the rows [R, num_heads, head_dim], zeros for a new request. Returns the layer's
+        output [T, ...], and the states after the rows `kept` [K, num_heads, head_dim]."""
         ...
 
 
@@ -161,7 +159,7 @@ class IndexRows:
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """The keys that an indexer chose: `positions` int64 [N, top_k], ascending, for the rows `rows` int64 [N]. Other
-    rows see at most `top_k` keys, and attend to all."""
+    rows see at most `top_k` keys: all."""
 
     rows: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
@@ -177,8 +175,8 @@ class KVRegion:
 
 @dataclass(frozen=True, slots=True)
 class KVRegions:
-    """Where the keys and values of a forward's layers lie, for a kernel that runs several layers in one call. Slots
-    are not checked. `layers`: for each layer, its region, its index in it, and its window (0: none)."""
+    """Keys and values for a kernel that runs several layers in one call; slots are not checked. `layers`: each layer's
+    region, its index in it, and its window (0: none)."""
 
     query_start: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int64]
@@ -188,7 +186,7 @@ class KVRegions:
 
 @runtime_checkable
 class InPlaceCache(Protocol):
-    """A cache in host memory, whose regions a kernel may read and write itself."""
+    """A cache in host memory, which kernels may read and write themselves."""
 
     def regions(self) -> KVRegions | None:
         """None if layers must be called one by one."""
@@ -200,19 +198,19 @@ def slot_error() -> BatonError:
 
 
 class Compress(Protocol):
-    """A compressor's arithmetic: a pure function."""
+    """A pure function."""
 
     def __call__(self, windows: Sequence[Tensor], numbers_N: Tensor) -> Mapping[str, Tensor]:
-        """Takes for each of N entries what the open plane keeps of its tokens and those that it overlaps [S, O], and
-        the entry's number (int64). Returns the numbers [N, W] of each plane of entries."""
+        """`windows`: for each of N entries, the open plane's rows [S, O] of its tokens and those that it overlaps.
+        `numbers_N`: the entries' numbers (int64). Returns the numbers [N, W] of each plane of entries."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
     """The compressed part of a layer (DeepSeek-V4, 2026): an entry for each `rate` tokens, made by `compress` from the
-    open plane's rows `open_TO` of these tokens and of the `overlap` before them. With `index` a row attends to the
-    best entries alone, else to all that are complete."""
+    open plane's rows `open_TO` of these tokens and of the `overlap` before them. With `index` a row attends to the best
+    entries only, else to all complete ones."""
 
     rate: int
     overlap: int
@@ -235,20 +233,14 @@ class WindowRows:
 
 
 class LayerCache(Attend, Protocol):
-    """The cache for one forward's rows: called for keys and values, with a method for each other kind.
-
-    `chosen`: by the last layer with an indexer in this forward.
-    """
+    """The cache for one forward's rows. `chosen`: by the last layer with an indexer in this forward."""
 
     chosen: Chosen | None
 
-    def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
-        """Write keys and values, without attention."""
-        ...
+    def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None: ...
 
     def attend_kept(self, layer_id: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attend causally to what layer `layer_id` keeps, and write nothing: for layers without keys and values of
-        their own. The row at position i sees key j iff i - window < j <= i."""
+        """Attend without writing: for layers without keys and values of their own. `window`: as `KVLayerSpec`."""
         ...
 
     def choose(self, layer_id: int, rows: IndexRows) -> None:
@@ -274,9 +266,9 @@ class LayerCache(Attend, Protocol):
         ...
 
     def attend_window(self, layer_id: int, rows: WindowRows) -> Tensor:
-        """Write the rows, and the entries that they complete, to the layer's parts, then attend. Returns [T, H, D]."""
+        """Write the rows and the entries that they complete, then attend. Returns [T, H, D]."""
         ...
 
     def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:
-        """Run `recurrence` from each request's state, and write the states it returns. Returns its output."""
+        """Returns the output of `recurrence`, and writes the states."""
         ...

@@ -63,13 +63,12 @@ class RopeSpec:
 class ModelConfig:
     """A pre-norm decoder with grouped-query attention and a SwiGLU MLP.
 
-    `windows[l]`: the sliding window of layer l in tokens, None for full attention. `rotary_dim`: how many leading
-    dimensions of a head are rotated, None for all. `layer_ropes`, `layer_rotary_dims`: by layer, empty if all have
-    `rope` and `rotary_dim`.
-    `attention_multiplier`: the scale of attention scores, None for head_dim^-0.5. `has_sinks`: each head has an extra
-    logit in the softmax. `norm_offset` None: norms round to the model's dtype, then multiply by the weight; else they
-    multiply by weight + offset in float32, then round. `moe` replaces some layers' MLP, `latent` grouped-query
-    attention.
+    `windows`: each layer's sliding window in tokens, None for full attention. `rotary_dim`: the leading dimensions of a
+    head that are rotated, None for all. `layer_ropes`, `layer_rotary_dims`: by layer, empty if all have `rope` and
+    `rotary_dim`. `attention_multiplier`: the scale of attention scores, None for head_dim^-0.5. `has_sinks`: each head
+    has an extra logit in the softmax. `norm_offset` None: norms round to the model's dtype, then multiply by the
+    weight; else they multiply by weight + offset in float32, then round. `moe` replaces some layers' MLP, `latent`
+    grouped-query attention.
     """
 
     vocab_size: int
@@ -99,12 +98,11 @@ class ModelConfig:
     latent: LatentSpec | None = None
 
 
-# Of any decoder, those of a single one included.
 ROPE_TYPES = (*_ROPE_PARAMS, "proportional")
 
 
 def get_int(raw: RawConfig, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
-    """An integer in [minimum, maximum]. Raises `CheckpointError` naming the field."""
+    """Raises `CheckpointError` outside of [minimum, maximum]."""
     value = raw.get(name)
     if value is None:
         value = default
@@ -117,7 +115,7 @@ def get_int(raw: RawConfig, name: str, default: int | None = None, minimum: int 
 
 
 def get_float(raw: RawConfig, name: str, default: float | None = None) -> float:
-    """A positive number. Raises `CheckpointError` naming the field."""
+    """Raises `CheckpointError` unless the number is positive."""
     value = raw.get(name)
     if value is None:
         value = default
@@ -166,7 +164,7 @@ def _spelt_out(section: object, raw: RawConfig) -> object:
 def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_default: float = 10000.0) -> RopeSpec:
     """Fields that `section` lacks are read from `raw`.
 
-    Raises `CheckpointError` naming a type or parameter that is not supported.
+    Raises `CheckpointError`.
     """
     kind = section.get("rope_type", section.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_PARAMS:
@@ -201,8 +199,8 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
 
 
 def context_length(rope: RopeSpec, max_position: int) -> int:
-    """The longest context in tokens. As in vLLM, linear scaling multiplies `max_position_embeddings`. With YaRN that is
-    the result or, in Qwen's guides, still the original length."""
+    """As in vLLM, linear scaling multiplies `max_position_embeddings`. With YaRN that is the result or, in Qwen's
+    guides, still the original length."""
     if rope.kind not in ("linear", "yarn"):
         return max_position
     trained = rope.params.get("original_max_position_embeddings", max_position)
@@ -210,7 +208,7 @@ def context_length(rope: RopeSpec, max_position: int) -> int:
 
 
 def get_rotary_dim(raw: RawConfig, head_dim: int, default_factor: float) -> int:
-    """Rotated dimensions of a head. Raises `CheckpointError` for none or an odd number."""
+    """Raises `CheckpointError` for 0 or an odd number."""
     factor = get_float({**raw, **rope_section(raw)}, "partial_rotary_factor", default_factor)
     dim = int(head_dim * factor)
     if not 0 < dim <= head_dim or dim % 2:
@@ -231,7 +229,7 @@ def layer_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
 
 
 def sliding_layers(types: object, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have a window, from `layer_types`. Raises `CheckpointError` for layers of other types."""
+    """Which layers have a window, from `layer_types`. Raises `CheckpointError` for other types."""
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
         raise CheckpointError(f"config.json: layer_types must be {num_layers} of {' or '.join(known)}, got {types!r}")

@@ -1,7 +1,5 @@
-"""A model's decoder layers over a few rows in one call (see `decoder_layers`), if all of them are the usual ones.
-
-Each row gets the bits that the layers one by one give it, so either way may compute any step.
-"""
+"""A model's decoder layers over a few rows in one call (see `decoder_layers`), with the bits of the layers one by
+one."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ CosSin = tuple[Tensor, Tensor]
 
 
 class FusedLayers:
-    """`layers`: those of a whole model. Their weights stay where they are."""
+    """`layers`: those of a whole model."""
 
     def __init__(self, layers: Sequence[DecoderLayer], rotary_of: Sequence[int]) -> None:
         first, mlp = layers[0].self_attn, layers[0].mlp
@@ -57,7 +55,7 @@ class FusedLayers:
         return made if all(_shape(layer) == _shape(found[0]) for layer in found) else None
 
     def regions(self, x: Tensor, cache: LayerCache) -> KVRegions | None:
-        """Where the rows x [T, E] find their keys and values. None if they must go through the layers one by one."""
+        """Keys and values for rows x [T, E]. None: the layers must run one by one."""
         if not isinstance(cache, InPlaceCache) or not 0 < len(x) <= MAX_ROWS or x.dtype is not torch.bfloat16:
             return None
         if not all(linear.few_rows_match() for linear in self._linears[:4]):
@@ -69,8 +67,8 @@ class FusedLayers:
         return regions
 
     def run(self, x: Tensor, cos_sin: Sequence[CosSin], regions: KVRegions, kept: Mapping[int, Tensor]) -> None:
-        """Replace rows x [T, E], contiguous, by what the last layer returns. `kept`: tensors [T, E] that get the input
-        of these layers. Raises `BatonError` for a slot in the null page or outside the page table."""
+        """Replaces contiguous rows x [T, E] by the last layer's output. `kept`: tensors [T, E] that get the input of
+        these layers. Raises `BatonError` for a slot in the null page or outside the page table."""
         num_rows, num_layers = len(x), len(self._layers)
         threads = threads_for(self._num_weights, _PARALLEL_WEIGHTS)
         table = self._filled(cos_sin, regions, kept)
@@ -93,7 +91,6 @@ class FusedLayers:
     def _filled(
         self, cos_sin: Sequence[CosSin], regions: KVRegions, kept: Mapping[int, Tensor]
     ) -> npt.NDArray[np.int64]:
-        """The table of layers for one forward."""
         table: npt.NDArray[np.int64] = self._table.copy()
         places = np.array([regions.layers[i] for i in range(len(self._layers))])
         found = [
@@ -130,7 +127,7 @@ def _norms(layer: DecoderLayer) -> list[RMSNorm]:
 
 
 def _is_usual(layer: DecoderLayer) -> bool:
-    """Whether the kernel computes what this layer computes, on this machine."""
+    """Whether the kernel computes this layer, on this machine."""
     attention, mlp = layer.self_attn, layer.mlp
     if type(layer) is not DecoderLayer or type(attention) is not Attention or type(mlp) is not MLP:
         return False
@@ -147,7 +144,7 @@ def _is_usual(layer: DecoderLayer) -> bool:
 
 
 def _shape(layer: DecoderLayer) -> tuple[float, ...]:
-    """What all layers of a call must share."""
+    """Equal for all layers of a call."""
     attention = layer.self_attn
     assert isinstance(attention, Attention)
     sizes = [size for linear in _linears(layer) for size in (linear.in_features, linear.out_features)]
@@ -156,7 +153,7 @@ def _shape(layer: DecoderLayer) -> tuple[float, ...]:
 
 
 def _columns(layer: DecoderLayer) -> list[int]:
-    """A layer's row of the kernel's table, without what changes from forward to forward."""
+    """A layer's row of the kernel's table, as far as forwards do not change it."""
     attention, row = layer.self_attn, [0] * kernel.NUM_COLUMNS
     assert isinstance(attention, Attention)
     for column, linear in zip((kernel.QKV, kernel.OUT, kernel.GATE_UP, kernel.DOWN), _linears(layer), strict=True):

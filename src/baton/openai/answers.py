@@ -1,4 +1,4 @@
-"""Responses of OpenAI-compatible servers: written by Baton, and read, untrusted, by its clients."""
+"""Responses of OpenAI-compatible servers, which Baton writes, and reads as untrusted."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Token counts. The details are only written."""
+    """The details are only written."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -106,7 +106,7 @@ class _ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
-    """A response to a chat, without messages: token ids say more than text."""
+    """A response without messages: token ids say more than text."""
 
     choices: list[_ChatChoice] = []
     usage: Usage | None = None
@@ -144,7 +144,7 @@ def decode_answer(body: bytes, kind: type[T], problem: str = "the answer is malf
 
 
 def read_error(body: bytes) -> ErrorFields:
-    """The error in a body; empty if it does not have OpenAI's shape."""
+    """Empty if the body does not have OpenAI's shape."""
     try:
         return msgspec.json.decode(body, type=_Error).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -152,7 +152,7 @@ def read_error(body: bytes) -> ErrorFields:
 
 
 def answer_token_ids(choice: Choice) -> list[int]:
-    """A choice's `token_ids`, or else those that its logprobs name. Raises `ProtocolError`."""
+    """`token_ids`, or else those that the logprobs name. Raises `ProtocolError`."""
     if choice.token_ids is not None:
         return choice.token_ids
     if choice.logprobs is not None and choice.logprobs.tokens is not None:
@@ -172,6 +172,6 @@ def token_id(name: str) -> int | None:
 
 
 def printable_line(text: str) -> str:
-    """`text` on one line, without control characters, cut to `_MAX_MESSAGE` characters."""
+    """One line without control characters, cut to `_MAX_MESSAGE` characters."""
     line = "".join(c if c.isprintable() else " " for c in text[: _MAX_MESSAGE + 1])
     return line if len(text) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]} ..."

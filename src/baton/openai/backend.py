@@ -15,13 +15,11 @@ from baton.wire import EngineInfo, GenerateRequest, Mode, TokenChunk
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model of a backend, as far as the API needs it. Lengths are in tokens.
+    """Lengths are in tokens.
 
-    - `default_seed`: for requests without a seed; None: each gets a random one.
     - `identity`: engines need this `comparison.token_identity` to serve requests that were prepared with this model's
       tokenizer and limits; None: any may.
     - `root`: the checkpoint directory. `created`: when it was first served here, in seconds since 1970.
-    - `defaults`: sampling parameters for requests without them.
     - `adapters`: LoRA adapters that clients may name as their model, as NAME@DIGEST. `adapter`: the one that is named.
     """
 
@@ -50,26 +48,27 @@ OnRoute = Callable[[str, Sequence[str]], None]
 
 
 class Backend(Protocol):
-    """Generates tokens. All calls come from one event loop."""
+    """All calls come from one event loop."""
 
     @property
     def allows_kv_mode(self) -> bool:
-        """Whether a request may choose push or pull."""
+        """Whether requests may choose push or pull."""
         ...
 
     def model(self) -> ServedModel:
-        """Raises `EngineUnavailableError` if there is no model yet."""
+        """Raises `EngineUnavailableError` without a model."""
         ...
 
     def check(self, params: SamplingParams) -> None:
-        """Raise `RequestError` for unsupported parameters. They are the client's: any `n`, and a seed only if given."""
+        """Raises `RequestError` for unsupported parameters. They are the client's: any `n`, and a seed only if
+        given."""
         ...
 
     def generate(
         self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's chunks; the last has `finish_reason`. Closing the generator aborts the request.
-        `on_route` is called with the reason for the route, one word, and its engines.
+        """Closing the generator aborts the request. `on_route` is called with the reason for the route, one word, and
+        its engines.
 
         The first step raises `RequestError` or `EngineUnavailableError` if the request is refused.
         """

@@ -25,7 +25,7 @@ from baton.openai.answers import ChatCompletion, Completion, Model, Models, deco
 from baton.sampling_params import TokenId
 
 MAX_BODY_BYTES = 32 * 2**20
-# Compressed bodies would defeat the limits on their size.
+# Compressed bodies would defeat limits.
 PLAIN = {"Accept-Encoding": "identity"}
 _MAX_REFUSAL_BYTES = 2**16
 _EVENT, _DONE = b"data:", b"[DONE]"
@@ -45,8 +45,8 @@ def base_url(url: str, field: str) -> str:
 
 @contextlib.contextmanager
 def convert_errors(where: str, unreached: type[EngineUnavailableError] = EngineLostError) -> Iterator[None]:
-    """Convert errors of an exchange with the server `where` to `EngineLostError` (it may have taken the request),
-    `unreached`, or `ProtocolError` (its response is malformed)."""
+    """Convert errors to `EngineLostError` (the server `where` may have taken the request), `unreached`, or
+    `ProtocolError` (its response is malformed)."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -60,7 +60,7 @@ def convert_errors(where: str, unreached: type[EngineUnavailableError] = EngineL
 
 
 def error_line(error: Exception) -> str:
-    """An exception's message on one line, or its type if it has none."""
+    """The message on one line, or the type."""
     return printable_line(str(error) or type(error).__name__)
 
 
@@ -73,15 +73,11 @@ async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
 
 
 async def read_refusal(response: aiohttp.ClientResponse) -> bytes:
-    """An error's body, cut to `_MAX_REFUSAL_BYTES`."""
     return (await _read_start(response, _MAX_REFUSAL_BYTES))[:_MAX_REFUSAL_BYTES]
 
 
 def read_event(line: bytes, url: str) -> Completion | Literal["done"] | None:
-    """A line of a streamed completion: an event, or its end. None: neither.
-
-    Raises `HandoffError` for an error event, msgspec's errors for a malformed one.
-    """
+    """Raises `HandoffError` for an error event, msgspec's errors for a malformed one."""
     data = line.strip().removeprefix(_EVENT).lstrip()
     if data == _DONE:
         return "done"
@@ -105,8 +101,8 @@ def read_samples(text: str) -> list[Sample]:
 async def connected_client(
     url: str, timeout_s: float | None = None, api_key: str | None = None, rank: str | None = None
 ) -> AsyncIterator[OpenAIClient]:
-    """A client with its own session. `timeout_s` limits a request with its response; None: no limit. `rank`: of a
-    vLLM server's data-parallel ranks, the one that answers completions."""
+    """A client with its own session. `timeout_s`: of a request with its response. `rank`: of a vLLM server's
+    data-parallel ranks, the one that answers completions."""
     headers = dict(PLAIN)
     if rank is not None:
         headers["X-data-parallel-rank"] = rank
@@ -118,35 +114,32 @@ async def connected_client(
 
 
 class OpenAIClient:
-    """A client of the server at one base URL.
-
-    All methods raise the errors of `convert_errors` (`EngineLostError` also if a response ends early),
+    """All methods raise the errors of `convert_errors` (`EngineLostError` also if a response ends early),
     `OverloadedError` for HTTP status 429, `EngineUnavailableError` for any other but 200 (redirects are not followed),
-    and `ProtocolError` for a response that is too large.
-    """
+    and `ProtocolError` for a response that is too large."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self.url = url
 
     async def model(self) -> Model:
-        """The first model in the server's list."""
+        """The first in the server's list."""
         models = decode_answer(await self.fetch("GET", f"{self.url}/v1/models"), Models).data
         if not models:
             raise ProtocolError("the server lists no model")
         return models[0]
 
     async def complete(self, body: dict[str, Any]) -> Completion:
-        """`POST /v1/completions`. The result has at least one choice."""
+        """The result has at least one choice."""
         return _with_choices(decode_answer(await self.fetch("POST", f"{self.url}/v1/completions", body), Completion))
 
     async def chat(self, body: dict[str, Any]) -> Completion:
-        """`POST /v1/chat/completions`, without messages. The result has at least one choice."""
+        """The result has at least one choice, and no messages."""
         answer = decode_answer(await self.fetch("POST", f"{self.url}/v1/chat/completions", body), ChatCompletion)
         return _with_choices(answer.of_completion())
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Completion, None]:
-        """The events of `POST /v1/completions`. Raises `HandoffError` for an error event."""
+        """Raises `HandoffError` for an error event."""
         url = f"{self.url}/v1/completions"
         async with self._answer("POST", url, {**body, "stream": True}) as response:
             async for line in response.content:

@@ -12,7 +12,7 @@ from baton.openai.requests import ChatMessage, ChatRequest, TokenizeRequest
 from baton.wire import PromptIds
 
 MAX_MESSAGES = 4096
-# Marks the end of the message that the model continues. The space shows whether the template trims messages.
+# The end of the message that the model continues. The space shows whether the template trims messages.
 _END = "<|baton-end-of-message|> "
 
 # Templates may loop over parts, as slowly as the interpreter.
@@ -29,10 +29,7 @@ def chat_text(
     tools: list[dict[str, Any]] | None,
     model: ServedModel,
 ) -> str:
-    """Render a conversation with the chat template, which also gets `tools` and `variables`.
-
-    Raises `RequestError` for what is not supported.
-    """
+    """The rendered chat template. Raises `RequestError` for what is not supported."""
     if not messages:
         raise RequestError("messages must not be empty", "messages")
     if len(messages) > MAX_MESSAGES:
@@ -68,7 +65,7 @@ def encode_text(text: str, model: ServedModel, special: bool, param: str) -> Pro
 
 
 def check_num_chars(num_chars: int, param: str, model: ServedModel) -> None:
-    """Raise `RequestError` for text that cannot fit, without the cost of tokenising."""
+    """Raises `RequestError` for text that cannot fit, without tokenising it."""
     limit = model.max_model_len * model.tokenizer.max_token_chars
     if num_chars > limit:
         raise RequestError(

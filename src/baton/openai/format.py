@@ -19,14 +19,14 @@ Json = dict[str, Any]
 
 
 def usage(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Usage:
-    """A prompt counts once, however many choices share it. Draft counts are left out if the engine speculates without
-    reporting its verifications (vLLM)."""
+    """A prompt counts once, however many choices share it. No draft counts if the engine does not report verifications
+    (vLLM)."""
     num_prompt = sum(len(prompt) for prompt in plan.prompts)
     num_output = sum(len(output.token_ids) for output in outputs)
     k = plan.model.num_speculative_tokens
     accepted = sum(sum(output.accepted) for output in outputs)
     drafted = sum(sum(output.drafted) for output in outputs)
-    # The choices of a prompt share its cached tokens: count those of the first.
+    # The choices of a prompt share its cached tokens.
     per_prompt = max(1, len(outputs) // len(plan.prompts))
     cached = sum(output.num_cached_tokens for output in outputs[::per_prompt])
     drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
@@ -35,13 +35,12 @@ def usage(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Usage:
 
 
 def usage_so_far(plan: Plan, index: int, num_output: int) -> Usage:
-    """The usage of choice `index` after `num_output` tokens, for an event of its stream."""
+    """The usage of choice `index`, for an event of its stream."""
     num_prompt = len(plan.requests[index].prompt_token_ids)
     return Usage(num_prompt, num_output, num_prompt + num_output)
 
 
 def response_body(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Json:
-    """The body of a response that is not streamed."""
     choices = []
     for index, output in enumerate(outputs):
         choice = _choice(plan, index, output)
@@ -92,7 +91,7 @@ def stream_event(plan: Plan, index: int, delta: Delta, output: ChoiceOutput, fir
 
 
 class PlainEvents:
-    """The events of a choice's stream that have nothing but text: only the text is encoded for each."""
+    """Events with nothing but text: only the text is encoded for each."""
 
     def __init__(self, plan: Plan, index: int, output: ChoiceOutput) -> None:
         mark = secrets.token_hex(16)
@@ -114,7 +113,7 @@ def streamed_usage(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Json:
 
 
 def is_visible(plan: Plan, delta: Delta) -> bool:
-    """Whether a part has something for the client yet."""
+    """Whether the delta has something for the client yet."""
     if delta.finish_reason is not None or plan.reader is None:
         return bool(delta.text or delta.finish_reason)
     return any(plan.tells_reasoning or not isinstance(event, Reasoning) for event in delta.events)
@@ -125,7 +124,6 @@ def _finish_reason(plan: Plan, output: ChoiceOutput, reason: FinishReason | None
 
 
 def _message(plan: Plan, output: ChoiceOutput) -> Json:
-    """The message, parsed if the request asks for it."""
     if plan.reader is None:
         return {"content": output.text}
     message: Json = {"content": output.content or (None if output.calls else "")}
@@ -141,7 +139,7 @@ def _message(plan: Plan, output: ChoiceOutput) -> Json:
 
 
 def _delta(plan: Plan, delta: Delta, output: ChoiceOutput) -> Json:
-    """The content of one event. Only a call's first part has its id and name."""
+    """Only a call's first part has its id and name."""
     if plan.reader is None:
         return {"content": delta.text}
     found: Json = {}
@@ -178,7 +176,7 @@ def _choice(plan: Plan, index: int, said: Delta | ChoiceOutput) -> Json:
 
 
 def _echo(plan: Plan, index: int, output: ChoiceOutput, choice: Json) -> None:
-    """Put the prompt before the output, in text and logprobs."""
+    """The prompt comes before the output, in text and logprobs."""
     prompt = plan.requests[index].prompt_token_ids
     detokenizer = IncrementalDetokenizer(plan.model.tokenizer, skip_special_tokens=False)
     text, offsets = "", []
@@ -199,7 +197,7 @@ def _echo(plan: Plan, index: int, output: ChoiceOutput, choice: Json) -> None:
 
 
 def _prompt_logprobs(plan: Plan, index: int, output: ChoiceOutput) -> list[Json | None]:
-    """vLLM's `prompt_logprobs`: per token its own entry and the most likely ones, by token id."""
+    """As in vLLM: per token its own entry and the most likely ones, by token id."""
     text, found = plan.model.tokenizer.token_text, list[Json | None]()
     for token, score in zip(plan.requests[index].prompt_token_ids, output.prompt_logprobs, strict=True):
         if score is None:
@@ -212,7 +210,7 @@ def _prompt_logprobs(plan: Plan, index: int, output: ChoiceOutput) -> list[Json 
 
 
 def _token_name(plan: Plan, token_id: int) -> str:
-    """A token's name in a completion's logprobs. An incomplete character is `bytes:...`, as in OpenAI's API."""
+    """An incomplete character is `bytes:...`, as in OpenAI's API."""
     if plan.return_tokens_as_token_ids:
         return f"token_id:{token_id}"
     name = plan.model.tokenizer.token_text(token_id)
@@ -231,7 +229,7 @@ def _completion_logprobs(
 
 
 def _alternatives(plan: Plan, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
-    """The chosen token and the most likely ones, by name. Of two with one text, the less likely is `token_id:N`."""
+    """Logprobs by name. Of two tokens with one text, the less likely is `token_id:N`."""
     own = _token_name(plan, token_id)
     found: dict[str, float] = {}
     for other, value in entry.top:

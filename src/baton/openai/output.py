@@ -1,4 +1,4 @@
-"""One choice of a response: from token chunks to text deltas with token ids and logprobs."""
+"""One choice of a response: from token chunks to text deltas."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ID_LETTERS = string.ascii_letters + string.digits
 
 @dataclass(slots=True)
 class Delta:
-    """What one chunk adds to one choice, after detokenisation and stop strings. `text_offsets`: where each token
-    begins in the choice's text, in characters; tokens of one character begin at the same offset."""
+    """What one chunk adds to one choice, after detokenisation and stop strings. `text_offsets`: where each token begins
+    in the choice's text, in characters."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When a request, its first and its last token arrived, in seconds of one clock."""
+    """Arrivals in seconds of one clock."""
 
     arrived: float
     first: float
@@ -48,9 +48,8 @@ class Call:
 
 
 class ChoiceOutput:
-    """The growing output of one `GenerateRequest`: the sum of the deltas, and of each verification the number of
-    `accepted` and `drafted` tokens. With a `parser` also `content`, `reasoning` and `calls`. `times` and `route`, the
-    backend's reason for the route if there was a choice, are set at the end."""
+    """The growing output of one `GenerateRequest`. `content`, `reasoning` and `calls`: with a `parser`. `times` and
+    `route` (the backend's reason) are set at the end."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class ChoiceOutput:
         return "".join(self._reasoning)
 
     def push(self, chunk: TokenChunk) -> Delta:
-        """Add a chunk; none may follow a delta with `finish_reason`. Raises the `BatonError` of an error chunk."""
+        """No chunk may follow a delta with `finish_reason`. Raises the `BatonError` of an error chunk."""
         if chunk.finish_reason == "error":
             raise error_of_chunk(chunk.error)
         if chunk.finish_reason == "abort":
@@ -110,7 +109,7 @@ class ChoiceOutput:
         if chunk.queued_s is not None:
             self.queued_s = chunk.queued_s
         delta = Delta()
-        # A token that stops the sequence (EOS or one of stop_token_ids) is counted, but not in the text.
+        # A stop token is counted, but not in the text.
         hides_last = chunk.finish_reason == "stop" and not self._params.include_stop_str_in_output
         num_used = len(chunk.token_ids)
         for index, token_id in enumerate(chunk.token_ids):
@@ -165,15 +164,15 @@ class ChoiceOutput:
 
 
 def _call_id() -> str:
-    """Nine letters and digits: Mistral's chat templates accept no other ids when the call is sent again."""
+    """Mistral's chat templates accept no other ids."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 
 def _rounds_used(chunk: TokenChunk, num_used: int) -> int:
     """How many verifications of `chunk` produced its first `num_used` tokens.
 
-    A chunk may hold several engine steps. Verifications after a stop string are left out, or counts would depend on
-    timing. Each yields its accepted drafts and one more token; tokens without a verification come first.
+    Verifications after a stop string are left out, or counts would depend on timing. Each yields its accepted drafts
+    and one more token; tokens without a verification come first.
     """
     start = max(0, len(chunk.token_ids) - sum(a + 1 for a in chunk.accepted))
     for number, accepted in enumerate(chunk.accepted):

@@ -1,4 +1,4 @@
-"""From request bodies to plans: prompts in token ids, and one `GenerateRequest` per choice."""
+"""From request bodies to plans."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ class Plan:
 
     - `requests[i]` generates choice i; choices of one prompt are adjacent. They have no stop strings: the API server
       applies them.
-    - `asked`: the client's sampling parameters.
     - `continuous_usage`: each event has the usage so far.
     - `grammar_field`: the request field with the grammar.
     - `echo`: the response begins with the prompt.
@@ -71,7 +70,7 @@ class Plan:
 
 
 def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
-    """Raises `RequestError` for what is not supported, `UnknownModelError` for another model."""
+    """Raises `RequestError`, `UnknownModelError`."""
     model = check_model(request.model, model)
     special = request.add_special_tokens is not False
     prompts = [
@@ -88,7 +87,7 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
 
 
 def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
-    """Raises `RequestError` for what is not supported, `UnknownModelError` for another model."""
+    """Raises `RequestError`, `UnknownModelError`."""
     model = check_model(request.model, model)
     variables = template_variables(request, model)
     tools = CheckedTools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
@@ -110,7 +109,7 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     constrained = grammar is not None
     reader = tools.reader(parsing, _within_reasoning(request, text), constrained)
     plan = _plan(request, model, [prompt], params, field, chat=True)
-    # As in vLLM and OpenAI's API, a call of the function that the client named has finish reason "stop".
+    # As in vLLM and OpenAI's API, a call of a named function has finish reason "stop".
     told = not isinstance(tools.choice, NamedChoice)
     spelt = model.tokenizer.special_tokens_of(tools.markers(parsing, constrained))
     tells_reasoning = request.include_reasoning is not False
@@ -133,8 +132,8 @@ def _within_reasoning(request: ChatRequest, text: str) -> bool | None:
 
 
 def template_variables(request: ChatRequest, model: ServedModel) -> dict[str, Any]:
-    """The client's chat template variables, and what `reasoning_effort` sets of those that the template has. As in
-    vLLM, an effort also enables thinking ("none" disables it) unless the client sets that itself."""
+    """As in vLLM, a `reasoning_effort` also enables thinking ("none" disables it) unless the client sets that
+    itself."""
     given = dict(request.chat_template_kwargs or {})
     if (effort := request.reasoning_effort) is None:
         return given
@@ -143,13 +142,13 @@ def template_variables(request: ChatRequest, model: ServedModel) -> dict[str, An
 
 
 def make_completion_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
-    """`POST /v1/completions`, whose responses are not parsed. A long body may take seconds, during which other threads
-    run. Raises the errors of `decode_request` and `plan_completion`."""
+    """Responses are not parsed. A long body may take seconds, during which other threads run. Raises the errors of
+    `decode_request` and `plan_completion`."""
     return plan_completion(decode_request(body, CompletionRequest), model)
 
 
 def make_chat_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
-    """`POST /v1/chat/completions`. Raises the errors of `decode_request` and `plan_chat`."""
+    """Raises the errors of `decode_request` and `plan_chat`."""
     return plan_chat(decode_request(body, ChatRequest), model, parsing)
 
 
@@ -164,13 +163,13 @@ def _plan(
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(f"prompts times n must be at most {MAX_CHOICES}", "n")
     _check_scores(prompts, params)
-    # Engines do this too; here it refuses before anything runs.
+    # Engines do this too; here it refuses early.
     word_tokens(params.bad_words, model.tokenizer, model.vocab_size)
     priority, ttft_slo_s = asked_standing(request.priority)
     plan_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     requests: list[GenerateRequest] = []
     for prompt in prompts:
-        # Chosen here, so that all legs and retries use the same noise.
+        # So that all legs and retries use the same noise.
         seed = model.default_seed if params.seed is None else params.seed
         seed = secrets.randbits(63) if seed is None else seed
         for index in range(params.n):
@@ -221,7 +220,6 @@ def _truncated(
 
 
 def _limited(max_tokens: int, model: ServedModel) -> int:
-    """`max_tokens`, cut to the operator's limit for all requests."""
     return max_tokens if model.defaults.limit is None else min(max_tokens, model.defaults.limit)
 
 
@@ -237,7 +235,7 @@ def _check_scores(prompts: Sequence[Sequence[int]], params: SamplingParams) -> N
 
 
 def check_model(asked: str | None, model: ServedModel) -> ServedModel:
-    """The model or the adapter of this name; None: the model. Raises `UnknownModelError`."""
+    """`asked`: the model, an adapter, or None. Raises `UnknownModelError`."""
     if asked is None or asked == model.name:
         return model
     if asked in model.adapters:
@@ -274,7 +272,7 @@ def _prompts(value: str | list[str | int | list[int]], model: ServedModel, speci
         raise RequestError("prompt must not be empty", "prompt")
     if len(value) > MAX_CHOICES and not isinstance(value[0], int):
         raise RequestError(f"prompt must be at most {MAX_CHOICES} prompts", "prompt")
-    kinds = set(map(type, value))  # a prompt of ids is long: no loop in Python over them
+    kinds = set(map(type, value))  # fast for long prompts
     if kinds == {str}:
         return [encode_text(text, model, special, "prompt") for text in cast(list[str], value)]
     if kinds == {int}:

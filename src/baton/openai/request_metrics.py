@@ -39,8 +39,8 @@ NO_METRICS = PerRequestMetrics()
 
 
 def _times(output: ChoiceOutput) -> dict[str, Any]:
-    """Milliseconds since the request's arrival here, queues included. `queue_time_ms` is the engine's own; vLLM
-    servers behind a router do not report it."""
+    """Milliseconds since the request's arrival here. `queue_time_ms` is the engine's own; vLLM servers do not report
+    it."""
     times, num_tokens = output.times, len(output.token_ids)
     if times is None or not num_tokens:
         return {}
@@ -56,7 +56,7 @@ def _times(output: ChoiceOutput) -> dict[str, Any]:
 
 def _spec_decode(output: ChoiceOutput, num_spec_tokens: int) -> dict[str, Any]:
     """vLLM's `speculative_decoding`. Entry j of the histogram: verifications that accepted j drafts. Empty if the
-    engine does not speculate, or does not report its verifications (vLLM)."""
+    engine reports no verifications."""
     rounds = output.accepted
     if not num_spec_tokens or (not rounds and len(output.token_ids) > 1):
         return {}

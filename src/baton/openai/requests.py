@@ -35,7 +35,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class CommonFields(msgspec.Struct, kw_only=True):
-    """Common to completions, chats and responses. All default to None: clients send null."""
+    """Fields of completions, chats and responses. All default to None: clients send null."""
 
     model: str | None = None
     min_tokens: int | None = None
@@ -64,8 +64,6 @@ class CommonFields(msgspec.Struct, kw_only=True):
 
 
 class _Completing(CommonFields, kw_only=True):
-    """More, common to completions and chats."""
-
     n: int | None = None
     max_tokens: int | None = None
     truncate_prompt_tokens: int | None = None
@@ -159,8 +157,7 @@ _AS_ASKED = (
 def decode_body(
     body: bytes, kind: type[B], served: Collection[str] = (), also: Mapping[str, Refused] = NOTHING_ELSE
 ) -> B:
-    """Decode a body. `served`: fields that this endpoint supports although others refuse them; `also`: more that it
-    refuses.
+    """`served`: fields that this endpoint supports although others refuse them; `also`: more that it refuses.
 
     Raises `RequestError` for a field that is malformed or not supported.
     """
@@ -181,7 +178,7 @@ def decode_body(
 
 
 def decode_request(body: bytes, kind: type[R]) -> R:
-    """A completion or chat. Raises the errors of `decode_body` and `check_request`."""
+    """Raises the errors of `decode_body` and `check_request`."""
     return check_request(decode_body(body, kind))
 
 
@@ -208,7 +205,7 @@ def sampling_params(
     vocab_size: int,
     defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> SamplingParams:
-    """The checked parameters, with the client's `n` and `seed`. `defaults` are for those that the request leaves out.
+    """`defaults` are for parameters that the request leaves out.
 
     Raises `RequestError` with the parameter's name.
     """
@@ -218,7 +215,7 @@ def sampling_params(
     top_k = given.pop("top_k", 0)
     return SamplingParams(
         max_tokens=max_tokens,
-        # Larger values mean the same (all tokens), and could overflow in the engine.
+        # Larger values mean the same, and could overflow in the engine.
         top_k=min(top_k if request.top_k is None else request.top_k, vocab_size),
         logit_bias=request.logit_bias or None,
         allowed_token_ids=tuple(request.allowed_token_ids or ()) or None,
@@ -238,15 +235,14 @@ def _prompt_logprobs(request: CompletionRequest | ChatRequest, max_tokens: int) 
     asked, echoes = request.prompt_logprobs, isinstance(request, CompletionRequest) and request.echo
     if echoes and request.logprobs is not None and not isinstance(request.logprobs, bool):
         asked = max(asked or 0, request.logprobs)
-    # With max_tokens 0, the echo is the response, so only the prompt is computed.
+    # With max_tokens 0, the echo is the response.
     return 0 if asked is None and echoes and max_tokens == 0 else asked
 
 
 def grammar_of(
     request: CompletionRequest | ChatRequest, tools: CheckedTools = NO_TOOLS
 ) -> tuple[StructuredOutputsParams | None, str]:
-    """The grammar of the output, if any, and the request field with it. As in vLLM, a required tool call overrides
-    other constraints.
+    """The grammar, if any, and the request field with it. As in vLLM, a required tool call overrides other constraints.
 
     Raises `RequestError` with the field's name.
     """

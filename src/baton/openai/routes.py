@@ -21,7 +21,7 @@ from baton.openai.tools import Parsing
 
 T = TypeVar("T")
 
-# vLLM's endpoints for models that do not generate text, and what these make.
+# vLLM's endpoints for models that do not generate text.
 _NOT_GENERATED = {
     "/v1/embeddings": "embeddings",
     "/v2/embed": "embeddings",
@@ -121,7 +121,7 @@ def _add_refusals(app: web.Application) -> None:
 
 
 def add_health(app: web.Application, health: Handler) -> None:
-    """Add `/health`, and SageMaker's name for it."""
+    """`/ping` is SageMaker's name."""
     app.router.add_get("/health", health)
     app.router.add_get("/ping", health)
     app.router.add_post("/ping", health)

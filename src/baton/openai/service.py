@@ -25,7 +25,7 @@ from baton.openai.tokens import detokenize, tokenize
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.waiting import AdmissionLimit
 
-# Longer bodies are planned on a worker thread: tokenising must not block streams.
+# Longer bodies go to a worker thread: tokenising must not block streams.
 _MAX_INLINE_BYTES = 4096
 _NUM_WORKERS = 2
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class OpenAIService:
-    """Serves the API over one backend. `errors.to_api_error` maps all its errors."""
+    """`errors.to_api_error` maps all its errors."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class OpenAIService:
         parsing: Parsing = NO_PARSING,
         per_request: PerRequestMetrics = NO_METRICS,
     ) -> None:
-        """`max_queued_requests`: choices that may wait for their first token; None: the backend has its own limit."""
+        """`max_queued_requests`: of choices; None: the backend has its own limit."""
         self.queue = AdmissionLimit(max_queued_requests)
         self._backend = backend
         self._parsing, self._per_request = parsing, per_request
@@ -52,7 +52,7 @@ class OpenAIService:
         self._free_workers = asyncio.Semaphore(_NUM_WORKERS)
 
     def served_model(self) -> ServedModel:
-        """Raises `EngineUnavailableError` if there is no model yet, `RequestError` if only a router may use it."""
+        """Raises `EngineUnavailableError` without a model, `RequestError` if only a router may use it."""
         return self._backend.model()
 
     def models(self) -> dict[str, object]:
@@ -60,7 +60,7 @@ class OpenAIService:
         return {"object": "list", "data": [self.model_card(None), *map(self.model_card, names)]}
 
     def model_card(self, name: str | None) -> dict[str, object]:
-        """The body of `GET /v1/models/NAME`. Raises `UnknownModelError` for another name."""
+        """Raises `UnknownModelError` for another name."""
         served = self._backend.model()
         model = check_model(name, served)
         return {
@@ -74,7 +74,7 @@ class OpenAIService:
         }
 
     async def plan(self, body: bytes, make: Callable[[bytes, ServedModel, Parsing], T]) -> T:
-        """Call `make` with a body. Raises `OverloadedError` if too many requests wait."""
+        """Raises `OverloadedError` if too many requests wait."""
         self.queue.check()
         return await self.understand(make, body, self._parsing)
 
@@ -85,12 +85,11 @@ class OpenAIService:
         return await self.understand(detokenize, body)
 
     async def understand(self, read: Callable[..., T], body: bytes, *more: object) -> T:
-        """Call `read(body, model, *more)`, on a worker thread if the body is long."""
+        """Calls `read(body, model, *more)`."""
         model = self._backend.model()
         if len(body) <= _MAX_INLINE_BYTES:
             return read(body, model, *more)
-        # Not in the pool's queue, so that the body of a client that leaves is dropped. A plan that has begun is
-        # completed.
+        # Not in the pool's queue, so that the body of a client that leaves is dropped.
         await self._free_workers.acquire()
         loop = asyncio.get_running_loop()
         work = self._workers.submit(contextvars.copy_context().run, read, body, model, *more)
@@ -98,7 +97,7 @@ class OpenAIService:
         return await asyncio.wrap_future(work)
 
     def begin(self, plan: Plan) -> list[ChoiceOutput]:
-        """An empty output per choice. Raises `RequestError` for what the backend does not support."""
+        """An empty output per choice. Raises `RequestError`."""
         if plan.kv_mode is not None and not self._backend.allows_kv_mode:
             raise RequestError("kv_mode cannot be chosen by a request here", "kv_mode")
         self._backend.check(plan.asked)
@@ -110,7 +109,7 @@ class OpenAIService:
         ]
 
     async def answer(self, plan: Plan) -> bytes | AsyncGenerator[bytes, None]:
-        """Return a body, or server-sent events to stream."""
+        """A body, or server-sent events."""
         outputs = self.begin(plan)
         if plan.stream:
             events = self._events(plan, outputs)
@@ -160,7 +159,7 @@ class OpenAIService:
     async def running(
         self, plan: Plan, outputs: Sequence[ChoiceOutput]
     ) -> AsyncIterator[AsyncGenerator[tuple[int, Delta], None]]:
-        """A generator of (choice, delta) of all choices. At the end, those that still run are aborted."""
+        """(choice, delta) of all choices. At the end, those that still run are aborted."""
         try:
             with self.queue.waiting(len(outputs)) as served:
                 samples = [self._sample(plan, index, output, served) for index, output in enumerate(outputs)]
@@ -237,7 +236,7 @@ async def _value(value: T) -> T:
 
 
 async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """The items of all sources as they come. The first error, or closing, ends all."""
+    """The first error, or closing, ends all."""
     queue: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue()
 
     async def pump(source: AsyncGenerator[T, None]) -> None:

@@ -21,8 +21,7 @@ _AUTO = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-p
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
-    """`tools[].function`. `parameters`: a JSON schema, enforced only if a call is required. `defer_loading`: for
-    templates."""
+    """`parameters`: a JSON schema, enforced only if a call is required. `defer_loading`: for templates."""
 
     name: str
     description: str | None = None
@@ -42,8 +41,6 @@ class FunctionName(msgspec.Struct, kw_only=True):
 
 
 class NamedChoice(msgspec.Struct, kw_only=True):
-    """`tool_choice` that names one function."""
-
     function: FunctionName
     type: Literal["function"] = "function"
 
@@ -52,7 +49,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
-    """`tool_calls[].function` of an earlier response. `arguments`: an object, or its JSON."""
+    """A function called in an earlier response. `arguments`: an object, or its JSON."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -65,7 +62,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
     def shown(self) -> dict[str, Any]:
         """The call for a template, with `arguments` as an object. As in vLLM, invalid ones count as empty: the model
-        wrote them, and clients send them again with each turn."""
+        wrote them."""
         arguments = self.function.arguments or {}
         if isinstance(arguments, str):
             try:
@@ -143,8 +140,7 @@ class CheckedTools:
         return params
 
     def reader(self, parsing: Parsing, reasons: bool | None, constrained: bool) -> Callable[[], Parser] | None:
-        """Makes the parser of a response; None: all text is content. `reasons`: as `ReasoningFormat.make` gets it.
-        `constrained`: a grammar applies from the first token, so there is no reasoning.
+        """None: all text is content. `constrained`: a grammar applies from the first token, so there is no reasoning.
 
         Raises `RequestError` with the field's name.
         """
@@ -183,7 +179,7 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _calls(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
-    """The schema of a list of calls. `$defs` move to its root, where references look for them."""
+    """`$defs` move to the root, where references look for them."""
     definitions: dict[str, Any] = {}
     items = []
     for index, tool in enumerate(tools):
@@ -212,7 +208,7 @@ def _shown(tool: Tool) -> dict[str, Any]:
     """A tool without unset fields, in OpenAI's order, which templates show. The schema is unchanged: null may be a
     default in it."""
     told = msgspec.structs.asdict(tool.function)
-    if told["defer_loading"] is None:  # as in vLLM, the tool's field is the function's too
+    if told["defer_loading"] is None:  # as in vLLM
         told["defer_loading"] = tool.defer_loading
     shown: dict[str, Any] = {"type": tool.type}
     shown["function"] = {name: value for name, value in told.items() if value is not None}

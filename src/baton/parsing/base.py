@@ -1,7 +1,6 @@
 """Streaming parsers that split a model's text into content, reasoning and tool calls.
 
-The result does not depend on how the text is cut: text that may become a marker is held back. Malformed calls become
-content, so no text is lost.
+Text that may become a marker is held back. Malformed calls become content, so no text is lost.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text of the answer."""
-
     text: str
 
 
@@ -24,7 +21,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A part of tool call number `index`. Only the first has `name`. `arguments`: JSON as the model wrote it."""
+    """A part of tool call number `index`. Only the first has `name`. `arguments`: as the model wrote them."""
 
     index: int
     name: str | None
@@ -45,9 +42,8 @@ class Parser(Protocol):
 
 
 class ContentBuffer:
-    """Makes `Content` from the text before, between and after calls. White space next to a call is dropped, because
-    templates write it there; other text is unchanged. vLLM's parsers do the same before the first call, and
-    `qwen3_xml` after it, in streams."""
+    """Makes `Content` from the text around calls. White space next to a call is dropped, because templates write it
+    there. vLLM's parsers do the same before the first call, and `qwen3_xml` after it, in streams."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -62,7 +58,6 @@ class ContentBuffer:
         return [Content(text)] if self._begun and text else []
 
     def call(self) -> None:
-        """A call begins or ends here."""
         self._held, self._begun, self._after_call = "", False, True
 
     def finish(self) -> list[ParsedEvent]:

@@ -3,8 +3,7 @@
 An answer consists of messages `<|channel|>CHANNEL<|message|>TEXT<|end|>`, separated by `<|start|>assistant`. Channel
 "analysis" is reasoning, "final" is content. A message to `functions.NAME` is a call, its text the arguments; as in
 vLLM, so is one to a bare NAME that is none of OpenAI's own tools, in any channel. Other commentary is content. Source:
-OpenAI's harmony response format. The `openai-harmony` library parses tokens, with a vocabulary that it downloads; this
-module parses text, so stop strings and routers may cut it anywhere.
+OpenAI's harmony response format. The `openai-harmony` library parses tokens, with a vocabulary that it downloads.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class HarmonyParser:
 
 
 class HarmonyReasoning:
-    """Parses reasoning as `HarmonyParser` does, and passes content on to `rest`."""
+    """As `HarmonyParser`, but passes content on to `rest`."""
 
     def __init__(self, rest: Parser) -> None:
         self._rest = rest

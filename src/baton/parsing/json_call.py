@@ -13,7 +13,7 @@ _Expected = Literal["open", "key", "colon", "value", "next", "done", "failed"]
 
 
 class JsonValue:
-    """Finds the end of a JSON value by its brackets and quotes. Nothing else is checked."""
+    """Finds the end of a JSON value by brackets and quotes."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -60,7 +60,7 @@ class JsonCall:
         self._value = JsonValue()
 
     def take(self) -> str:
-        """The arguments since the last `take`. Empty until the name is known."""
+        """The arguments since the last call. Empty until the name is known."""
         if self.name is None:
             return ""
         pending, self._pending = self._pending, ""

@@ -19,7 +19,7 @@ _BARE = "<function="
 _NAME, _MAX_NAME = re.compile(r"[^<>\s]*"), 256
 _VALUE, _VALUE_END = "<parameter=", "</parameter>"
 _FUNCTION = re.compile(r"\s*<function=([^<>\s]{1,256})>")
-# Models may leave out `</parameter>` before what follows, and end the line instead of the tag.
+# Models may leave out `</parameter>`, and end the line instead of the tag.
 _BEGUN = r"\s*<parameter=([^<>\n]{1,256})(?:\s*>|\n)(.*?)"
 _PARAMETER = re.compile(rf"{_BEGUN}(?:</parameter>|(?=<parameter=)|(?=</function>\s*</tool_call>))", re.DOTALL)
 _LAST = re.compile(rf"{_BEGUN}</function>\s*\Z", re.DOTALL)
@@ -54,7 +54,7 @@ class Qwen3XmlParser(MarkedParser):
         return self._bare(text, events) if self._lead == _BARE else self._function(text, events)
 
     def _bare(self, text: str, events: list[ParsedEvent]) -> str | None:
-        """`<function=` without `<tool_call>`, which models may omit, is a call only if it names one of the tools."""
+        """`<function=` without `<tool_call>` is a call only if it names one of the tools."""
         name = _NAME.match(text)
         if name is not None and name.end() == len(text) and len(text) <= _MAX_NAME:
             return None
@@ -117,7 +117,7 @@ class Qwen3XmlParser(MarkedParser):
 
     def finish(self) -> list[ParsedEvent]:
         if self._where == "inside":
-            # After `</function>` the call is complete; otherwise it was cut off, and its arguments stay incomplete.
+            # Without `</function>` the call was cut off.
             last = _LAST.match(self._held)
             closed = last is not None or _END.match(self._held) is not None
             return (self._argument(last) if last else []) + ([CallDelta(self._count, None, "}")] if closed else [])

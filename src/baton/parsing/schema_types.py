@@ -1,7 +1,7 @@
-"""Converts values that a model wrote as text to JSON, by the schema of the parameter.
+"""Converts a model's text to JSON, by the parameter's schema.
 
-As in vLLM, the first allowed type that fits wins, in the order null, integer, number, boolean, object, array, string;
-a schema without types means string. Beyond vLLM, `$ref` and `const` are followed, `allOf` allows what all its branches
+As in vLLM, the first allowed type that fits wins, in the order null, integer, number, boolean, object, array, string; a
+schema without types means string. Beyond vLLM, `$ref` and `const` are followed, `allOf` allows what all its branches
 allow, and text that equals a value of an `enum` is that value.
 """
 
@@ -61,8 +61,7 @@ def value_of(text: str, schema: Any, root: Any) -> str:
 
 
 class _Walk:
-    """Follows each reference once and visits at most `_MAX_PARTS` parts: clients choose the schema, and the model
-    decides how often it is walked."""
+    """Follows each reference once and visits at most `_MAX_PARTS` parts: clients choose the schema."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -70,7 +69,7 @@ class _Walk:
         self._followed: set[str] = set()
 
     def parts(self, schema: Any) -> Iterator[dict[str, Any]]:
-        """The schema, the schemas that it refers to, and its branches."""
+        """The schema, its references and its branches."""
         pending = [schema]
         while pending and self._left:
             part = pending.pop(0)
@@ -83,7 +82,7 @@ class _Walk:
                 pending += _list(part, field)[: self._left]
 
     def types(self, schema: Any, depth: int = 0) -> set[str] | None:
-        """The types that a schema allows; None if it does not say."""
+        """None: the schema does not say."""
         self._left -= 1
         if not isinstance(schema, dict) or depth > _MAX_DEPTH or self._left < 0:
             return None
@@ -129,7 +128,7 @@ def _constants(schema: dict[str, Any]) -> list[Any]:
 
 
 def _number(text: str) -> str:
-    """As the model wrote it if that is JSON, else converted; empty if it is not a number."""
+    """As the model wrote it if that is JSON; empty if it is not a number."""
     found = _loads(text)
     if type(found) in (int, float) and _finite(found):
         return text

@@ -20,11 +20,9 @@ _OUT_OF_REACH = {"local": "it joins engines of one process", "shm": "it moves me
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keys`: the key directory made by `baton keys`, with the router's ticket key and this engine's secret.
-    `kv_transport`: the URI of a transport. `control_bind`: the address of Baton's control socket. `max_retries`: how
-    many copies of one handoff may be repeated. `integrity`: the share of the KV that is digested. `lease`: seconds of
-    silence after which a peer is given up. `handoff_timeout_s`: a handoff's limit, from when both engines have pages.
-    """
+    """`keys`: the key directory made by `baton keys`. `control_bind`: the address of Baton's control socket.
+    `max_retries`: how many copies of one handoff may be repeated. `lease`: seconds of silence after which a peer is
+    given up. `handoff_timeout_s`: from when both engines have pages."""
 
     # Where a plug-in's user writes the settings, for errors.
     field: ClassVar[str] = "settings"
@@ -50,7 +48,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(self.field, f"keys: {file}: {error.strerror}") from error
 
     def check(self, engine: str) -> None:
-        """Raise `ConfigError` for a transport that cannot open the memory of `engine`, or an unsafe address."""
+        """Raises `ConfigError` for a transport that cannot open the memory of `engine`, or an unsafe address."""
         scheme = parse_uri(self.kv_transport)[0].rpartition("+")[2]
         if why := _OUT_OF_REACH.get(scheme):
             raise ConfigError(self.field, f"kv_transport: {scheme}:// cannot move {engine}'s memory: {why}")

@@ -47,7 +47,7 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def join_workers(own: WorkerPart, all_gather: AllGather) -> JoinedWorkers:
-    """Exchange the parts of all workers. Raises `ConfigError` if they contradict each other."""
+    """Raises `ConfigError` if the workers contradict each other."""
     parts = [msgspec.msgpack.decode(each, type=WorkerPart) for each in all_gather(msgspec.msgpack.encode(own))]
     if [part.rank for part in parts] != list(range(len(parts))):
         raise ConfigError("world_size", f"workers call themselves {[part.rank for part in parts]}")

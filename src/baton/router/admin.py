@@ -21,11 +21,11 @@ _MIN_TOKEN_CHARS = 16
 
 
 class Admin:
-    """Checks administrative requests: they need `token`, and must not come from another server's web page (the router's
-    own is `/dashboard`). Without a token all are refused.
+    """Administrative requests need `token`, and must not come from another server's web page. Without a token all are
+    refused.
 
     `names`: the router's host names besides this machine's own. The Host header must be one of them or an IP address: a
-    foreign page can point its own host name at the router (DNS rebinding), but not an address.
+    foreign page can point its own host name at the router (DNS rebinding).
     """
 
     def __init__(self, token: str | None, names: Collection[str] = ()) -> None:
@@ -37,7 +37,7 @@ class Admin:
         return self._token is not None
 
     def check(self, request: web.Request) -> None:
-        """Raise `ForbiddenError`, `UnauthorizedError` or `HTTPUnsupportedMediaType` if the request is refused."""
+        """Raises `ForbiddenError`, `UnauthorizedError` or `HTTPUnsupportedMediaType`."""
         if self._token is None:
             raise ForbiddenError("administration is off: start the router with --admin-token-file")
         origin = request.headers.get("Origin")
@@ -62,7 +62,7 @@ class Admin:
 
 
 def admin_token(path: str | None) -> str | None:
-    """The admin token from the file, which is created if missing, or else from the environment.
+    """The token from the file, which is created if missing, or else from the environment.
 
     Raises `ConfigError` if the token is too short, or if others may read the file.
     """

@@ -1,4 +1,4 @@
-"""The router's aiohttp app: the OpenAI API, `/status`, and routes for adding and removing engines."""
+"""The router's aiohttp app."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from baton.text import Tokenizer
 from baton.waiting import AdmissionLimit
 from baton.wire import RECOVERIES, Role
 
-# In nats. Adding 16-bit weights in another order changes probabilities by about 10 %.
+# In nats. Adding 16-bit weights in another order changes probabilities by 10 %.
 DEFAULT_NEAR_TIE = 0.1
 # Each has a series from the start: Prometheus' rate() does not see the step of a counter that begins with 1.
 _FAILURES = sorted({*REASONS, *CODE_BY_ERROR.values(), reason_label("")})
@@ -66,7 +66,7 @@ T = TypeVar("T", _Joining, _Known, _Nothing)
 
 
 async def build_app(config: RouterConfig) -> web.Application:
-    """The router's app. Engines that do not answer yet are asked again later.
+    """Engines that do not answer yet are asked again later.
 
     Raises `ConfigError` for settings that exclude each other, `RequestError` for a bad URL or role,
     `IncompatiblePeerError` if engines serve different models.
@@ -91,7 +91,7 @@ async def build_app(config: RouterConfig) -> web.Application:
         config.kv_mode or "push",
         config.allow_mode_override,
         config.recovery,
-        near_tie if config.engine == "vllm" else 0.0,  # Baton's own engines never sample a token twice
+        near_tie if config.engine == "vllm" else 0.0,  # Baton's engines never sample a token twice
         Routes(pool, policies, config.max_local_prefill_length if connector.computes_alone else 0, hand_backs),
         hand_backs,
     )
@@ -142,7 +142,7 @@ def _new_pool(
 
 
 def _connector(config: RouterConfig, services: Sequence[Service]) -> Connector:
-    """The connector to the engines. Raises `ConfigError` for settings that exclude each other."""
+    """Raises `ConfigError` for settings that exclude each other."""
     named = config.kv_connector or "BatonConnector"
     settings = ConnectorConfig(config.ticket_key, config.seed_first_token, config.ticket_life)
     connector = create_connector(named if config.engine == "vllm" else config.engine, settings)
@@ -191,7 +191,7 @@ async def _beside(
 
 
 def _changes(pool: EnginePool) -> dict[str, Change]:
-    """What a request's body changes in a pool, by the last part of its path."""
+    """Changes of a pool, by the last part of a request's path."""
 
     async def add(body: bytes) -> object:
         asked = _decode(body, _Joining)

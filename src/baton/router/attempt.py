@@ -17,8 +17,6 @@ from baton.wire import LegRole, TokenChunk
 
 @dataclass(slots=True)
 class RequestProgress:
-    """A request over its attempts."""
-
     joined: Joined
     hand_off: bool  # the next attempt must be a handoff
     tried: list[PooledEngine] = field(default_factory=list)  # engines that failed

@@ -45,20 +45,18 @@ from baton.wire import GenerateRequest, LegRole, Mode, Recovery, TokenChunk, all
 
 logger = logging.getLogger(__name__)
 
-# Attempts in a row without a new token: a request that crashes every engine must not be retried forever.
+# Attempts in a row without a new token: a request may crash every engine.
 MAX_ATTEMPTS = 3
 _PATIENCE_STEP_S = 0.1
 MayMove = Callable[[PooledEngine], bool]
 
 
 class RouterBackend:
-    """Serves requests over the engines of a pool.
-
-    A failed attempt is followed by another from the client's tokens on, as far as `recovery` allows: `retry` before
+    """A failed attempt is followed by another from the client's tokens on, as far as `recovery` allows: `retry` before
     the first token, `source` if the decode engine asks for another source or was never reached, `full` if it was lost.
-    `handoffs` counts attempts by outcome: `started`, `completed`, `finished_early` (the first token was the last),
-    `aborted` (a stop string was found, the client left, or tokens did not match), `failed` (by reason in `failures`).
-    `recoveries` counts by rung. `observer` may be replaced before the first request.
+    `handoffs` counts attempts by outcome: `finished_early` (the first token was the last), `aborted` (a stop string was
+    found, the client left, or tokens did not match), `failed` (by reason in `failures`). `recoveries` counts by rung.
+    `observer` may be replaced before the first request.
 
     If two engines sample different tokens, the client keeps the one it has. The decode engine continues from there if
     the prefill engine sees a near-tie (at most `near_tie` nats, counted in `near_ties`); otherwise the request fails.
@@ -77,8 +75,7 @@ class RouterBackend:
         routes: Routes | None = None,
         hand_backs: HandBacks | None = None,
     ) -> None:
-        """`routes` None: the default policies, and no prompt is computed by decode engines alone. `hand_backs`: does
-        what `routes` has chosen of it."""
+        """`routes` None: the default policies, and decode engines compute no prompt alone."""
         self.pool = pool
         self.decisions = Decisions()
         self.hand_backs = hand_backs or HandBacks(connector, PolicyConfig())
@@ -129,7 +126,7 @@ class RouterBackend:
                     async with self._running(rest, route, kv_mode or self._kv_mode, may_move) as attempt:
                         async for chunk, leg in attempt.chunks:
                             attempt.note(chunk, leg)
-                            if not progress.decided:  # the engine has not declined the request
+                            if not progress.decided:  # the engine has not declined it
                                 progress.decided = True
                                 self.decisions.took(route.why)
                             new = joined.push(chunk)
@@ -148,7 +145,7 @@ class RouterBackend:
                         self._routes.served(route, request, joined.token_ids)
 
     async def _next_route(self, progress: RequestProgress, rest: GenerateRequest) -> Route:
-        """The next attempt's route, which counts as a decision unless its engine may still decline."""
+        """The route counts as a decision unless its engine may still decline."""
         route, again = progress.route, progress.decided
         if route is None:
             patience_s = self.pool.timers.patience if progress.attempt else 0.0
@@ -167,12 +164,12 @@ class RouterBackend:
             raise mismatch
         self.near_ties += 1
         progress.attempt += 1
-        progress.route = Route("resumed", route.decode)  # it holds nearly all of the KV
+        progress.route = Route("resumed", route.decode)
 
     async def _recover(
         self, progress: RequestProgress, route: Route, rest: GenerateRequest, failed: LegFailed, num_known: int
     ) -> None:
-        """Prepare another attempt, or raise the error of the failed one, which began with `num_known` tokens."""
+        """Prepare another attempt, or raise the error of the failed one. `num_known`: output tokens when it began."""
         joined, error = progress.joined, failed.error
         progress.attempt += 1
         progress.route = None
@@ -181,11 +178,10 @@ class RouterBackend:
             self._routes.declined(route, rest)
             progress.hand_off = True
             return
-        # A decode engine that reports why it cannot continue is healthy: the prefill engine failed it.
+        # A decode engine that reports is healthy: the prefill engine failed it.
         blamed = route.prefill if failed.leg == "prefill" or failed.reported else None
         lost = blamed or route.decode
-        # An overloaded engine is healthy, and another of its role may have room. Resumed requests are never refused as
-        # overload.
+        # Another engine of its role may have room. Resumed requests are never refused as overload.
         full = isinstance(error, OverloadedError) and not joined.token_ids
         if full and not self.pool.has_other(lost, progress.tried):
             raise error
@@ -232,7 +228,7 @@ class RouterBackend:
             await asyncio.sleep(_PATIENCE_STEP_S)
 
     def _may_move(self, joined: Joined, request: GenerateRequest, fruitless: int, engine: PooledEngine) -> bool:
-        """Whether a request loses nothing by leaving this silent engine at once. Its last attempt waits."""
+        """Whether to leave a silent engine at once. The last attempt waits."""
         if joined.token_ids or fruitless + 1 >= MAX_ATTEMPTS or not allows_recovery(self._recovery, "retry"):
             return False
         return any(other.may_serve(request) for other in self.pool.usable(healthy=True) if other is not engine)
@@ -277,7 +273,7 @@ class RouterBackend:
     async def _joining(
         self, request: GenerateRequest, route: Route, legs: Legs, kv_mode: Mode, may_move: MayMove
     ) -> AsyncIterator[RunningAttempt]:
-        """The chunks of all legs, which meanwhile count as their engines' load."""
+        """The legs count as their engines' load meanwhile."""
         items = LegItems()
         engines = {leg: route.engine(leg) for leg in legs.chunks}
         watches = self.observer.watch_legs(request.request_id, engines, kv_mode)
@@ -319,7 +315,7 @@ class RouterBackend:
         self._do(drain, self.pool.timers.drain)
 
     def _do(self, work: Callable[[], Coroutine[Any, Any, None]], limit_s: float) -> None:
-        """Background work for an ended request; failures and timeouts are ignored."""
+        """Run `work` in the background; failures and timeouts are ignored."""
 
         async def bounded() -> None:
             with contextlib.suppress(BatonError, asyncio.TimeoutError):
@@ -332,7 +328,7 @@ class RouterBackend:
 
 
 def _rung(failed: LegFailed, any_sent: bool) -> Recovery | None:
-    """The recovery rung of another attempt; None if none can succeed."""
+    """None: no other attempt can succeed."""
     if isinstance(failed.error, RequestError):
         return None
     if failed.reported:

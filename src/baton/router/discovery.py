@@ -21,7 +21,7 @@ Resolve = Callable[[str, int], Awaitable[set[str]]]
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A DNS name whose addresses are engines of one role."""
+    """A DNS name of engines of one role."""
 
     role: Role
     host: str
@@ -29,7 +29,7 @@ class Service:
 
 
 def read_services(given: Sequence[str]) -> list[Service]:
-    """From `ROLE=HOST:PORT` each. Raises `ConfigError`."""
+    """`ROLE=HOST:PORT` each. Raises `ConfigError`."""
     found = []
     for text in given:
         role, _, address = text.partition("=")
@@ -41,15 +41,14 @@ def read_services(given: Sequence[str]) -> list[Service]:
 
 
 async def resolve(host: str, port: int) -> set[str]:
-    """The numeric addresses of a name, IPv6 ones in brackets. Raises `OSError`."""
+    """Numeric addresses, IPv6 ones in brackets. Raises `OSError`."""
     infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return {f"[{info[4][0]}]" if info[0] == socket.AF_INET6 else str(info[4][0]) for info in infos}
 
 
 class Discovery:
-    """Adds an engine for each new address of a name to the pool, and drains it when the name loses the address. Other
-    engines are left alone. While a name has no addresses, or a name server does not answer, nothing is drained: the
-    pool notices an engine that is gone."""
+    """Adds an engine for each new address of a name to the pool, and drains it when the name loses the address. While a
+    name has no addresses, or a name server does not answer, nothing is drained."""
 
     def __init__(self, pool: EnginePool, services: Sequence[Service], look_up: Resolve = resolve) -> None:
         self._pool = pool
@@ -70,7 +69,7 @@ class Discovery:
             await self._change(service, {f"http://{address}:{service.port}" for address in addresses})
 
     async def run(self) -> AsyncIterator[None]:
-        """Look names up while an app runs (a cleanup context)."""
+        """While an app runs (a cleanup context)."""
 
         async def forever() -> None:
             while True:

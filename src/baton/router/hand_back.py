@@ -1,7 +1,6 @@
 """Hand-back: cached KV of a prompt goes from the engine that holds it to the prefill engine, which computes the rest.
 
-In a conversation the decode engine holds the answers of earlier turns, which prefill engines lack. The move comes
-before the prefill leg's request. Whatever goes wrong, the prefill engine computes what it lacks.
+In a conversation the decode engine holds the answers of earlier turns, which prefill engines lack.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from baton.router.prefixes import PromptBlocks
 from baton.timeouts import timeout
 from baton.wire import GenerateRequest, Mode, TokenChunk
 
-# A pair that has been too slow is tried again after so many prompts.
+# After so many prompts a pair that was too slow is tried again.
 _TRY_AGAIN = 16
-# The least number of computed tokens that a speed is measured by.
+# The least number of computed tokens by which to measure.
 _MEASURED_TOKENS = 16
-# How long the prefill leg waits: for a pair that has not been measured, and at least for one that has.
+# How long the prefill leg waits: for a pair that was not measured yet, and at least.
 _LIMIT_S, _LEAST_LIMIT_S = 2.0, 0.25
 
 
@@ -42,10 +41,10 @@ class HandBack:
 
 
 class HandBacks:
-    """Decides whether to hand a prefix back, by the measured speeds of moving and of computing, and does it.
+    """Hands prefixes back if moving is faster than computing, as measured.
 
-    `counts`: by outcome: `completed`, `failed` (by reason in `failures`), `too_slow` (computing is faster).
-    `num_tokens`: prompt tokens that prefill engines did not have to compute.
+    `counts`: by outcome; `too_slow`: computing is faster. `num_tokens`: prompt tokens that prefill engines did not have
+    to compute.
     """
 
     OUTCOMES = ("completed", "failed", "too_slow")
@@ -62,7 +61,7 @@ class HandBacks:
     # ------------------------------------------------------------ choice
 
     def choose(self, prompt: PromptBlocks, prefill: PooledEngine, engines: Sequence[PooledEngine]) -> HandBack | None:
-        """The engine, of any role, from which `prefill` should get a part of the prompt's KV, if that pays."""
+        """None: it does not pay."""
         others = [engine for engine in self._sources(engines) if engine is not prefill]
         if not others:
             return None
@@ -86,11 +85,11 @@ class HandBacks:
         return max((engine.known.num_tokens(prompt) for engine in self._sources(engines)), default=0)
 
     def _sources(self, engines: Sequence[PooledEngine]) -> list[PooledEngine]:
-        """Engines that hold what they are known to hold: those that compute prompts have yet to."""
+        """Engines that compute prompts do not yet hold what they are known for."""
         return [engine for engine in engines if not engine.queued_tokens] if self.enabled else []
 
     def _saved_s(self, engine: PooledEngine, num_lacking: int, gain: int) -> float | None:
-        """How much sooner an engine that lacks so many tokens has computed them without `gain` of them."""
+        """How much sooner an engine has computed `num_lacking` tokens without `gain` of them."""
         pace = self._compute_pace(engine)
         whole, rest = pace.predict(num_lacking), pace.predict(num_lacking - gain)
         return None if whole is None or rest is None else whole - rest
@@ -111,13 +110,12 @@ class HandBacks:
         mode: Mode,
         drain: Callable[[Chunks], None],
     ) -> None:
-        """Do the hand-back, whatever comes of it. `drain` reads a leg to its end."""
+        """Never fails: the prefill engine computes what it lacks. `drain` reads a leg to its end."""
         now = asyncio.get_running_loop().time
         began, num_lacking = now(), len(request.prompt_token_ids) - back.held
         computing = self._saved_s(prefill, num_lacking, back.num_tokens)
         limit_s = _LIMIT_S
         if computing is not None and self._pace_of(back.source, prefill).num_measured > 1:
-            # Computing the tokens instead would have ended long before.
             limit_s = min(_LIMIT_S, max(_LEAST_LIMIT_S, 4.0 * computing))
         try:
             async with timeout(limit_s):
@@ -140,13 +138,13 @@ class HandBacks:
     def on_first_token(
         self, request: GenerateRequest, prefill: PooledEngine, first: TokenChunk, seconds: float
     ) -> None:
-        """Measure computing by the chunk with the first token, `seconds` after the prefill leg's request."""
+        """`seconds`: from the prefill leg's request to its first token."""
         num_computed = len(request.prompt_token_ids) - first.num_cached_tokens
         if num_computed >= _MEASURED_TOKENS:
             self._compute_pace(prefill).measure(max(seconds - (first.queued_s or 0.0), 0.0), num_computed)
 
     async def _move(self, leg: PrefixLeg, num_prompt: int, held: int, drain: Callable[[Chunks], None]) -> int:
-        """Move what the source holds. Returns by how many tokens the destination holds more than `held`."""
+        """Returns how many tokens more than `held` the destination then holds."""
         source = leg("prefill", num_prompt - 1, num_prompt - held - max(1, self._config.min_hand_back_length))
         ended = False
         try:
@@ -202,8 +200,7 @@ class HandBacks:
 
 @dataclass(slots=True)
 class HandBackWatch(LegWatch):
-    """Of a prefill leg: does the hand-back `back` before it, if there is one, and measures how fast the rest is
-    computed. `drain` reads a leg to its end."""
+    """Of a prefill leg: does the hand-back `back` before it, and measures how fast the rest is computed."""
 
     hand_backs: HandBacks
     request: GenerateRequest

@@ -18,11 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 class PoolIdentity:
-    """The served model of the pool of `engines`, and the facts in which its engines must agree.
-
-    The first request binds the pool to the model that is served then. Until `clear`, an engine is refused if it differs
-    in a fact that decides tokens, or has a shorter context.
-    """
+    """The first request binds the pool to the present model. Until `clear`, an engine is refused if it differs in a
+    fact that decides tokens, or has a shorter context."""
 
     def __init__(
         self,
@@ -34,7 +31,7 @@ class PoolIdentity:
         self._engines = engines
         self._tokenizer_dir, self._load = tokenizer_dir, load_tokenizer
         self._model: ServedModel | None = None
-        self._reference: EngineInfo | None = None  # the engine from which `_model` was made
+        self._reference: EngineInfo | None = None  # `_model` was made from it
         self._bound_length: int | None = None
 
     def clear(self) -> None:
@@ -52,7 +49,7 @@ class PoolIdentity:
         for info in infos:
             for name, adapter in info.adapters.items():
                 told.setdefault(name, set()).add(adapter)
-        # One name for other files on other engines names nothing.
+        # A name for different files names nothing.
         adapters = {
             name: next(iter(found)) for name, found in told.items() if len(found) == 1 and name != self._model.name
         }
@@ -65,11 +62,10 @@ class PoolIdentity:
 
     @property
     def bound(self) -> bool:
-        """Whether a request was served since the start or `clear`."""
         return self._bound_length is not None
 
     async def adopt(self, engine: PooledEngine, info: EngineInfo) -> None:
-        """Serve this engine's model if nothing else is served."""
+        """Serves this engine's model if nothing else is served."""
         if self._reference is not None and self._is_alone(engine) and differing(self._reference, info):
             self._model = None
         while self._model is None:
@@ -83,7 +79,7 @@ class PoolIdentity:
                 self._model, self._reference = ServedModel.of(info, tokenizer), info
                 if told := info.sampling_defaults.describe():
                     logger.info("requests of %s that do not say otherwise are sampled with %s", info.model, told)
-        self.check(engine, info)  # another engine may have decided meanwhile
+        self.check(engine, info)  # another may have decided meanwhile
 
     def _is_alone(self, engine: PooledEngine) -> bool:
         """Whether no request was served and no other engine is in use."""
@@ -91,7 +87,7 @@ class PoolIdentity:
         return not self.bound and all(other.problem is not None for other in others)
 
     def check(self, engine: PooledEngine, info: EngineInfo) -> None:
-        """Raise `IncompatiblePeerError` if it differs from the served model, or from an engine in use."""
+        """Raises `IncompatiblePeerError` if it differs from the served model, or from an engine in use."""
         alive = [e.info for e in self._engines() if e is not engine and e.info is not None and e.problem is None]
         served = [] if self._reference is None or self._is_alone(engine) else [self._reference]
         for other in served + alive:
@@ -104,7 +100,7 @@ class PoolIdentity:
 
 
 def differing(served: EngineInfo, info: EngineInfo) -> dict[str, tuple[object, object]]:
-    """Differences, by name, between two engines that must give the same tokens."""
+    """Differences by name, between engines that must give the same tokens."""
     names = ("model", "vocab_size", "default_seed", "num_speculative_tokens")
     pairs = {name: (getattr(served, name), getattr(info, name)) for name in names}
     different: dict[str, tuple[object, object]] = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

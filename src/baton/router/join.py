@@ -1,7 +1,7 @@
 """Join the legs of a request to one stream by token position, so that no token is lost, repeated or changed.
 
 Both legs of a handoff run at the same time. The prefill leg sends the first token; the decode leg sends it too, once it
-has the KV, and then all others. The client gets whichever comes first. Later attempts continue the client's stream.
+has the KV, and then all others. Later attempts continue the client's stream.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LegChunks = AsyncGenerator[tuple[TokenChunk, LegRole], None]
 
 
 class LegFailed(Exception):
-    """An attempt fails because a leg failed with `error`. `reported`: its engine is alive and sent the reason."""
+    """A leg failed with `error`. `reported`: its engine is alive and sent the reason."""
 
     def __init__(self, leg: LegRole, error: BatonError, reported: bool = False) -> None:
         super().__init__(str(error))
@@ -45,13 +45,12 @@ class Joined:
         self._queued_s: float | None = None
 
     def push(self, chunk: TokenChunk) -> TokenChunk | None:
-        """Return the part of a leg's chunk that is new to the client, or None.
+        """The part of a leg's chunk that is new to the client, or None.
 
-        Raises `TokenMismatch` if it contradicts a token that was sent, `ProtocolError` if tokens before it are
-        missing, or if there are too many.
+        Raises `TokenMismatch` if it contradicts a token that was sent, `ProtocolError` if tokens before it are missing,
+        or if there are too many.
         """
-        # Only the prefill leg has `queued_s`, and its chunk is dropped if the decode leg's token came first: the last
-        # chunk repeats it.
+        # Only the prefill leg has `queued_s`, and its chunk may be dropped: the last chunk repeats it.
         if chunk.queued_s is not None:
             self._queued_s = chunk.queued_s
         elif chunk.finish_reason is not None:
@@ -82,8 +81,7 @@ class Joined:
         return chunk
 
     def rest(self, attempt: int, waited_s: float = 0.0) -> GenerateRequest:
-        """The request for the missing tokens, `waited_s` seconds after the first attempt began. Each attempt has its
-        own id: engines may still hold earlier ones."""
+        """The request for the missing tokens. Each attempt has its own id: engines may still hold earlier ones."""
         if attempt == 0:
             return self.request
         return msgspec.structs.replace(
@@ -105,10 +103,9 @@ async def join_legs(
 ) -> LegChunks:
     """Yield (chunk, its leg) until a chunk with `finish_reason`. A single leg, of either kind, must send all tokens.
 
-    Closing the generator closes the legs. `watches` accompany them. Others report a lost leg by an error in `items`. A
-    leg that its engine will end is handed to `drain` instead: the decode leg, if the prefill leg ended the request (P
-    tells D), and the prefill leg, if the decode leg ended it well (P then waits for its pages to be free). If P refuses
-    the request, no engine can compute it, and P's error ends the stream.
+    Closing the generator closes the legs. A leg that its engine will end is handed to `drain` instead: the decode leg,
+    if the prefill leg ended the request (P tells D), and the prefill leg, if the decode leg ended it well (P then waits
+    for its pages to be free). If P refuses the request, its error ends the stream.
 
     Raises `LegFailed` if the decode leg, or the only one, is lost, or if no engine took the prefill leg. A prefill leg
     that is lost later is closed when the request ends, not drained, if the decode engine `notices` (it recovers, or
@@ -165,7 +162,6 @@ def _prefill_failure(error: BaseException | None, decoding: bool, notices: bool)
 
 
 def _failure(leg: LegRole, error: BaseException | None) -> BaseException:
-    """What the end of the decode leg, or of the only one, raises before the request's end."""
     if error is None:
         return LegFailed(leg, EngineLostError("the leg ended before the request did"))
     if isinstance(error, BatonError):

@@ -10,16 +10,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from baton.timeouts import timeout
 from baton.wire import LegRole, TokenChunk
 
-# After the first token, so that it is sent to the client before the decode leg's request.
+# So that the first token is sent to the client before the decode leg's request.
 _THEN_S = 0.001
 Chunks = AsyncGenerator[TokenChunk, None]
-# A leg, or what waits in the leg's task for all that its request needs. None: there is no leg after all.
+# A leg, or what awaits all that its request needs. None: no leg after all.
 LegSource = Chunks | Callable[[], Awaitable[Chunks | None]]
 LegItem = tuple[LegRole, TokenChunk | BaseException | None]  # None: the leg has ended
 
 
 class LegItems:
-    """A queue with one reader at a time, which costs half of asyncio's for each item."""
+    """A queue for one reader at a time, which costs half of asyncio's."""
 
     __slots__ = ("_items", "_waiter")
 
@@ -40,10 +40,8 @@ class LegItems:
 
 
 class LegWatch:
-    """Accompanies one leg, in the leg's task. An error of `begin` or `on_chunk` is the leg's.
-
-    A watch costs a call for each chunk, where a generator around the leg's would cost a turn of its own.
-    """
+    """Accompanies one leg, in the leg's task: cheaper than a generator around the leg's. An error of `begin` or
+    `on_chunk` is the leg's."""
 
     async def begin(self) -> None:
         """Called before the leg's request is sent."""
@@ -56,7 +54,7 @@ class LegWatch:
 
 
 class _FirstToken(LegWatch):
-    """Of the prefill leg: its first chunk or its end lets the decode leg begin, which waits for up to `wait_s`."""
+    """The prefill leg's first chunk or end lets the decode leg begin, which waits for up to `wait_s`."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s, self._came = wait_s, asyncio.Event()
@@ -74,7 +72,7 @@ class _FirstToken(LegWatch):
 
 
 class _Second(LegWatch):
-    """Of the decode leg: the first token depends on the prefill leg alone, so its request is sent first."""
+    """Of the decode leg: the prefill leg's request is sent first."""
 
     def __init__(self, first: _FirstToken | None) -> None:
         self._first = first
@@ -91,7 +89,7 @@ def start_legs(
     watches: Mapping[LegRole, Sequence[LegWatch]],
     first_token_wait_s: float | None,
 ) -> dict[LegRole, asyncio.Task[None]]:
-    """Start a task for each leg, which puts the leg's chunks and its end into `items`."""
+    """The tasks put chunks and ends into `items`."""
     own = {leg: list(watches.get(leg, ())) for leg in legs}
     if len(legs) > 1:
         first = None if first_token_wait_s is None else _FirstToken(first_token_wait_s)

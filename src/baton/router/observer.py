@@ -1,4 +1,4 @@
-"""The router's observer: each request has a timeline, and its verifications are counted."""
+"""The router's observer."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class AcceptanceState(TypedDict):
 class RequestObserver:
     """Keeps the timelines of requests, and counts acceptance.
 
-    Acceptance is counted for requests whose tokens after the first all come from one attempt: drafts of a resumed
-    request are not compared. With a `tracer`, requests have spans too. `model_name`: of the served model.
+    Acceptance is counted for requests whose tokens after the first all come from one attempt. With a `tracer`, requests
+    have spans too.
     """
 
     def __init__(self, tracer: Tracer | None = None, model_name: Callable[[], str] = lambda: "") -> None:
@@ -72,7 +72,7 @@ class RequestObserver:
 
     @contextlib.contextmanager
     def observing(self, request: GenerateRequest) -> Iterator[ObservedRequest]:
-        """Observe a request until the block ends, by its error or otherwise."""
+        """Observe a request until the block ends."""
         caller, name = CALLER.get(), request.request_id
         http_id = "" if caller is None else caller.request_id
         timeline = RequestTimeline(name, http_id, time.monotonic(), time.time(), len(request.prompt_token_ids))
@@ -125,7 +125,6 @@ class RequestObserver:
     def watch_legs(
         self, attempt_id: str, engines: Mapping[LegRole, PooledEngine], mode: Mode
     ) -> dict[LegRole, list[LegWatch]]:
-        """The watches of an attempt's legs, on `engines`."""
         # The ids of later attempts end with their number.
         trace = self._traces.get(attempt_id) or self._traces.get(attempt_id.rpartition(".")[0])
         if trace is None:
@@ -174,7 +173,7 @@ class _TracedLeg(LegWatch):
     _leg: LegTrace | None = None
 
     async def begin(self) -> None:
-        # In the leg's own task, so no other request's trace is changed.
+        # In the leg's own task.
         self._leg = self.trace.begin_leg(self.role, self.engine.name, self.engine.url, self.alone, self.mode)
         given = TRACE.get()
         TRACE.set(Trace(self._leg.span.traceparent, None if given is None else given.tracestate))

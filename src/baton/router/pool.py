@@ -34,7 +34,7 @@ NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineCli
 
 
 class EnginePool:
-    """The router's engines, for one event loop. Only `rebind`, `add`, `refresh` and `watch` wait.
+    """The router's engines, for one event loop.
 
     `identity` decides what they serve; an operator's `rebind` clears it.
     """
@@ -51,8 +51,7 @@ class EnginePool:
         loads: WorkerLoads | None = None,
     ) -> None:
         """`tokenizer_dir` None: the engines' checkpoint. `is_overload`: whether an engine with this load gets no new
-        requests; None: loads are not asked for. `loads`: shared with the router's other processes. Times are those of
-        the event loop."""
+        requests; None: loads are not asked for. `loads`: shared with the router's other processes."""
         self._is_overload, self.loads = is_overload, loads
         self.readers = readers or EventReaders()
         self.timers = timers or RouterTimers()
@@ -69,8 +68,8 @@ class EnginePool:
         return list(self._engines.values())
 
     async def rebind(self) -> None:
-        """Forget the served model and ask all engines; the first that answers decides. Running requests continue on
-        engines of the identity with which they began."""
+        """The first engine that answers decides the served model. Running requests continue on engines of the identity
+        with which they began."""
         self.identity.clear()
         for engine in self.engines:
             engine.problem = "not asked yet what it serves now"
@@ -79,7 +78,7 @@ class EnginePool:
             await self.refresh(engine)
 
     async def add(self, url: str, role: Role) -> PooledEngine:
-        """Add an engine, even if it does not answer yet.
+        """The engine need not answer yet.
 
         Raises `RequestError` for a bad URL or a role other than the engine's, `IncompatiblePeerError` if its model or
         drafter differs from the other engines'.
@@ -104,8 +103,8 @@ class EnginePool:
         return engine
 
     def remove(self, url: str) -> PooledEngine:
-        """Remove an engine. Running requests end there, or elsewhere if it falls silent. Raises `RequestError` if it
-        is unknown."""
+        """Running requests end there, or elsewhere if the engine falls silent. Raises `RequestError` if it is
+        unknown."""
         engine = self._engines.pop(checked_url(url), None)
         if engine is None:
             raise RequestError(f"{url} is not an engine of this router", "url")
@@ -114,8 +113,8 @@ class EnginePool:
         return engine
 
     def drain(self, url: str) -> PooledEngine:
-        """Send an engine no new requests, and remove it after its last leg. A second call moves its legs elsewhere.
-        Raises `RequestError` if it is unknown."""
+        """Remove the engine after its last leg. A second call moves its legs elsewhere. Raises `RequestError` if it is
+        unknown."""
         engine = self._engines.get(checked_url(url))
         if engine is None:
             raise RequestError(f"{url} is not an engine of this router", "url")
@@ -146,22 +145,21 @@ class EnginePool:
             engine.when_busy()
 
     def read_loads(self) -> None:
-        """Learn what the router's other processes have given to engines."""
         if self.loads is not None:
             self.loads.read(self._engines.values())
 
     def usable(self, healthy: bool) -> list[PooledEngine]:
-        """The healthy engines that may get requests, or the suspected ones."""
+        """The healthy engines, or the suspected ones."""
         return [e for e in self._engines.values() if (e.healthy if healthy else e.suspected)]
 
     def max_num_seqs(self) -> int | None:
-        """How many requests the healthy engines decode at once; None if none is known, or one does not tell."""
+        """None if a healthy engine does not tell."""
         infos = [e.info for e in self.usable(healthy=True) if e.role != "prefill"]
         told = [info.max_num_seqs for info in infos if info is not None]
         return sum(told) if told and all(told) else None
 
     def has_other(self, engine: PooledEngine, avoid: Sequence[PooledEngine] = ()) -> bool:
-        """Whether another engine of its role, not in `avoid`, can take requests."""
+        """Whether another engine of its role can take requests."""
         mine = (e for e in self._engines.values() if e.role == engine.role and e.healthy)
         return any(e is not engine and e not in avoid for e in mine)
 
@@ -170,7 +168,7 @@ class EnginePool:
         await asyncio.shield(self._ask(engine))
 
     async def watch(self) -> None:
-        """Refresh all engines forever, and removed ones until their last leg has ended. None waits for another."""
+        """Refresh all engines forever, and removed ones until their last leg has ended."""
         try:
             while True:
                 for engine in (*self.engines, *self._removed):
@@ -211,7 +209,7 @@ class EnginePool:
                 return
             engine.num_silent += 1
             silent_s = asyncio.get_running_loop().time() - engine.answered
-            # After one unanswered question, this process itself may have been paused.
+            # After only one unanswered question, this process may have been paused.
             taken = engine.info is not None and not engine.evicted
             if taken and engine.num_silent > 1 and silent_s >= self.timers.lease:
                 logger.warning("engine %s is given up after %.1f s", engine.url, silent_s)

@@ -1,4 +1,4 @@
-"""One engine of a router's pool: its state, and the legs that run on it."""
+"""One engine of a router's pool, and its legs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OnLost = Callable[[EngineLostError], None]
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a leg costs its engine once chosen, in tokens: to compute, and of KV to hold."""
+    """What a leg costs its engine, in tokens: to compute, and of KV to hold."""
 
     prefill_tokens: int = 0
     kv_tokens: int = 0
@@ -37,27 +37,26 @@ class _Leg:
 
 @dataclass(slots=True, eq=False)
 class PooledEngine:
-    """One engine. Counts cover the requests of this process only, tokens as expected when they were chosen. `others`:
-    those of the router's other processes, and `all_...` their sums."""
+    """An engine of a router's pool. Counts cover the requests of this process only, tokens as expected when they were
+    chosen. `others`: those of the router's other processes, and `all_...` their sums."""
 
     client: EngineClient
     role: Role
     info: EngineInfo | None = None
     problem: str | None = "not reached yet"  # why it cannot be used
     num_inflight: int = 0  # this router's legs on it
-    queued_tokens: int = 0  # prompt tokens that its legs have yet to compute
+    queued_tokens: int = 0  # prompt tokens not yet computed
     kv_tokens: int = 0  # the KV of its legs
     others: OtherLoad = NO_LOAD
-    overloaded: bool = False  # it gets no new requests by its last report (`PolicyConfig`)
+    overloaded: bool = False  # no new requests, by its last report (`PolicyConfig`)
     order: int = 0
     answered: float = 0.0  # when it last answered, in monotonic seconds
     num_silent: int = 0  # unanswered questions since
-    # Since then nothing, or the wrong server, listened at its address. If that is silent now, an engine is starting
-    # there.
+    # Nothing, or the wrong server, listened at its address. If that is silent now, an engine is starting there.
     gone: bool = False
-    unasked: bool = False  # since then this process had no descriptor to ask; the engine counts as what it was
+    unasked: bool = False  # this process had no descriptor to ask; the engine counts as what it was
     evicted: bool = False  # its lease has expired, and its legs were failed
-    draining: bool = False  # it gets no new requests, by its own word or the operator's (`leaving`)
+    draining: bool = False  # no new requests, by its own word or the operator's (`leaving`)
     leaving: bool = False
     known: Prefixes = field(default_factory=KnownPrefixes)  # the prefixes that it probably holds
     when_busy: Callable[[], None] = lambda: None
@@ -80,7 +79,7 @@ class PooledEngine:
         return None if self.info is None else token_identity(self.info.fingerprint)
 
     def may_serve(self, request: GenerateRequest) -> bool:
-        """Whether it gives the request the tokens for which it was planned, and room for all."""
+        """Whether the engine has the request's identity, adapter, and room for all tokens."""
         if self.info is None or request.identity not in (None, self.identity):
             return False
         if request.adapter is not None and request.adapter not in self.info.adapters.values():
@@ -116,8 +115,7 @@ class PooledEngine:
         self, on_lost: OnLost, may_move: Callable[[], bool] = lambda: False, charge: Charge = Charge()
     ) -> Iterator[Callable[[], None]]:
         """Count a leg while it runs. `on_lost` is called if the engine is given up, or as soon as it falls silent if
-        `may_move`: the leg loses nothing, and another engine can take it. Call the yielded function when the leg's
-        prompt is computed."""
+        `may_move`. Call the yielded function when the leg's prompt is computed."""
         self.num_inflight += 1
         leg = _Leg(on_lost, may_move, charge)
         self.queued_tokens += charge.prefill_tokens

@@ -1,5 +1,4 @@
-"""An estimate of what engines hold of the prompts that they were sent, used only for routing: an engine checks its own
-prefix cache, and declines a prompt of which it lacks too much."""
+"""An estimate of what engines hold of prompts, for routing: an engine declines a prompt of which it lacks too much."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ EXPIRY_S = 600.0
 
 
 def chain_of(tokens: Sequence[int], salt: str = "") -> list[bytes]:
-    """A hash of 16 bytes per whole block of tokens, over it, all blocks before it, and the salt."""
+    """16 bytes per whole block, over it, all blocks before it, and the salt."""
     data, size = array("q", tokens).tobytes(), BLOCK_TOKENS * 8
     running, chain = hashlib.blake2b(salt.encode(), digest_size=16), []
     for start in range(0, len(data) - size + 1, size):
@@ -31,7 +30,7 @@ def chain_of(tokens: Sequence[int], salt: str = "") -> list[bytes]:
 
 
 def next_key(parent: int, tokens: Sequence[int], extra: tuple[Any, ...] | None) -> int:
-    """The key of a block. `parent` 0: it begins a prompt. A key decides only where a prompt is sent."""
+    """`parent` 0: the block begins a prompt."""
     data = parent.to_bytes(KEY_BYTES, "big") + array("q", tokens).tobytes()
     if extra:
         data += repr(extra).encode()
@@ -39,7 +38,7 @@ def next_key(parent: int, tokens: Sequence[int], extra: tuple[Any, ...] | None) 
 
 
 class PromptKeys:
-    """The keys of a prompt's whole blocks, for one block size and form of its salt, computed as far as asked."""
+    """The keys of a prompt's whole blocks, for one block size and form of the salt, computed as far as asked."""
 
     def __init__(self, tokens: Sequence[int], block_size: int, salt: str | None) -> None:
         self._tokens, self._size = tokens, block_size
@@ -83,7 +82,7 @@ class Prefixes(Protocol):
     """What one engine holds of prompts."""
 
     def num_tokens(self, prompt: PromptBlocks) -> int:
-        """The expected prefix hit, in tokens. The last token is always computed."""
+        """The expected prefix hit; the last token is always computed."""
         ...
 
     def learn(self, prompt: PromptBlocks) -> None:
@@ -98,8 +97,7 @@ class Prefixes(Protocol):
 class KnownPrefixes:
     """An LRU set of the blocks that one engine probably holds.
 
-    `step`: its prefix hits are multiples of this many tokens; 0: it has none. `kv_tokens`: its KV capacity; 0:
-    unknown. `clock`: in seconds. A block unused for `expiry_s` counts as evicted.
+    `step`: prefix hits are multiples of this many tokens; 0: none. `kv_tokens`: the KV capacity; 0: unknown.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Routes of requests: handed off between two engines, or computed on one.
 
-Every engine can prefill and decode; a role says what it is used for. The decode engine is chosen first, then whether a
-prefill engine is worth it, then which: what there is to compute depends on what the decode engine holds.
+The decode engine is chosen first, then whether a prefill engine is worth it, then which: what there is to compute
+depends on what the decode engine holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Why = Literal[
 ]
 WHYS: tuple[Why, ...] = get_args(Why)
 PREFIX_MISSING = "prefix_missing"  # an engine's reason to decline
-# An engine with a cached prefix may have this many more legs than the one whose turn it is, even if that costs more.
+# An engine with a cached prefix may have this many more legs than the one whose turn it is.
 _SLACK_LEGS = 1
 _LAST = 100
 
@@ -33,9 +33,7 @@ _LAST = 100
 @dataclass(frozen=True, slots=True)
 class Route:
     """The engines of one attempt. Without `prefill`, `decode` computes all, but declines if it lacks the KV of more
-    than `max_prefill_tokens` of the prompt (None: never). `hand_back`: the prefill engine first gets KV of the prompt's
-    beginning. `charges`: what each leg costs its engine.
-    """
+    than `max_prefill_tokens` (None: never). `hand_back`: the prefill engine first gets KV of the prompt's beginning."""
 
     why: Why
     decode: PooledEngine
@@ -46,7 +44,7 @@ class Route:
 
     @property
     def names(self) -> list[str]:
-        """Of the engines, in the order of their legs."""
+        """In the order of their legs."""
         return [engine.name for engine in (self.prefill, self.decode) if engine is not None]
 
     def engine(self, leg: LegRole) -> PooledEngine:
@@ -54,8 +52,7 @@ class Route:
 
 
 class Decisions:
-    """Counts of routes by reason: of all attempts, and of the first attempts of the last 100 requests. `stale`:
-    declined because the engine lacked more than expected."""
+    """Counts of routes by reason. `stale`: declined because the engine lacked more than expected."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -76,7 +73,6 @@ class Decisions:
         return {"summary": self.summary(), **counts, "stale": self.stale, "last": self.last()}
 
     def last(self) -> dict[str, int]:
-        """Of the last 100 requests, how many took which route."""
         last = Counter(self._last)
         return {why: last[why] for why in WHYS if last[why]}
 
@@ -89,8 +85,7 @@ class Decisions:
 
 
 class Routes:
-    """Chooses routes. For `max_local_prefill_length` see `RouterConfig`. `hand_backs` None: prefill engines compute
-    what they lack."""
+    """`max_local_prefill_length`: see `RouterConfig`. `hand_backs` None: prefill engines compute what they lack."""
 
     def __init__(
         self,
@@ -110,9 +105,8 @@ class Routes:
     def choose(
         self, request: GenerateRequest, tried: Sequence[PooledEngine], hand_off: bool, session: str | None = None
     ) -> Route | None:
-        """A route over healthy engines that may serve the request, or else suspected ones, or None. Engines in `tried`
-        are a last choice for their role. `hand_off`: even if the decode engine holds the prompt. `session`: the
-        client's name for its conversation.
+        """A route over healthy engines, or else suspected ones, or None. Engines in `tried` are a last choice for their
+        role. `hand_off`: even if the decode engine holds the prompt. `session`: the conversation id.
 
         Raises `OverloadedError` if all engines of a needed role are overloaded, except for a resumed request.
         """
@@ -137,7 +131,7 @@ class Routes:
     def _among(self, request: GenerateRequest, asked: Asked, engines: _Engines, hand_off: bool) -> Route | None:
         take, prefill, decode, both = self._take, engines.prefill, engines.decode, engines.both
         if request.sampling_params.prompt_logprobs is not None and (some := prefill or both or decode):
-            # Prompt logprobs need the whole prompt computed on one engine.
+            # One engine must compute the whole prompt.
             return Route("scored", take(asked, engines.free(some)))
         if prefill and decode:
             free = engines.free(decode)
@@ -156,14 +150,12 @@ class Routes:
     def _local(
         self, asked: Asked, decode: Sequence[PooledEngine], chosen: PooledEngine, prefill: Sequence[PooledEngine]
     ) -> Route | None:
-        """A route over a decode engine alone, if no prefill engine is worth it."""
         if len(asked.prompt.tokens) <= self._most:
             return Route("short", chosen)
         limit = max(self._most, self._turn_limit(asked, prefill))
         config, held = self._policies.config, [engine for engine in decode if asked.uncached(engine) <= limit]
         if not held:
             return None
-        # A prefill engine would compute, and the chosen decode engine receive.
         handoff = cost(replace(asked, receives=True), chosen, config)
         handoff += min(cost(replace(asked, decodes=False), engine, config) for engine in prefill)
         best = min(held, key=lambda engine: (cost(asked, engine, config), engine is not chosen, engine.order))
@@ -185,7 +177,7 @@ class Routes:
         return limit if limit < len(asked.prompt.tokens) else 0
 
     def _charged(self, route: Route, prompt: PromptBlocks) -> Route:
-        """The prefill engine will hold the prompt: the next request may count on it."""
+        """The engine that computes will hold the prompt: the next request may count on it."""
         tokens, computes = len(prompt.tokens), route.prefill or route.decode
         held = computes.known.num_tokens(prompt) + (route.hand_back.num_tokens if route.hand_back is not None else 0)
         charge = Charge(tokens - held, tokens)
@@ -201,13 +193,12 @@ class Routes:
         return bool(self._most) or self._policies.uses_prefixes or hands_back
 
     def served(self, route: Route, request: GenerateRequest, output: Sequence[int]) -> None:
-        """The decoding engine has the KV of the request and its `output`, but for the last token, which it has not
-        computed."""
+        """The decode engine holds the KV of the request and its `output` except for the last token."""
         if self._learns:
             route.decode.known.learn(PromptBlocks([*request.prompt_token_ids, *output[:-1]], _salt(request)))
 
     def declined(self, route: Route, request: GenerateRequest) -> None:
-        """The decoding engine lacks KV that it was expected to have."""
+        """The decode engine lacks KV that it was expected to have."""
         route.decode.known.forget(PromptBlocks(request.prompt_token_ids, _salt(request)))
 
 
@@ -221,7 +212,7 @@ class _Engines:
     forced: bool
 
     def free(self, engines: list[PooledEngine]) -> list[PooledEngine]:
-        """Raises `OverloadedError` if all are overloaded: a queue would only grow."""
+        """Raises `OverloadedError` if all are overloaded."""
         found = [engine for engine in engines if not engine.overloaded]
         if not found and not self.forced:
             raise OverloadedError(f"all {engines[0].role} engines are overloaded; try again later")

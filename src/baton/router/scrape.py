@@ -30,13 +30,12 @@ class Shared(Generic[T]):
         return await asyncio.shield(self._task)
 
 
-# The router has vLLM's metrics per request, so the engines' of the same names, per leg, are left out.
+# The router has vLLM's metrics per request; the engines', per leg, are left out.
 _OWN = "vllm:"
 
 
 async def deployment_metrics(own: Iterable[Metric], engines: Sequence[PooledEngine]) -> list[Metric]:
-    """The router's `own` families, and its engines' with labels `engine` and `role`. Engines that do not answer with
-    metrics are left out."""
+    """The engines' families get labels `engine` and `role`. Engines that do not answer with metrics are left out."""
     pages = await asyncio.gather(*(_page(engine) for engine in engines))
     found = {family.name: family for family in own}
     mine = {name for name in found if name.startswith(_OWN)}

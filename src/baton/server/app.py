@@ -1,8 +1,7 @@
 """The aiohttp app of one engine.
 
 `POST /inference/v1/generate` takes a `GenerateRequest` and answers with one `TokenChunk` per line, sent as its step
-ends. It uses token ids because a stop string may span two engines, and only the router sees both outputs. An engine of
-role `both` serves it only with `--token-api`.
+ends. A stop string may span two engines: only the router sees both outputs.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class EngineBackend:
         self._model = ServedModel.of(engine.info, tokenizer)
 
     def model(self) -> ServedModel:
-        """Raises `RequestError` if the engine only serves legs of handoffs."""
+        """Raises `RequestError` if the engine only serves legs."""
         role = self._engine.info.role
         if role != "both":
             raise RequestError(f"this engine's role is {role!r}: send API requests to the router")
@@ -60,7 +59,7 @@ class EngineBackend:
     def generate(
         self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """There is no handoff, so `kv_mode` and `on_route` are ignored."""
+        """`kv_mode` and `on_route` are ignored."""
         return self._engine.generate(request)
 
 
@@ -72,7 +71,7 @@ def build_app(
     parsing: Parsing = NO_PARSING,
     per_request: PerRequestMetrics = NO_METRICS,
 ) -> web.Application:
-    """The app of a started engine, which the caller closes. Raises the errors of `new_app`."""
+    """The caller starts and closes the engine. Raises the errors of `new_app`."""
     metrics = FrontMetrics()
     model = engine.info.model
     metrics.registry.register(RowCollector(lambda: with_vllm_names(engine.metrics().collect_rows(), model)))
@@ -133,7 +132,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
     except EngineUnavailableError as error:
         if response is None:
             raise
-        # The router then treats this engine as lost and continues elsewhere.
+        # So that the router continues elsewhere.
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError(str(error)) from None
@@ -164,7 +163,7 @@ def _load_text(engine: AsyncEngine) -> str:
 
 
 def _check(wire: GenerateRequest, info: EngineInfo) -> None:
-    """Raise `RequestError` for what `/inference/v1/generate` does not serve. The engine checks the rest."""
+    """Raises `RequestError`. The engine checks the rest."""
     if wire.sampling_params.n != 1:
         raise RequestError("n must be 1 here: the front door fans out", "n")
     if wire.sampling_params.stop:

@@ -18,7 +18,7 @@ ASKED, HEADER = "endpoint-load-metrics-format", "endpoint-load-metrics"
 
 
 def load_report(load: EngineLoad, form: str) -> str | None:
-    """The header's value in the form TEXT or JSON, in any case; None for another form, as in vLLM."""
+    """The header's value in the form TEXT or JSON, in any case; None for another form."""
     metrics = {"kv_cache_usage_perc": load.kv_usage, "num_requests_waiting": float(load.num_waiting)}
     match form.lower():
         case "text":

@@ -1,4 +1,4 @@
-"""Load, serve and close one engine. The port is bound first, so that a busy port fails before the model loads."""
+"""Load, serve and close one engine. A busy port fails before the model loads."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ def run_engine(
     on_ready: Callable[[AsyncEngine, str], None],
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
 ) -> None:
-    """Serve one engine until SIGINT or SIGTERM, then close it. After SIGTERM requests have `shutdown_timeout_s` to
-    end.
+    """Serve one engine until SIGINT or SIGTERM. After SIGTERM requests have `shutdown_timeout_s` to end.
 
-    `make_engine` may take long; a signal meanwhile ends the process. `on_ready` gets the engine and its URL once it
-    serves. Raises the errors of `make_engine`, and `EngineUnavailableError` if the engine fails.
+    `make_engine` may take long; a signal meanwhile ends the process. Raises the errors of `make_engine`, and
+    `EngineUnavailableError` if the engine fails.
     """
     with ending_on_sigterm():
         engine = make_engine()
@@ -48,7 +47,7 @@ def run_engine(
             # The process must end even if the engine's thread hangs.
             limit_s = _CLOSE_LIMIT_S
             if engine.info.data_parallel_rank is not None:
-                limit_s += shutdown_timeout_s  # requests of other ranks may still need this rank's experts
+                limit_s += shutdown_timeout_s  # other ranks' requests may still need these experts
             timer = threading.Timer(limit_s, os._exit, [1])
             timer.daemon = True
             timer.start()
@@ -80,7 +79,8 @@ async def _serve(
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Turn the first SIGTERM into `SystemExit`, so that `finally` clauses run; ignore later ones. Main thread only."""
+    """The first SIGTERM becomes `SystemExit`, so that `finally` clauses run; later ones are ignored. Main thread
+    only."""
     previous = signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         yield

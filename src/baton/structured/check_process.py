@@ -17,9 +17,8 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.structured.source import parser_limits
 from baton.structured.vocabulary import vocabulary
 
-# Far more than a valid grammar can take within `parser_limits`, with the vocabulary.
+# More than a valid grammar can take within `parser_limits`, with the vocabulary.
 _MAX_MEMORY = 4 << 30
-# A slow step would block an engine.
 _NUM_STEPS = 16
 _STRIDE = 7919
 _MAX_STEP_S = 0.25

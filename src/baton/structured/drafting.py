@@ -1,4 +1,4 @@
-"""Constrains drafts by grammars, from plain data: drafting may run in a process without requests."""
+"""Constrains drafts by grammars. Drafting may run in a process without requests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DraftMatchers:
 
 
 class Constrained:
-    """The grammars of a plan's requests, while drafts are chosen one after another."""
+    """The grammars of a plan's requests while drafts are chosen."""
 
     def __init__(self, matchers: Sequence[Matcher | None]) -> None:
         self._matchers = list(matchers)
@@ -69,7 +69,7 @@ class Constrained:
             return None
 
     def chose(self, request: int, token: int) -> None:
-        """Advance by a draft. After one that ends the output all tokens are allowed: later drafts are not used."""
+        """After a draft that ends the output all tokens are allowed: later drafts are not used."""
         matcher = self._matchers[request]
         if matcher is not None and not matcher.consume(token):
             self._matchers[request] = None

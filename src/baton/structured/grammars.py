@@ -21,7 +21,7 @@ MAX_COMPILED = 128
 class Grammars:
     """Compiles grammars for one vocabulary, and keeps the most recent ones. Thread-safe.
 
-    `vocab_size` is the model's. The vocabulary is built at the first use: most engines never see a grammar.
+    The vocabulary is built at the first use: most engines never see a grammar.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -35,8 +35,8 @@ class Grammars:
         self._tokens: LLTokenizer | None = None
 
     def check(self, asked: StructuredOutputsParams) -> None:
-        """Compile a new grammar, first in the checker process with a time limit. Takes seconds at worst, on the
-        caller's thread. Raises `RequestError`."""
+        """Compiles a new grammar, first in the checker process with a time limit. May take seconds. Raises
+        `RequestError`."""
         if self._known(asked) is None:
             self._checker.check(source_of(asked))
             self._compile(asked)

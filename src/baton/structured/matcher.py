@@ -16,18 +16,17 @@ Bits = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The allowed tokens of a request's first rows: `bits` uint8 [rows, bytes], one bit per token id, lowest first."""
+    """The allowed tokens of a request's first rows. `bits`: as of `Masks`."""
 
     bits: Bits
 
     def has_other_than(self, row: int, token_ids: npt.NDArray[np.int64]) -> bool:
-        """Whether a row allows any token besides these."""
         allowed = np.unpackbits(self.bits[row], bitorder="little")
         allowed[token_ids] = 0
         return bool(allowed.any())
 
     def num_followed(self, drafts: Sequence[int]) -> int:
-        """Leading drafts that the rows allow and after which some token is allowed."""
+        """Leading drafts that are allowed, and after which some token is."""
         for row, draft in enumerate(drafts):
             if not self.bits[row, draft // 8] >> draft % 8 & 1 or not self.bits[row + 1].any():
                 return row
@@ -35,7 +34,7 @@ class Allowed:
 
 
 class Compiled:
-    """A grammar at its beginning, and the vocabulary size that it was compiled for."""
+    """A grammar at its beginning."""
 
     __slots__ = ("__weakref__", "matcher", "vocab_size")
 
@@ -44,9 +43,9 @@ class Compiled:
 
 
 class Matcher:
-    """A position in a grammar. It moves by rolling back the tokens that differ. Not thread-safe.
+    """A position in a grammar. Not thread-safe.
 
-    `eos_ids` are allowed if the grammar may end. They are never consumed, because nothing follows them.
+    `eos_ids` are allowed if the grammar may end, and never consumed.
     """
 
     def __init__(self, compiled: Compiled, eos_ids: Container[int]) -> None:
@@ -56,8 +55,8 @@ class Matcher:
         self._tokens: list[int] = []
 
     def move(self, output_ids: Sequence[int]) -> None:
-        """To the end of these output tokens. Raises `RequestError` if they do not follow the grammar, or if it takes
-        too much work."""
+        """To the end of the output. Raises `RequestError` if they do not follow the grammar, or if it takes too much
+        work."""
         num_same = _num_common(self._tokens, output_ids)
         surplus = len(self._tokens) - num_same
         if surplus and not self._matcher.rollback(surplus):
@@ -84,8 +83,8 @@ class Matcher:
         return bits
 
     def allowed(self, output_ids: Sequence[int], drafts: Sequence[int]) -> Allowed:
-        """The allowed tokens for the next position and after each draft, up to the first draft that is not allowed.
-        Raises `RequestError` as `move` and `bits` do."""
+        """The allowed tokens for the next position and after each draft, up to the first that is not allowed. Raises
+        `RequestError`."""
         self.move(output_ids)
         rows = [self.bits()]
         for draft in drafts:
@@ -95,7 +94,7 @@ class Matcher:
         return Allowed(np.stack(rows))
 
     def follows(self, output_ids: Sequence[int], drafts: Sequence[int]) -> int:
-        """The number of leading drafts that the grammar allows after this output."""
+        """How many leading drafts the grammar allows."""
         self.move(output_ids)
         for count, draft in enumerate(drafts):
             if not self.consume(draft):

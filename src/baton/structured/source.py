@@ -21,10 +21,8 @@ _ONE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
 def source_of(asked: StructuredOutputsParams) -> str:
-    """The source for `llguidance`. Raises `RequestError` for malformed text.
-
-    Schemas with unimplemented keywords are refused when they are compiled, with or without `strict`.
-    """
+    """The source for `llguidance`. Raises `RequestError` for malformed text; schemas with unimplemented keywords are
+    refused when they are compiled."""
     try:
         if asked.json is not None:
             options: Any = {"whitespace_flexible": not asked.disable_any_whitespace}
@@ -33,7 +31,7 @@ def source_of(asked: StructuredOutputsParams) -> str:
             check_repetition(asked.regex)
             return grammar_from("regex", asked.regex)
         if asked.choice is not None:
-            # As a terminal it is one item in a parser row; as a rule it would be one item per text.
+            # A terminal is one item in a parser row; a rule would be one per text.
             return grammar_from("lark", f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, asked.choice))}")
         check_repetition(asked.grammar or "")
         return grammar_from("grammar", asked.grammar or "")
@@ -42,7 +40,7 @@ def source_of(asked: StructuredOutputsParams) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A grammar needs control characters escaped. JSON escapes all but DEL."""
+    """JSON escapes all control characters but DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -71,8 +69,8 @@ def _check_patterns(schema: Any) -> None:
 
 
 def check_repetition(regex: str) -> None:
-    """Raise `ValueError` for a regular expression or grammar that is too long with its counted repetitions expanded:
-    one step in it would take seconds."""
+    """Raises `ValueError` for text that is too long with its counted repetitions expanded: one step would take
+    seconds."""
     sizes, last, at = [0], 0, 0
     while at < len(regex):
         repeated = _REPEATED.match(regex, at)
@@ -98,8 +96,8 @@ def check_repetition(regex: str) -> None:
 
 
 def parser_limits() -> LLParserLimits:
-    """Limits for compiling a grammar and for one step; beyond them a matcher is in error. A step, on the engine
-    thread, must stay within tens of milliseconds."""
+    """Beyond these limits a matcher is in error. A step, on the engine thread, must stay within tens of
+    milliseconds."""
     return LLParserLimits(
         max_items_in_row=2000,
         initial_lexer_fuel=500_000,

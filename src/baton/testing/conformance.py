@@ -22,7 +22,7 @@ from baton.transports.registry import create_transport, parse_uri
 
 
 def run_suite(uri: str, device: str | None = None) -> tuple[dict[str, str], list[str]]:
-    """Seconds per check, or `FAILED`; and why a check failed or none ran."""
+    """Seconds or `FAILED` per check; and why a check failed or none ran."""
     scheme = uri.partition(":")[0]
     try:
         create_transport(uri).close()

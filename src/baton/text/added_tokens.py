@@ -1,5 +1,4 @@
-"""Tokens that `tokenizer_config.json` and older files declare besides `tokenizer.json`, such as markers of fine-tunes.
-Read as transformers does."""
+"""Tokens that `tokenizer_config.json` and older files declare besides `tokenizer.json`, as transformers reads them."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 class AddedTokens:
-    """The tokens declared in the directory `root`. `special`: special tokens by name, such as `eos_token`, for
-    templates. Raises `CheckpointError` with the name of a malformed file."""
+    """The tokens declared in a directory. `special`: by name, such as `eos_token`, for templates. Raises
+    `CheckpointError` with the name of a malformed file."""
 
     def __init__(self, root: Path) -> None:
         self._path = root / "tokenizer_config.json"
@@ -56,8 +55,8 @@ class AddedTokens:
             self._decoder[number] = AddedToken(text, normalized=not is_special, special=is_special)
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
-        """Add the declared tokens that `backend` lacks or has with other flags, and apply `split_special_tokens`.
-        Tokens of the vocabulary keep their ids; others get the next free ones."""
+        """Adds tokens that `backend` lacks or has with other flags. Tokens of the vocabulary keep their ids; others get
+        the next free ones."""
         known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         wanted = [token for _, token in sorted(self._decoder.items()) if not _same(known.get(token.content), token)]
         contents = {*known, *(token.content for token in self._decoder.values())}
@@ -74,7 +73,7 @@ class AddedTokens:
         backend.encode_special_tokens = bool(self.settings.get("split_special_tokens"))
 
     def _token(self, value: object, special: bool = True) -> AddedToken:
-        """Read a token from text, or from an object with flags. `special`: make it special regardless of its flags."""
+        """Read text, or an object with flags. `special`: regardless of its flags."""
         if isinstance(value, str):
             return AddedToken(value, special=True)
         content = value.get("content") if isinstance(value, Mapping) else None

@@ -18,7 +18,7 @@ ContentFormatOption = Literal["auto", "string", "openai"]
 
 
 def detect_content_format(template: nodes.Template) -> ContentFormat:
-    """Return "openai" if a parsed template loops over a message's content, directly or in a macro that gets it."""
+    """ "openai" if a template loops over a message's content, directly or in a macro that gets it."""
     try:
         return "openai" if any(_loops_over_content(template)) else "string"
     except _UnknownTargetError:
@@ -26,7 +26,7 @@ def detect_content_format(template: nodes.Template) -> ContentFormat:
 
 
 def with_content(message: Mapping[str, Any], form: ContentFormat) -> dict[str, Any]:
-    """The message with its content in `form`. Results of tools are always strings, as in vLLM.
+    """Results of tools are always strings, as in vLLM.
 
     Raises `RequestError("messages")` for a part that is not text.
     """
@@ -55,7 +55,7 @@ def _text(part: object) -> str:
 
 
 class _UnknownTargetError(Exception):
-    """A loop or an assignment unpacks its value, which vLLM's rule does not follow."""
+    """A loop or assignment unpacks its value, which vLLM's rule does not follow."""
 
 
 def _loops_over_content(template: nodes.Template) -> Iterator[bool]:
@@ -77,7 +77,7 @@ def _loops_over_content(template: nodes.Template) -> Iterator[bool]:
 
 
 def _aliases(template: nodes.Template, variable: str) -> list[str]:
-    """The variable and all that are assigned from it, by whatever filters and slices."""
+    """The variable and all that are assigned from it."""
     found = [variable]
     for name in found:
         for assign in template.find_all(nodes.Assign):
@@ -87,7 +87,7 @@ def _aliases(template: nodes.Template, variable: str) -> list[str]:
 
 
 def _content_parameters(template: nodes.Template, macro: nodes.Macro, messages: list[str]) -> set[str]:
-    """The parameters of a macro that get a message's content in some call."""
+    """Those that get a message's content in some call."""
     names = [argument.name for argument in macro.args]
     found: set[str] = set()
     for call in template.find_all(nodes.Call):
@@ -103,7 +103,7 @@ def _content_parameters(template: nodes.Template, macro: nodes.Macro, messages: 
 
 
 def _reads(node: nodes.Node | None, variable: str, key: str | None = None) -> bool:
-    """Whether an expression is a variable, or its member `key`, perhaps through filters, tests and slices."""
+    """Whether an expression is a variable, or its member `key`."""
     while isinstance(node, (nodes.Filter, nodes.Test)) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

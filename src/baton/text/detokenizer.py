@@ -1,8 +1,8 @@
 """Token ids to text, one token at a time, without splitting a character.
 
-Tokens cannot be decoded alone: a character may span tokens, and some vocabularies drop the leading space of a text.
-Byte tokens go through a UTF-8 decoder. For others, each step decodes a short window and emits the new text.
-Byte-fallback vocabularies need both: they decode a run of bytes differently if its last character is incomplete.
+A character may span tokens, and some vocabularies drop the leading space of a text. Byte tokens go through a UTF-8
+decoder. For others, each step decodes a short window and emits the new text. Byte-fallback vocabularies need both: they
+decode a run of bytes differently if its last character is incomplete.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         spelt: frozenset[int] = frozenset(),
     ) -> None:
-        """`prompt_ids` is not emitted, but decides how the first token is decoded, and the output may complete its
-        last character. `spelt`: special tokens to emit even with `skip_special_tokens`."""
+        """`prompt_ids` decides how the first token is decoded; the output may complete its last character. `spelt`:
+        special tokens to emit even with `skip_special_tokens`."""
         self._tokenizer = tokenizer
         self._spelling = tokenizer.spelling
         self._hidden = tokenizer.special_ids - spelt if skip_special_tokens else frozenset[int]()
@@ -41,7 +41,7 @@ class IncrementalDetokenizer:
                 self._utf8.reset()
             else:
                 self._utf8.decode(raw)
-        # Of a character that the prompt began and the output may complete.
+        # Bytes of a character that the output may complete.
         self._begun = bytes(self._utf8.getstate()[0])
         self._num_emitted = len(self._complete(self._text())) if self._window and not self._in_bytes else 0
 
@@ -63,11 +63,11 @@ class IncrementalDetokenizer:
             out += ready[self._num_emitted :]
             self._num_emitted = len(ready)
         if len(ready) == len(text) and ready:
-            # Nothing is pending: the last token is enough context.
+            # The last token is enough context.
             self._window = [token_id]
             self._num_emitted = len(self._text())
         elif len(self._window) > _MAX_WINDOW_TOKENS:
-            # An incomplete character is in the last four tokens at most.
+            # An incomplete character has at most four tokens.
             self._window = self._window[-_CONTEXT_TOKENS:]
             self._num_emitted = len(self._complete(self._text()))
         return out
@@ -83,7 +83,7 @@ class IncrementalDetokenizer:
         return out
 
     def _leave_bytes(self) -> str:
-        """End a run of byte tokens. The UTF-8 decoder has emitted its text."""
+        """The UTF-8 decoder has emitted the run's text."""
         if not self._in_bytes:
             return ""
         self._in_bytes = False
@@ -94,14 +94,14 @@ class IncrementalDetokenizer:
         return out
 
     def _own(self, text: str, raw: bytes) -> str:
-        """`text` without the U+FFFD of a character that the prompt began and the output did not continue. `raw`: the
-        bytes that were added."""
+        """`text` without the U+FFFD of a character of the prompt that the output did not continue. `raw`: the bytes
+        that were added."""
         begun, self._begun = self._begun, b""
         broken = begun and text.startswith(_REPLACEMENT) and not (begun + raw).startswith(_REPLACEMENT.encode())
         return text[1:] if broken else text
 
     def _complete(self, text: str) -> str:
-        """The window's `text` without an incomplete last character (decoded as one U+FFFD)."""
+        """`text` without an incomplete last character (decoded as one U+FFFD)."""
         if not self._spelling.mixed or not text.endswith(_REPLACEMENT):
             return text
         decoder = codecs.getincrementaldecoder("utf-8")("replace")

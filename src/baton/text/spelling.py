@@ -15,7 +15,7 @@ _MAX_TRIES = 1000
 
 
 class Spelling:
-    """The bytes of a vocabulary's tokens, as its decoder writes them within a text. Thread-safe.
+    """As a vocabulary's decoder writes tokens within a text. Thread-safe.
 
     `in_bytes`: all tokens are bytes (GPT-2's alphabet), and a text is their concatenation as UTF-8. `mixed`: the same,
     but the decoder also changes the text. `byte_values`: the bytes of tokens `<0x00>` to `<0xFF>`, if the decoder has
@@ -43,7 +43,7 @@ class Spelling:
         return None if value is None else bytes([value])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text before it; empty for an unknown id."""
+        """What a token adds to a text before it; empty for an unknown id."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._spell(token_id)
@@ -63,7 +63,7 @@ class Spelling:
             return self._text(token_id).encode()
         before = self._text(self._anchor)
         text = self._text(self._anchor, token_id)
-        # Some vocabularies drop the leading space of a text, others put a space between words.
+        # Some vocabularies drop a leading space, others put spaces between words.
         return (text[len(before) :] if text.startswith(before) else self._text(token_id)).encode()
 
     def _find_anchor(self) -> int | None:
@@ -96,7 +96,7 @@ def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable bytes map to themselves, the others to U+0100 and up."""
+    """GPT-2's: printable bytes map to themselves, the others to U+0100 and up."""
     own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [value for value in range(256) if value not in own]
     return {chr(value): value for value in own} | {chr(0x100 + n): value for n, value in enumerate(others)}

@@ -1,7 +1,7 @@
 """Stop strings in a stream of text. A match may span pieces, so text that may become a match is held back.
 
-Knuth-Morris-Pratt visits each character once per stop string, so neither work nor result depends on how the text is
-cut. The stop string that is complete first ends the text; of two that end together, the longer one.
+Knuth-Morris-Pratt visits each character once per stop string. The stop string that is complete first ends the text; of
+two that end together, the longer one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from collections.abc import Sequence
 
 
 class StopChecker:
-    """Finds the first stop string in one growing text."""
-
     def __init__(self, stop: Sequence[str], include_stop: bool = False) -> None:
         """`include_stop`: the text ends after the stop string instead of before it."""
         self._stop = tuple(stop)
-        # Other requests' stop strings may evict the tables from the cache.
+        # The cache may evict the tables.
         self._borders = [_borders(text) for text in self._stop]
         self._include = include_stop
         # Per stop string: the length of its longest prefix with which the text ends.
@@ -28,8 +26,8 @@ class StopChecker:
     def push(self, piece: str, armed: bool = True) -> str:
         """Returns the text that may be shown.
 
-        Sets `matched` when a stop string is complete; push no more then. With `armed=False` (before min_tokens),
-        complete stop strings are ordinary text.
+        Sets `matched` when a stop string is complete; push no more then. `armed` false (before min_tokens): complete
+        stop strings are ordinary text.
         """
         if not self._stop:
             return piece
@@ -48,12 +46,12 @@ class StopChecker:
         return text[:shown]
 
     def flush(self) -> str:
-        """The held text at the end of a sequence without a match."""
+        """The held text, at the end without a match."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Returns the longest stop string that a character completes, if any."""
+        """The longest stop string that `character` completes, if any."""
         found: str | None = None
         for index, stop in enumerate(self._stop):
             number = self._num_matched[index]
@@ -72,7 +70,7 @@ class StopChecker:
 
 @functools.lru_cache(maxsize=64)  # a request's choices have the same stop strings
 def _borders(text: str) -> array[int]:
-    """For each prefix of `text`: the length of its longest proper suffix that is also a prefix of `text`."""
+    """Per prefix: the length of its longest proper suffix that is also a prefix."""
     borders = array("I", [0]) * len(text)
     length = 0
     for end in range(1, len(text)):

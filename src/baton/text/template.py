@@ -1,7 +1,7 @@
 """Chat templates: Jinja text from a checkpoint or the operator, rendered in a sandbox.
 
-A template is downloaded code, so it runs in Jinja's immutable sandbox: no attributes that start with an underscore, no
-mutation of arguments. Clients send only values for its variables.
+A template is downloaded code: the immutable sandbox allows no attributes that start with an underscore, and no mutation
+of arguments. Clients send only values for its variables.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ log = logging.getLogger(__name__)
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 TEMPLATE_DIRECTORY = "additional_chat_templates"
-# Fields of a message's reasoning. Templates read the first, gpt-oss's template the second.
+# Templates read the first, gpt-oss's the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # As in vLLM: text without any of these is a file name.
 _TEMPLATE_CHARS = frozenset("{}\n")
 
 
 def read_template_option(given: str) -> str:
-    """`--chat-template`: of the file with this name, else the value itself, as in vLLM.
+    """`--chat-template`: a file's name, else the text itself, as in vLLM.
 
-    Raises `ConfigError` for an unreadable file and for invalid Jinja.
+    Raises `ConfigError` for an unreadable file or invalid Jinja.
     """
     try:
         text = Path(given).read_text(encoding="utf-8")
@@ -77,8 +77,8 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], content_format: ContentFormatOption = "auto"
     ) -> None:
-        """`special_tokens` by name, such as `bos_token`. `content_format`: how the template reads the content of
-        messages. The attribute `variables` has all names that the template uses."""
+        """`special_tokens` by name, such as `bos_token`. The attribute `variables` has all names that the template
+        uses."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
@@ -112,8 +112,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt text of a conversation. `variables`: set by the client, such as `enable_thinking`. `tools`: those
-        that the model may call.
+        """`variables`: set by the client, such as `enable_thinking`.
 
         Raises `RequestError("messages")` if the template refuses the messages, and
         `RequestError("chat_template_kwargs")` for a variable that clients may not set.
@@ -169,7 +168,6 @@ def _to_json(
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning under all names that templates use."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return dict(message)

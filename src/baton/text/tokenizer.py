@@ -22,7 +22,7 @@ from baton.text.template import DEFAULT, TOOL_USE, ChatTemplate, read_templates
 
 log = logging.getLogger(__name__)
 
-# `tokenizers` warns at every fork otherwise, and we never tokenise one text on several threads.
+# `tokenizers` warns at every fork otherwise.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 NO_TEMPLATES: Mapping[str, str] = MappingProxyType({})
@@ -61,10 +61,10 @@ class Tokenizer:
         chat_template: str | None = None,
         chat_template_content_format: ContentFormatOption = "auto",
     ) -> Tokenizer:
-        """Load from a checkpoint directory. `skip_vocabulary`: load the end tokens only; all text is empty.
-        `chat_template` replaces the directory's templates.
+        """`skip_vocabulary`: load the end tokens only; all text is empty. `chat_template` replaces the directory's
+        templates.
 
-        Raises `CheckpointError` with the name of a missing or broken file.
+        Raises `CheckpointError` naming the file.
         """
         root = Path(directory)
         if skip_vocabulary:
@@ -94,7 +94,7 @@ class Tokenizer:
         )
 
     def with_templates(self, chat_template: str | None, content_format: ContentFormatOption) -> Tokenizer:
-        """A tokenizer with the same vocabulary. Its template is `chat_template`, or its templates are this one's.
+        """None: the templates of this tokenizer.
 
         Raises `ConfigError` for text that is not Jinja, and for an unknown `content_format`.
         """
@@ -115,8 +115,8 @@ class Tokenizer:
         return {name: ChatTemplate(text, self._special_tokens, content_format) for name, text in sources.items()}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens` lets the tokenizer add its own, such as BOS. Releases the GIL."""
-        # Keeps no character offsets: half the time, and a fraction of the memory.
+        """`add_special_tokens`: such as BOS. Releases the GIL."""
+        # Without character offsets: half the time, and a fraction of the memory.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
@@ -125,7 +125,7 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        r"""The text that one token adds, also of special tokens. A part of a character is written as `\xe2\x82`."""
+        r"""The text that a token adds, also a special one. A part of a character is written as `\xe2\x82`."""
         return escaped_text(self.spelling.token_bytes(token_id))
 
     def special_tokens_of(self, texts: Iterable[str]) -> frozenset[int]:
@@ -133,7 +133,7 @@ class Tokenizer:
         return frozenset(number for number in numbers if number in self.special_ids)
 
     def token(self, token_id: int) -> str:
-        """The token as written in the vocabulary; empty for an unknown id."""
+        """As written in the vocabulary; empty for an unknown id."""
         return str(self._backend.id_to_token(token_id) or "")
 
     def json(self) -> str:
@@ -151,8 +151,7 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt text of a conversation, as `ChatTemplate.render`. Encode it with `add_special_tokens=False`,
-        because templates write BOS themselves.
+        """As `ChatTemplate.render`. Encode the text with `add_special_tokens=False`: templates write BOS themselves.
 
         Raises `RequestError("messages")` also if there is no template.
         """
@@ -167,7 +166,7 @@ class Tokenizer:
 
 def _eos_token_ids(root: Path, special: Mapping[str, str], backend: tokenizers.Tokenizer | None) -> list[int]:
     """The end tokens of generation_config.json, config.json and the tokenizer: fine-tunes often change only one. Ids
-    beyond the model's vocabulary are ignored."""
+    beyond the vocabulary are ignored."""
     found: list[int] = []
     config = read_object(root / "config.json")
     for name, source in (

@@ -1,15 +1,14 @@
 """The interface of a transport: registered regions, peers, and one-sided copies between them.
 
-A transport knows nothing of requests, groups or tokens. Memory is addressed by (region index, offset); each copy list
-is one `Operation`. Every transport keeps these rules, which `baton.testing.check_transport` tests:
+A transport knows nothing of requests or tokens. Memory is addressed by (region index, offset). Rules, which
+`baton.testing.check_transport` tests:
 
-- `done` means that every reader at the destination sees the bytes, not merely that the copy was posted. A message sent
-  after `done`, on any channel, cannot overtake the data.
+- `done` means that every reader at the destination sees the bytes. A message sent after `done`, on any channel, cannot
+  overtake the data.
 - An operation that has ended, done or failed, reads and writes nothing more. The pages of a pending operation may be
   reused only once the peer is fenced.
 - Every run is checked against both regions before the first byte moves.
-- No call waits for a peer: `connect`, `cancel` and `disconnect` return at once, and report their end by a future or a
-  callback; `alive` and `fenced` are flags. So one thread can serve many peers, even if one hangs.
+- No call waits for a peer, so one thread can serve many peers, even if one hangs.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """`nbytes` bytes at `address` on CUDA device number `device`, allocated while they are registered. `enter` makes
-    the device's context current on the calling thread."""
+    """Memory on CUDA device number `device`; stays allocated while it is registered. `enter` makes the device's context
+    current on the calling thread."""
 
     address: int
     nbytes: int
@@ -67,24 +66,19 @@ class Operation:
         self._callbacks: list[Callable[[], None]] = []
 
     def poll(self) -> CopyState:
-        """Never blocks."""
         return self._state
 
     @property
     def error(self) -> str | None:
-        """None while pending and if done."""
         return self._error
 
     def wait(self, timeout: float | None = None) -> CopyState:
-        """Block until it ends or `timeout` seconds pass."""
         self._ended.wait(timeout)
         return self._state
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once when it ends, on the thread that ends it, or at once if it has ended.
-
-        It must neither block nor raise.
-        """
+        """Call `callback` on the thread that ends the operation, or at once if it has ended. It must neither block nor
+        raise."""
         with self._lock:
             if self._state == "pending":
                 self._callbacks.append(callback)
@@ -107,7 +101,7 @@ class Operation:
 
     def _end(self, error: str | None, unless_started: bool = False) -> None:
         with self._lock:
-            # Under one lock: else a copy could start in between, and move bytes after its end.
+            # Otherwise a copy could start in between, and move bytes after its end.
             if self._state != "pending" or (unless_started and self._started):
                 return
             self._error = error
@@ -121,7 +115,7 @@ class Operation:
 class Peer(Protocol):
     @property
     def region_sizes(self) -> Sequence[int]:
-        """Bytes of each registered region."""
+        """In bytes."""
         ...
 
     def alive(self) -> bool:
@@ -129,17 +123,17 @@ class Peer(Protocol):
         ...
 
     def fenced(self) -> bool:
-        """True only if it is proven that the peer can no longer touch this side's memory. Never blocks: if the proof
-        takes work, the first call starts it, and a later call returns True."""
+        """True only if the peer provably can no longer touch this side's memory. If the proof takes work, the first
+        call starts it."""
         ...
 
     def dead(self) -> bool:
-        """True only if the peer's process is proven dead. Never blocks."""
+        """True only if the peer's process is provably dead."""
         ...
 
 
 class Transport(Protocol):
-    """One side's end of all its connections. Any thread."""
+    """One side of all its connections. Any thread."""
 
     @property
     def scheme(self) -> str: ...
@@ -152,20 +146,17 @@ class Transport(Protocol):
         ...
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Open `regions` to peers, once, and return the descriptor for a peer's `connect`. A region's index is its
-        position. All are in host memory, or all on one device.
+        """Open `regions` to peers, and return the descriptor for a peer's `connect`. All are in host memory, or all on
+        one device.
 
         Raises `TransportError` for memory that the transport cannot open, or at a second call.
         """
         ...
 
     def connect(self, descriptor: bytes) -> Future[Peer]:
-        """Connect to the peer that registered `descriptor`.
-
-        Within seconds the future yields the peer, or raises `ProtocolError` for a malformed descriptor, or
+        """The future yields the peer within seconds, or raises `ProtocolError` for a malformed descriptor, or
         `TransportError` if the peer cannot be reached. It cannot be cancelled: disconnect an unwanted peer when the
-        future is done.
-        """
+        future is done."""
         ...
 
     def submit(self, peer: Peer, direction: Direction, copies: CopyList, tag: str = "") -> Operation:
@@ -188,19 +179,19 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """End all operations and release all memory. Waits for copies in flight, some seconds at most. Idempotent."""
+        """Waits for copies in flight, some seconds at most. Idempotent."""
         ...
 
 
 def future_of(make: Callable[[], Peer]) -> Future[Peer]:
-    """For transports that connect without waiting: a finished future."""
+    """A finished future, for transports that connect without waiting."""
     future: Future[Peer] = Future()
     finish_future(future, make)
     return future
 
 
 def finish_future(future: Future[Peer], make: Callable[[], Peer]) -> None:
-    """For transports: finish `future` with the result of `make`. Errors other than Baton's become `TransportError`."""
+    """Errors of `make` other than Baton's become `TransportError`."""
     try:
         peer = make()
     except BatonError as error:
@@ -227,7 +218,7 @@ def check_regions(regions: Sequence[Region]) -> list[ByteArray]:
 
 
 def check_copies(copies: CopyList, source_sizes: Sequence[int], dest_sizes: Sequence[int]) -> None:
-    """Raise `ProtocolError` unless every run is inside its region on both sides. Sizes in bytes."""
+    """Raises `ProtocolError` unless every run is inside its region on both sides. Sizes in bytes."""
     columns = (copies.source_offset, copies.dest_offset, copies.nbytes)
     for column in columns:
         if column.dtype != np.int64 or column.ndim != 1 or column.size != copies.nbytes.size:
@@ -256,14 +247,13 @@ _open: weakref.WeakSet[Transport] = weakref.WeakSet()
 
 
 def source_and_dest(direction: Direction, own: R, far: R) -> tuple[R, R]:
-    """Order own and the peer's regions as source and destination. Raises `ProtocolError` for an invalid direction."""
+    """Raises `ProtocolError` for an invalid direction."""
     if direction not in ("read", "write"):
         raise ProtocolError(f"direction must be read or write, got {direction!r}")
     return (own, far) if direction == "write" else (far, own)
 
 
 def close_at_exit(transport: Transport) -> None:
-    """For transports: close `transport` at interpreter exit."""
     _open.add(transport)
 
 

@@ -17,9 +17,9 @@ BATCH_BYTES = 16 << 20
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A running operation. `rows`: int64 `[runs, 3]`: own address, the peer's address, bytes; batch i is
-    `rows[bounds[i]:bounds[i + 1]]`. `at`: number of finished batches. `handle`: the library's, of batch `at` once
-    issued. `failed`: that batch failed, which does not prove that none of its bytes is outstanding."""
+    """`rows`: int64 `[runs, 3]`: own address, the peer's address, bytes; batch i is `rows[bounds[i]:bounds[i + 1]]`.
+    `at`: number of finished batches. `handle`: the library's, of batch `at` once issued. `failed`: that batch failed;
+    bytes may be outstanding."""
 
     operation: Operation
     direction: Direction
@@ -34,7 +34,7 @@ class Job:
         return len(self.bounds) - 1
 
     def left(self) -> str | None:
-        """The error if the operation ends now; None if all batches are done."""
+        """The error if the operation ends now."""
         return None if self.at == self.num_batches else f"cancelled after {self.at} of {self.num_batches} batches"
 
     def batch(self) -> Runs:
@@ -42,13 +42,13 @@ class Job:
 
 
 def make_job(operation: Operation, direction: Direction, rows: Runs) -> Job:
-    """Cut `rows` (int64 `[runs, 3]`) into batches of at most `BATCH_RUNS` runs and `BATCH_BYTES` bytes."""
+    """A batch has at most `BATCH_RUNS` runs and `BATCH_BYTES` bytes."""
     rows = split_runs(rows, BATCH_BYTES)
     return Job(operation, direction, rows, batch_bounds(rows[:, 2], BATCH_RUNS, BATCH_BYTES))
 
 
 def split_runs(rows: Runs, limit: int) -> Runs:
-    """Cut the runs of `rows` (int64 `[runs, 3]`) into pieces of at most `limit` bytes; drop empty runs."""
+    """Cut runs into pieces of at most `limit` bytes; drop empty runs."""
     if len(rows) and int(rows[:, 2].min()) > 0 and int(rows[:, 2].max()) <= limit:
         return rows  # saves a million divisions
     pieces = -(-rows[:, 2] // limit)
@@ -60,8 +60,7 @@ def split_runs(rows: Runs, limit: int) -> Runs:
 
 
 def batch_bounds(nbytes: Runs, max_runs: int, max_bytes: int) -> list[int]:
-    """Cut runs of `nbytes` bytes (int64 `[runs]`) into batches of at most `max_runs` runs, and at most `max_bytes`
-    bytes or a single run. Returns the cuts `[0, ..., runs]`."""
+    """Batches of at most `max_runs` runs, and `max_bytes` bytes or a single run. Returns the cuts `[0, ..., runs]`."""
     if len(nbytes) and max_runs * int(nbytes.max()) <= max_bytes:
         return [*range(0, len(nbytes), max_runs), len(nbytes)]
     total = np.concatenate([[0], np.cumsum(nbytes)])

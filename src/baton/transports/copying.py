@@ -1,4 +1,4 @@
-"""The compiled copy loop for mapped memory: a list of runs per call, without the interpreter lock.
+"""The compiled copy loop for mapped memory.
 
 A CPU prefetches along a run, not from one to the next: scattered short runs take nearly twice as long as one long run,
 unless several are copied in turn, a few cache lines each.
@@ -18,15 +18,15 @@ from numba.extending import intrinsic
 from baton.kv.geometry import CopyList, Int64Array
 from baton.transports.base import ByteArray
 
-# Long runs are copied in chunks, so that a cancel takes effect within a fraction of a millisecond. Whole mebibytes are
-# slower: a memcpy as long as the cache bypasses it, less efficiently than the loop below.
+# So that a cancel takes effect within a fraction of a millisecond. A longer memcpy bypasses the cache, less efficiently
+# than the loop below.
 CHUNK_BYTES = 256 << 10
 # Runs copied in turn, and bytes per step.
 LANES = 8
 STEP_BYTES = 256
-# `memcpy` is as fast for shorter runs (in the mean), and for longer ones that fit into the caches.
+# `memcpy` is as fast for shorter runs (in the mean), and for longer ones in the caches.
 SHORT_BYTES, LONG_BYTES = 1 << 10, 128 << 10
-# Larger copies bypass the caches, which would not hold them until they are read, and hold data that others need.
+# Larger copies bypass the caches, which would not hold them until they are read.
 PAST_CACHES_BYTES = 16 << 20
 _LINE_BYTES = 64
 
@@ -56,7 +56,7 @@ def _step_by(past_caches: bool) -> Callable[..., Any]:
 
 
 def _ordered(typing_context: Any) -> Any:
-    """Order earlier stores before later ones; non-temporal stores are not ordered otherwise."""
+    """Non-temporal stores are not ordered otherwise."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -69,14 +69,14 @@ _step_near = cast("Callable[[int, int], None]", intrinsic(_step_by(past_caches=F
 _step_past = cast("Callable[[int, int], None]", intrinsic(_step_by(past_caches=True)))
 _order = cast("Callable[[], None]", intrinsic(_ordered))
 _njit = cast("Callable[[F], F]", numba.njit(nogil=True, boundscheck=False, forceinline=True))
-# Addresses and sizes are machine words, as the C ABI passes pointers.
+# Machine words, as the C ABI passes pointers.
 _memcpy: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
 
 
 @_njit
 def _memcpy_unless_stopped(source: int, dest: int, nbytes: int, flags: Int64Array) -> int:
     at = 0
-    # The call to memcpy is opaque to the compiler, so the flag is reloaded.
+    # The flag is reloaded, since memcpy is opaque to the compiler.
     while at < nbytes and flags[0] == 0:
         size = min(nbytes - at, CHUNK_BYTES)
         _memcpy(dest + at, source + at, size)
@@ -86,7 +86,7 @@ def _memcpy_unless_stopped(source: int, dest: int, nbytes: int, flags: Int64Arra
 
 @_njit
 def _advance(lanes: Int64Array, count: int, past_caches: bool) -> None:
-    """Advance the first `count` lanes by as many steps as all have left, up to a chunk."""
+    """Advance `count` lanes by as many steps as all have left, up to a chunk."""
     span = CHUNK_BYTES
     for lane in range(count):
         span = min(span, lanes[2, lane])
@@ -109,7 +109,7 @@ def _until_stopped(
 ) -> int:
     total = nbytes.sum()
     past_caches = total >= PAST_CACHES_BYTES
-    # For data in the caches fewer lanes are faster.
+    # In the caches fewer are faster.
     abreast = LANES if past_caches else LANES // 2
     shortest = STEP_BYTES if total >= SHORT_BYTES * nbytes.size else LONG_BYTES
     longest = total if past_caches else LONG_BYTES - 1
@@ -159,10 +159,9 @@ _compiled = cast("Callable[..., int]", numba.njit(_signature, nogil=True, cache=
 
 
 def copy_runs(source: ByteArray, dest: ByteArray, copies: CopyList, flags: Int64Array) -> int:
-    """Copy every run of `copies` from `source` to `dest`, both uint8 `[bytes]`. Returns the number of finished runs.
+    """Returns the number of finished runs. Releases the GIL.
 
-    Runs without the interpreter lock. `flags`: int64 `[2]`; stops early once `flags[0]` is non-zero, counts finished
-    runs in `flags[1]`. The caller has checked the bounds, and keeps the memory alive; runs must not overlap.
+    `flags`: as of `Operation`. The caller has checked the bounds, and keeps the memory alive; runs must not overlap.
     """
     return _compiled(
         source.ctypes.data,
@@ -175,5 +174,5 @@ def copy_runs(source: ByteArray, dest: ByteArray, copies: CopyList, flags: Int64
 
 
 def _writable(column: Int64Array) -> Int64Array:
-    # The one compiled signature takes writable arrays: copy a read-only one (a view of a message).
+    # The compiled signature takes writable arrays; a view of a message is not.
     return column if column.flags.writeable else column.copy()

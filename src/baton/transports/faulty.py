@@ -60,7 +60,7 @@ SeedsT = TypeVar("SeedsT")  # a type of the handoff
 
 
 class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See the module's docstring for the options."""
+    """Options: see the module."""
 
     fault: FaultKind
     region: int | None = None
@@ -206,7 +206,6 @@ class FaultyTransport:
                         each.end(str(error))
 
     def _perform(self, operation: _FaultyOperation) -> str | None:
-        """Returns the error, or None."""
         fault, copies = self._spec.fault, operation.copies
         if fault == "delay":
             operation.stop.wait(self._spec.delay_s)
@@ -240,7 +239,7 @@ class FaultyTransport:
             return "corrupt needs mapped memory to write to"
         run = int(np.argmax(copies.nbytes))
         count = min(self._spec.nbytes, int(copies.nbytes[run]))
-        # The run's last byte holds sign and exponent of a little-endian float.
+        # Its last byte holds sign and exponent of a little-endian float.
         stop = int(copies.dest_offset[run] + copies.nbytes[run])
         with operation.guard:
             if operation.flags[0]:
@@ -268,7 +267,7 @@ def _change(copies: CopyList, spec: FaultSpec) -> CopyList:
         page = int(np.gcd.reduce(np.concatenate((copies.source_offset, copies.dest_offset, copies.nbytes))))
     source, dest, nbytes = copies.source_offset.copy(), copies.dest_offset, copies.nbytes.copy()
     if spec.fault == "shift-page":
-        # Page 0 is never sent, so this stays inside for whole pages; the bound is for other lists.
+        # Whole pages stay inside, since page 0 is never sent; the bound is for other lists.
         source = np.maximum(source - page, 0)
     else:
         last = int(np.argmax(dest))

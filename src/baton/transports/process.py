@@ -1,4 +1,4 @@
-"""A peer's process, and whether it is dead, which can be known only on this host."""
+"""A peer's process, and whether it is dead: known on this host only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Contact(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 def check_contact(contact: Contact) -> None:
-    """Raise `ProtocolError` for a contact that no lifeline makes."""
+    """Raises `ProtocolError` for a contact that no lifeline makes."""
     if not (0 < contact.port < 1 << 16 and 0 < contact.pid < 1 << 31 and len(contact.secret) == 16):
         raise ProtocolError("the contact in the descriptor is out of range")
     try:
@@ -49,7 +49,7 @@ class ProcessWatch:
             with contextlib.suppress(OSError):
                 self._fd = os.pidfd_open(pid)
                 self._release = weakref.finalize(self, os.close, self._fd)
-        # No such process, or its pid belongs to another: it is dead.
+        # No such process, or its pid belongs to another.
         self._gone = self._has_gone()
 
     def _has_gone(self) -> bool:
@@ -57,10 +57,10 @@ class ProcessWatch:
         try:
             return self._same_host and process_start_ticks(pid) != start_time
         except OSError:
-            return False  # it cannot be known now, for example if no file descriptor is left
+            return False  # unknown, for example if no file descriptor is left
 
     def dead(self) -> bool:
-        """True once every thread of the process, and so its memory, is gone."""
+        """Every thread of the process, and so its memory, is gone."""
         if not self._gone and self._release is not None:
             poller = select.poll()
             poller.register(self._fd, select.POLLIN)
@@ -70,7 +70,7 @@ class ProcessWatch:
         return self._gone
 
     def release(self) -> None:
-        """Close the pidfd. After that `dead` sees a death only once the process has been reaped. Idempotent."""
+        """After that `dead` sees a death only once the process has been reaped. Idempotent."""
         self.dead()
         release, self._release = self._release, None
         if release is not None:
@@ -82,7 +82,7 @@ def own_host_key() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
-        return secrets.token_hex(16)  # unique: no process is ever taken to share pids with this one
+        return secrets.token_hex(16)  # unique
 
 
 def process_start_ticks(pid: int) -> str:
@@ -94,11 +94,11 @@ def process_start_ticks(pid: int) -> str:
 def stat_of(pid: int) -> list[str]:
     """Fields of /proc/PID/stat from the third (state) on; empty if there is no such process.
 
-    Raises `OSError` if that is unknown: a process that cannot be inspected for lack of a file descriptor is not dead.
+    Raises `OSError` if that is unknown: without a file descriptor a process cannot be inspected.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
     except (FileNotFoundError, ProcessLookupError):
         return []
-    # The second field, the command in brackets, may contain anything.
+    # The command in brackets may contain anything.
     return text.rpartition(")")[2].split()

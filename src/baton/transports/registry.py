@@ -1,8 +1,8 @@
 """Transports by name or URI: `shm`, `nixl://?host=10.0.0.5`, `file:///mnt/kv`, `faulty+shm://?fault=shift-page`.
 
 A transport's module is imported at first use. Another package adds a transport by an entry point in the group
-`baton.transports`, named after the scheme. It loads to a factory that takes the URI's query as a dict of strings and
-raises `ConfigError` for an unknown option.
+`baton.transports`, named after the scheme: a factory that takes the URI's query as a dict of strings and raises
+`ConfigError` for an unknown option.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OF_ONE_USER = ("local", "shm", "cuda_ipc")
 
 
 def read_options(scheme: str, query: dict[str, str], kind: type[OptionsT]) -> OptionsT:
-    """Raises `ConfigError` for an option that does not exist or is out of range."""
+    """Raises `ConfigError` for an unknown option or one out of range."""
     try:
         return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -48,23 +48,22 @@ def read_options(scheme: str, query: dict[str, str], kind: type[OptionsT]) -> Op
 
 
 def refuse_options(scheme: str, query: dict[str, str]) -> None:
-    """Raise `ConfigError` for any option."""
+    """Raises `ConfigError` for any option."""
     if query:
         raise ConfigError("transport", f"{scheme} has no option {sorted(query)[0]!r}")
 
 
 def parse_uri(text: str) -> tuple[str, dict[str, str]]:
-    """Parse a transport's name (`nixl`) or URI (`scheme://?option=value`; a path is the option `path`) to scheme and
-    options. The prefix `faulty+` wraps a scheme.
+    """Scheme and options of a name (`nixl`) or URI (`scheme://?option=value`; a path is the option `path`).
 
-    Raises `ConfigError` for a malformed URI, and for a name that is not registered.
+    Raises `ConfigError` for a malformed URI or an unknown name.
     """
     known = _factories()
     expected = f"expected a name or scheme://?option=value, got {text!r}; known: {', '.join(sorted(known))}"
     name, _, rest = text.partition("://")
     name = name.lower()
     try:
-        # A name may have an underscore, which a scheme of RFC 3986 may not.
+        # A name may have an underscore, a scheme of RFC 3986 has none.
         parts = urlsplit(f"transport://{rest}")
     except ValueError:
         raise ConfigError("transport", expected) from None
@@ -85,17 +84,14 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
 
 
 def transport_name(text: str) -> str:
-    """What may be told of a URI: its scheme, and NIXL's back-end if named. Raises `ConfigError` as `parse_uri` does."""
+    """What may be told of a URI: its scheme, and NIXL's back-end if named. Raises as `parse_uri`."""
     scheme, query = parse_uri(text)
     scheme = scheme.rpartition("+")[2]
     return f"{scheme} {query['backend']}" if "backend" in query else scheme
 
 
 def with_path(text: str, path: str) -> str:
-    """`text` as a URI; the transport `file` without a path gets `path`.
-
-    Raises `ConfigError` as `parse_uri` does.
-    """
+    """`text` as a URI; `file` without a path gets `path`. Raises as `parse_uri`."""
     found, query = parse_uri(text)
     if found.rpartition("+")[2] == "file":
         query = {"path": path, **query}
@@ -103,10 +99,9 @@ def with_path(text: str, path: str) -> str:
 
 
 def require_keys(uri: str, has_keys: bool, field: str) -> None:
-    """Without CURVE keys, refuse a transport whose KV leaves the processes of one user on one host, among which the
-    kernel keeps strangers out.
+    """Without CURVE keys, refuse a transport whose KV leaves the processes of one user on one host.
 
-    Raises `ConfigError` for `field`, and as `parse_uri` does.
+    Raises `ConfigError` for `field`, and as `parse_uri`.
     """
     scheme = parse_uri(uri)[0].rpartition("+")[2]
     if not has_keys and scheme not in _OF_ONE_USER:
@@ -114,10 +109,9 @@ def require_keys(uri: str, has_keys: bool, field: str) -> None:
 
 
 def check_device(uri: str, device: str, field: str) -> None:
-    """Refuse a built-in transport that does not open memory of `device`: cpu, cuda or cuda:N. `faulty` alters host
-    memory only.
+    """Refuse a built-in transport that does not open memory of `device`: cpu, cuda or cuda:N.
 
-    Raises `ConfigError` for `field`, and as `parse_uri` does.
+    Raises `ConfigError` for `field`, and as `parse_uri`.
     """
     name = parse_uri(uri)[0]
     scheme = name.rpartition("+")[2]
@@ -129,17 +123,15 @@ def check_device(uri: str, device: str, field: str) -> None:
 
 
 def default_integrity(uri: str) -> Integrity:
-    """The default: "sampled" over a network or a disk, since a damaged page in the prefix cache would affect other
-    requests; "off" for copies by `memcpy`.
+    """ "sampled" over a network or a disk: a damaged page in the prefix cache would affect other requests.
 
-    Raises `ConfigError` as `parse_uri` does.
+    Raises as `parse_uri`.
     """
     return "off" if parse_uri(uri)[0].rpartition("+")[2] in _OF_ONE_USER else "sampled"
 
 
 def create_transport(uri: str) -> Transport:
-    """Takes a name or URI. Raises `ConfigError` as `parse_uri` does, and for an unknown option or a value out of
-    range."""
+    """`uri` may be a name. Raises `ConfigError`."""
     scheme, query = parse_uri(uri)
     _, plus, inner = scheme.rpartition("+")
     factory: NewTransport = _factories()[inner].load()

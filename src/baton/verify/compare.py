@@ -11,7 +11,7 @@ from baton.verify.observe import Case, Observed
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An answer's first difference from the reference. `index`: the request's; `asked`: describes it."""
+    """An answer's first difference from the reference. `asked`: describes the request."""
 
     index: int
     asked: str
@@ -56,11 +56,10 @@ def compare_answers(
     logprob_tolerance: float | None = 1e-4,
     near_tie: float = 0.0,
 ) -> Report:
-    """Compare answers pairwise. `logprob_tolerance` None: without logprobs. If one side does not speculate, acceptance
-    is not compared.
+    """`logprob_tolerance` None: without logprobs. If one side does not speculate, acceptance is not compared.
 
-    Where answers diverge, the candidate is excused if its token's logprob is within `near_tie` of the reference's
-    best: another summation order may reverse such a choice. Later tokens are not compared.
+    Where answers diverge, the candidate is excused if its token's logprob is within `near_tie` of the reference's best:
+    another summation order may reverse such a choice. Later tokens are not compared.
     """
     report = Report(mode, len(cases))
     for index, (case, want, have) in enumerate(zip(cases, reference, candidate, strict=True)):
@@ -79,7 +78,7 @@ def compare_answers(
 
 
 def of_answers(observed: Sequence[Observed]) -> Acceptance | None:
-    """Acceptance from the answers; None if they do not report it."""
+    """None: the answers do not report it."""
     if not any(o.accepted for o in observed):
         return None
     rounds = [accepted for o in observed for accepted in o.accepted or ()]
@@ -87,7 +86,7 @@ def of_answers(observed: Sequence[Observed]) -> Acceptance | None:
 
 
 def acceptance_rates(observed: Sequence[Observed]) -> list[float]:
-    """The share of verifications that accepted draft position 1, 2, ..."""
+    """The share of verifications that accepted each draft position."""
     found = of_answers(observed)
     return found.rates if found else []
 
@@ -147,7 +146,7 @@ def _near_tie(want: Observed, have: Observed, bound: float) -> float | None:
 
 
 def _logprob_difference(want: Observed, have: Observed) -> float:
-    """The largest difference of logprobs before the answers diverge."""
+    """The largest, before the answers diverge."""
     position = _parting(want, have)
     pairs = zip((want.logprobs or ())[:position], (have.logprobs or ())[:position], strict=False)
     return max((abs(x - y) for x, y in pairs), default=0.0)

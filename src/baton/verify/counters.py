@@ -65,7 +65,7 @@ async def read_counters(client: OpenAIClient, urls: Sequence[str]) -> Acceptance
 
 
 async def read_settled(client: OpenAIClient, urls: Sequence[str]) -> Acceptance:
-    """Once the counters stop changing: an engine may count its last step after sending the answer."""
+    """Waits until the counters stop changing: an engine may count its last step after sending the answer."""
     found = await read_counters(client, urls)
     for _ in range(_POLLS):
         await asyncio.sleep(_POLL_S)

@@ -22,14 +22,14 @@ from baton.verify.prompts import Chat
 REQUEST_TIMEOUT_S = 300.0
 _PIPED_INTERVAL_S = 10.0
 _BAR_DELAY_S = 2.0
-# The new tokens of a later turn.
+# New tokens of a later turn.
 _NEXT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prompt in token ids or a chat, and sampling parameters. A chat's token ids, from the model's own template, are
-    for an engine in this process; a server gets the messages."""
+    """A prompt in token ids or a chat, and sampling parameters. A chat's token ids are for an engine in this process; a
+    server gets the messages."""
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
@@ -43,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One answer. Fields that the source does not report are None. `error` is set if there is no answer.
+    """One answer. What the source does not report is None. `error` is set if there is no answer.
 
     - `prompt_token_ids`: only of chats, from the side's template.
     - `top`: per token, the logprobs of the most likely token ids and of the chosen one.
@@ -74,7 +74,7 @@ def make_cases(tokenizer: Tokenizer, lengths: Sequence[int], params: SamplingPar
 
 
 def next_turns(cases: Sequence[Case], answers: Sequence[Observed]) -> list[Case]:
-    """The conversations go on: prompt, answer, and then the prompt's first tokens. A failed answer has no next turn."""
+    """Prompt, answer, and then the prompt's first tokens. A failed answer has no next turn."""
     turns = []
     for case, answer in zip(cases, answers, strict=True):
         if answer.error is None:
@@ -90,7 +90,7 @@ def progress_bar(**options: Any) -> tqdm[NoReturn]:
 
 
 def num_drafts(settings: Mapping[str, Any]) -> int:
-    """Drafts per verification; 0 if the engine chooses them, since runs then differ in acceptance."""
+    """0 if the engine chooses them, since runs then differ in acceptance."""
     spec = SpeculativeConfig.parse(settings.get("speculative_config"))
     return 0 if spec is None or spec.num_speculative_tokens == "auto" else spec.num_speculative_tokens
 
@@ -127,9 +127,7 @@ async def observe_client(
     cache_salts: Sequence[str] | None = None,
 ) -> list[Observed]:
     """`POST /v1/completions` or `/v1/chat/completions`. A failed request is an `Observed` with its error.
-
-    `cache_salts`: one per case. A case only finds prefixes of cases with the same salt.
-    """
+    `cache_salts`: one per case."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(index: int, case: Case) -> Observed:
@@ -168,7 +166,7 @@ def chat_body(model: str, case: Case, chat: Chat) -> dict[str, Any]:
 
 
 def _body(model: str, params: SamplingParams) -> dict[str, Any]:
-    """The common fields, with every parameter for which a server may have a default of its model."""
+    """Sets every parameter for which a server may have a default."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": params.max_tokens,
@@ -187,7 +185,7 @@ def _body(model: str, params: SamplingParams) -> dict[str, Any]:
 
 
 def observed(answer: Completion, max_tokens: int) -> Observed:
-    """What a completion shows. Raises `ProtocolError` if it contradicts itself or the request."""
+    """Raises `ProtocolError` if the answer contradicts itself or the request."""
     choice = answer.choices[0]
     token_ids = answer_token_ids(choice)
     if len(token_ids) > max_tokens:

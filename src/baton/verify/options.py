@@ -45,7 +45,7 @@ class Bounds:
         servers: bool,
         temperature: float,
     ) -> Bounds:
-        """None: the default, strict unless a side is a server, which promises less than Baton's engines.
+        """None: the default, strict unless a side is a server.
 
         Raises `ConfigError` for a value that is out of range.
         """
@@ -62,11 +62,11 @@ class Bounds:
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(name, f"must be at least 0, got {value}")
         if temperature > 0:
-            near_tie = 0.0  # sampling chooses the best of logits plus noise, which logprobs do not show
+            near_tie = 0.0  # logprobs do not show the noise of sampling
         return cls(near_tie, logprob_tolerance, acceptance_tolerance, acceptance_required, servers)
 
     def check(self, want: Answers, have: Answers) -> AcceptanceCheck:
-        """The counters of both sides, or else the answers unless counters are required."""
+        """Compare the counters of both sides, or else the answers."""
         reference, candidate = of_answers(want.observed), of_answers(have.observed)
         found = check_acceptance(want.counters, have.counters, self.acceptance, self.acceptance_required)
         if found.compared or self.acceptance_required:
@@ -75,8 +75,8 @@ class Bounds:
             return check_acceptance(reference, candidate, self.acceptance, required=False)
         if self.servers:
             return found
-        # Engines that verify started report their verifications, so one without any does not draft. Show the
-        # reference's counters, with which the other modes are compared.
+        # An engine that verify started and that reports no verifications does not draft. Show the reference's counters,
+        # with which other modes are compared.
         return AcceptanceCheck(reference if isinstance(want.counters, str) else want.counters, candidate)
 
 
@@ -141,7 +141,7 @@ def choose_cases(
 
 
 def find_bos(model: str | None, server: ServerSide | None) -> int | None:
-    """The BOS token that the tokenizer of the model, or else of the server, adds to texts, or None. Raises
+    """The BOS token of the model's tokenizer, or else the server's; None if it adds none to texts. Raises
     `CheckpointError`."""
     if model is not None:
         return asyncio.run(ask_bos(_encoder(model)))

@@ -1,4 +1,4 @@
-"""Prompts for servers: random ones, or texts, token ids and chats from files."""
+"""Random prompts, or texts, token ids and chats from files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import msgspec
 from baton.errors import ConfigError
 
 MAX_PROMPTS = 100_000
-# With or without the special tokens that the tokenizer adds.
+# With or without special tokens.
 Encode = Callable[[str, bool], Awaitable[list[int]]]
 T = TypeVar("T")
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """A conversation for `/v1/chat/completions` and chat templates."""
-
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -48,10 +46,8 @@ def random_prompts(lengths: Sequence[int], token_range: range, seed: int) -> lis
 
 
 async def read_prompts(path: str, encode: Encode, add_special_tokens: bool) -> list[list[int]]:
-    """Prompts from the lines of a file: texts, or in a `*.jsonl` file `{"prompt": text or token ids}`.
-
-    Empty lines are skipped. Raises `ConfigError` with the line, and the errors of `encode`.
-    """
+    """Lines of text, or in a `*.jsonl` file `{"prompt": text or token ids}`. Raises `ConfigError` with the line, and
+    the errors of `encode`."""
     prompts: list[list[int]] = []
     for where, line in _lines("prompts", path):
         prompt = _parse("prompts", line, where, _Line).prompt if path.endswith(".jsonl") else line
@@ -63,8 +59,8 @@ async def read_prompts(path: str, encode: Encode, add_special_tokens: bool) -> l
 
 
 def read_chats(path: str) -> list[Chat]:
-    """Chats from the lines of a file: `{"messages": [...]}`, with optional `tools` and `chat_template_kwargs`, or a
-    list of messages. Other fields and empty lines are ignored. Raises `ConfigError` with the line."""
+    """Each line is a `Chat`, or a list of messages. Other fields and empty lines are ignored. Raises `ConfigError` with
+    the line."""
     chats = []
     for where, line in _lines("chat", path):
         found = _parse("chat", line, where, Chat | list[dict[str, Any]])
@@ -82,12 +78,11 @@ async def ask_bos(encode: Encode) -> int | None:
 
 
 def num_doubled(prompts: Sequence[Sequence[int]], bos: int | None) -> int:
-    """Prompts that begin with `bos` twice."""
     return 0 if bos is None else sum(list(ids[:2]) == [bos, bos] for ids in prompts)
 
 
 def _lines(field: str, path: str) -> Iterator[tuple[str, str]]:
-    """(place, line) of all lines that are not empty."""
+    """(place, line), without empty lines."""
     try:
         # U+2028, for one, may be part of a JSON string.
         lines = Path(path).read_text(encoding="utf-8").split("\n")

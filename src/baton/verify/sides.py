@@ -31,15 +31,14 @@ from baton.wire import Recovery
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """`counters`: the acceptance from a side's engines' counters, or why there is none. `num_handed_back`: prefixes
-    that a prefill engine got from another engine."""
+    """`counters`: the acceptance, or why there is none. `num_handed_back`: prefixes that a prefill engine got from
+    another engine."""
 
     observed: list[Observed]
     counters: Acceptance | str
     num_handed_back: int = 0
 
     def __add__(self, other: Answers) -> Answers:
-        """The answers to more requests of the same side."""
         counters = self.counters
         if not isinstance(counters, str):
             counters = other.counters if isinstance(other.counters, str) else counters + other.counters
@@ -72,14 +71,14 @@ class ServerSide:
         return cls(side, base_url(url, side), urls, api_key, timeout_s, concurrency)
 
     def answers(self, cases: Sequence[Case], kv_mode: str | None = None, salted: bool = False) -> Answers:
-        """Send all cases, and read the counters before and after. `salted`: do not let vLLM reuse prefixes.
+        """`salted`: do not let vLLM reuse prefixes.
 
         Raises `EngineUnavailableError` or `ProtocolError` if the server lists no model, or lacks required counters.
         """
         return asyncio.run(self._answers(cases, kv_mode, salted))
 
     def read_prompts(self, path: str, add_special_tokens: bool) -> list[list[int]]:
-        """Prompts of a file, tokenised by the server. Raises `ConfigError`."""
+        """Tokenised by the server. Raises `ConfigError`."""
         return asyncio.run(self._read_prompts(path, add_special_tokens))
 
     def bos(self) -> int | None:
@@ -95,14 +94,13 @@ class ServerSide:
     async def _answers(self, cases: Sequence[Case], kv_mode: str | None, salted: bool) -> Answers:
         async with self._client() as client:
             model = await client.model()
-            # Other servers might refuse the unknown field.
             salt = f"verify-{secrets.token_hex(8)}"
             salts = [f"{salt}-{i}" for i in range(len(cases))] if salted and model.owned_by == "vllm" else None
             before = await self._counters(client)
             observed = await observe_client(client, model.id, cases, self.concurrency, kv_mode, salts)
             counters = await self._counters(client, before)
         if not any(o.accepted for o in observed):
-            # A router over other engines than Baton's has no counts of accepted drafts.
+            # A router over other engines has no counts of accepted drafts.
             observed = [replace(o, accepted=None) for o in observed]
         return Answers(observed, counters)
 
@@ -157,9 +155,9 @@ class EngineSide:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentSide:
-    """A Baton deployment for all modes, with `flags` for all engines and `role_flags` for those of one role.
-    `recovery` none makes failed handoffs visible: recomputed, they would give the same answer. `hands_back`: prefill
-    engines always get KV from the engines that hold it, however fast they compute."""
+    """A Baton deployment for all modes. `recovery` none makes failed handoffs visible: recomputed, they would give the
+    same answer. `hands_back`: prefill engines always get KV from the engines that hold it, however fast they
+    compute."""
 
     model: str
     prefill: int
@@ -190,7 +188,7 @@ class DeploymentSide:
         return ["--policy-config", json.dumps(config)] if self.hands_back else []
 
     def answers(self, running: Deployment, cases: Sequence[Case], mode: str) -> Answers:
-        """Send all cases in one mode, salted so that no mode finds pages of another."""
+        """Salted so that no mode finds pages of another."""
         return asyncio.run(self._ask(running.url, [f"{url}/metrics" for url in running.decode_urls], cases, mode))
 
     async def _ask(self, url: str, metrics: Sequence[str], cases: Sequence[Case], mode: str) -> Answers:

@@ -23,7 +23,6 @@ from baton.errors import ConfigError, EngineUnavailableError
 # Per request, only for --save-detailed.
 _DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 _LISTS = (*_DETAILS, "latencies", "queue_times")
-# First in a sweep's table.
 _COLUMNS = ("request_rate", "completed", "failed", "request_throughput", "request_goodput", "output_throughput")
 
 

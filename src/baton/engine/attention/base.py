@@ -1,6 +1,6 @@
 """The interface of attention kernels: write a step's keys and values, then attend.
 
-Shape suffixes: T rows of the step, R requests, H query heads, G key-value heads, D head size.
+Shapes: T rows of the step, R requests, H query heads, G key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class AttnBatch:
-    """The rows of one forward for one KV group, concatenated over R requests.
-
-    A request's rows have consecutive positions. The null page (0) is never written.
-    """
+    """The rows of one forward for one KV group, concatenated over R requests. A request's rows have consecutive
+    positions."""
 
     query_start: np.ndarray  # int32 [R + 1]: rows of request r are query_start[r] .. query_start[r + 1]
-    positions: np.ndarray  # int64 [T]: position of each row, which is the index of its slot
+    positions: np.ndarray  # int64 [T]: of each row, and the index of its slot
     page_table: np.ndarray  # int32 [R, max_pages]: page ids of this group, in token order
     _plans: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def plan(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, computed once per `key` and forward."""
+        """Computed once per `key` and forward."""
         if key not in self._plans:
             self._plans[key] = make()
         plan: T = self._plans[key]
@@ -37,8 +35,7 @@ class AttnBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttnRows:
-    """A layer's inputs for one forward. `k_TGD` and `v_TGD` None: nothing is written. `sinks_H`: see
-    `models.cache.Attend`."""
+    """A layer's inputs. `k_TGD` and `v_TGD` None: nothing is written. `sinks_H`: see `models.cache.Attend`."""
 
     q_THD: Tensor
     k_TGD: Tensor | None
@@ -54,10 +51,9 @@ class AttentionBackend(Protocol):
     batch_invariant: bool
 
     def write_and_attend(self, kv: Tensor, layer: int, rows: AttnRows, batch: AttnBatch, window: int | None) -> Tensor:
-        """Write k and v of all rows to their slots, if any, then attend causally. Returns [T, H, D] in q's dtype.
+        """Write k and v, if any, then attend causally. Returns [T, H, D] in q's dtype.
 
-        `kv` is the group's region [pages, layers, 2, page_size, G, D]. `layer` indexes its second dimension. Key j is
-        visible to the query at position i iff i - window < j <= i (without a window: j <= i). Raises `BatonError` for a
-        slot in the null page or outside the page table.
+        `kv` is the group's region [pages, layers, 2, page_size, G, D]. `layer` indexes its second dimension. `window`:
+        as `KVLayerSpec`. Raises `BatonError` for a slot in the null page or outside the page table.
         """
         ...

@@ -1,7 +1,7 @@
 """Attention to a window of tokens and to compressed entries (DeepSeek-V4, 2026), batch-invariant on any device.
 
-Each row's sink, tokens and entries are copied side by side, then attended to as absorbed latents: one softmax, in an
-order that depends on the row's position alone. Shapes: T rows, H heads, D numbers of a token or entry.
+Each row's sink, tokens and entries are copied side by side, then attended to as absorbed latents, in an order that
+depends on the row's position alone. Shapes: T rows, H heads, D numbers of a token or entry.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def attend_window(parts: Mapping[str, PagedLatents], rows: WindowRows) -> Tensor
 
 
 def num_complete(batch: AttnBatch, rate: int) -> np.ndarray:
-    """How many entries each row sees [T]: those whose tokens it sees all."""
+    """[T]: entries of which a row sees all tokens."""
     counts: np.ndarray = (batch.positions + 1) // rate
     return counts
 
@@ -67,7 +67,7 @@ def _side_by_side(
     of_entries: list[np.ndarray],
     dtype: torch.dtype,
 ) -> tuple[Tensor, np.ndarray]:
-    """The rows' keys [N, S, D + 3], with each row's number of them [N]: the sink, tokens, then entries."""
+    """The rows' keys [N, S, D + 3] (sink, tokens, entries), and their numbers [N]."""
     size = tokens.planes[0].shape[-1]
     num_tokens, num_entries = (np.array([len(some) for some in each]) for each in (in_window, of_entries))
     lengths = 1 + num_tokens + num_entries
@@ -129,7 +129,7 @@ def _write_entries(parts: Mapping[str, PagedLatents], compressed: Compressed) ->
 
 
 def _best(part: PagedLatents, rate: int, seen: AttnBatch, index: IndexRows) -> Chosen:
-    """The entries that rows which see more than `top_k` choose."""
+    """The entries that rows choose which see more than `top_k`."""
     keys = part.by_entries(rate, seen)
     size = index.q_THD.shape[-1]
     return choose_keys(keys.planes[0][..., :size], keys.layer, seen, index)

@@ -1,7 +1,7 @@
 """Attention over latents (MLA) on any device.
 
-The absorbed form is batch-invariant: online softmax over tiles of 64 keys at absolute positions, in matrix products of
-one shape. In the expanded form, a row's bits depend on the number of rows and keys.
+The absorbed form is batch-invariant: online softmax over tiles of 64 keys at absolute positions. In the expanded form,
+a row's bits depend on the number of rows and keys.
 
 Shapes: T rows, S cached rows, H heads, W latent and rope key side by side, C latent, D query and key, V value.
 """
@@ -28,7 +28,7 @@ _MOST_EXPANDED = 1 << 28
 
 
 class PagedLatents:
-    """Rows of a layer's latents in pages. `planes`: [pages, layers, page_size, 1, width], whose widths add up to W."""
+    """A layer's latents in pages. `planes`: [pages, layers, page_size, 1, width], whose widths add up to W."""
 
     def __init__(self, planes: Sequence[Tensor], layer: int, batch: AttnBatch) -> None:
         self.batch = batch
@@ -36,7 +36,6 @@ class PagedLatents:
         self._page_size, self._num_pages, self._device = planes[0].shape[2], planes[0].shape[0], planes[0].device
 
     def requests(self, batch: AttnBatch) -> Iterator[tuple[int, int, int]]:
-        """(index, start, stop) of each request that has rows."""
         for r, (start, stop) in enumerate(zip(batch.query_start[:-1], batch.query_start[1:], strict=True)):
             if start < stop:
                 yield r, int(start), int(stop)
@@ -59,16 +58,16 @@ class PagedLatents:
             plane[pages, self.layer, offsets, 0] = part.to(plane.dtype)
 
     def kept(self, request: int, first: int, last: int) -> Tensor:
-        """Cached rows [first, last): [S, W] in the cache's dtype."""
+        """[S, W] in the cache's dtype."""
         return self.kept_at(np.full(last - first, request), np.arange(first, last))
 
     def kept_at(self, owner: np.ndarray, positions: np.ndarray) -> Tensor:
-        """The cached row [S, W] at each position of the request in `owner`."""
+        """[S, W]: at each position of the request in `owner`."""
         pages, offsets = self._slots(owner, positions)
         return torch.cat([plane[pages, self.layer, offsets, 0] for plane in self.planes], dim=-1)
 
     def by_entries(self, rate: int, batch: AttnBatch) -> PagedLatents:
-        """The same memory with one row for each `rate` tokens. `batch`: its rows, positions counted in entries."""
+        """The same memory with one row for each `rate` tokens. `batch`: positions counted in entries."""
         return PagedLatents(
             [plane.view(*plane.shape[:2], -1, rate, plane.shape[4]).flatten(3)[:, :, :, None] for plane in self.planes],
             self.layer,
@@ -104,7 +103,7 @@ class PagedLatentAttention(PagedLatents):
         return out
 
     def _to_chosen(self, q_NHW: Tensor, chosen: Chosen, latent_dim: int, scale: float) -> Tensor:
-        """Absorbed attention [N, H, C] of rows to the keys that each chose, which are first copied side by side."""
+        """Absorbed attention [N, H, C] of rows to the keys that each chose."""
         counts = np.diff(self.batch.query_start)
         owner = np.repeat(np.arange(len(counts)), counts)[chosen.rows]
         top_k, outs = chosen.positions.shape[1], []
@@ -142,8 +141,8 @@ class PagedLatentAttention(PagedLatents):
     def _is_cheaper_expanded(
         self, batch: AttnBatch, q_THD: Tensor, start: int, stop: int, latent_dim: int, heads: LatentHeads
     ) -> bool:
-        """Whether expansion costs a request fewer multiplications than it saves. The cost counts twice: keys and
-        values are also written, padded and read again."""
+        """Whether expansion saves multiplications. Its cost counts twice: keys and values are also written, padded and
+        read again."""
         rows, kept, value = stop - start, int(batch.positions[stop - 1]) + 1, heads.value_dim
         rope = sum(plane.shape[-1] for plane in self.planes) - latent_dim
         nope = q_THD.shape[-1] - rope
@@ -190,7 +189,7 @@ class PagedLatentAttention(PagedLatents):
             tile = q_NW.new_zeros(_TILE, q_NW.shape[-1])
             kept = self.kept(request, base, min(base + _TILE, limit))
             tile[: len(kept)] = kept
-            # A non-finite token makes the rows that see it NaN, but no others: 0 times NaN is NaN.
+            # A non-finite token must affect only the rows that see it: 0 times NaN is NaN.
             bad = ~tile.sum(dim=1, keepdim=True).isfinite()
             tile = tile.masked_fill(bad, 0.0)
             hidden = lanes[None, :] + base > positions_N[:, None]
@@ -205,7 +204,7 @@ class PagedLatentAttention(PagedLatents):
 
 
 def _with_rows(batch: AttnBatch, is_kept: np.ndarray) -> AttnBatch:
-    """The batch with some rows [T], of each request its first or its last ones."""
+    """`is_kept` [T]: of each request the first or the last rows."""
     counts = np.add.reduceat(np.append(is_kept, False), batch.query_start[:-1]) * (np.diff(batch.query_start) > 0)
     query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     return AttnBatch(query_start, batch.positions[is_kept], batch.page_table)

@@ -18,7 +18,7 @@ from baton.models.cache import slot_error
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Indices of one request's rows and visible keys. `mask` [rows, keys]: visible."""
+    """Indices of rows and visible keys. `mask` [rows, keys]: visible."""
 
     rows: slice
     pages: Tensor
@@ -60,8 +60,8 @@ class SdpaBackend:
 
 
 def zero_nonfinite(k: Tensor, v: Tensor, mask_TS: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Set non-finite tokens of k and v [1, heads, S, D] to 0. Also returns which rows [T] see one, for
-    `mark_nonfinite_rows`; None if there is none. Without `mask_TS`, row i sees keys 0 to i.
+    """Set non-finite tokens of k and v [1, heads, S, D] to 0. Also returns which rows [T] see one, if any. Without
+    `mask_TS`, row i sees keys 0 to i.
 
     A mask alone does not hide such a token: its score plus minus infinity, and its value times 0, are NaN.
     """
@@ -69,7 +69,7 @@ def zero_nonfinite(k: Tensor, v: Tensor, mask_TS: Tensor | None) -> tuple[Tensor
         return k, v, None
     sums_S = k.sum(dim=(0, 1, 3), dtype=torch.float32) + v.sum(dim=(0, 1, 3), dtype=torch.float32)
     bad_S = ~sums_S.isfinite()
-    # On a GPU, `any` would wait for all earlier kernels.
+    # On a GPU, `any` would wait for earlier kernels.
     if bad_S.device.type == "cpu" and not bad_S.any():
         return k, v, None
     bad_S1 = bad_S[:, None]
@@ -82,7 +82,7 @@ def mark_nonfinite_rows(out_THD: Tensor, nonfinite_T: Tensor | None) -> Tensor:
 
 
 def _with_sinks(k: Tensor, v: Tensor, mask: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Add a key of score 0 and value 0, to which the mask adds the sink."""
+    """A key of score 0 and value 0, to which the mask adds the sink."""
     rows, keys = mask.shape
     added = torch.zeros(1, len(sinks_H), rows, keys + 1, dtype=k.dtype, device=k.device)
     added[..., :keys].masked_fill_(~mask, -torch.inf)
@@ -102,7 +102,7 @@ def _make_plan(kv: Tensor, batch: AttnBatch, window: int | None) -> _Plan:
         if start == end:
             continue
         positions = batch.positions[start:end]
-        # Earlier slots may never have been written, and a NaN there would survive a mask.
+        # A NaN in an earlier, unwritten slot would survive a mask.
         first = 0 if window is None else max(int(positions[0]) - window + 1, 0)
         keys = np.arange(first, int(positions[-1]) + 1)
         pages = _pages(batch.page_table, np.full(len(keys), r), keys, page_size)

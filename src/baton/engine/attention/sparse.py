@@ -20,8 +20,8 @@ _ROW_BLOCK = 64
 
 
 def choose_keys(plane: Tensor, layer: int, batch: AttnBatch, rows: IndexRows) -> Chosen:
-    """Write the rows' keys, if any, to their slots of `plane` [pages, layers, page_size, 1, D], then choose for each
-    row that sees more than `top_k` keys. Raises `BatonError` for a slot in the null page or outside the page table."""
+    """Write the rows' keys, if any, to `plane` [pages, layers, page_size, 1, D], then choose for each row that sees
+    more than `top_k` keys. Raises `BatonError` for a slot in the null page or outside the page table."""
     latents = PagedLatents([plane], layer, batch)
     if rows.k_TD is not None:
         latents.write(rows.k_TD)

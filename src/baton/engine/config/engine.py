@@ -25,9 +25,8 @@ class EngineConfig(ServingSettings):
     """`check()` raises `ConfigError` naming the first bad field.
 
     `model`: a checkpoint directory, or before `located()` ORG/NAME on the hub, at `revision`. `skip_tokenizer_init`:
-    prompts are token ids, and the output has no text. `data_parallel_rank`: among the `data_parallel_size`; they meet
-    in the directory `data_parallel_store`. `keys`: a key directory, which holds the ticket key too; without one the
-    control socket stays on loopback.
+    prompts are token ids, and the output has no text. Data-parallel ranks meet in the directory `data_parallel_store`.
+    `keys`: a key directory, which holds the ticket key too; without one the control socket stays on loopback.
     """
 
     model: str
@@ -80,7 +79,6 @@ class EngineConfig(ServingSettings):
         self._need(not layers or self.device == "cpu", "kv_stream", "off or chunk unless device is cpu")
         if self.role != "both" and self.ticket_key_path is None:
             raise ConfigError("ticket_key_file", f"is required with role {self.role}, or a key directory with --keys")
-        # Only an engine with handoffs opens its transport.
         guarded = self.ticket_key_path is None or self.keys is not None
         require_keys(transfer.kv_transport, guarded, "kv_transfer_config.kv_transport")
         if self.ticket_key_path is not None:
@@ -97,11 +95,11 @@ class EngineConfig(ServingSettings):
         check_bind(transfer.control_bind, self.keys is not None)
 
     def sampling_defaults(self) -> SamplingDefaults:
-        """Sampling parameters of requests that do not set them. Raises `ConfigError` naming the field."""
+        """Raises `ConfigError` naming the field."""
         return sampling_defaults(self.model, self.generation_config, self.override_generation_config)
 
     def located(self) -> EngineConfig:
-        """This configuration with local directories instead of names on the hub, which stay the names in the API.
+        """Replace names on the hub by local directories; the API keeps the names.
 
         Raises `ConfigError` naming a model that cannot be had, `CheckpointError` for one that cannot be served.
         """
@@ -127,13 +125,13 @@ class EngineConfig(ServingSettings):
 
     @property
     def num_drafts(self) -> int:
-        """The most draft tokens of a verification; 0 without a drafter."""
+        """The most per verification."""
         return self.speculative_config.max_drafts if self.speculative_config else 0
 
     @property
     def num_lookahead_slots(self) -> int:
-        """Token slots after the tokens of a step that target and drafter write to. A block of DFlash has a row for the
-        token before its drafts, which may be the one that the step has just given."""
+        """Token slots after a step's tokens that target and drafter write to. A block of DFlash has a row for the token
+        before its drafts, which may be the step's."""
         spec = self.speculative_config
         return self.num_drafts + (spec is not None and spec.method == "dflash")
 

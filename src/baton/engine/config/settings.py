@@ -1,4 +1,4 @@
-"""The settings of an engine, each declared here once."""
+"""The settings of an engine."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ _SEEDS = Rule("between 0 and 2**64 - 1", lambda value: 0 <= value <= MAX_WORD)
 class StepSettings:
     """Settings of all commands that start engines.
 
-    `kv_cache_memory` None: `gpu_memory_utilization` of the free memory, on a host too, in equal parts for
-    `engines_per_host` engines (`engine/memory/pool_size.py`). `tensor_parallel_size` ranks share the target's heads
-    and inner widths. With `batch_invariant`, engines of equal `reduction_slices` (None: `tensor_parallel_size`)
-    compute the same bits with any number of ranks. `integrity` auto: see `default_integrity`.
+    `kv_cache_memory` None: see `engine/memory/pool_size.py`. With `batch_invariant`, engines of equal
+    `reduction_slices` (None: `tensor_parallel_size`) compute the same bits with any number of ranks. `integrity` auto:
+    see `default_integrity`.
     """
 
     speculative_config: Annotated[

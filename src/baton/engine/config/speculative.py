@@ -20,13 +20,12 @@ _OPTIONS = {"ngram": ("prompt_lookup_min", "prompt_lookup_max")}
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """`--speculative-config`: drafter method, checkpoint (with its `revision` on the hub), number k of drafts,
-    verifier. With k "auto", the engine chooses it for every request and step.
+    """`--speculative-config`. With `num_speculative_tokens` "auto", the engine chooses it for every request and step.
 
     `draft_kv`: the drafter's KV in a handoff. `require`: both engines must draft alike, as one engine would. `prefer`:
-    move it if they do, else start cold. `drop`: never move it. `prompt_lookup_min`, `prompt_lookup_max`: lengths of
-    the n-grams that `ngram` looks up. `draft_tensor_parallel_size`: 1 if given, since every tensor rank holds the
-    whole drafter.
+    move it if they do, else start cold. `drop`: never move it. `prompt_lookup_min`, `prompt_lookup_max`: lengths of the
+    n-grams that `ngram` looks up. `draft_tensor_parallel_size`: 1 if given, since every tensor rank holds the whole
+    drafter.
     """
 
     method: str

@@ -1,8 +1,8 @@
 """Which slots the forwards of a drafter with states read and write.
 
-A drafter runs over a request's new known tokens and then over its own drafts, before any is accepted. Its next plan
-continues from the state after the last known token. States after drafts serve only the next draft, in scratch: nothing
-is ever rolled back, and a handed-over state has seen no draft. Slots are found by position, as pages are.
+A drafter runs over a request's new known tokens and then over its own drafts. Its next plan continues from the state
+after the last known token. States after drafts serve only the next draft, in scratch: nothing is rolled back, and a
+handed-over state has seen no draft.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from baton.engine.plan import DraftPlan, DraftSlots, Int32Array, IntArray, State
 
 
 class DraftStates:
-    """The slots of one plan's requests."""
-
     def __init__(self, plan: DraftPlan) -> None:
         rows = plan.rows
         self._groups, self._num_drafts = plan.states, plan.num_drafts
         self._start = rows.positions[rows.query_start[:-1]]
         self._stop = rows.positions[rows.query_start[1:] - 1] + 1
-        self._seen = self._start.copy()  # [R]: number of tokens that the kept state has seen
+        self._seen = self._start.copy()  # [R]: tokens that the kept state has seen
 
     def bind(self, requests: IntArray, positions: IntArray, query_start: Int32Array) -> dict[str, StateSlots]:
         """The slots of a forward by group; rows as in `Pages.bind`."""
@@ -53,8 +51,8 @@ class DraftStates:
         return found
 
     def left_out(self) -> Iterator[tuple[str, int, int]]:
-        """Copies (group, source, destination) for requests whose last known row no forward has reached, since a
-        drafter does not see beyond its context. The state after the last row that it saw stands for all later ones."""
+        """Copies (group, source, destination) for requests whose last known row is beyond the drafter's context. The
+        state after the last row that it saw stands for all later ones."""
         for request in np.flatnonzero(self._seen < self._stop).tolist():
             for name, slots in self._groups.items():
                 kept = int(slots.scratch[request, 0])

@@ -38,8 +38,8 @@ GroupLayers = tuple[GroupSpec, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """`parts`: as `parts_of`, by rank. `kv`: rank 0's memory by group. `regions`: by rank, in the order of its parts,
-    as its transport knows them; empty without transports."""
+    """`parts`: by rank. `kv`: rank 0's memory by group. `regions`: by rank, in the order of its parts; empty without
+    transports."""
 
     parts: list[list[GroupLayers]]
     size: PoolSize
@@ -48,17 +48,17 @@ class KVMemory:
 
 
 def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> list[GroupSpec]:
-    """The groups of an engine's layers, over all ranks. Raises `ConfigError` for a block size that fits no group."""
+    """The groups over all ranks. Raises `ConfigError` for a block size that fits no group."""
     sizes, dtype = block_sizes(config.block_size), str(next(model.parameters()).dtype).removeprefix("torch.")
     groups = _groups(model.kv_layers, [0] * len(model.kv_layers), "target", sizes, dtype)
     if drafter is not None:
         groups += _groups(drafter.kv_layers, drafter.kv_modules, "draft", sizes, dtype)
     for group in groups:
-        # A drafter's first group has its owner's name, so the size may be meant for the other groups.
+        # A drafter's first group has its owner's name: the size may be meant for others.
         if group.kind == "state" and (named := sizes.keys() & {group.name, group.kind} - {group.owner}):
             raise ConfigError("block_size", f"{min(named)!r}: states have no tokens to a page; see --mamba-block-size")
     known = {name for group in groups if group.kind != "state" for name in _names(group)}
-    # If all layers have states, no group has pages, and the size for all groups names none.
+    # Without pages, the size for all groups names none.
     if unknown := sizes.keys() - known - {""}:
         there = ", ".join(sorted(known)[1:]) or "none with pages"
         raise ConfigError("block_size", f"there is no group {min(unknown)!r}; there are {there}")
@@ -68,8 +68,8 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
 def parts_of(groups: Sequence[GroupSpec], config: EngineConfig, num_layers: int, rank: int) -> list[GroupLayers]:
     """The parts of groups that a rank holds, each with the model's number of the first head of each plane.
 
-    Stages share the target's layers. A stage's tensor ranks share the heads or channels of each plane; a plane that is
-    not cut is whole on each. All ranks of stage 0 hold the whole drafter. Ranks are counted stage by stage.
+    A stage's tensor ranks share the heads or channels of each plane; a plane that is not cut is whole on each. All
+    ranks of stage 0 hold the whole drafter. Ranks are counted stage by stage.
     """
     size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     stage, tensor_rank = divmod(rank, size)
@@ -107,15 +107,15 @@ def kv_memory(
     transports: Sequence[Transport],
     progress: Callable[[str], None],
 ) -> KVMemory:
-    """Size and allocate the pages of an engine that has loaded its weights.
+    """Size and allocate the pages, once weights are loaded.
 
-    `whole`: its groups over all ranks. `before`: memory before loading. `transports`: one per rank, or none.
-    `num_layers` and `max_position` (the context): the checkpoint's. Raises `ConfigError`, `TransportError`.
+    `whole`: as `model_groups`. `before`: memory before loading. `transports`: one per rank, or none. `num_layers` and
+    `max_position` (the context): the checkpoint's. Raises `ConfigError`, `TransportError`.
     """
     if config.max_model_len is not None and config.max_model_len > max_position:
         raise ConfigError("max_model_len", f"must be at most the checkpoint's {max_position}")
     parts = [parts_of(whole, config, num_layers, rank) for rank in range(config.num_ranks)]
-    # All ranks have equally many pages: divide memory for the rank with the largest.
+    # All ranks have equally many pages: divide memory for the largest.
     held = [[group for group, _ in part] for part in parts]
     groups = [max((g for part in held for g in part if g.name == w.name), key=lambda g: g.page_bytes) for w in whole]
     device = torch.device(config.device)
@@ -146,8 +146,7 @@ def kv_memory(
 def _groups(
     layers: Sequence[LayerSpec], modules: Sequence[int | None], owner: Owner, sizes: Mapping[str, int], dtype: str
 ) -> list[GroupSpec]:
-    """Layers with the same spec, or the same part of one, and the same module form one group. Layers that keep nothing
-    are in none."""
+    """Layers with the same spec, or part of one, and module form one group."""
     by_spec: dict[tuple[LayerSpec | TokenPart, int | None], list[int]] = {}
     for layer_id, (layer, module) in enumerate(zip(layers, modules, strict=True)):
         if not isinstance(layer, SharedLayerSpec | EmptyLayerSpec):
@@ -177,7 +176,7 @@ def _groups(
 
 
 def _reach(layer: LayerSpec | TokenPart) -> int | None:
-    """How many of the last entries are kept, so that the next row and a drafter see their own; None: all."""
+    """How many of the last entries the next row and a drafter need; None: all."""
     if isinstance(layer, TokenPart):
         return layer.window
     if not isinstance(layer, KVLayerSpec) or layer.window is None:

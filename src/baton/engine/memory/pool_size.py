@@ -1,8 +1,7 @@
 """Sizes an engine's KV pools, and from them the longest context.
 
 The pools get `gpu_memory_utilization` of the memory that was free at the start, divided by the number of engines on the
-host, minus what loading took, and no more than is likely to be used. The file system of the `shm` transport may be
-smaller.
+host, minus what loading took, and no more than is likely to be used.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ USED_CONTEXT = 4
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes: `free` for all processes, `taken` by this process, and free in the `shm` file system."""
+    """Bytes: `free` for all processes, `taken` by this one, and free in the `shm` file system."""
 
     free: int
     taken: int
@@ -63,11 +62,10 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """How to divide memory among groups: pages for the same number of tokens in each group; state slots for one
-    request, then for as many requests as take no more memory than the pages.
+    """How to divide memory: pages for the same number of tokens in each group; state slots for one request, then for as
+    many as take no more memory than the pages.
 
-    `needs_context`: pages for `context` tokens come before slots for a second request. `checkpoints`: checkpoint slots
-    per request.
+    `needs_context`: pages for `context` tokens come before slots for a second request. `checkpoints`: per request.
     """
 
     groups: Sequence[GroupSpec]
@@ -78,7 +76,7 @@ class Demand:
     checkpoints: int = 0
 
     def num_pages(self, group: GroupSpec, num_tokens: int) -> int:
-        """Pages of a group, with the null page, for requests with `num_tokens` tokens in all."""
+        """Pages with the null page, for requests with `num_tokens` tokens in all."""
         if group.kind != "state":
             return 1 + group.rules.num_pages(num_tokens, group.page_size)
         return 1 + self._num_seqs(num_tokens) * self._num_slots(group)
@@ -126,12 +124,9 @@ def pool_size(
     num_lookahead_slots: int,
     max_position: int,
 ) -> PoolSize:
-    """Size the pools of an engine that has loaded its weights.
-
-    `before` and `now`: memory before and after loading. `max_position`: the checkpoint's context. Without
+    """`before` and `now`: memory before and after loading weights. `max_position`: the checkpoint's context. Without
     `config.max_model_len` the context is as long as fits. Raises `ConfigError`, naming the setting to change, if a
-    requested context or pool does not fit.
-    """
+    requested context or pool does not fit."""
     context = config.max_model_len or max_position
     demand = Demand(
         groups,
@@ -183,10 +178,8 @@ def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
 
 
 def _host_free(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Available bytes, within the limit of this process's cgroup.
-
-    A cgroup's usage includes files that were read, such as checkpoints. The kernel can drop these: they count as free.
-    """
+    """Available bytes, within the limit of this process's cgroup. Its usage includes files that were read, such as
+    checkpoints: they count as free."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
     free = sizes["MemAvailable"]

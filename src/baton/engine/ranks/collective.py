@@ -1,5 +1,4 @@
-"""Collectives between ranks (partial sums, outputs of pipeline stages): gloo over loopback, with a private file
-store."""
+"""Collectives between ranks: gloo over loopback, with a private file store."""
 
 from __future__ import annotations
 
@@ -17,18 +16,18 @@ from baton.engine.config import EngineConfig
 from baton.models.layers.expert_parallel import ExpertRanks
 from baton.models.layers.parallel import Stage, TensorRank
 
-# A rank paused for longer counts as hung. A dead rank is noticed at once.
+# A dead rank is noticed at once.
 TIMEOUT = timedelta(minutes=10)
 
 
 class Exchange:
-    """One rank's end of a process group. The constructor waits for all `size` ranks."""
+    """The constructor waits for all `size` ranks."""
 
     def __init__(self, store: str, rank: int, size: int) -> None:
         # By default gloo binds the address of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._size = size
-        # A process may have several engines, so not the default process group.
+        # Not the default group: a process may have several engines.
         library: Any = dist
         self._group = library.ProcessGroupGloo(library.FileStore(store, size), rank, size, TIMEOUT)
 
@@ -41,7 +40,7 @@ class Exchange:
         return parts
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
-        """All-to-all: send `parts[r]` (uint8) to rank r. Returns the part from each rank, of `sizes` bytes."""
+        """`parts[r]` (uint8) goes to rank r. Returns the part from each rank, of `sizes` bytes."""
         came = torch.empty(sum(sizes), dtype=torch.uint8)
         own = torch.cat(list(parts))
         self._group.alltoall_base(came, own, list(sizes), [len(part) for part in parts]).wait()
@@ -55,8 +54,7 @@ class Exchange:
 
 
 def expert_ranks(config: EngineConfig, store: str) -> ExpertRanks:
-    """This process among the data-parallel ranks. They connect at the first exchange, of which there is none without
-    experts."""
+    """They connect at the first exchange, of which there is none without experts."""
     rank, size = config.data_parallel_rank, config.data_parallel_size
     exchange = functools.cache(lambda: Exchange(store, rank, size))
     return ExpertRanks(
@@ -65,8 +63,8 @@ def expert_ranks(config: EngineConfig, store: str) -> ExpertRanks:
 
 
 def connect_ranks(config: EngineConfig, store: str, rank: int) -> TensorRank:
-    """This process among an engine's ranks, after all have connected. Ranks are numbered stage by stage. Tensor rank t
-    exchanges layer outputs with tensor rank t of the other stages, and sums within its stage."""
+    """Wait until all ranks have connected. Ranks are numbered stage by stage. Tensor rank t exchanges layer outputs
+    with tensor rank t of the other stages, and sums within its stage."""
     size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     index, number = divmod(rank, size)
     stage = Stage()

@@ -1,4 +1,4 @@
-"""An executor over several ranks: rank 0 in this process, and its followers."""
+"""An executor over rank 0 in this process, and its followers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ R = TypeVar("R")
 
 
 class RankExecutor:
-    """Runs each plan on all ranks and returns rank 0's result. On return, every rank has written its KV.
+    """Returns rank 0's result.
 
-    A plan that raises on one rank leaves the others in the middle of a collective, so it ends all ranks: later plans
-    raise too, and the engine ends. Drafts that differ between ranks do the same; errors in choosing tokens, which only
-    rank 0 does, do not.
+    A plan that raises on one rank leaves the others in the middle of a collective, so it ends all ranks, and the
+    engine. Drafts that differ between ranks do the same; errors in choosing tokens, which only rank 0 does, do not.
     """
 
     def __init__(self, local: LocalExecutor, followers: Followers, spec: PlanSpec) -> None:
-        # Of all stages: rank 0 may lack groups of others.
+        # `spec` is of all stages: rank 0 may lack groups of others.
         self.local, self.spec = local, spec
         self._followers = followers
 
@@ -34,7 +33,7 @@ class RankExecutor:
         return self.local.sample(plan, computed)
 
     def draft(self, plan: DraftPlan) -> DraftResult:
-        """Raises as `execute` does."""
+        """Raises as `execute`."""
         result, answers = self._answers(Draft(plan), lambda: self.local.draft(plan))
         own = drafts_digest(result)
         for rank, answer in enumerate(answers, 1):
@@ -43,11 +42,11 @@ class RankExecutor:
         return result
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
-        """Raises as `execute` does."""
+        """Raises as `execute`."""
         self._together(Copy(group, source, destination), lambda: self.local.copy_page(group, source, destination))
 
     def _together(self, order: Order, own: Callable[[], R]) -> R:
-        """Run an order on all ranks. Returns the result of `own`, rank 0's part."""
+        """Returns the result of `own`, rank 0's part."""
         return self._answers(order, own)[0]
 
     def _answers(self, order: Order, own: Callable[[], R]) -> tuple[R, list[Done]]:

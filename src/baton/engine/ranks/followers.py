@@ -1,4 +1,4 @@
-"""The processes of ranks 1 and up, controlled by rank 0."""
+"""The processes of ranks 1 and up."""
 
 from __future__ import annotations
 
@@ -38,20 +38,17 @@ from baton.transports.mapped.segments import file_of
 log = logging.getLogger(__name__)
 
 END_LIMIT_S = 10.0
-# A dying rank's connections close before its parent can see the exit status.
+# A dying rank's connections close before its exit status shows.
 EXIT_STATUS_LIMIT_S = 0.5
 
 
 class Followers:
-    """Starts a process for each rank from 1 on; there may be none.
-
-    Ranks compute in lockstep: all answer an order before the next. If one ends or fails, all are ended, because its KV
-    is unknown and must not be used.
-    """
+    """Ranks compute in lockstep: all answer an order before the next. If one ends or fails, all are ended, because its
+    KV is unknown."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config, self._size = config, config.num_ranks
-        # Holds the file store by which the ranks connect, unreadable for other users.
+        # Holds the file store by which the ranks connect.
         self._directory = RunDirectory("ranks-") if self._size > 1 else None
         self._store = str(self._directory and self._directory.path / "store")
         self._pipes: list[Connection] = []
@@ -98,7 +95,7 @@ class Followers:
             on_end(self.kill_all(f"rank {rank} ended with status {status}"))
 
     def order(self, message: Order) -> None:
-        """Send an order to all ranks; call `answered` next. Raises `EngineUnavailableError`."""
+        """Call `answered` next. Raises `EngineUnavailableError`."""
         data = encode_message(message)
         for rank in range(1, self._size):
             self._send(rank, data)
@@ -112,7 +109,7 @@ class Followers:
             raise EngineUnavailableError(self.kill_all(f"rank {rank} has gone: {error}")) from None
 
     def answered(self) -> list[Done]:
-        """Wait for all answers to an order. Raises `EngineUnavailableError`."""
+        """Waits for all answers. Raises `EngineUnavailableError`."""
         answers = []
         for rank, pipe in enumerate(self._pipes, 1):
             if self._failure is not None:
@@ -125,7 +122,7 @@ class Followers:
                 raise EngineUnavailableError(self.kill_all(f"rank {rank} failed: {answer.cause}"))
             assert isinstance(answer, Done)
             answers.append(answer)
-        # Ranks that answer have connected. Remove the file now, so that a killed process leaves none.
+        # Ranks that answer have connected; a process killed later leaves no file.
         self._remove_store()
         return answers
 
@@ -135,7 +132,7 @@ class Followers:
             self._directory = None
 
     def send_allocation(self, pool: KVMemory, aux_layers: Sequence[int]) -> None:
-        """Send each rank the location of its pages and the drafter's auxiliary layers; call `answered` next.
+        """Call `answered` next.
 
         Raises `EngineUnavailableError`, and `ConfigError` if other processes cannot access the pages.
         """
@@ -147,8 +144,8 @@ class Followers:
             self._send(rank, Allocate(dict(pool.size.num_pages), files, list(aux_layers)))
 
     def fail_after(self, error: Exception) -> EngineUnavailableError:
-        """End all ranks after `error` in rank 0's part of an order. Returns the exception to raise, which names
-        another rank as the cause if one has ended."""
+        """End all ranks after `error` in rank 0's part of an order. The exception returned names another rank as the
+        cause if one has ended."""
         deadline = time.monotonic() + EXIT_STATUS_LIMIT_S
         while not self._closing and time.monotonic() < deadline:
             for rank, process in enumerate(self._processes, 1):

@@ -2,7 +2,7 @@
 (`models.expert_parallel`); while none does, all sleep.
 
 Turns between two idle periods form a *wave*, numbered alike on all ranks. A rank that gets work while all are idle
-wakes the others with the wave's number. A wake for a past wave is ignored.
+wakes the others with the wave's number.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _WAVE = struct.Struct("<Q")
 
 
 class Peers(Protocol):
-    """Other engines that compute with this one. `ended`: a loop that was told to stop may stop now."""
+    """Engines that compute with this one. `ended`: a loop that was told to stop may stop now."""
 
     ended: bool
 
     def turn(self, step: Callable[[], bool], stops: bool) -> bool:
-        """Run a step. Returns whether another turn must follow at once. `stops`: the loop was told to stop."""
+        """Returns whether another turn must follow at once. `stops`: the loop was told to stop."""
         ...
 
     def may_sleep(self, stops: bool) -> bool:
@@ -62,7 +62,7 @@ class SingleRank:
 class WakeSockets:
     """Wakes other ranks by datagrams, between Unix sockets in the ranks' directory.
 
-    `last_wave`: the last wave that another rank sent, -1 before the first.
+    `last_wave`: the last that another rank sent.
     """
 
     def __init__(self, directory: str, rank: int, size: int) -> None:
@@ -80,7 +80,7 @@ class WakeSockets:
         return str(self._directory / f"bell-{rank}")
 
     def listen(self, woken: Callable[[], None]) -> None:
-        """Call `woken`, on another thread, whenever another rank wakes this one."""
+        """`woken` is called on another thread."""
         self._thread = threading.Thread(target=self._listen, args=(woken,), daemon=True, name="baton-bell")
         self._thread.start()
 
@@ -91,7 +91,7 @@ class WakeSockets:
                 woken()
 
     def wake(self, wave: int) -> None:
-        """Wake the others. Raises `EngineUnavailableError` if one is gone."""
+        """Raises `EngineUnavailableError` if a rank is gone."""
         for rank in range(self._size):
             if rank == self._rank:
                 continue
@@ -120,7 +120,7 @@ class Lockstep:
         shared.begins = self._begin
 
     def turn(self, step: Callable[[], bool], stops: bool) -> bool:
-        """Returns when all ranks have made their turn. Raises `EngineUnavailableError` if one is gone."""
+        """Returns when all ranks have made their turn. Raises `EngineUnavailableError`."""
         computed = step()
         notifies = stops and not self._stop_sent
         if not (self._awake or self.shared.begun or self._is_woken or notifies):

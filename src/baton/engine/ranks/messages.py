@@ -16,7 +16,7 @@ MAX_MESSAGE_BYTES = 1 << 30
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """The first order. `store`: the file store by which the ranks connect."""
+    """The first order. `store`: the file store."""
 
     config: EngineConfig
     rank: int

@@ -1,5 +1,5 @@
-"""`python -m baton.engine.ranks.worker FD`: the process of a rank other than 0. It carries out the orders from the
-pipe, and ends with rank 0."""
+"""`python -m baton.engine.ranks.worker FD`: the process of a rank other than 0, which carries out orders from the
+pipe."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def serve_orders(pipe: Connection) -> None:
-    """Carry out rank 0's orders. Raises `EOFError` when rank 0 closes the pipe."""
+    """Raises `EOFError` when rank 0 closes the pipe."""
     start = _next(pipe)
     assert isinstance(start, Start)
     config, device = start.config, torch.device(start.config.device)

@@ -15,12 +15,12 @@ import numpy.typing as npt
 from baton.engine.plan import Noise
 
 _GUMBEL, _UNIFORM = 0, 1
-# The target draws the drafter's rows again one step later. A row has 8 bytes per token id.
+# The target draws the drafter's rows again one step later.
 _KEPT_ROWS = 64
 
 
 def _bits(seed: int, sample_index: int, position: int, stream: int, count: int) -> npt.NDArray[np.uint64]:
-    # NumPy converts a list with words of 2**63 or more through float, which makes neighbouring seeds equal.
+    # NumPy converts words of 2**63 or more through float, which makes neighbouring seeds equal.
     key = np.array([seed, sample_index], dtype=np.uint64)
     counter = np.array([0, position, stream, 0], dtype=np.uint64)
     bits: npt.NDArray[np.uint64] = np.random.Philox(counter=counter, key=key).random_raw(count)

@@ -1,8 +1,8 @@
 """Chooses tokens from logits, for a batch at once, on the logits' device.
 
 Order of processing (as in vLLM): grammar, logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, noise.
-Every number is what the same float64 operation gives for one row alone. A device computes only what is exact:
-selections and single IEEE operations; logarithms, exponentials and sums are NumPy's.
+Every number is that of the same float64 operation for one row alone. A device computes only what is exact: selections
+and single IEEE operations; logarithms, exponentials and sums are NumPy's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _MINUS_INFINITY = float("-inf")
 
 
 def choose_tokens(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
-    """The next token of each row, int64 [N]. -1 in a sampled request's rows after a draft that was not chosen.
-    `NOT_FINITE` in rows whose logits are not all finite, whatever the request allows."""
+    """`StepResult.choices`, int64 [N]. `NOT_FINITE` whatever the request allows."""
     not_finite = rows_not_finite(logits_NV)
     if not len(not_finite):
         return _choices(logits_NV, sampling)
@@ -50,7 +49,7 @@ def _choices(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
 
 
 def _blocks(draft: IntArray, at_once: int) -> list[IntArray]:
-    """Blocks of whole requests, of about `at_once` rows each."""
+    """Whole requests, about `at_once` rows each."""
     if len(draft) <= at_once:
         return [np.arange(len(draft))]
     ends = np.flatnonzero(draft < 0) + 1
@@ -59,10 +58,10 @@ def _blocks(draft: IntArray, at_once: int) -> list[IntArray]:
 
 
 def _chosen(scores: Tensor, sampling: Sampling) -> IntArray:
-    """As `choose_tokens`, from processed scores [S, V] of all rows of some requests."""
+    """Choose from processed scores [S, V] of all rows of some requests."""
     temperature = sampling.noise.temperature
     found = np.full(len(temperature), -1, dtype=np.int64)
-    # The first rows of all requests, then the second rows of those whose draft was chosen, and so on.
+    # First rows of all requests, then second rows of those whose draft was chosen, and so on.
     current = np.flatnonzero(np.concatenate(([-1], sampling.draft[:-1])) < 0)
     cut = (sampling.top_p < 1.0) & (temperature > 0.0)
     while len(current):
@@ -90,8 +89,7 @@ def _verified(scores: FloatArray, sampling: Sampling, row: int, noise: FloatArra
 
 
 def process_logits(logits_SV: Tensor, sampling: Sampling) -> Tensor:
-    """Processed logits float64 [S, V], -inf where masked. Lacks top_p, which is applied only to rows that are
-    reached."""
+    """Float64 [S, V], without top_p, which is applied only to rows that are reached."""
     scores = logits_SV.double()
     if len(sampling.allowed.row):
         rows = _tensor(sampling.allowed.row, scores)
@@ -105,7 +103,7 @@ def process_logits(logits_SV: Tensor, sampling: Sampling) -> Tensor:
         _penalise(scores, sampling)
     drawn = sampling.noise.temperature > 0.0
     if drawn.any():
-        # A device may turn division by a scalar into multiplication by its reciprocal.
+        # A device may multiply by a scalar's reciprocal instead.
         scores /= _tensor(np.where(drawn, sampling.noise.temperature, 1.0), scores)[:, None]
         _restrict(scores, sampling, drawn)
     return scores
@@ -153,10 +151,8 @@ def _outside_nucleus(scores: FloatArray, top_p: float) -> IntArray:
 
 
 class DraftSampler:
-    """Chooses drafts with the noise that the target will see at their positions, or greedily if there is none.
-
-    `first_position` [R]: position of each request's first draft.
-    """
+    """Chooses drafts with the noise that the target will see at their positions. `first_position` [R]: of each
+    request's first draft."""
 
     def __init__(
         self, noise: Noise, first_position: IntArray, vocab_size: int, constrained: Constrained | None = None
@@ -205,7 +201,7 @@ class DraftSampler:
 
 
 def _unpacked(bits: npt.NDArray[np.uint8], like: Tensor, vocab_size: int | None = None) -> Tensor:
-    """Token bits [rows, bytes] as bool [rows, V] on the device of `like`, which gives V unless `vocab_size` does."""
+    """[rows, bytes] to bool [rows, V]. `like` gives V unless `vocab_size` does."""
     unpacked = np.unpackbits(bits, axis=1, count=vocab_size or like.shape[1], bitorder="little")
     return torch.from_numpy(unpacked).to(like.device).bool()
 

@@ -1,4 +1,4 @@
-"""Per-request sampling state, and the `Sampling` of a plan made from it. `sampler` chooses the tokens."""
+"""Per-request sampling state, and the `Sampling` of a plan."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ForTokens = tuple[IntArray, FloatArray]
 
 
 class SamplingState:
-    """A request's sampling parameters and the token counts for penalties. Mutated only by `advance`.
+    """A request's sampling parameters and token counts for penalties. Mutated only by `advance`.
 
-    `columns`: log(min_p), top_k, top_p, repetition, frequency and presence penalty, as in a plan.
+    `columns`: log(min_p), top_k, top_p, repetition, frequency and presence penalty.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class SamplingState:
 
     @property
     def restricts(self) -> bool:
-        """Whether the request bars tokens independently of a grammar."""
+        """Independently of a grammar."""
         return self._allowed is not None
 
     def allowed(self, drafts: Sequence[int], grammar: Allowed | None) -> Allowed | None:
         """The allowed tokens for the next position and after each draft; None: all. `grammar` may cover only the first
-        of these rows."""
+        rows."""
         if self._allowed is None:
             return grammar
         width = 0 if grammar is None else grammar.bits.shape[1]
@@ -104,11 +104,11 @@ class SamplingState:
         return self._bias
 
     def masked(self, row: int) -> ForTokens | None:
-        """Tokens that `min_tokens` bars at `row` (0: the next token; i: after i drafts), each with -inf."""
+        """Tokens that `min_tokens` bars at `row` (i: after i drafts), each with -inf."""
         return self._min_tokens if self.num_output + row < self.params.min_tokens else None
 
     def counted(self, drafts_before: Sequence[int]) -> ForTokens | None:
-        """Tokens with penalties after these drafts, and their occurrences in the output."""
+        """Tokens with penalties, and their occurrences in the output."""
         if not self._penalised:
             return None
         counts = self._counts
@@ -126,8 +126,8 @@ def _count(counts: dict[int, int], token_ids: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """A request's rows with logits, from `first_row` on: for the next token, and after each draft. `allowed`: None:
-    all tokens."""
+    """A request's rows with logits, from `first_row` on: for the next token, and after each draft. `allowed` None:
+    all."""
 
     state: SamplingState
     first_row: int
@@ -135,7 +135,7 @@ class SamplingRows:
     allowed: Allowed | None = None
 
     def masked(self, row: int) -> ForTokens | None:
-        """`SamplingState.masked`, except for rows where only the tokens that end the output are allowed."""
+        """`SamplingState.masked`, except for rows where only tokens that end the output are allowed."""
         masked = self.state.masked(row)
         if masked is None or self.allowed is None or row >= len(self.allowed.bits):
             return masked
@@ -168,7 +168,7 @@ def sampling_of(asked: Sequence[SamplingRows], rejection: bool) -> Sampling | No
 
 def noise_of(params: Sequence[SamplingParams]) -> Noise:
     return Noise(
-        # Every sampled request has a seed; greedy requests draw nothing.
+        # Greedy requests draw nothing.
         seed=np.array([p.seed or 0 for p in params], dtype=np.uint64),
         sample_index=np.array([p.sample_index for p in params], dtype=np.uint64),
         temperature=np.array([p.temperature for p in params], dtype=np.float64),

@@ -1,10 +1,10 @@
-"""Verification of draft tokens, as pure functions.
+"""Verification of draft tokens.
 
 `coupled` (default): the target's choice at each row is argmax(logits + Gumbel noise of the position). A draft is
 accepted if it equals that choice, so the output is the same token for token with speculation on or off. `rejection`
-(Leviathan et al., 2023, with the drafter's argmax as a point-mass proposal): accept draft d with probability p(d),
-else sample from p without d; only the distribution is preserved. A row's choice is d exactly if d is accepted, so
-`verify` serves both.
+(Leviathan et al., 2023, with the drafter's argmax as a point-mass proposal): accept draft d with probability p(d), else
+sample from p without d; only the distribution is preserved. A row's choice is d exactly if d is accepted, so `verify`
+serves both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Verified:
 
 
 def verify(draft_ids: Sequence[int], choices: Sequence[int], first: int) -> Verified:
-    """Accept drafts until one differs from the target's choices, which are `choices[first:]`."""
+    """The target's choices are `choices[first:]`."""
     num_accepted = 0
     for draft in draft_ids:
         if draft != choices[first + num_accepted]:
@@ -37,7 +37,7 @@ def verify(draft_ids: Sequence[int], choices: Sequence[int], first: int) -> Veri
 
 
 def rejection_choice(scores: Scores, draft: int, uniform: float, noise: Scores) -> int:
-    """The target's choice at a row before `draft`. `scores`: processed logits [V], -inf if masked. `uniform` and
+    """The target's choice at the row before `draft`. `scores`: processed logits [V], -inf if masked. `uniform` and
     `noise` [V]: the position's draws."""
     if uniform < _probability(scores, draft):
         return draft

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Each so many choices, every request gets one draft more, or acceptance could not be seen to rise.
+# Every so many choices, each request gets one draft more, to see acceptance rise.
 PROBE_EVERY = 32
 _FIT_EVERY = 16
 # A prefill leg never learns what is accepted.

@@ -1,7 +1,6 @@
 """The handoff agent of one rank: a thread that runs its state machines, and thread-safe calls for the engine.
 
-The thread sleeps in ZeroMQ's poll; a socket pair wakes it. It never waits for one peer, or the leases of others would
-run out.
+The thread never waits for one peer, or the leases of others would run out.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ _CLOSING_WAIT_S = 0.01
 @dataclass(frozen=True, slots=True)
 class EngineWatch:
     """How an agent and its engine watch each other. While `is_stalled()`, peers are told that this engine hangs.
-    `on_lost` is called once, with the cause and on another thread, if the agent's thread has ended or hangs: nobody can
-    then prove that pages are quiet, so the process must end."""
+    `on_lost` is called once, with the cause and on another thread, if the agent's thread has ended or hangs: the
+    process must end, since nobody can then prove that pages are free."""
 
     is_stalled: Callable[[], bool] = lambda: False
     on_lost: Callable[[str], None] = lambda why: None
@@ -59,10 +58,9 @@ def _logged() -> Iterator[None]:
 class HandoffAgent(Agent):
     """Sends and receives the handoffs of one rank.
 
-    `descriptor`: of the registered regions (`transport.register`). Each key names a rank here and one of the other
-    engine. `on_peer`: of an `InstanceAgent`; without it, a peer of several ranks is refused. `on_event` is called on
-    the agent's thread and should return soon. `digester` is required unless `config.integrity` is off. Close the
-    transport after the agent.
+    `descriptor`: of the registered regions (`transport.register`). `on_peer`: of an `InstanceAgent`; without it, a peer
+    of several ranks is refused. `on_event` is called on the agent's thread and should return soon. `digester` is
+    required unless `config.integrity` is off. Close the transport after the agent.
 
     Each opened prefill gets exactly one `PrefillReleased`; each opened or announced decode exactly one of
     `DecodeCommitted`, `DecodeFinished` and `DecodeReleased`, the last after a `DecodeFailed` unless the engine itself
@@ -112,12 +110,12 @@ class HandoffAgent(Agent):
         self._watch.start()
 
     def close(self) -> None:
-        """Give up open attempts, wait a bounded time for copies, tell the peers, and stop. Idempotent."""
+        """Gives up open attempts, and waits a bounded time for copies. Idempotent."""
         HandoffAgent.close_all([self])
 
     @staticmethod
     def close_all(agents: Sequence[HandoffAgent]) -> None:
-        """Close the agents of all ranks, which wait for their copies at the same time."""
+        """All agents wait for their copies at the same time."""
         open_ones = [agent for agent in agents if not agent._closing]
         for agent in open_ones:
             agent._closing = True
@@ -183,7 +181,7 @@ class HandoffAgent(Agent):
         self._channel.close(Bye("engine_closed", quiet))
 
     def _step(self) -> None:
-        """Wait for events and handle all. No error ends the thread or skips the other handlers."""
+        """No error ends the thread or skips the other handlers."""
         self._turned = time.monotonic()
         wait = self.config.timers.retry_min
         with _logged():

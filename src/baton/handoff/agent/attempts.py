@@ -16,7 +16,6 @@ from baton.handoff.session.session import Session
 from baton.transports.base import Peer
 
 # Ended attempts are tombstones, which answer a peer, until their ticket expires and for at least TOMBSTONE_S seconds.
-# Beyond MAX_TOMBSTONES, those that expire first are dropped.
 MAX_TOMBSTONES = 1 << 16
 TOMBSTONE_S = 60.0
 
@@ -27,14 +26,14 @@ class _Attempt:
 
     expiry: float  # of the ticket
     begun: float | None = None  # when the handoff's own time limit starts
-    # The transport peers of all sessions in which pages may have been exchanged; all must be fenced.
+    # Of all sessions in which pages may have been exchanged; all must be fenced.
     peers: list[Peer] = field(default_factory=list)
     # The one of the session in which the other side last asked for copies: it may have closed the others.
     open: Peer | None = None
-    far: Instance | None = None  # the other side's instance
+    far: Instance | None = None
     next_tick: float = 0.0  # when to repeat the last message
     gap: float = 0.0  # the interval after that
-    copied: tuple[float, float] | None = None  # when the first and last copy ended, of whichever side
+    copied: tuple[float, float] | None = None  # when the first and last copy ended
 
     def on_copy(self, now: float) -> None:
         self.copied = (now if self.copied is None else self.copied[0], now)
@@ -45,7 +44,7 @@ class _Attempt:
             self.far = session.hello.instance
 
     def on_request(self, session: Session) -> None:
-        """The other side has registered its pages or asked for copies in this session."""
+        """The other side has asked for copies in this session."""
         self.on_hello(session)
         self.open = session.peer
 
@@ -55,13 +54,13 @@ class _Attempt:
 
     @property
     def fenced(self) -> bool:
-        """The peer provably no longer touches our memory."""
+        """As `Peer.fenced`, of all."""
         return bool(self.peers) and all(peer.fenced() for peer in self.peers)
 
 
 @dataclass(slots=True, eq=False)
 class PrefillAttempt(_Attempt):
-    """P's half of one attempt. `session`: the one of D's last message."""
+    """`session`: the one of D's last message."""
 
     machine: PrefillHandoff = field(kw_only=True)
     session: Session | None = None
@@ -72,11 +71,11 @@ class PrefillAttempt(_Attempt):
         return before is None or (session.hello is not None and session.hello.engine_id == before.engine_id)
 
     def served(self, session: Session) -> bool:
-        """D's claim is checked already, so this session may repeat it, or register what it announced."""
+        """D's claim is checked already: this session may repeat it, or register."""
         return self.machine.claimed and (self.machine.closed or session.peer is not None)
 
     def waits_for(self, session: Session) -> bool:
-        """D's claim is checked already, and waits until this session is connected."""
+        """D's claim is checked already, and waits for this session's transport."""
         return self.machine.claimed and not self.machine.closed and session.is_connecting
 
     def restart_time_limit(self, now: float) -> None:
@@ -85,8 +84,8 @@ class PrefillAttempt(_Attempt):
             self.begun = now
 
     def deadline(self, handoff_s: float) -> float:
-        """The latest end of the attempt: the ticket's expiry until the engine has opened the leg and D has sent a
-        claim; then `handoff_s` after D's last ANNOUNCE or first REGISTER."""
+        """The ticket's expiry until the engine has opened the leg and D has sent a claim; then `handoff_s` after D's
+        last ANNOUNCE or first REGISTER."""
         return self.expiry if self.begun is None or not self.machine.opened else self.begun + handoff_s
 
 
@@ -99,14 +98,14 @@ class DecodeAttempt(_Attempt):
     num_sources: int = 1
 
     def wrong_rank(self, peer: Instance) -> str:
-        """Why the engine at the address is not the rank that the ticket names, or an empty string."""
+        """Empty if the rank at the address is the one that the ticket names."""
         if peer.num_ranks != self.num_sources:
             return f"P has {peer.num_ranks} ranks, the ticket names {self.num_sources}"
         rank = self.machine.key.source_rank
         return f"rank {peer.rank} is at {self.address} instead of rank {rank}" if peer.rank != rank else ""
 
     def deadline(self, handoff_s: float) -> float:
-        """The latest end of the attempt. Waiting for P's admission and for pages has no limit."""
+        """Waiting for P's admission and for pages has no limit."""
         return math.inf if self.begun is None else self.begun + handoff_s
 
 
@@ -114,7 +113,7 @@ AttemptT = TypeVar("AttemptT", PrefillAttempt, DecodeAttempt)
 
 
 class AttemptTable(Generic[AttemptT]):
-    """Live attempts and tombstones of one side. Expiry visits only the tombstones that it drops."""
+    """Live attempts and tombstones of one side."""
 
     def __init__(self) -> None:
         self.live: dict[AttemptKey, AttemptT] = {}
@@ -136,7 +135,7 @@ class AttemptTable(Generic[AttemptT]):
         return self._transfers.get(key.transfer_id, set())
 
     def settle(self, key: AttemptKey, now: float) -> None:
-        """Turn a closed attempt into a tombstone. `now`: monotonic seconds."""
+        """Turn a closed attempt into a tombstone."""
         attempt = self.live.get(key)
         if attempt is not None and attempt.machine.closed:
             self.ended[key] = self.live.pop(key)

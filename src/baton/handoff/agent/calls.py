@@ -20,16 +20,16 @@ class PrefillLeg:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLeg:
-    """Take D's leg of a verified ticket before it has pages; `DecodeAdmitted` says when to allocate them. Does not
-    expire while P lives."""
+    """D's leg of a verified ticket, before it has pages; `DecodeAdmitted` says when to allocate them. Does not expire
+    while P lives."""
 
     ticket: SignedTicket
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePages:
-    """Give D's leg its pages: per group the wanted interval and the block table. Comes after `DecodeAdmitted`, or
-    without `DecodeLeg` if the engine has pages for all requests: else pages would wait for P, and P for pages."""
+    """The pages of D's leg. Comes after `DecodeAdmitted`, or without `DecodeLeg` if the engine has pages for all
+    requests: else pages would wait for P, and P for pages."""
 
     ticket: SignedTicket
     prompt_len: int
@@ -39,10 +39,10 @@ class DecodePages:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Give up an attempt of either side; the peer is sent `message`. The pages stay the agent's until released.
+    """Ends an attempt of either side; the peer is sent `message`. The pages stay the agent's until released.
 
-    `taken` is called on the agent's thread, after the attempt's final events. From then on this side sends COMMIT or
-    CONFIRM only for what was in place before. No peer delays it.
+    `taken` is called on the agent's thread, after the attempt's final events, whatever the peer does. From then on this
+    side sends COMMIT or CONFIRM only for what was in place before.
     """
 
     reason: str
@@ -55,8 +55,7 @@ LegEvent = PrefillLeg | DecodeLeg | DecodePages | GiveUp | PrefillEvent
 
 
 class Agent(ABC):
-    """Takes the engine's events from any thread, without blocking. The other methods make events from copies of the
-    engine's tables, which grow."""
+    """Takes events from any thread, without blocking. Tables are copied, since the engine's grow."""
 
     @abstractmethod
     def post(self, key: AttemptKey, event: LegEvent) -> None:
@@ -69,26 +68,20 @@ class Agent(ABC):
         self.post(ticket.key, PrefillLeg(ticket))
 
     def admit_prefill(self, key: AttemptKey) -> None:
-        """P's engine has allocated pages for the whole prompt."""
         self.post(key, ev.PagesGiven())
 
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None:
-        """Tokens `[0, final)` of each group are final on every rank; `pages` are the block tables so far."""
+        """Tokens `[0, final)` of each group are final on every rank."""
         self.post(key, ev.Declared(prompt_len, copy_tables(pages), dict(final)))
 
     def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
-        """Layers of a running forward are written on every rank that has them, or the forward failed. `declare_final`
-        follows its end."""
+        """Layers are written on every rank that has them. `declare_final` follows the forward."""
         self.post(key, event)
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
-        """The drafter has run with the first token: tokens `[0, final)` of each group are final.
-
-        Groups not named stay as declared. The tables of the last `declare_final` must reach that far. `finished`: that
-        token ended the request.
-        """
+        """See `Sampled`. The tables of the last `declare_final` must reach as far as `final`."""
         self.post(key, ev.Sampled(seeds, finished, dict(final)))
 
     def announce_decode(self, ticket: SignedTicket) -> None:

@@ -24,13 +24,13 @@ from baton.handoff.protocol.ticket import SignedTicket
 T = TypeVar("T")
 MAX_PEERS = 1024
 MAX_ENDED = 4096
-P, D = 0, 1  # a side, and the index of its rank in a pair
+P, D = 0, 1  # the index of a side's rank in a pair
 
 
 @dataclass(slots=True, eq=False)
 class _Leg:
     """One half of a request. `pairs`: with open attempts, at first the leading one. `events`: to replay on pairs opened
-    later. `end_reported`: the engine knows that its pages are free. `ended`: why no further pair is opened."""
+    later. `ended`: why no further pair is opened."""
 
     ticket: SignedTicket
     side: int
@@ -43,21 +43,19 @@ class _Leg:
 
 
 class InstanceAgent(Agent):
-    """The agents of all ranks of `instance` as one `Agent`; `bind` sets them. If ranks are apart, there is only that
-    of `instance.rank`, and a request ends when that rank's pairs have. `on_event` is called once per request.
-
-    With one rank on both sides, calls and events pass through.
-    """
+    """The agents of all ranks of `instance` as one `Agent`; `bind` sets them. If ranks are apart, there is only that of
+    `instance.rank`, and a request ends when that rank's pairs have. With one rank on both sides, calls and events pass
+    through."""
 
     def __init__(self, instance: Instance, on_event: Callable[[ev.HandoffEvent], None]) -> None:
         self._instance = instance
         self._on_event = on_event
         self._agents: dict[int, Agent] = {}
-        # The rank with the leading pair.
+        # The rank whose pair leads.
         self._first = instance.rank if instance.apart else 0
         self._legs: dict[AttemptKey, _Leg] = {}
-        # Requests that ended lately: the engine may still name them. P's leg is kept if D's ranks were unknown: each is
-        # told of the end when it connects.
+        # Requests that ended lately: the engine may still name them. P's leg is kept if D's ranks were unknown, to tell
+        # each when it connects.
         self._ended: dict[AttemptKey, _Leg | None] = {}
         self._peers: dict[str, Instance] = {}  # by incarnation
         self._lock = threading.RLock()
@@ -102,7 +100,6 @@ class InstanceAgent(Agent):
             if leg is None:
                 self._agents[self._first].post(key, event)
                 return
-            # No other pair will be opened.
             leg.ended = event.reason
             left = list(leg.pairs)
 
@@ -145,13 +142,13 @@ class InstanceAgent(Agent):
         ticket, here = leg.ticket, self._instance
         named = ticket.decode_addresses if leg.side == P else ticket.prefill_addresses
         if peer is None or leg.gather is not None or leg.ended or len(named) != peer.num_ranks:
-            return  # a ticket that names other ranks is refused, and so is the open pair
+            return  # the ticket names other ranks: refused, as is the open pair
         key = ticket.key
         try:
-            here = here.only(peer.groups)  # drafters' KV may stay where it is; then the peer's is not named
+            here = here.only(peer.groups)  # drafters' KV that is not moved is not named by the peer
             every = pairs_of(here, peer) if leg.side == P else pairs_of(peer, here)
         except IncompatiblePeerError:
-            return  # the session is refused, and so is the open pair
+            return  # refused with the session
         leg.pairs = found = {pair: groups for pair, groups in every.items() if pair[leg.side] in self._agents}
         leg.gather = PrefillGather(key, found) if leg.side == P else DecodeGather(key, found, peer.sampling)
         for pair, groups in found.items():
@@ -162,8 +159,8 @@ class InstanceAgent(Agent):
                     self._to(pair, leg, self._of_pair(event, pair, groups))
 
     def _abort_unopened_pairs(self, leg: _Leg) -> None:
-        """D gives up before it knows P's ranks. If these are apart, only one has a message of D, and the others hold
-        pages: open an attempt with each only to abort it."""
+        """D gives up before it knows P's ranks. If these are apart, only one knows D, and the others hold pages: open
+        an attempt with each only to abort it."""
         for rank in range(1, len(leg.ticket.prefill_addresses)) if leg.lead == LEAD else ():
             if (pair := (rank, 0)) not in leg.pairs:
                 leg.pairs = {**leg.pairs, pair: None}
@@ -175,7 +172,7 @@ class InstanceAgent(Agent):
             leg = self._legs.get(key)
             if leg is not None:
                 leg.events[ev.LayersWritten if isinstance(event, ev.LayersWithdrawn) else type(event)] = event
-                # Which pair gets which groups is unknown to D until P's HELLO names its ranks. P's leading pair takes
+                # D does not know which pair gets which groups until P's HELLO names its ranks. P's leading pair takes
                 # everything.
                 if leg.side == P or leg.gather is not None:
                     for pair, groups in leg.pairs.items():
@@ -184,7 +181,7 @@ class InstanceAgent(Agent):
         self._agents[self._first].post(key.of_pair(self._lead(side)), event)
 
     def _of_pair(self, event: LegEvent, pair: Pair, groups: frozenset[str] | None) -> LegEvent:
-        """The part of an event for one pair: its groups, and the seeds if its source rank samples."""
+        """Its groups, and the seeds if its source rank samples."""
         match event:
             case ev.Declared(prompt_len, pages, final):
                 return ev.Declared(prompt_len, _part(pages, groups), _part(final, groups))

@@ -25,8 +25,8 @@ def message_bytes(
     tables: Mapping[str, str],
     integrity: Integrity,
 ) -> int:
-    """At most, but for pieces that chunks cut: a request whose message is too large fails. `tables`: by group, the name
-    of its block table."""
+    """Upper bound of the message that carries a request's block tables, in bytes. It omits pieces that chunks cut; a
+    message that is too large fails its request. `tables`: by group, the name of its block table."""
     found: dict[str, int] = {}
     others = _OTHER
     for group, rule in rules.items():

@@ -1,4 +1,4 @@
-"""Feeds events to the state machines of one rank's attempts, and carries out their actions. For one thread."""
+"""Feeds events to the state machines of a rank's attempts, and carries out their actions. For one thread."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ OnPeer = Callable[[AttemptKey, Instance], None]
 
 
 class MachineRunner:
-    """With integrity on, `digester` and `worker` are required. `on_peer` is called, for each attempt in which either
-    engine has several ranks, with the instance of the peer's HELLO."""
+    """With integrity on, `digester` and `worker` are required. `on_peer` is called with the peer's instance, for each
+    attempt in which either engine has several ranks."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class MachineRunner:
         self.decodes: AttemptTable[DecodeAttempt] = AttemptTable()
         self.operations: Operations[Attempt] = Operations(transport, self.channel.wake)
         self.counters = AgentCounters()
-        self.undefined: UndefinedTransitionError | None = None  # the last one
+        self.undefined: UndefinedTransitionError | None = None
         self._timers = self.config.timers
         self._on_event, self._on_peer = on_event, on_peer
         self._digesting: Digesting[Attempt] | None = None
@@ -71,7 +71,7 @@ class MachineRunner:
         return self.sessions.servers.get(attempt.address)
 
     def feed(self, attempt: Attempt, event: ev.MachineEvent, strict: bool = False) -> None:
-        """Feed an event to a machine and carry out its actions. `strict` raises the machine's `ProtocolError`."""
+        """`strict`: raises the machine's `ProtocolError`."""
         self._queue.append((attempt, event))
         if self._running:
             return
@@ -101,7 +101,7 @@ class MachineRunner:
             self._running = False
 
     def _note_copies(self, attempt: Attempt, event: ev.MachineEvent) -> None:
-        """When copies ended: this side's own, or P's as its COMMIT says."""
+        """This side's own, or P's as its COMMIT says."""
         match event:
             case ev.CopyEnded(ok=True):
                 attempt.on_copy(self.clock.monotonic())
@@ -110,7 +110,7 @@ class MachineRunner:
                 attempt.copied = (now - first, now - last)
 
     def _refused(self, attempt: Attempt, event: ev.MachineEvent, error: ProtocolError) -> None:
-        """Drop a forbidden message. Any other impossible event is a bug: the attempt fails."""
+        """A forbidden message is dropped. Any other impossible event is a bug: the attempt fails."""
         self.counters.count("rejected")
         received = isinstance(event, ev.Received)
         if not isinstance(error, UndefinedTransitionError) or (received and error.event == name_of(event)):
@@ -122,11 +122,11 @@ class MachineRunner:
             self.feed(attempt, ev.Fault("internal_error", str(error)))
 
     def lose(self, attempt: Attempt, reason: str, message: str, quiet: bool = False) -> None:
-        """The peer cannot be reached. `quiet`: it has said that its copies have ended."""
+        """`quiet`: the peer has said that its copies have ended."""
         self.feed(attempt, ev.PeerLost(reason, message, quiet or attempt.fenced))
 
     def stalled(self, session: Session) -> None:
-        """The peer's engine hangs. Its agent still answers, and tells when the pages are quiet."""
+        """Its agent still answers."""
         for attempt in self.live():
             if self.session(attempt) is session:
                 self.feed(attempt, ev.Fault("engine_stalled", "the peer's engine thread hangs"))
@@ -139,13 +139,12 @@ class MachineRunner:
                 self.feed(attempt, ev.Tick())
 
     def _rewind(self, attempt: Attempt) -> None:
-        """A message was sent: repeat it if its answer takes longer than a round trip should."""
+        """A message was sent."""
         session = self.session(attempt)
         attempt.gap = self._timers.first_retry(session.round_trip if session else None)
         attempt.next_tick = self.clock.monotonic() + attempt.gap
 
     def on_peer_hello(self, attempt: Attempt, hello: Hello) -> None:
-        """Check the peer's instance before an attempt begins."""
         key = attempt.machine.key
         several = max(hello.instance.num_ranks, self.instance.num_ranks) > 1
         if several and self._on_peer is not None:
@@ -173,7 +172,7 @@ class MachineRunner:
         if session is None or not (
             session.ready or (session.hello is not None and isinstance(message, Cancel | Cancelled))
         ):
-            return  # repeated in the next session; CANCEL and CANCELLED may be sent in any
+            return  # repeated in the next session; CANCEL and CANCELLED go in any
         if isinstance(message, Commit) and attempt.copied is not None:
             first, last = (max(0.0, self.clock.monotonic() - time) for time in attempt.copied)
             message = msgspec.structs.replace(message, copied=(first, last))
@@ -195,7 +194,7 @@ class MachineRunner:
             self.feed(attempt, end)
 
     def _ends(self, attempt: Attempt) -> tuple[Instance, Instance]:
-        """Source and destination instance. Requires the peer's HELLO."""
+        """Source and destination. Requires the peer's HELLO."""
         assert attempt.far is not None
         prefills = isinstance(attempt, PrefillAttempt)
         return (self.instance, attempt.far) if prefills else (attempt.far, self.instance)

@@ -1,4 +1,4 @@
-"""Outstanding copies: plan, transport operation, end."""
+"""Outstanding copies."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class _Running(Generic[_Owner]):
 
 
 class Operations(Generic[_Owner]):
-    """Outstanding operations, each of one owner (an attempt). For one thread; `wake` is called on any thread when one
-    ends."""
+    """Outstanding operations, each of one attempt. For one thread; `wake` is called on any thread when one ends."""
 
     def __init__(self, transport: Transport, wake: Callable[[], None]) -> None:
         self._transport = transport
@@ -49,7 +48,7 @@ class Operations(Generic[_Owner]):
 
     @property
     def num_unknown(self) -> int:
-        """Cancelled operations not proven quiet. Any thread."""
+        """Cancelled operations that have not ended. Any thread."""
         return sum(run.cancelled for run in self._running)
 
     def start(
@@ -62,8 +61,7 @@ class Operations(Generic[_Owner]):
         dest: Instance,
         tag: str,
     ) -> CopyEnded | None:
-        """Plan and submit the copies between the ranks of `source` and `dest`. Returns their end if they cannot
-        start."""
+        """Returns the end of copies that cannot start."""
         try:
             began = time.perf_counter()
             copies = self._plan(copy, source, dest)
@@ -72,7 +70,6 @@ class Operations(Generic[_Owner]):
             planned = time.perf_counter()
             operation = self._transport.submit(peer, direction, copies, tag)
         except Exception as error:
-            # Nothing was submitted, so nothing is outstanding.
             if not isinstance(error, BatonError):
                 log.exception("copy %s could not be started", tag)
             return CopyEnded(copy.copy_id, ok=False, message=f"group {copy.group}: {error}")
@@ -88,8 +85,8 @@ class Operations(Generic[_Owner]):
 
     @staticmethod
     def _plan(copy: StartCopy, source: Instance, dest: Instance) -> CopyList | None:
-        """Returns None if the source has none of these layers. Raises `ProtocolError` if it has nothing else to send:
-        the destination would have a gap."""
+        """None: the source has none of these layers. Raises `ProtocolError` if it has nothing else to send: the
+        destination would have a gap."""
         here = dest.here.get(copy.group)
         if here is not None:
             sources, tables = source.groups[copy.group], (copy.source_pages, copy.dest_pages)
@@ -102,10 +99,10 @@ class Operations(Generic[_Owner]):
         raise ProtocolError(f"rank {source.rank} has nothing for rank {dest.rank}")
 
     def ended(self) -> list[tuple[_Owner, CopyEnded]]:
-        """Ends since the last call.
+        """Since the last call.
 
-        A cancelled write ends at the latest with its peer's fence: its bytes no longer reach memory. A cancelled read
-        does not: this side itself may still write its pages.
+        A cancelled write ends at the latest with its peer's fence. A cancelled read does not: this side itself may
+        still write its pages.
         """
         out: list[tuple[_Owner, CopyEnded]] = []
         still: list[_Running[_Owner]] = []
@@ -127,7 +124,7 @@ class Operations(Generic[_Owner]):
         return out
 
     def cancel(self, owner: _Owner, copy_ids: tuple[int, ...]) -> list[CopyEnded]:
-        """Returns the operations that ended at once; the others end through `ended`."""
+        """Returns those that ended at once."""
         out: list[CopyEnded] = []
         still: list[_Running[_Owner]] = []
         for run in self._running:

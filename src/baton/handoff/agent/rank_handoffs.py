@@ -27,8 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class RankHandoffs(Agent):
-    """`sessions`: gathered if `on_peer` is given. `digester`, on `worker`: required unless `config.integrity` is
-    off."""
+    """`digester` and `worker` are required unless `config.integrity` is off."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class RankHandoffs(Agent):
         self.runner.feed(attempt, ev.Opened())
         if attempt.machine.begun_with(ticket.text):
             return
-        # The router must not sign two tickets for one attempt: D's claim may be of another request.
+        # D's claim may be of another request.
         log.warning("attempt %s: the ticket of P's leg is not that of D's", key)
         self.runner.feed(attempt, ev.Fault("register_refused", "both legs must have one ticket"))
 

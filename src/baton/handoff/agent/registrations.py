@@ -1,4 +1,4 @@
-"""D's claims (ANNOUNCE and REGISTER) on P's attempts, and the order of a transfer's attempts."""
+"""D's claims (ANNOUNCE and REGISTER) on P's attempts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Claim = Announce | Register
 
 
 class _Held(NamedTuple):
-    """`ticket`: valid on arrival; None if an earlier claim had shown it."""
+    """`ticket`: valid on arrival; None if an earlier claim had it."""
 
     session: Session
     message: Claim
@@ -40,9 +40,9 @@ class Registrations:
         self._groups = list(runner.instance.here)
         self._runner = runner
         self._sessions, self._clock = runner.sessions, runner.clock
-        # Claims that wait for an earlier attempt of their transfer to become quiet, or for their connection.
+        # Claims that wait for the end of an earlier attempt of their transfer, or for their connection.
         self._held: dict[AttemptKey, _Held] = {}
-        # Attempts that D cancelled before P's engine or a claim began them, with the reason.
+        # Attempts that D cancelled before they began, with the reason.
         self._cancelled: dict[AttemptKey, str] = {}
 
     @property
@@ -62,11 +62,11 @@ class Registrations:
         return attempt
 
     def expiry(self, ticket: Ticket, role: LegRole) -> float:
-        """The expiry in monotonic seconds."""
+        """In monotonic seconds."""
         return min(ticket.expiry(role), self._clock.monotonic() + MAX_TICKET_LIFE_S)
 
     def supersede(self, key: AttemptKey) -> bool:
-        """End earlier attempts of the same transfer. True while one is not quiet."""
+        """End earlier attempts of the same transfer. True while one has not ended."""
         prefills = self._runner.prefills
         earlier = [other for other in prefills.same_transfer(key) if other.attempt < key.attempt]
         for other in earlier:
@@ -92,7 +92,7 @@ class Registrations:
             return
         try:
             if known is not None and known.served(session) and known.is_from_peer(session):
-                # Its ticket was valid when it first arrived; it may have expired since.
+                # Its ticket may have expired since it first arrived.
                 if isinstance(message, Register) and not known.machine.registered:
                     _check_tables(session, message, known.machine.mode)
                 self._feed(known, session, message)
@@ -143,7 +143,7 @@ class Registrations:
 
 
 def _check_tables(session: Session, message: Register, mode: Mode) -> None:
-    """Raise `ProtocolError` unless a REGISTER names only groups of its pair, and pages of its sender's geometry."""
+    """Raises `ProtocolError` unless a REGISTER names only groups of its pair, and pages of its sender's geometry."""
     geometries = session.hello.instance.here if session.hello is not None else {}
     groups = session.pairs.get(message.key.pair, frozenset())
     checked: set[tuple[int, Interval, int, int]] = set()

@@ -1,5 +1,5 @@
 """Finds the session and attempt of each message, and refuses what is not allowed. For one thread. A server is an engine
-that we dialled, which prefills for us; a client dialled us."""
+that we dialled, to decode from; a client dialled us."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Routing:
         if session is None or session.connection is not connection:
             return
         if isinstance(message, Hello) and session.hello is not None:
-            return  # anybody at the address can send it, so it is no sign of life
+            return  # not authenticated, so no sign of life
         if isinstance(message, Hello):
             self._greeted(session, message)
         elif isinstance(message, Bye):
@@ -67,7 +67,6 @@ class Routing:
             raise ProtocolError("a session begins with HELLO")
         if session.hello is None:
             return  # the handshake goes on, perhaps with a successor
-        # Only messages of a proven peer are signs of life.
         session.last_heard = self._clock.monotonic()
         if isinstance(message, Renew):
             self._sessions.renewed(session, message)
@@ -101,7 +100,7 @@ class Routing:
                 known.on_request(session)
             self._runner.feed(known, ev.Received(message))
         elif isinstance(message, Cancel):
-            # Only ended attempts are forgotten, so no read is outstanding here; P may still hold pages.
+            # Only ended attempts are forgotten: no read is outstanding here.
             self._channel.send(session.connection, Cancelled(key, message.reason))
         else:
             raise ProtocolError("message for an attempt that is not open here")
@@ -112,7 +111,6 @@ class Routing:
         return [attempt for attempt in [*table.live.values(), *table.ended.values()] if attempt.address == address]
 
     def dial(self, attempt: DecodeAttempt, ticket: Ticket) -> None:
-        """Join an attempt to the session with its ticket's P."""
         try:
             session = self._sessions.server(ticket, attempt.address)
         except ProtocolError as error:
@@ -126,7 +124,7 @@ class Routing:
         address = lost.connection.address
         waiting = self._decodes_at(address)
         if lost.peer is not None and lost.peer.dead() and lost.hello is not None:
-            # A dead process receives nothing, and its writes have ended.
+            # A dead process's writes have ended.
             gone = lost.hello.incarnation
             waiting = [attempt for attempt in waiting if attempt.machine.key.prefill_incarnation != gone]
         if not self._sessions.may_return(lost) and not waiting:
@@ -144,7 +142,7 @@ class Routing:
         runner = self._runner
         if session.refusal is not None:
             runner.lose(attempt, *session.refusal)
-            # P may hold pages for the attempt. A peer without KV exchange can still be told of its end.
+            # Even an incompatible P may hold pages.
             runner.feed(attempt, ev.PeerReady())
         elif hello.incarnation != attempt.machine.key.prefill_incarnation:
             runner.lose(attempt, "peer_lost", f"another engine is at {attempt.address} now: {hello.engine_id}")
@@ -173,11 +171,11 @@ class Routing:
         address = session.connection.address
         self._sessions.hang_up(session)
         if bye.reason == "unknown_session":
-            # It restarted, or forgot this session: its next HELLO tells.
+            # It restarted, or forgot this session.
             self._dial_again(session)
             return
         for attempt in self._decodes_at(address):
-            # A process can vouch for its own copies, not for those of a predecessor at this address.
+            # A process can vouch for its own copies only.
             own = session.hello is not None and session.hello.incarnation == attempt.machine.key.prefill_incarnation
             self._runner.lose(attempt, "peer_lost", f"the prefill engine left: {bye.reason}", bye.quiet and own)
 
@@ -195,7 +193,7 @@ class Routing:
         known = self._sessions.clients.get(connection)
         if known is None or known.hello is None:
             if known is not None:
-                # A stranger, or a peer whose session was lost here, which then begins another.
+                # A stranger, or a peer whose session was lost here.
                 self._channel.send(connection, Bye("unknown_session"))
                 self._sessions.hang_up(known)
             raise ProtocolError("a session begins with HELLO, and a proof that the ticket key is known")
@@ -222,7 +220,7 @@ class Routing:
         attempt = self._runner.prefills.get(key)
         if isinstance(message, Announce | Register):
             if attempt is not None and attempt.machine.claimed and not attempt.machine.begun_with(message.ticket):
-                # Drop the message without an answer: a NACK would end the attempt, which continues.
+                # No NACK: it would end the attempt, which continues.
                 raise ProtocolError("the ticket is not the one by which this attempt was claimed")
             self.registrations.take(session, message)
             return
@@ -230,7 +228,7 @@ class Routing:
             if not isinstance(message, Cancel | ReadDone | Repair):
                 raise ProtocolError("message for an attempt that is not open here")
             if not isinstance(message, Cancel):
-                # The attempt had begun: only one that is over, with an expired ticket, is forgotten.
+                # Only attempts that are over are forgotten.
                 self._channel.send(session.connection, Cancelled(key, "forgotten"))
                 return
             self.registrations.cancel(key, message.reason)
@@ -247,7 +245,7 @@ class Routing:
     # ------------------------------------------------------------ silence and death
 
     def close_idle(self, now: float) -> None:
-        """End sessions that no attempt needs, so that engines keep only those that they use. The next one dials."""
+        """End sessions that no attempt needs. The next one dials."""
         idle = self._sessions.idle(now)
         if not idle:
             return
@@ -257,7 +255,6 @@ class Routing:
             if session.connection.address in remembered:
                 session.used = now
             elif not session.is_connecting:
-                # No attempt, so no copy.
                 self._channel.send(session.connection, Bye("idle", quiet=True))
                 self._sessions.hang_up(session)
 
@@ -265,18 +262,17 @@ class Routing:
         for session in self._sessions.dead():
             self._sessions.hang_up(session)
             if session.connection.identity is None:
-                # Perhaps only the connection died: the process then waits for a new session.
+                # Perhaps only the connection died.
                 self._dial_again(session)
 
     def evict(self, now: float) -> None:
-        """Give up peers whose lease has expired."""
         for session in self._sessions.expired(now):
             address = session.connection.address
             if session.hello is None:
                 text = f"no answer from {address}: nobody is there, or it has another ticket key, or not these keys"
                 for attempt in self._decodes_at(address):
                     self._runner.lose(attempt, "unreachable_peer", text)
-                # Pages here may wait to become quiet, or P's for an answer: keep dialling.
+                # Pages here or at P may wait for the end: keep dialling.
                 if self._sessions.may_return(session) or self._decodes_at(address):
                     session.last_heard = now
                 else:

@@ -21,8 +21,8 @@ _BY_RANK = (
 
 @dataclass(frozen=True, slots=True)
 class CopyStats:
-    """Copies that this side issued: seconds to plan, to submit (`post`), and from then to the end; runs per copy;
-    bytes of successful ones, by group."""
+    """Copies that this side issued. `post`: seconds to submit. `runs`: per copy. `bytes`: of successful ones, by
+    group."""
 
     plan: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     post: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -42,11 +42,10 @@ class CopyStats:
 class AgentStats:
     """Counters since the start. `handoffs`: committed. `finished`: ended by the first token. `bytes` and `runs`: of
     committed handoffs (in pull counted by D). `hidden_bytes`: copied before the prefill's end (counted by P).
-    `retries`: copies issued again. `repairs`: rounds. `bad_pieces`: did not match their digests. `lost_leases`:
-    expired. `failures`: by reason. `rejected` and `malformed`: of all `frames` received. `refused`: connections.
-    `evicted`: sessions.
+    `retries`: copies issued again. `repairs`: rounds. `failures`: by reason. `rejected` and `malformed`: of all
+    `frames` received. `refused`: connections. `evicted`: sessions.
 
-    Gauges: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, not proven quiet), ready `sessions`.
+    Gauges: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, not ended), ready `sessions`.
     """
 
     handoffs: int = 0
@@ -71,7 +70,7 @@ class AgentStats:
     copies: CopyStats = field(default_factory=CopyStats)
 
     def over_ranks(self, others: Sequence[AgentStats]) -> AgentStats:
-        """Merge the ranks of an engine; handoffs and attempts are those of this first rank."""
+        """Handoffs and attempts are those of this first rank."""
         sums = {name: sum(getattr(s, name) for s in (self, *others)) for name in _BY_RANK}
         return replace(self, **sums, copies=self.copies.over_ranks([s.copies for s in others]))
 
@@ -88,7 +87,7 @@ class AgentCounters:
             setattr(self._stats, name, getattr(self._stats, name) + by)
 
     def note(self, event: ev.HandoffEvent, copies: CopyLedger) -> None:
-        """Record how an attempt ended. `copies`: P's; D's committed ones are in the event."""
+        """`copies`: P's; D's committed ones are in the event."""
         with self._lock:
             match event:
                 case ev.DecodeCommitted(_, _, num_bytes, num_runs):
@@ -110,6 +109,6 @@ class AgentCounters:
         self._stats.runs += num_runs
 
     def snapshot(self, copies: CopyStats, **now: Any) -> AgentStats:
-        """The counts so far. `now`: values that are kept elsewhere."""
+        """`now`: values that are kept elsewhere."""
         with self._lock:
             return replace(self._stats, failures=dict(self._stats.failures), copies=copies, **now)

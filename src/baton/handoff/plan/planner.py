@@ -1,11 +1,10 @@
-"""The planner: from a token interval and two block tables to the fewest byte runs, per source rank. Pure, vectorised.
+"""The planner: from a token interval and two block tables to the fewest byte runs, per source rank. Pure.
 
 A token interval of a plane on a rank is a strided box (layer, head, token, element). The planner intersects source and
 destination boxes, treats planes of one shape as one more axis, folds axes that are dense on both sides into the run,
 expands the others by broadcasting, and merges adjacent runs. No Python loop runs over pages or tokens.
 
-P and D call the same functions with the same arguments, so D knows the senders without a message. Every wanted
-destination byte is written exactly once, and no other byte, up to the geometry's tile.
+Every wanted destination byte is written exactly once, and no other byte, up to the geometry's tile.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ def plan_copies(
     layers: Interval = ALL_LAYERS,
     rank: int | None = None,
 ) -> dict[int, CopyList]:
-    """Plan the copies of `interval` of one group to `dest`. Returns `{source rank: CopyList}` for all ranks that send,
-    or only for `rank`. `layers`: layer ids of the model.
+    """Returns `{source rank: CopyList}` of one group for all ranks that send to `dest`, or only for `rank`. `layers`:
+    layer ids of the model.
 
-    `source_pages` and `dest_pages` are block tables: entry t // page_size is the page of token t, with each side's
-    page size. Entries outside the interval are ignored and may be null. An empty interval gives an empty plan.
+    `source_pages` and `dest_pages` are block tables. Entries outside the interval are ignored and may be null.
 
     Raises `ProtocolError` if a table is too short, or contains a page that is null, out of range or, in the
     destination, used twice. Raises the errors of `senders`.
@@ -62,7 +60,7 @@ def plan_copies(
 
 
 def _table(pages: ArrayLike, last: int, geometry: Geometry, side: str) -> Int64Array:
-    """Check that a block table has at least `last` + 1 entries, before a peer's interval determines any array size."""
+    """Checks the length before a peer's interval determines any array size."""
     table = np.asarray(pages)
     if table.ndim != 1 or (table.size and not np.issubdtype(table.dtype, np.integer)):
         raise ProtocolError(f"group {geometry.group!r}: the {side} block table must be a list of page ids")
@@ -72,7 +70,7 @@ def _table(pages: ArrayLike, last: int, geometry: Geometry, side: str) -> Int64A
 
 
 def _pages(table: Int64Array, index: slice | Int64Array, geometry: Geometry, side: str) -> Int64Array:
-    """Look up pages. Raises `ProtocolError` for ids that are null or out of range."""
+    """Raises `ProtocolError` for ids that are null or out of range."""
     used = table[index]
     low, high = int(used.min()), int(used.max())
     if low <= NULL_PAGE:
@@ -92,7 +90,7 @@ def _segments(
     source_index: slice | Int64Array
     dest_index: slice | Int64Array
     if have.page_size == to.page_size:
-        # The usual case, with few temporary arrays: their page faults cost more than the arithmetic.
+        # The usual case, with few temporary arrays: page faults cost more than arithmetic.
         source_index = dest_index = slice(first, last + 1)
         length = np.full(last + 1 - first, to.page_size, dtype=np.int64)
         dest_token = np.zeros(last + 1 - first, dtype=np.int64)
@@ -114,10 +112,9 @@ def _segments(
     key = dest_page if have.page_size == to.page_size else dest_page * to.page_size + dest_token
     if bool(np.all(key[1:] > key[:-1])):
         return TokenSegments(source_page, source_token, dest_page, dest_token, length)
-    # The keys are unique, so the default sort is deterministic, and several times faster than a stable one.
+    # Keys are unique: the default sort is deterministic, and several times faster than a stable one.
     order = np.argsort(key)
     out = TokenSegments(source_page[order], source_token[order], dest_page[order], dest_token[order], length[order])
-    # After sorting, equal destination pages are adjacent.
     twice = out.dest_page[1:] == out.dest_page[:-1]
     if not isinstance(dest_index, slice):
         twice &= dest_index[order][1:] != dest_index[order][:-1]

@@ -1,8 +1,8 @@
 """From one sender's boxes and the token segments of a copy to byte runs, sorted by destination and coalesced.
 
 The runs of a box are an outer sum of the steps along its axes and of its *entries*, pieces of tokens that are
-contiguous on both sides. These few numbers show whether runs are sorted and adjacent, so the runs themselves, up to a
-million, are written once and never read. Columns are int64 `[3, N]`: source offsets, destination offsets, bytes.
+contiguous on both sides. These few numbers show whether runs are sorted and adjacent, so that up to a million runs are
+written once and never read. Columns are int64 `[3, N]`: source offsets, destination offsets, bytes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class TokenSegments:
 
 @dataclass(frozen=True, slots=True)
 class _Factors:
-    """The factors of an outer sum of runs, outermost first: `outer` axes step over all pages, `middle` axes within a
-    page over all its entries, `inner` axes within an entry. `entries` are columns, `pages` `[N]` their destination
-    pages."""
+    """Outermost first: `outer` axes step over all pages, `middle` axes within a page over all its entries, `inner` axes
+    within an entry. `entries` are columns, `pages` `[N]` their destination pages."""
 
     outer: Sequence[_Axis]
     entries: Int64Array
@@ -67,7 +66,7 @@ def columns_of(source_side: Geometry, dest_side: Geometry, boxes: Sequence[tuple
 def _of_box(
     source_side: Geometry, dest_side: Geometry, box: Box, segments: TokenSegments
 ) -> Iterator[tuple[Int64Array, bool]]:
-    """Columns, and whether they are known to be sorted and coalesced."""
+    """Columns, and whether they are sorted and coalesced."""
     for factors in _factors(source_side, dest_side, box, segments):
         axes = (*factors.outer, *factors.middle, *factors.inner)
         if factors.pages.size * math.prod(axis[0] for axis in axes) <= _FEW_RUNS:
@@ -94,13 +93,13 @@ def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: Tok
         (box.num_layers, have.layer_stride, to.layer_stride),
     ]
     if int(units.min()) == int(units.max()):
-        # Tokens, or tiles of tokens, form one more axis.
+        # Tokens, or their tiles, form one more axis.
         entries[2], axes = _melt(piece, [(int(units[0]), *steps), *axes])
         yield _in_order(axes, entries, segments.dest_page, to.page_stride, steps[1])
         return
     run, axes = _melt(piece, axes)
     if steps != (run, run):
-        # Each token, or tile of tokens, is a separate entry.
+        # Each token, or tile, is an entry.
         which = np.repeat(np.arange(units.size), units)
         nth = np.arange(which.size) - np.repeat(np.cumsum(units) - units, units)
         entries = entries[:, which]
@@ -127,7 +126,7 @@ def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: Tok
 
 
 def _melt(run: int, axes: Sequence[_Axis]) -> tuple[int, list[_Axis]]:
-    """Fold dense axes into a run of `run` bytes. Returns the longer run and the other axes."""
+    """Fold dense axes into a run of `run` bytes."""
     axes = [axis for axis in axes if axis[0] > 1]
     while dense := [axis for axis in axes if axis[1] == run and axis[2] == run]:
         axes.remove(dense[0])
@@ -136,7 +135,7 @@ def _melt(run: int, axes: Sequence[_Axis]) -> tuple[int, list[_Axis]]:
 
 
 def _in_order(axes: Sequence[_Axis], entries: Int64Array, pages: Int64Array, page_step: int, step: int) -> _Factors:
-    """Order axes by destination stride, largest first, so that runs are sorted. `step`: between entries of a page."""
+    """Largest destination stride first, so that runs are sorted. `step`: between entries of a page."""
     axes = sorted(axes, key=lambda axis: -axis[2])
     return _Factors(
         [axis for axis in axes if axis[2] > page_step],
@@ -160,13 +159,12 @@ def _merged(factors: _Factors) -> _Factors:
 
 
 def _touch(step: Int64Array, nbytes: Int64Array) -> Int64Array:
-    """Whether a run `step` (rows: source, destination) after a run of `nbytes` is adjacent on both sides."""
+    """Whether a run at distance `step` (source, destination) from one of `nbytes` is adjacent on both sides."""
     touch: Int64Array = (step[0] == nbytes) & (step[1] == nbytes)
     return touch
 
 
 def _is_clean(factors: _Factors) -> bool:
-    """Sorted by destination and coalesced."""
     entries, starts = factors.entries, _starts(factors.pages)
     ends = np.append(starts[1:], factors.pages.size) - 1
     first, last = entries[:2, :1], entries[:2, -1:]
@@ -184,12 +182,11 @@ def _is_clean(factors: _Factors) -> bool:
 
 
 def _starts(pages: Int64Array) -> Int64Array:
-    """The index of each page's first entry."""
     return np.concatenate(([0], np.flatnonzero(pages[1:] != pages[:-1]) + 1))
 
 
 def _extent(axes: Sequence[_Axis]) -> Int64Array:
-    """The distance from the first to the last element along all `axes`, `[2, 1]`: source, destination."""
+    """The distance from the first to the last element, `[2, 1]`: source, destination."""
     return np.array([[sum((axis[0] - 1) * axis[side] for axis in axes)] for side in (1, 2)], dtype=np.int64)
 
 
@@ -219,8 +216,8 @@ def _product(factors: _Factors) -> Int64Array:
 
 
 def _fill(paged: Int64Array, entries: Int64Array, starts: Int64Array, within: Int64Array) -> None:
-    """Write runs page by page; within a page by middle axes, then entries, then inner axes. `paged` `[columns, N]` is
-    written; pages begin at `starts` in `entries`; `within`: the steps of the axes, `[columns, 1, middle, 1, inner]`."""
+    """Fill `paged` `[columns, N]` page by page; within a page by middle axes, then entries, then inner axes. Pages
+    begin at `starts` in `entries`; `within`: the steps of the axes, `[columns, 1, middle, 1, inner]`."""
     rows, num_middle, num_inner = len(within), within.shape[2], within.shape[4]
     if num_middle == 1 or starts.size == entries.shape[1]:
         each = within.reshape(rows, 1, -1)
@@ -245,7 +242,7 @@ def _fill(paged: Int64Array, entries: Int64Array, starts: Int64Array, within: In
 
 @functools.lru_cache(maxsize=64)
 def _offsets(axes: tuple[_Axis, ...]) -> Int64Array:
-    """Columns of all steps along `axes`, in order. Read-only: cached."""
+    """Read-only: cached."""
     total = np.zeros((3, 1), dtype=np.int64)
     for count, source_step, dest_step in axes:
         steps = np.arange(count) * np.array([[source_step], [dest_step], [0]])
@@ -255,9 +252,8 @@ def _offsets(axes: tuple[_Axis, ...]) -> Int64Array:
 
 
 def _coalesced(columns: Int64Array) -> Int64Array:
-    """Sort runs by destination and coalesce them."""
     if not bool(np.all(columns[1, 1:] > columns[1, :-1])):
-        # Mostly sorted input: a stable sort takes about one pass.
+        # Of mostly sorted input a stable sort takes about one pass.
         columns = np.take(columns, np.argsort(columns[1], kind="stable"), axis=1)  # rows stay contiguous
     source, dest, nbytes = columns
     joined = (source[1:] == source[:-1] + nbytes[:-1]) & (dest[1:] == dest[:-1] + nbytes[:-1])

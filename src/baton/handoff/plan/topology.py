@@ -1,7 +1,6 @@
 """Which source rank sends what: each (layer, plane, head) of a destination rank gets exactly one source rank.
 
-Sharded heads come from the ranks that hold them, layers from their pipeline stage, and of replicas (more ranks than
-heads, MLA latents) exactly one sends. Groups are decided separately. P and D compute the same result from the same
+Of replicas (more ranks than heads, MLA latents) exactly one sends. P and D compute the same result from the same
 geometries. With attention data parallelism, each data-parallel rank is an instance, which a request's ticket names.
 """
 
@@ -29,11 +28,10 @@ _MAX_TURN = (1 << 16) - 1
 
 
 class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
-    """The geometry of one group on one rank. Ranks are numbered within one instance.
+    """The geometry of one group on one rank of an instance.
 
-    If several source ranks hold the same data, `turn` (default: `rank`) selects the one that sends to this rank. An
-    engine with several data-parallel ranks, each an instance, numbers it over all of them: otherwise rank 0 of every
-    instance would receive its latents from the same source rank.
+    If several source ranks hold the same data, `turn` (default: `rank`) selects the one that sends to this rank. It is
+    numbered over all data-parallel ranks: otherwise rank 0 of each would receive its latents from the same source rank.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
@@ -42,9 +40,9 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine: per group the geometries of all ranks that hold a part of it. `rank`: the sender's. `sampling`: the
-    rank that samples and drafts, whose seeds are used. `apart`: each rank's agent runs in its own process and sees no
-    messages of the others."""
+    """One engine: `groups` has the geometries of all ranks that hold a part of each. `rank`: the sender's. `sampling`:
+    the rank that samples and drafts. `apart`: each rank's agent runs in its own process and sees no messages of the
+    others."""
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     groups: Annotated[
@@ -69,7 +67,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return msgspec.structs.replace(self, groups=kept)
 
     def check(self) -> Instance:
-        """Return self if every geometry is valid and ranks are distinct, else raise `ProtocolError`."""
+        """Returns self. Raises `ProtocolError` for an invalid geometry, or ranks that are not distinct."""
         for group, ranks in self.groups.items():
             if len({found.rank for found in ranks}) != len(ranks):
                 raise ProtocolError(f"group {group!r}: a rank is named twice")
@@ -101,8 +99,7 @@ class Box:
 def senders(sources: Sequence[RankGeometry], dest: RankGeometry) -> tuple[int, ...]:
     """The source ranks that send to `dest` in this group, ascending. `dest` must receive a COMMIT from each.
 
-    Each (layer, plane, head) of `dest` has exactly one sender. Of several holders (replicated heads, MLA latents), the
-    rank with turn r gets it from holder r mod replicas, which spreads the senders evenly.
+    Of several holders of a cell, holder r mod replicas sends to the rank with turn r, which spreads the senders evenly.
 
     Raises `IncompatiblePeerError` for layouts that cannot be copied, `ProtocolError` for a cell that no rank holds.
     """
@@ -131,7 +128,7 @@ def assign(sources: tuple[RankGeometry, ...], dest: RankGeometry) -> dict[int, t
 
 
 def plane_fields(geometry: Geometry) -> dict[str, object]:
-    """The fields that must be equal in two geometries of one group. Strides, layers and heads may differ."""
+    """The fields that must be equal in two geometries of one group."""
     fields: dict[str, object] = {"planes": ",".join(plane.name for plane in geometry.planes)}
     for plane in geometry.planes:
         fields |= {f"{plane.name}.{name}": getattr(plane, name) for name in ("dtype", "cut", "head_dim", "tile")}
@@ -169,7 +166,7 @@ def _continues(planes: Sequence[Plane], first: int, index: int) -> bool:
 def _share(ordered: Sequence[RankGeometry], dest: RankGeometry, first: int, count: int) -> dict[int, tuple[Box, ...]]:
     """Boxes per source rank, for `count` planes of one shape from index `first` on."""
     to, want = dest.geometry, dest.geometry.planes[first]
-    # All heads between two edges are held by the same ranks.
+    # The same ranks hold all heads between two edges.
     edges = {want.first_head, want.last_head}
     for source in ordered:
         have = source.geometry.planes[first]
@@ -197,7 +194,7 @@ def _share(ordered: Sequence[RankGeometry], dest: RankGeometry, first: int, coun
 def _boxes(
     cells: NDArray[np.bool_], bounds: NDArray[np.int64], have: Geometry, to: Geometry, first: int, count: int
 ) -> tuple[Box, ...]:
-    """Split a [layers, parts between `bounds`] mask into rectangles that are consecutive in storage on both sides."""
+    """Split a mask [layers, parts between `bounds`] into rectangles that are contiguous on both sides."""
     boxes: list[Box] = []
     local = {layer: i for i, layer in enumerate(have.layer_ids)}
     source, dest = have.planes[first : first + count], to.planes[first : first + count]

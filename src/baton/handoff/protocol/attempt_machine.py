@@ -14,13 +14,13 @@ from baton.handoff.protocol.transitions import Table, Told, format_events
 from baton.wire import Integrity, Mode
 
 PhaseT = TypeVar("PhaseT", bound=Enum)
-# How many events and steps an attempt remembers for the text of an error, and after its end.
+# Events and steps that an attempt remembers for errors, and after its end.
 STORY, LAST_STORY = 16, 4
 
 
 class AttemptMachine(Generic[PhaseT]):
-    """`max_retries` bounds both the failed copies that are issued again and the rounds of repair, which `round`
-    counts. `reason`: why the attempt ended. `story`: its last inputs and steps."""
+    """`max_retries` bounds both the failed copies that are issued again and the rounds of repair, which `round` counts.
+    `reason`: why the attempt ended."""
 
     def __init__(
         self, key: AttemptKey, mode: Mode, max_retries: int, integrity: Integrity, table: Table[PhaseT], phase: PhaseT
@@ -55,5 +55,5 @@ class AttemptMachine(Generic[PhaseT]):
         self._events.append((step, self.phase))
 
     def _forget_story(self) -> None:
-        """Keep only its end: many ended attempts are remembered."""
+        """Many ended attempts are remembered."""
         self._events = deque(list(self._events)[-LAST_STORY:], maxlen=LAST_STORY)

@@ -1,10 +1,10 @@
 """D's state machine for one attempt. Pure: events in, actions out.
 
 D announces the attempt, and registers it once P has admitted it and D has destination pages, so pages on D wait only
-for P's computation. An engine with pages for all requests may register at once.
+for P's computation.
 
-D is committed by COMMIT (push) or by CONFIRM after its reads (pull), never by a timeout or a count of its own. With
-integrity on, every due piece must match P's digest first; bad pieces are copied again (push: by REPAIR).
+D is committed by COMMIT (push) or by CONFIRM after its reads (pull), never by a timeout. With integrity on, every due
+piece must match P's digest first; bad pieces are copied again (push: by REPAIR).
 
 Freeing: in push, P writes D's pages. After a failure they wait for FINISHED, CANCELLED, the COMMIT of the last REPAIR,
 or proof that P can write no more; if nothing was sent to P, they are free at once. A COMMIT before REGISTER proves
@@ -29,8 +29,8 @@ _BAD_SEEDS = "the seeds do not match their digest"
 
 
 class DecodeHandoff(DecodeState):
-    """`wanted`: the tokens that D needs, per group. `pages`: D's block tables, exclusive to this attempt in `wanted`;
-    without them the attempt is announced, and they come with `Placed`. `ticket`: the router's.
+    """`pages`: D's block tables, exclusive to this attempt in `wanted`; without them the attempt is announced, and they
+    come with `Placed`.
 
     `handle` raises `ProtocolError` for digests outside `wanted` and for an event that the table does not define; the
     attempt is then unchanged.
@@ -55,13 +55,11 @@ class DecodeHandoff(DecodeState):
         self._proven: dict[str, int] = {}
         self._source: Mapping[str, list[int]] = {}  # pull: P's block tables
         self._claim: msg.Commit | msg.Ready | None = None  # the message whose digests are being checked
-        # Repeated until it is answered.
         self._pending: msg.AttemptMessage | None = msg.Announce(key, ticket)
         if wanted is not None:
             self._place(wanted, pages or {})
 
     def handle(self, event: ev.MachineEvent) -> list[ev.Action]:
-        """Carry out the actions in order."""
         name = self._enter(event)
         match event:
             case ev.PeerReady(groups):
@@ -105,7 +103,6 @@ class DecodeHandoff(DecodeState):
         self._wanted = dict(wanted)
         self._pages = dict(pages)
         self._digest_checks = DigestChecks(self._wanted, self._pages)
-        # P needs D's pages only to write them.
         tables = self._pages if self.mode == "push" else {}
         self._pending = msg.Register(self.key, ticket=self._ticket, wanted=self._wanted, pages=tables)
 
@@ -160,7 +157,7 @@ class DecodeHandoff(DecodeState):
         return self._digest_checks.check(message.digests)
 
     def _committed(self, message: msg.Commit) -> list[ev.Action]:
-        # P sends COMMIT only when all its copies are done, but a later REPAIR may have started new ones.
+        # All copies of P were done, but a later REPAIR may have started new ones.
         current = message.round == self.round
         if self.phase is Phase.CLOSING and current:
             return self._settle(peer_quiet=True)
@@ -178,7 +175,6 @@ class DecodeHandoff(DecodeState):
         if self.phase is Phase.READ:
             return self._repeat()
         if self.phase is not Phase.REGISTERED:
-            # P still has to learn that D has no read outstanding.
             return self._answer()
         refused = self._refusal(message)
         if refused or not set(self._wanted) <= set(message.pages):
@@ -187,7 +183,7 @@ class DecodeHandoff(DecodeState):
         return self._read({group: [tokens] for group, tokens in self._wanted.items() if not tokens.empty})
 
     def _refusal(self, message: msg.Commit | msg.Ready) -> str:
-        """Describe what a COMMIT or READY lacks. Raises `ProtocolError` for digests outside `wanted`."""
+        """What a COMMIT or READY lacks. Raises `ProtocolError` for digests outside `wanted`."""
         check_shape(message.digests, self._wanted)
         missing = sorted(group for group, tokens in self._wanted.items() if message.final.get(group, -1) < tokens.stop)
         if missing:
@@ -304,7 +300,7 @@ class DecodeHandoff(DecodeState):
         failed = ev.DecodeFailed(self.key, reason, message, recoverable=reason not in ev.FINAL_REASONS)
         actions: list[ev.Action] = [ev.Notify(failed)] if notify else []
         if self.phase is Phase.UNTOLD:
-            # P may hold pages even if D never reached it: it gets CANCEL once it can be reached.
+            # P may hold pages: it gets CANCEL once it can be reached.
             self._forget()
             return [*actions, ev.Notify(ev.DecodeReleased(self.key))]
         if tell:
@@ -312,7 +308,7 @@ class DecodeHandoff(DecodeState):
         return actions + self.copies.cancel() + self._settle()
 
     def _settle(self, peer_quiet: bool = False) -> list[ev.Action]:
-        """Free D's pages when nothing can write them. `peer_quiet`: P provably no longer does."""
+        """`peer_quiet`: P provably no longer writes D's pages."""
         # Even without pages of D, P may hold its own until it learns of the end.
         waits = self.copies.outstanding if self.phase is Phase.STOPPING else not peer_quiet
         if waits or not self.closing:

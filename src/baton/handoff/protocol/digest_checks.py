@@ -33,7 +33,7 @@ class DigestChecks:
         return [CheckDigests(check_id, todo, self.pages)]
 
     def checked(self, event: DigestsChecked) -> bool:
-        """Record the result of a check. False if the check was forgotten."""
+        """False if the check was forgotten."""
         todo = self._checks.pop(event.check_id, None)
         if todo is None:
             return False
@@ -44,7 +44,7 @@ class DigestChecks:
         return True
 
     def forget_checks(self) -> None:
-        """New copies are about to change the bytes that running checks read."""
+        """New copies are about to change the bytes."""
         self._checks.clear()
 
     def unproven(self, digests: Digests) -> Digests:

@@ -33,7 +33,7 @@ from baton.kv.geometry import NULL_PAGE, Geometry, Plane
 from baton.kv.interval import Interval
 from baton.wire import Integrity
 
-# Tokens gathered at a time: more would not fit into a core's cache.
+# Tokens at a time: more would not fit into a core's cache.
 SLICE_TOKENS = 8 * PIECE_TOKENS
 SAMPLED_SHARE = 8  # "sampled" digests one in this many blocks of PIECE_TOKENS tokens
 
@@ -62,8 +62,8 @@ TokenReader = Callable[[int, NDArray[np.int64], slice], memoryview]
 
 
 class MemoryDigester:
-    """Digests pages in memory. `geometries` lie within the registered `regions`. `planes` makes the reader of a plane;
-    by default of host memory mapped by this process.
+    """`geometries` lie within the registered `regions`. `planes` makes the reader of a plane; by default of host memory
+    mapped by this process.
 
     Raises `ConfigError` for a tiled geometry, whose tokens are not separate in memory.
     """
@@ -177,7 +177,7 @@ def _cut(tokens: Interval, size: int) -> Iterator[Interval]:
 
 
 def tokens_to_digest(integrity: Integrity, key: AttemptKey, tokens: Interval) -> tuple[Interval, ...]:
-    """The parts of `tokens` that must be digested. Both engines choose the same ones, by the transfer's random id."""
+    """Both engines choose the same tokens, by the transfer's random id."""
     if integrity == "off" or tokens.empty:
         return ()
     if integrity == "full":
@@ -188,13 +188,13 @@ def tokens_to_digest(integrity: Integrity, key: AttemptKey, tokens: Interval) ->
 
 def seeds_digest(key: AttemptKey, seeds: Seeds) -> bytes:
     """`DIGEST_BYTES` over the seeds, salted by the attempt."""
-    # Encode and decode first, as the receiver's seeds were.
+    # Encoded and decoded first, as the receiver's were.
     received = _seeds.decode(_encoder.encode(seeds))
     return bytes(xxhash.xxh3_64_digest(_encoder.encode((key, received))))
 
 
 def check_shape(digests: Digests, wanted: Mapping[str, Interval]) -> None:
-    """Raise `ProtocolError` unless all pieces are valid, in order, and inside the wanted interval of their group."""
+    """Raises `ProtocolError` unless all pieces are valid, in order, and inside the wanted interval of their group."""
     for group, found in digests.items():
         within = wanted.get(group, Interval(0, 0))
         at = within.start
@@ -230,8 +230,8 @@ def find_mismatches(
     pages: Mapping[str, list[int]],
     shares: Mapping[str, Sequence[Cell]] | None = None,
 ) -> list[BadPiece]:
-    """The pieces of `digests` that differ from this engine's pages, with their layers and planes. `shares`: the cells
-    that the peer's rank sends, per group; None: all.
+    """The pieces that differ from this engine's pages. `shares`: the cells that the peer's rank sends, per group; None:
+    all.
 
     Raises `ProtocolError` for a group or page that does not exist.
     """
@@ -254,7 +254,7 @@ def _hash(piece: PieceDigest, index: int) -> bytes:
 
 
 def _runs(expected: Sequence[PieceDigest]) -> Iterator[list[PieceDigest]]:
-    """Group adjacent pieces that one call of `Digester.digests` cuts the same way."""
+    """Adjacent pieces that one call of `Digester.digests` cuts the same way."""
     run: list[PieceDigest] = []
     for piece in expected:
         if run and (run[-1].tokens.stop != piece.tokens.start or piece.tokens.start % PIECE_TOKENS):

@@ -1,5 +1,4 @@
-"""Events and actions of the handoff state machines, and events for the engine. Time arrives as `Tick` and `Deadline`,
-ends of copies as `CopyEnded`."""
+"""Events and actions of the handoff state machines, and events for the engine."""
 
 from __future__ import annotations
 
@@ -42,8 +41,8 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class LayersWritten:
-    """P: per group, tokens `[0, final)` of the layers below `layers` (layer ids of the model) are written by a running
-    forward, and final unless `LayersWithdrawn` follows. `Declared` follows the forward."""
+    """P: a running forward has written tokens `[0, final)` of the layers below `layers` (ids of the model). They are
+    final unless `LayersWithdrawn` follows. `Declared` follows the forward."""
 
     prompt_len: int
     pages: dict[str, list[int]]
@@ -53,15 +52,13 @@ class LayersWritten:
 
 @dataclass(frozen=True, slots=True)
 class LayersWithdrawn:
-    """P: the forward of `LayersWritten` failed; another may write other values."""
+    """P: the forward failed; another may write other values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """P: the first token is sampled and the drafter has run with it. Per group, tokens `[0, final)` are final.
-
-    Groups not named stay as declared. `finished`: this token ended the request; nothing is left to decode.
-    """
+    """P: the first token is sampled and the drafter has run with it. Groups not named in `final` stay as declared.
+    `finished`: this token ended the request."""
 
     seeds: Seeds
     finished: bool
@@ -77,7 +74,7 @@ class PeerReady:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """D: the engine has destination pages for an announced attempt. `wanted`: the interval per group."""
+    """D: the engine has destination pages for an announced attempt."""
 
     wanted: dict[str, Interval]
     pages: dict[str, list[int]]
@@ -90,7 +87,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class CopyEnded:
-    """A copy ended and no longer touches memory. `ok`: all its bytes are visible."""
+    """The copy no longer touches memory. `ok`: all its bytes are visible."""
 
     copy_id: int
     ok: bool
@@ -109,7 +106,7 @@ class DigestsComputed:
 
 @dataclass(frozen=True, slots=True)
 class DigestsChecked:
-    """D: the answer to `CheckDigests`. `bad`: the pieces that do not match."""
+    """D: the answer to `CheckDigests`."""
 
     check_id: int
     bad: tuple[BadPiece, ...] = ()
@@ -133,8 +130,6 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A time limit is over; `message` says which."""
-
     message: str = "the handoff did not end in time"
 
 
@@ -182,7 +177,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class StartCopy:
-    """Copy tokens of a group in some layers (ids of the model) from P's to D's pages. Answered by one `CopyEnded`."""
+    """Copy from P's to D's pages. Answered by one `CopyEnded`."""
 
     copy_id: int
     group: str
@@ -248,10 +243,7 @@ class PrefillReleased:
 
 @dataclass(frozen=True, slots=True)
 class DecodeAdmitted:
-    """P can finish the prefill, so D should allocate destination pages.
-
-    `groups`: those that P sends, None for all; D may want no other.
-    """
+    """P can finish the prefill, so D should allocate destination pages. `groups`: those that P sends, None for all."""
 
     key: AttemptKey
     groups: frozenset[str] | None = None
@@ -260,7 +252,7 @@ class DecodeAdmitted:
 @dataclass(frozen=True, slots=True)
 class DecodeCommitted:
     """Every wanted interval of every group is in place; the pages are the engine's alone. `copied`: when the first and
-    last copy ended, in monotonic seconds; None without copies."""
+    last copy ended, in monotonic seconds."""
 
     key: AttemptKey
     seeds: Seeds
@@ -310,6 +302,5 @@ HandoffEvent = (
     PrefillReleased | DecodeAdmitted | DecodeCommitted | DecodeFinished | DecodeFailed | DecodeProgress | DecodeReleased
 )
 
-# Failures after which recomputing the KV would not help: the request is over, or was never allowed. P's `aborted` is
-# not among them: it may concern P's leg alone.
+# Failures after which recomputing the KV would not help. Not P's `aborted`: it may concern P's leg alone.
 FINAL_REASONS = frozenset({"incompatible_peer", "not_final", "register_refused", "superseded"})

@@ -17,7 +17,7 @@ from baton.wire import Integrity, Mode
 
 @dataclass(slots=True)
 class _Partial:
-    """Tokens below `stop` are final only in the layers below `layers`; the layers below `copied` are copied, or being
+    """Tokens below `stop` are final only in the layers below `layers`; those below `copied` are copied, or being
     copied."""
 
     stop: int
@@ -26,11 +26,8 @@ class _Partial:
 
 
 class FinalRanges:
-    """Copies (push) and digests each token once, as soon as it is final. If an interval becomes final layer by layer,
-    each layer is copied once; it is digested and reported to D when all its layers are final.
-
-    `final`: per group, the end of the final tokens. `digests`: in token order.
-    """
+    """Copies (push) and digests each token once, as soon as it is final. An interval that becomes final layer by layer
+    is digested and reported to D when all its layers are."""
 
     def __init__(self, key: AttemptKey, mode: Mode, integrity: Integrity, copies: CopyLedger) -> None:
         self.final: dict[str, int] = {}
@@ -42,10 +39,10 @@ class FinalRanges:
         self._integrity = integrity
         self._copies = copies
         self._prompt_len = 0
-        # Per group, the end of what is copied (push) and digested, or in progress; None before D has registered.
+        # The end of what is copied (push) and digested, or in progress; None before D has registered.
         self._reached: dict[str, int] | None = None
         self._partial: dict[str, _Partial] = {}
-        # Groups with copies of withdrawn layers: a late one must not overwrite what is copied again.
+        # With copies of withdrawn layers: a late one must not overwrite what is copied again.
         self._stale: set[str] = set()
         self._computing = 0
         self._unreported: dict[str, list[ev.StartCopy]] = {}  # copies that ended before their digests were ready
@@ -64,7 +61,7 @@ class FinalRanges:
 
     def written(self, event: ev.LayersWritten) -> None:
         if self._mode == "pull":
-            return  # D reads when everything is final
+            return  # D reads only when everything is final
         self._prompt_len = event.prompt_len
         for group, stop in event.final.items():
             stop = min(stop, self._prompt_len)
@@ -97,13 +94,12 @@ class FinalRanges:
                     self._drop(group)
 
     def begin(self, register: msg.Register) -> None:
-        """D's REGISTER has come. Other pairs of ranks send the groups that it does not name."""
+        """Other pairs of ranks send the groups that D's REGISTER does not name."""
         self.final = {group: self.final.get(group, 0) for group in register.wanted}
         self.pages = {group: pages for group, pages in self.pages.items() if group in register.wanted}
         self._reached = {group: tokens.start for group, tokens in register.wanted.items()}
 
     def beyond(self, register: msg.Register) -> list[str]:
-        """Groups of which D wants more than is final."""
         return [group for group, tokens in register.wanted.items() if tokens.stop > self.final[group]]
 
     def follow(self, register: msg.Register) -> list[ev.Action]:
@@ -141,7 +137,7 @@ class FinalRanges:
         return [self._copies.start(group, tokens, self.pages[group], register.pages[group], layers)]
 
     def again(self, register: msg.Register, repair: msg.Repair) -> list[ev.Action]:
-        """Copy bad tokens again. Raises `ProtocolError`, before any copy starts, for tokens that were not wanted."""
+        """Raises `ProtocolError`, before any copy starts, for tokens that were not wanted."""
         for group, bad in repair.bad.items():
             wanted = register.wanted.get(group, Interval(0, 0))
             at = wanted.start
@@ -156,7 +152,7 @@ class FinalRanges:
         ]
 
     def digested(self, event: ev.DigestsComputed) -> list[ev.StartCopy]:
-        """Returns the copies that ended before their digests, which can now be reported to D."""
+        """Returns the copies that ended before their digests."""
         self.digests.setdefault(event.group, []).extend(event.pieces)
         return self._unreported.pop(event.group, [])
 

@@ -1,7 +1,6 @@
 """Decides by fingerprints whether KV may move between two engines.
 
-A fingerprint is a flat `{field: value}` of strings, so differences have names. Page size, page count and byte layout
-are not in it: the planner translates them.
+Page size, page count and byte layout are not in it: the planner translates them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from baton.comparison import differing_facts
 from baton.errors import IncompatiblePeerError, ProtocolError
 from baton.handoff.plan.topology import Instance, plane_fields
 
-# Prefix of drafters' group names. Plug-ins' engines, which state no `draft_kv`, may use others.
+# Prefix of drafters' group names in Baton's engines.
 _DRAFT_GROUPS = "draft"
 
 
@@ -52,10 +51,8 @@ def target_groups(instance: Instance) -> set[str]:
 
 
 def check_pair(here: Instance, peer: Instance) -> None:
-    """Raise `IncompatiblePeerError` unless each side has every group, on its own rank alone.
-
-    Without an `InstanceAgent`, missing bytes of other ranks would go unnoticed.
-    """
+    """Raises `IncompatiblePeerError` unless each side has every group, on its own rank alone: without an
+    `InstanceAgent`, missing bytes of other ranks would go unnoticed."""
     differing: dict[str, tuple[object, object]] = {}
     for group in sorted({*here.groups, *peer.groups}):
         ranks = [[found.rank for found in instance.groups.get(group, [])] for instance in (here, peer)]

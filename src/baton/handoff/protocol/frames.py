@@ -1,8 +1,7 @@
 """Encode and decode control messages.
 
 A frame is one msgpack array `[version, session, sequence, kind, body]`. `kind` selects a size limit and a typed
-decoder: decoding never runs code chosen by the peer. Anything unknown, too long or of the wrong shape raises
-`ProtocolError`.
+decoder. Anything unknown, too long or of the wrong shape raises `ProtocolError`.
 """
 
 from __future__ import annotations

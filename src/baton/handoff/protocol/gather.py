@@ -1,7 +1,7 @@
 """Combines the attempts of one request's rank pairs into one outcome, on each side.
 
-The state machines of a pair know nothing of other pairs. A request is committed when every pair is; when one fails, the
-gather ends the others. Pages are free when every pair has ended.
+A request is committed when every pair is; when one fails, the gather ends the others. Pages are free when every pair
+has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EndPair:
 def pairs(
     sources: Mapping[str, Sequence[RankGeometry]], dests: Mapping[str, Sequence[RankGeometry]], sampling: int
 ) -> dict[Pair, frozenset[str]]:
-    """The pairs of two instances that move bytes, with the groups of each. Both sides compute the same result.
+    """The pairs that move bytes, with the groups of each.
 
     `sampling`: the source rank that has the seeds. If it sends no bytes, it gets a pair with the first destination
     rank.
@@ -45,10 +45,10 @@ LEAD: Pair = (0, 0)  # always present; its key is that of the whole attempt
 
 
 def leading_pairs(source: Instance, dest: Instance) -> set[Pair]:
-    """The pairs that are opened even if they move no bytes: from one of them a process learns the other side's ranks.
+    """Pairs that are opened even if they move no bytes: from them a process learns the other side's ranks.
 
-    If a side's ranks are apart (one process each), each has a pair with rank 0 of the other side. If D's are, each
-    also has a pair with the sampling rank, for the seeds.
+    If a side's ranks are apart (one process each), each has a pair with rank 0 of the other side. If D's are, each also
+    has a pair with the sampling rank, for the seeds.
     """
     sources, dests = (range(side.num_ranks) if side.apart else range(1) for side in (source, dest))
     seeds = {(source.sampling, rank) for rank in dests} if dest.apart else set()
@@ -56,9 +56,9 @@ def leading_pairs(source: Instance, dest: Instance) -> set[Pair]:
 
 
 def pairs_of(source: Instance, dest: Instance) -> dict[Pair, frozenset[str]]:
-    """The pairs that bring `dest` all of its groups from `source`, and those of `leading_pairs`.
+    """The pairs that bring `dest` all of its groups, and those of `leading_pairs`.
 
-    Raises `IncompatiblePeerError` naming what no pair can bring. Each field has the source's value first.
+    Raises `IncompatiblePeerError`, with the source's values first.
     """
     try:
         if alone := sorted(source.groups.keys() ^ dest.groups.keys()):
@@ -72,8 +72,7 @@ def pairs_of(source: Instance, dest: Instance) -> dict[Pair, frozenset[str]]:
 
 
 def pairs_with(here: Instance, peer: Instance, *, sends: bool) -> dict[Pair, frozenset[str]]:
-    """`pairs_of` an engine and its peer; `sends`: this engine is the source. An error has this engine's values
-    first."""
+    """As `pairs_of`, but an error has this engine's values first. `sends`: this engine is the source."""
     if sends:
         return pairs_of(here, peer)
     try:
@@ -89,7 +88,7 @@ class PrefillGather:
         self._outcomes: dict[Pair, str] = {}  # in order of arrival
 
     def handle(self, pair: Pair, event: ev.PrefillReleased) -> list[ev.PrefillReleased | EndPair]:
-        """One pair's pages are quiet. Returns the request's `PrefillReleased` when all are."""
+        """Returns the request's `PrefillReleased` when all pairs have ended."""
         if pair not in self._pairs or pair in self._outcomes:
             return []
         self._outcomes[pair] = event.outcome
@@ -99,7 +98,7 @@ class PrefillGather:
             return [] if failed is None else [EndPair(other, failed[1], _failure(failed[0])) for other in left]
         if failed is not None:
             return [ev.PrefillReleased(self._key, failed[1])]
-        # Pairs that disagree on whether anything is left to decode served different requests.
+        # Pairs that disagree served different requests.
         outcomes = set(self._outcomes.values())
         return [ev.PrefillReleased(self._key, outcomes.pop() if len(outcomes) == 1 else "incomplete_commit")]
 
@@ -124,7 +123,6 @@ class DecodeGather:
         self._failed = False
 
     def handle(self, pair: Pair, event: ev.HandoffEvent) -> list[ev.HandoffEvent | EndPair]:
-        """Returns events for the engine, and pairs to abort."""
         if pair not in self._pairs or pair in self._ended:
             return []
         match event:
@@ -150,7 +148,7 @@ class DecodeGather:
         return [ev.DecodeAdmitted(self._key, self._brought)]
 
     def _progress(self, pair: Pair, proven: dict[str, int]) -> list[ev.HandoffEvent | EndPair]:
-        """A token is proven when all pairs that move a part of its bytes have proven theirs."""
+        """A token is proven when all pairs that move its bytes have proven theirs."""
         self._proven[pair] = proven
         told: dict[str, int] = {}
         for group in proven:
@@ -206,5 +204,5 @@ def _good(event: ev.HandoffEvent) -> TypeGuard[ev.DecodeCommitted | ev.DecodeFin
 
 
 def _failure(pair: Pair) -> str:
-    """Sent to the peers of the other pairs, so that whichever is reported first names the pair that failed."""
+    """Whichever failure is reported first names this pair."""
     return f"rank {pair[0]} to rank {pair[1]} has ended"

@@ -2,7 +2,7 @@
 
 A proof is an HMAC-SHA256 under that key over the HELLO, the other side's challenge for this connection, the dialled
 address, and which side speaks: it is useless elsewhere, or reflected. Then each frame is sealed with a key of the
-session, because a socket that loses its connection dials again by itself, and another process may listen there.
+session, because a socket redials by itself, and another process may listen there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import msgspec
 
 from baton.handoff.protocol.messages import Hello
 
-# Separates this use of the ticket key from its others.
 _CONTEXT = b"baton-hello-1\0"
 _SESSION = b"baton-session-1\0"
 Side = Literal["dialled", "answered"]
@@ -24,7 +23,7 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def prove(key: bytes, side: Side, address: str, challenge: bytes, hello: Hello) -> Hello:
-    """`hello` with its proof. `challenge`: the other side's. `address`: the dialled one."""
+    """`challenge`: the other side's. `address`: the dialled one."""
     return msgspec.structs.replace(hello, proof=_proof(key, side, address, challenge, hello))
 
 

@@ -1,7 +1,6 @@
 """Control messages between a prefill engine (P) and a decode engine (D). `frames.py` encodes them.
 
-KV is addressed by token interval `[start, stop)` and block table (page of token t at index t // page_size). There are
-no request ids: only an `AttemptKey` matches.
+KV is addressed by token interval `[start, stop)` and block table (page of token t at index t // page_size).
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ Pair = tuple[int, int]  # (source rank, destination rank)
 
 
 class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
-    """Identity of one attempt to hand over one request. Nothing else is matched on.
+    """Identity of one attempt to hand over one request: nothing else is matched.
 
-    `transfer_id`: 128 random bits from the router. The incarnations name the two processes, so no message reaches a
-    successor. Each pair of ranks is an attempt of its own; the key of the whole is that of pair (0, 0).
+    `transfer_id`: 128 random bits from the router. The incarnations keep messages from a restarted engine. Each pair of
+    ranks is an attempt of its own; the key of the whole is that of pair (0, 0).
     """
 
     transfer_id: TransferId
@@ -85,9 +84,9 @@ class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
 class Seeds(msgspec.Struct, frozen=True):
     """What D needs to start with a verification instead of recomputing the last prompt token.
 
-    `first_token`: sampled at position n (n prompt tokens). `first_logprobs`: if requested. `draft_token_ids`: for
-    positions n+1 and on. `drafter_states`: for a drafter of K chained modules, the little-endian float32 rows [K-1, E]
-    that later modules take from earlier ones at their first entries after the prompt; else empty.
+    After n prompt tokens, `first_token` is at position n, `draft_token_ids` from n+1 on. `drafter_states`: for a
+    drafter of K chained modules, the little-endian float32 rows [K-1, E] that later modules take from earlier ones at
+    their first entries after the prompt; else empty.
     """
 
     first_token: Token
@@ -101,8 +100,8 @@ NO_SEEDS = Seeds(first_token=(1 << 31) - 1)
 
 
 class PieceDigest(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of at most `PIECE_TOKENS` tokens of one group, not crossing a multiple of it: `DIGEST_BYTES` per layer
-    and plane, layers by id, planes in the geometry's order."""
+    """The digests of one piece of a group: `DIGEST_BYTES` per layer and plane, layers by id, planes in the geometry's
+    order."""
 
     tokens: Interval
     hashes: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_HASHES)]
@@ -140,7 +139,7 @@ class Bye(ControlMessage, frozen=True, tag="BYE"):
 
 
 class Renew(ControlMessage, frozen=True, tag="RENEW"):
-    """Keeps a session alive: the sender counts as alive for `lease` seconds after this arrives.
+    """The sender counts as alive for `lease` seconds after this arrives.
 
     The receiver returns `nonce` with `echo` set, which measures the round trip and renews the other direction.
     `stalled`: the agent lives but its engine hangs.
@@ -157,7 +156,7 @@ class AttemptMessage(ControlMessage, frozen=True):
 
 
 class Announce(AttemptMessage, frozen=True, tag="ANNOUNCE"):
-    """D to P: D has this leg, and will register it once P has admitted it. Carries the router's ticket."""
+    """D to P: D has this leg, and will register it once P has admitted it."""
 
     ticket: TicketText
 
@@ -167,7 +166,7 @@ class Admitted(AttemptMessage, frozen=True, tag="ADMITTED"):
 
 
 class Register(AttemptMessage, frozen=True, tag="REGISTER"):
-    """D to P: the wanted interval per group and, for push, D's block tables. Carries the router's ticket."""
+    """D to P: the wanted interval per group and, for push, D's block tables."""
 
     ticket: TicketText
     wanted: Intervals
@@ -178,7 +177,7 @@ class Register(AttemptMessage, frozen=True, tag="REGISTER"):
 class Ready(AttemptMessage, frozen=True, tag="READY"):
     """P to D, pull: P's block tables, and per group the end of the final interval `[0, final)`.
 
-    `digests` cover what D wants of it; empty with integrity off.
+    `digests` cover what D wants; empty with integrity off.
     """
 
     final: Annotated[dict[Name, Position], Meta(max_length=MAX_GROUPS)]
@@ -204,7 +203,7 @@ class Confirm(AttemptMessage, frozen=True, tag="CONFIRM"):
 class Progress(AttemptMessage, frozen=True, tag="PROGRESS"):
     """P to D, push: the pieces that `digests` cover are copied and visible, so D can check them during the prefill.
 
-    Never repeated: COMMIT contains the digests again.
+    Never repeated: COMMIT has all digests.
     """
 
     digests: Digests
@@ -214,7 +213,7 @@ class Commit(AttemptMessage, frozen=True, tag="COMMIT"):
     """P to D, push: every copy is done and visible. `final` as in READY; the counts are for metrics.
 
     `round`: REPAIRs that P has carried out; D accepts only the round that it waits for. `digests` and `seeds_digest`
-    are empty with integrity off. `copied`: seconds before this message at which the first and last copy ended.
+    are empty with integrity off. `copied`: how many seconds before this message the first and last copy ended.
     """
 
     final: Annotated[dict[Name, Position], Meta(max_length=MAX_GROUPS)]
@@ -230,7 +229,7 @@ class Commit(AttemptMessage, frozen=True, tag="COMMIT"):
 class Repair(AttemptMessage, frozen=True, tag="REPAIR"):
     """D to P, push: these tokens, in order, did not match their digests. If `bad` is empty, the seeds did not.
 
-    P copies them again and sends a COMMIT of this `round`, one above that of the rejected COMMIT.
+    P copies them again and sends a COMMIT of this `round`.
     """
 
     round: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)]
@@ -238,7 +237,7 @@ class Repair(AttemptMessage, frozen=True, tag="REPAIR"):
 
 
 class Finished(AttemptMessage, frozen=True, tag="FINISHED"):
-    """P to D: the first token ended the request. No copy is outstanding, no KV is needed."""
+    """P to D: the first token ended the request. No copy is outstanding."""
 
     seeds: Seeds
 
@@ -268,10 +267,7 @@ class Cancelled(AttemptMessage, frozen=True, tag="CANCELLED"):
 
 
 def check_table(group: str, pages: list[int], tokens: Interval, page_size: int, num_pages: int) -> None:
-    """Check that `tokens` lie in distinct, existing, non-null pages of a block table. An empty interval needs no page.
-
-    Raises `ProtocolError` naming the group.
-    """
+    """Raises `ProtocolError` unless `tokens` lie in distinct, existing, non-null pages of a block table."""
     if tokens.empty:
         return
     last = (tokens.stop - 1) // page_size

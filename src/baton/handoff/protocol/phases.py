@@ -19,7 +19,7 @@ class PrefillPhase(Phase):
     READY = "ready"  # pull: READY sent, and repeated until answered; D may be reading
     CONFIRMED = "confirmed"  # pull: CONFIRM sent, and repeated until answered
     FINISHED = "finished"  # FINISHED sent, and repeated until answered
-    STOPPING = "stopping"  # failed; own copies are outstanding
+    STOPPING = "stopping"  # failed; own copies outstanding
     AWAITING_READER = "awaiting reader"  # pull: failed after READY; D may be reading
     AWAITING_ACK = "awaiting ACK"  # pull: failed after CONFIRM; ACK too proves that D reads no more
     CLOSED = "closed"  # nothing left to do

@@ -4,8 +4,8 @@ Push: once D has registered, P copies each newly final interval, sends COMMIT wh
 pieces again (REPAIR), and frees on ACK. Pull: P sends READY after its prefill, D reads and sends READ_DONE, P sends
 CONFIRM and frees on ACK. With integrity on, each final interval is digested as it is copied.
 
-Freeing: only the side that issues copies can prove that memory is quiet. In pull, P waits for ACK, CANCELLED, or proof
-that D can read no more. A deadline alone frees nothing that D may still read.
+Freeing: only the side that issues copies can prove that they have ended. In pull, P waits for ACK, CANCELLED, or proof
+that D can read no more; a deadline frees nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ _OFFERED = (Phase.COMMITTED, Phase.READY, Phase.CONFIRMED, Phase.FINISHED)
 class PrefillHandoff(PrefillState):
     """Begins with `Opened`, ANNOUNCE or REGISTER.
 
-    `ticket`: the router's, with which P's engine or D began the attempt. `groups`: those whose bytes this pair of
-    ranks moves; all of P's rank until D's instance is known.
+    `groups`: those whose bytes this pair of ranks moves; all of P's rank until D's instance is known.
 
     `handle` raises `ProtocolError` for an ANNOUNCE or REGISTER with another ticket, a REGISTER that contradicts
     `groups`, a REPAIR of tokens that were not wanted, and an event that the tables do not define; the attempt is then
@@ -56,11 +55,10 @@ class PrefillHandoff(PrefillState):
         self._offer: msg.AttemptMessage | None = None
 
     def begun_with(self, ticket: str) -> bool:
-        """Whether this attempt began with `ticket`. A closed one accepts any, and only answers how it ended."""
+        """A closed attempt accepts any ticket, and only answers how it ended."""
         return self.closed or ticket == self._ticket
 
     def handle(self, event: ev.MachineEvent) -> list[ev.Action]:
-        """Carry out the actions in order."""
         name = self._enter(event)
         match event:
             case ev.Opened():
@@ -136,7 +134,7 @@ class PrefillHandoff(PrefillState):
         match message:
             case msg.Announce():
                 self._peer_step(name)
-                # The first token may have ended the request before D's ANNOUNCE.
+                # The first token may already have ended the request.
                 return self._tell_finished() if self.phase is Phase.ENDED else self._say_admitted() + self._reply()
             case msg.Register():
                 return self._registered(message, name)
@@ -166,7 +164,7 @@ class PrefillHandoff(PrefillState):
         if self.phase is Phase.ENDED:
             return self._tell_finished()
         if self.phase is not Phase.OPEN:
-            # The attempt ended before D registered: tell D at once.
+            # The attempt ended before D registered.
             return self._reply()
         self._register = message
         self._ranges.begin(message)
@@ -180,13 +178,12 @@ class PrefillHandoff(PrefillState):
                 self._forget()
                 return self._release(outcome)
             case Phase.AWAITING_ACK:
-                # D has committed, and reads no more.
                 return self._settle(peer_quiet=True)
             case _:
                 return []  # nothing was committed
 
     def _cancelled(self, reason: str, text: str) -> list[ev.Action]:
-        """CANCEL is answered when P's own copies have ended, whatever D still does."""
+        """CANCEL is answered when P's own copies have ended."""
         if self.closing or self.closed:
             return self._answer()
         actions = self._fail(reason, text, tell=False)
@@ -231,7 +228,7 @@ class PrefillHandoff(PrefillState):
         return self._advance() + self._progress(copies)
 
     def _repair(self, message: msg.Repair) -> list[ev.Action]:
-        """A REPAIR already carried out is answered by its COMMIT."""
+        """A repeated REPAIR is answered by its COMMIT."""
         if self.phase is not Phase.COMMITTED:
             return self._answer()
         if message.round <= self.round:
@@ -247,7 +244,7 @@ class PrefillHandoff(PrefillState):
         return [ev.Count("repairs"), *copies, *self._advance()]
 
     def _finish(self) -> list[ev.Action]:
-        """The first token ended the request, and no copy is outstanding: free the pages, and tell D."""
+        """No copy is outstanding: free the pages, and tell D."""
         self._step("copies ended")
         actions = self._release("finished")
         return actions + self._tell_finished() if self.claimed else actions
@@ -278,7 +275,7 @@ class PrefillHandoff(PrefillState):
         return self._fail("transfer_failed", event.message)
 
     def _progress(self, copies: Sequence[ev.StartCopy]) -> list[ev.Action]:
-        # A COMMIT makes PROGRESS redundant. After a REPAIR, D ignores it, and the next COMMIT covers everything.
+        # A COMMIT makes PROGRESS redundant. After a REPAIR, D ignores it.
         if self.phase is not Phase.OPEN or self.round:
             return []
         return [action for copy in copies for action in self._ranges.progress(copy)]
@@ -296,7 +293,7 @@ class PrefillHandoff(PrefillState):
         return actions + self.copies.cancel() + self._settle()
 
     def _settle(self, peer_quiet: bool = False) -> list[ev.Action]:
-        """Free P's pages when nothing can touch them. `peer_quiet`: D provably reads no more."""
+        """`peer_quiet`: D provably reads no more."""
         waits = self.copies.outstanding if self.phase is Phase.STOPPING else not peer_quiet
         if waits or not self.closing:
             return []
@@ -308,17 +305,15 @@ class PrefillHandoff(PrefillState):
         return answer + self._release(self.reason)
 
     def _forget(self) -> None:
-        # A tombstone remains, which answers until its ticket expires.
+        # A tombstone answers until its ticket expires.
         self._ticket, self._register, self._offer = "", None, None
         self._ranges.forget()
         self._forget_story()
 
     def _reply(self) -> list[ev.Action]:
-        """Answer a repeated claim with how far the attempt has come."""
         return self._answer() if self.closed else self._repeat()
 
     def _answer(self) -> list[ev.Action]:
-        """Repeat CANCELLED if P's own copies have ended."""
         if self.closed or self.phase in AWAITING:
             return [ev.Send(msg.Cancelled(self.key, self.reason))]
         return []
@@ -335,5 +330,5 @@ class PrefillHandoff(PrefillState):
             return []
         self._engine_step("release")
         self.reason = outcome
-        # An engine that has not opened the attempt holds no pages for it, and is notified when it does.
+        # An engine that has not opened the attempt holds no pages, and is notified when it does.
         return [ev.Notify(ev.PrefillReleased(self.key, outcome))] if self.opened else []

@@ -2,7 +2,7 @@
 
 An engine dials, and serves KV to, only the peer that a ticket names. A ticket is `base64url(msgpack(Ticket) +
 HMAC-SHA256)` without padding. It expires, and serves one attempt: `Redeemer` ensures that for requests, tombstones for
-REGISTER. The expiry is in each engine's monotonic clock, which the router has read.
+REGISTER.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ TICKET_LIFE_S = 120
 MAX_TICKET_LIFE_S = 600
 _KEY_BYTES = 32
 _MAC_BYTES = 32
-# Separates this use of the key from others.
 _CONTEXT = b"baton-ticket-1\0"
 
 Address = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[a-z]+://")]
@@ -50,8 +49,8 @@ class Party(Protocol):
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses are in rank order. `prefill_expiry` and `decode_expiry`: seconds of that engine's own monotonic clock.
-    `request_digest`: 32 bytes."""
+    """Addresses are in rank order. `prefill_expiry` and `decode_expiry`: seconds of that engine's own monotonic
+    clock."""
 
     transfer_id: TransferId
     attempt: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
@@ -76,7 +75,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         expiries: tuple[float, float],
         transfer_id: bytes | None = None,
     ) -> Ticket:
-        """`transfer_id`: None draws a new one. `expiries`: by the clock of `prefill` and of `decode`.
+        """`transfer_id`: None draws a new one.
 
         Raises `EngineUnavailableError` for an engine that takes no handoffs.
         """
@@ -124,8 +123,7 @@ def new_transfer_id() -> bytes:
 def request_digest(
     prompt_token_ids: Sequence[int], sampling_params: SamplingParams, num_prompt_tokens: int | None = None
 ) -> bytes:
-    """32 bytes over tokens, the number of them that are the client's prompt (None: all), and every sampling parameter:
-    both legs must serve the same request."""
+    """32 bytes. `num_prompt_tokens`: how many of the tokens are the client's prompt (None: all)."""
     # Only text keys can be sorted.
     num_prompt = len(prompt_token_ids) if num_prompt_tokens is None else num_prompt_tokens
     content = (list(prompt_token_ids), num_prompt, msgspec.to_builtins(sampling_params, str_keys=True))
@@ -133,14 +131,13 @@ def request_digest(
 
 
 def adapter_digest(request: bytes, adapter: str) -> bytes:
-    """32 bytes for a request whose KV a LoRA adapter decides too. `request`: its `request_digest`; `adapter`:
-    NAME@DIGEST of its files."""
+    """32 bytes. `request`: its `request_digest`; `adapter`: NAME@DIGEST of its files."""
     return hashlib.sha256(request + adapter.encode()).digest()
 
 
 def prefix_digest(prompt_token_ids: Sequence[int], cache_salt: str | None) -> bytes:
-    """32 bytes for a ticket by which cached KV moves (`HandoffParams.prefix_len`). It covers the salt, so that both
-    engines use the cache of one tenant, and is never that of a request."""
+    """32 bytes for a ticket by which cached KV moves (`HandoffParams.prefix_len`); never those of a request. It covers
+    the salt, so that both engines use one tenant's cache."""
     content = ("prefix", list(prompt_token_ids), cache_salt)
     return hashlib.sha256(msgspec.msgpack.encode(content)).digest()
 
@@ -153,11 +150,10 @@ def sign_ticket(key: bytes, ticket: Ticket) -> str:
 
 
 def verify_ticket(key: bytes, text: str, role: LegRole, now: float) -> SignedTicket:
-    """Decode a ticket; check its signature, and that it expires after `now`, in monotonic seconds of this engine,
-    which has `role` in it.
+    """Check the signature, then decode, then check that the ticket expires after `now`, in this engine's monotonic
+    seconds.
 
-    Raises `ProtocolError` naming the failed check, `TicketExpiredError` if only its time is over. The content of an
-    unsigned ticket is never decoded.
+    Raises `ProtocolError`, or `TicketExpiredError` if only its time is over.
     """
     if len(text) > MAX_TICKET_CHARS:
         raise ProtocolError("ticket is too long")
@@ -182,7 +178,7 @@ def verify_ticket(key: bytes, text: str, role: LegRole, now: float) -> SignedTic
 
 
 class Redeemer:
-    """Admits each request's ticket once per leg. `refused` counts the others. For one thread."""
+    """Admits each ticket once per leg. `refused` counts the others. For one thread."""
 
     def __init__(self, key: bytes, engine_id: str, incarnation: str) -> None:
         self.refused = 0
@@ -191,12 +187,11 @@ class Redeemer:
         self._used: dict[tuple[str, AttemptKey], float] = {}
 
     def redeem(self, text: str, role: LegRole, digest: bytes | None, now: float) -> SignedTicket:
-        """The ticket in `text`, if this engine may serve its leg `role` of the request with `digest` at `now`, in
-        monotonic seconds. Without `digest` the leg is only ended, not served.
+        """`now`: monotonic seconds. Without `digest` the leg is only ended, not served.
 
-        Raises `ProtocolError` with the reason.
+        Raises `ProtocolError`.
         """
-        # Tickets arrive in order of time, so this drops each soon after its expiry.
+        # Tickets arrive in order of time.
         while self._used and next(iter(self._used.values())) <= now:
             del self._used[next(iter(self._used))]
         try:
@@ -217,7 +212,7 @@ class Redeemer:
 
 
 def load_or_create_key(path: str | Path) -> bytes:
-    """Load the 32-byte ticket key, or create the file, readable by its owner only.
+    """A new file is readable by its owner only.
 
     Raises `ConfigError` if the file has another length, another owner, or is readable by others.
     """

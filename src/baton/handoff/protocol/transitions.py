@@ -1,8 +1,7 @@
 """The transition tables of the handoff's state machines: (phase, event) -> phase.
 
-An event is an input or a step. An input comes from outside and has the name of its event or message; a step is what a
-machine decides, in lower case with its cause. What is not in a table is an error. `python -m tools.phase_tables` writes
-the steps into docs/protocol.md.
+An input comes from outside and has the name of its event or message; a step is what a machine decides, in lower case
+with its cause. `python -m tools.phase_tables` writes the steps into docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def format_events(events: Iterable[Told]) -> list[str]:
 
 class Table(Generic[PhaseT]):
     """The transitions of one machine. `steps`: per event, the phase after each phase in which it may happen. `inputs`:
-    per event, the phases in which it may come without changing the phase by itself."""
+    per event, the phases in which it may come without changing them by itself."""
 
     def __init__(
         self, machine: str, steps: Mapping[str, Mapping[PhaseT, PhaseT]], inputs: Mapping[str, Iterable[PhaseT]]
@@ -35,10 +34,8 @@ class Table(Generic[PhaseT]):
         self._after.update({event: {phase: phase for phase in phases} for event, phases in inputs.items()})
 
     def after(self, phase: PhaseT, event: str, events: Iterable[Told] = ()) -> PhaseT:
-        """The phase that follows. `events`: the last ones of the attempt, for the error.
-
-        Raises `UndefinedTransitionError` if `event` cannot happen in `phase`.
-        """
+        """`events`: the last ones, for the error. Raises `UndefinedTransitionError` if `event` cannot happen in
+        `phase`."""
         try:
             return self._after[event][phase]
         except KeyError:
@@ -159,7 +156,6 @@ DECODE = Table(
             ),
             _D,
         ),
-        # The attempt may have ended meanwhile.
         "placed": (_D.WAITING, _D.ANNOUNCED, _D.ADMITTED, _D.WITHDRAWN, _D.UNTOLD, _D.FAILED, _D.DONE),
     },
 )

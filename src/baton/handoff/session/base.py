@@ -1,4 +1,4 @@
-"""The agent's view of sockets and worker threads, which a simulator can replace."""
+"""The agent's view of sockets and worker threads."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from baton.handoff.protocol.messages import CHALLENGE_BYTES, ControlMessage
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One session."""
-
     session: int
     socket: Any  # None if no file descriptor was left for one
     identity: bytes | None = None  # set if the peer dialled us
     address: str = ""  # set if we dialled
     sent: int = 0
     received: int = 0
-    engine: str | None = None  # the engine id that the peer's key belongs to; None without keys
-    proven: bool = False  # The peer knows the ticket key, so it is not closed to make room for a stranger.
+    engine: str | None = None  # the engine id of the peer's key; None without keys
+    proven: bool = False  # the peer knows the ticket key, so strangers do not displace it
     # What the peer's proof is over.
     challenge: bytes = field(default_factory=lambda: secrets.token_bytes(CHALLENGE_BYTES))
     key: bytes = b""  # seals the frames after the proof
 
 
 class ControlChannel(Protocol):
-    """What the agent uses of `baton.handoff.session.sockets.Channel`."""
+    """What the agent uses of `sockets.Channel`."""
 
     @property
     def address(self) -> str: ...
@@ -37,7 +35,7 @@ class ControlChannel(Protocol):
     def malformed(self) -> int: ...
 
     def dial(self, address: str) -> Connection:
-        """Open a session. Raises `ProtocolError` for an address that cannot be dialled."""
+        """Raises `ProtocolError` for an address that cannot be dialled."""
         ...
 
     def drop(self, connection: Connection) -> None: ...
@@ -47,7 +45,7 @@ class ControlChannel(Protocol):
         ...
 
     def wake(self) -> None:
-        """Have the agent's thread poll soon. Any thread; never blocks."""
+        """Any thread; never blocks."""
         ...
 
 

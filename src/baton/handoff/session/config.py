@@ -16,25 +16,24 @@ DEFAULT_HANDOFF_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Timers:
-    """Durations in seconds. None of them frees memory: they repeat messages, and end waits with an error.
+    """Durations in seconds. None of them frees memory.
 
     Raises `ConfigError` for durations that contradict each other.
     """
 
-    # An unanswered message is repeated after `round_trips` measured round trips, within [`retry_min`, `retry`] (after
-    # `retry` if nothing is measured), then after twice as long each time, up to `retry`.
+    # An unanswered message is repeated after `round_trips` measured round trips, within [`retry_min`, `retry`], then
+    # after twice as long each time.
     retry: float = 1.0
     retry_min: float = 0.05
     round_trips: float = 8.0
     check: float = 0.1  # between checks of deadlines, leases and lives of peers
     renew: float = 1.0  # between two RENEWs
-    # A peer that is silent for its lease is evicted. Each engine announces its own; the other measures it by its own
-    # clock from each message on.
+    # A peer that is silent for the lease that it announced is evicted.
     lease: float = 5.0
-    handoff: float = DEFAULT_HANDOFF_TIMEOUT_S  # limit of a handoff from REGISTER on, without earlier waits in queues
-    close: float = 5.0  # closing waits at most this long for copies to end
-    hang: float = 30.0  # an agent whose thread has not completed a loop for so long is lost
-    idle: float = 300.0  # D ends a session of which it has remembered no attempt for so long
+    handoff: float = DEFAULT_HANDOFF_TIMEOUT_S  # limit of a handoff from REGISTER on
+    close: float = 5.0  # the longest wait for copies when closing
+    hang: float = 30.0  # an agent whose thread completes no loop for so long is lost
+    idle: float = 300.0  # D ends a session without attempts after so long
 
     def __post_init__(self) -> None:
         if (
@@ -55,10 +54,9 @@ class Timers:
 class AgentConfig:
     """This engine's identity on the control channel, and its handling of failures.
 
-    `incarnation` differs for each process. `fingerprint`: the fields that must be equal on both engines; geometry and
-    `integrity` are added. Without `keys`, all engines share the key pair of the ticket key (`TicketKeys`), and stay on
-    loopback. `integrity`: how much of the KV is digested. `max_retries` bounds, per attempt, the failed copies that
-    are issued again, and the rounds of repair.
+    `fingerprint`: the fields that must be equal on both engines; geometry and `integrity` are added. Without `keys`,
+    all engines share the key pair of the ticket key (`TicketKeys`), and stay on loopback. `max_retries` bounds, per
+    attempt, the failed copies that are issued again, and the rounds of repair.
 
     Raises `ConfigError` for `max_retries` out of range.
     """
@@ -79,6 +77,6 @@ class AgentConfig:
 
 
 def own_bind(bind: str, rank: int) -> str:
-    """A port other than 0 is that of rank 0; the other ranks use the ports after it."""
+    """Ranks use the ports from that of rank 0 on, if it is not 0."""
     host, _, port = bind.rpartition(":")
     return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else bind

@@ -25,7 +25,7 @@ class _Refused(NamedTuple):
 
 
 class TransportEnds:
-    """For one thread; `wake` is called on any thread when connecting has ended."""
+    """For one thread; `wake` is called on any."""
 
     def __init__(self, transport: Transport, clock: Clock, wake: Callable[[], None]) -> None:
         self._transport = transport
@@ -36,7 +36,7 @@ class TransportEnds:
         self._retired: list[Peer] = []
 
     def begin(self, descriptor: bytes) -> Future[Peer]:
-        """Start to connect; call `result` when the future is done. Fails at once if the descriptor failed recently."""
+        """Call `result` when the future is done. Fails at once if the descriptor failed recently."""
         last = self._refused.get(descriptor)
         wait_s = 0.0 if last is None else last.until - self._clock.monotonic()
         future: Future[Peer]
@@ -54,8 +54,7 @@ class TransportEnds:
         return future
 
     def result(self, future: Future[Peer], descriptor: bytes) -> Peer:
-        """The peer of a finished connection. Raises its failure, always as a `BatonError`: any other error would leave
-        its attempts without an end."""
+        """Raises a failure always as a `BatonError`: any other error would leave its attempts without an end."""
         try:
             peer = future.result()
         except BatonError as error:

@@ -1,4 +1,4 @@
-"""Admission to a control socket by CURVE keys, through ZeroMQ's authentication protocol (ZAP)."""
+"""Admission to a control socket by CURVE keys, through ZeroMQ's ZAP."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ log.addFilter(LogLimit())
 
 # Limit of a connection's handshake, in milliseconds.
 HANDSHAKE_MS = 5000
-# Handshakes answered or counted per call.
+# Handshakes per call.
 _BURST = 256
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _MONITOR_ADDRESS = "inproc://baton.refused"
 # Handshakes that failed before ZAP was asked.
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
-# pyzmq's sockets are generic over sync and async; only sync ones are used here.
+# pyzmq's sockets are generic over sync and async.
 Socket = Any
 
 
 def as_client(sock: Socket, keys: Keys, server: bytes) -> None:
-    """Let an unconnected socket dial only the listener with public key `server` (Z85)."""
+    """`server`: the listener's public key (Z85)."""
     sock.setsockopt(zmq.CURVE_SERVERKEY, server)
     sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 def as_server(sock: Socket, keys: Keys) -> None:
-    """Let an unbound socket accept only connections whose public key ZAP allows."""
+    """ZAP decides which public keys an unbound socket accepts."""
     sock.setsockopt(zmq.CURVE_SERVER, 1)
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     sock.setsockopt(zmq.ZAP_DOMAIN, b"baton")
 
 
 def begin_ids_at_random() -> None:
-    """Seed C's `rand()`, from which a ROUTER numbers connections that bring no id. A peer that claims the next number
-    would end the process by an assertion of ZeroMQ (4.3.5, `add_out_pipe`)."""
+    """A ROUTER numbers connections that bring no id by C's `rand()`. A peer that claims the next number would end the
+    process by an assertion of ZeroMQ (4.3.5, `add_out_pipe`)."""
     ctypes.CDLL(None).srand(secrets.randbits(32))
 
 
 class Gate:
-    """Admits only authorised engines to one ROUTER, and counts refusals. For one thread.
+    """Admits only authorised engines to one ROUTER. For one thread.
 
     Poll `sockets`, and call `serve` when one is readable. Create the gate before binding the ROUTER.
     """
@@ -62,7 +62,7 @@ class Gate:
         router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         router.monitor(_MONITOR_ADDRESS, _FAILED)
         self._monitor = context.socket(zmq.PAIR)
-        # ZeroMQ's own thread writes here, and would block on a slow reader.
+        # ZeroMQ's own thread would block on a slow reader.
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.connect(_MONITOR_ADDRESS)
         self._zap = context.socket(zmq.REP)
@@ -72,7 +72,7 @@ class Gate:
         self.sockets = (self._monitor, self._zap)
 
     def serve(self, ready: Socket) -> None:
-        """Answer waiting handshakes, or count failed ones. Bounded, so a flood delays nobody else."""
+        """Bounded: a flood of handshakes delays nobody else."""
         for _ in range(_BURST):
             try:
                 parts = ready.recv_multipart(zmq.NOBLOCK)

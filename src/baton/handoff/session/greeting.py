@@ -1,4 +1,4 @@
-"""What one rank says in HELLO, and what it checks of a peer: its proof, its engine, and the tickets of its claims."""
+"""What one rank says in HELLO, and what it checks of a peer: its proof, its engine, and its tickets."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from baton.handoff.session.session import Session
 
 
 class Greeting:
-    """For one thread. `gathered`: an `InstanceAgent` joins this rank's pairs; without it, a peer may have only one
-    rank. `hello`: without challenge and proof."""
+    """For one thread. `gathered`: as of `Sessions`. `hello`: without challenge and proof."""
 
     def __init__(
         self, config: AgentConfig, instance: Instance, descriptor: bytes, clock: Clock, gathered: bool
@@ -43,17 +42,17 @@ class Greeting:
         return prove(self._config.ticket_key, side, address, challenge, hello)
 
     def is_proven(self, side: Side, address: str, connection: Connection, hello: Hello) -> bool:
-        """Whether the sender of `hello`, on `side` of the connection, knows the ticket key."""
+        """Whether the sender of `hello`, on `side`, knows the ticket key."""
         return is_proven(self._config.ticket_key, side, address, connection.challenge, hello)
 
     def session_key(self, dialler: bytes, listener: bytes) -> bytes:
-        """The key that seals the frames of a session with these challenges."""
+        """The key that seals the frames of a session."""
         return session_key(self._config.ticket_key, dialler, listener)
 
     # ------------------------------------------------------------ the peer's engine
 
     def agree(self, session: Session, hello: Hello) -> None:
-        """Note in the session which groups and pairs of ranks exchange KV with the peer.
+        """Sets the session's groups and pairs.
 
         Raises `IncompatiblePeerError` if its engine does not fit, and another `BatonError` if its HELLO contradicts
         itself.
@@ -75,7 +74,7 @@ class Greeting:
     # ------------------------------------------------------------ its claims
 
     def check_claim(self, session: Session, message: Announce | Register) -> SignedTicket:
-        """Verify the ticket of a claim by this session's peer. Raises `ProtocolError` with the reason."""
+        """Raises `ProtocolError` with the reason."""
         config, hello = self._config, session.hello
         if hello is None or session.refusal is not None:
             raise ProtocolError(session.refusal[1] if session.refusal else "a session begins with HELLO")

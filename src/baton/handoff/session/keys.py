@@ -30,13 +30,11 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _Z85_CHARS = 40
 _TICKET_KEY = "ticket.key"
 CONTROL_BIND = "kv_transfer_config.control_bind"
-# Separates this use of the ticket key from tickets and sessions.
 _CONTEXT = b"baton control socket\0"
 
 
 def ticket_key_file(directory: str | Path) -> Path:
-    """Raises `ConfigError` if there is none (a new one would match no peer), and if others may write to the
-    directory."""
+    """Raises `ConfigError` if there is none (a new one would match no peer), or others may write to the directory."""
     path = Path(directory) / _TICKET_KEY
     if not path.is_file():
         raise ConfigError("keys", f"{path} does not exist; `baton keys` makes a key directory")
@@ -63,7 +61,7 @@ def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
             if _secret_file(root, name).exists():
                 continue
             public, secret = zmq.curve_keypair()
-            # First, so an engine whose secret exists is always authorised.
+            # First: an engine whose secret exists is always authorised.
             _write(root / "public" / f"{name}.pub", public, 0o644)
             _write(_secret_file(root, name), secret, 0o600)
             made.append(name)
@@ -73,7 +71,7 @@ def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
 
 
 def public_names(directory: str | Path) -> set[str]:
-    """Engines with a public key in the directory. Raises `ConfigError` if others may write to it."""
+    """Raises `ConfigError` if others may write to the directory."""
     folder = Path(directory) / "public"
     check_own(folder, "keys")
     return {path.stem for path in folder.glob("*.pub") if _NAME.fullmatch(path.stem)}
@@ -104,8 +102,7 @@ class Keys(Protocol):
 
 
 class TicketKeys:
-    """One pair for all engines, derived from the ticket key: nobody else can connect or listen. It does not tell
-    engines apart."""
+    """One pair for all engines, derived from the ticket key: nobody else can connect or listen."""
 
     engine_id = None
 
@@ -124,10 +121,10 @@ class TicketKeys:
 
 
 class KeyRing:
-    """One engine's own pair, and the public keys of all engines. For one thread. The list is read again when its
-    directory changes; open connections stay open.
+    """One engine's own pair, and the public keys of all engines. For one thread. The directory is read again when it
+    changes; open connections stay open.
 
-    Raises `ConfigError` naming a file or directory that is missing, malformed, another user's, or readable (secrets) or
+    Raises `ConfigError` for a file or directory that is missing, malformed, another user's, or readable (secrets) or
     writable by others.
     """
 
@@ -173,7 +170,7 @@ class KeyRing:
 
 
 def check_bind(address: str, has_keys: bool) -> None:
-    """Raise `ConfigError` for a control address that strangers could reach without a key, or that no engine could
+    """Raises `ConfigError` for a control address that strangers could reach without a key, or that no engine could
     dial."""
     if not has_keys and not is_local(address):
         raise ConfigError(

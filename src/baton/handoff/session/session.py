@@ -17,8 +17,6 @@ _STORY = 8
 
 
 class SessionPhase(Phase):
-    """How far a session has come."""
-
     GREETING = "greeting"  # the peer has not yet proven that it knows the ticket key
     CONNECTING = "connecting"  # its engine fits; the transport connects
     READY = "ready"  # attempts may use it
@@ -50,8 +48,7 @@ class Session:
     which we last sent a proof. The peer counts as alive for `lease` seconds after `last_heard` (monotonic seconds).
     `until`: keep redialling until then, because the previous session's process may still need the outcome of its
     attempts. `used`: when an attempt last needed it. `redials`: how many sessions in a row with this address ended
-    without a proof. `round_trip`: measured, in seconds. `pairs`: those of the two engines, with the groups whose bytes
-    each moves. `groups`: this engine's groups whose KV moves, None for all.
+    without a proof. `round_trip`: in seconds. `groups`: this engine's groups whose KV moves, None for all.
     """
 
     connection: Connection
@@ -81,7 +78,6 @@ class Session:
 
     @property
     def ready(self) -> bool:
-        """Attempts may use it."""
         return self.phase is SessionPhase.READY
 
     @property

@@ -1,8 +1,7 @@
 """Sessions with peer engines: identity, compatibility, liveness, and the transport's connection of each.
 
 In HELLO each side proves that it knows the ticket key: a stranger gets no transport descriptor, and cannot move or end
-a session. Then fingerprints are compared and the transport connects in the background, so an unfit peer is refused
-before any request and the first copy finds a warm connection.
+a session. Then fingerprints are compared and the transport connects in the background, before any request.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _MAX_DOUBLINGS = 16
 
 
 class Sessions:
-    """All sessions of one rank. For one thread. `now`: monotonic seconds. `gathered`: an `InstanceAgent` joins this
-    rank's pairs; without it, a peer may have only one rank."""
+    """All sessions of one rank. For one thread. `gathered`: an `InstanceAgent` joins this rank's pairs; without it, a
+    peer may have only one rank."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class Sessions:
     # ------------------------------------------------------------ D's side: engines we dialled
 
     def server(self, ticket: Ticket, address: str) -> Session:
-        """The session with the rank of P that a ticket names at `address`; dials again if it is unusable.
+        """Dials again if the session is unusable.
 
         Raises `ProtocolError` for an address that cannot be dialled.
         """
@@ -76,7 +75,7 @@ class Sessions:
         return self.dial(address)
 
     def dial(self, address: str, lost: Session | None = None) -> Session:
-        """Open a session and send HELLO; `lost` is the session that it replaces.
+        """Open a session and send HELLO; it replaces `lost`.
 
         If sessions there keep ending without a proof, HELLO is sent ever less often, and the peer does not count as
         alive.
@@ -120,8 +119,8 @@ class Sessions:
         if not self.greeting.is_proven("answered", address, session.connection, hello):
             raise ProtocolError(f"who answers at {address} does not prove that it knows the ticket key")
         if hello.descriptor is None:
-            # Only a new challenge is answered at once. HELLO is repeated anyway; two sides that answered every one
-            # would do so for ever.
+            # Only a new challenge is answered: HELLO is repeated anyway, and two sides that answered every one would
+            # never stop.
             if hello.challenge != session.challenge:
                 session.challenge = hello.challenge
                 self._say_hello(session)
@@ -131,7 +130,6 @@ class Sessions:
         return True
 
     def _greet(self, session: Session, hello: Hello) -> None:
-        """Compare fingerprints with a proven peer, and connect the transport."""
         try:
             self.greeting.agree(session, hello)
         except IncompatiblePeerError as error:
@@ -163,7 +161,7 @@ class Sessions:
             session.step("connected")
 
     def reach_again(self, session: Session) -> None:
-        """Connect again to an unreachable peer that now sends a claim, if its pause is over."""
+        """Connect again to an unreachable peer that now sends a claim."""
         if session.phase is SessionPhase.UNREACHABLE:
             session.refusal = None
             self._connect(session)
@@ -183,7 +181,7 @@ class Sessions:
     # ------------------------------------------------------------ P's side: engines that dialled us
 
     def client_hello(self, connection: Connection, hello: Hello) -> Session:
-        """Answer a HELLO. Returns its session, which is open once the peer has proven itself.
+        """The session returned is open once the peer has proven itself.
 
         Raises `ProtocolError` for an invalid proof.
         """
@@ -194,8 +192,7 @@ class Sessions:
             connection.key = self.greeting.session_key(hello.challenge, connection.challenge)
             session.hello = hello
             for old in [old for old in self.clients.values() if old is not session and old.is_same(session)]:
-                # Its attempts continue in the new session. The old transport connection may be broken at the other end:
-                # make a new one.
+                # Its attempts continue in the new session. The old transport connection may be broken at the other end.
                 self.hang_up(old)
             self._greet(session, hello)
         own = self.greeting.own(connection, with_descriptor=proven)
@@ -217,7 +214,6 @@ class Sessions:
                 self.channel.send(session.connection, Renew(timers.lease, session.nonce, stalled=self.is_stalled()))
 
     def renewed(self, session: Session, message: Renew) -> None:
-        """Echo a RENEW, or measure the round trip from its echo."""
         session.lease = message.lease
         if not message.echo:
             stalled = self.is_stalled()
@@ -228,9 +224,9 @@ class Sessions:
             session.round_trip = sample if session.round_trip is None else (3 * session.round_trip + sample) / 4
 
     def may_return(self, session: Session) -> bool:
-        """Whether the session's process may still live and need the outcome of its attempts. A fence does not prove
-        its death, only that one connection is closed on this side; P may still wait for its end. No attempt outlives
-        `MAX_TICKET_LIFE_S`, unless its engine was paused that long."""
+        """Whether the session's process may still live and need the outcome of its attempts. A fence proves only that
+        one connection is closed on this side. No attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused
+        that long."""
         if session.peer is not None:
             return not session.peer.dead()
         return self.clock.monotonic() < session.until
@@ -246,7 +242,7 @@ class Sessions:
     # ------------------------------------------------------------ ends
 
     def hang_up(self, session: Session) -> None:
-        """Forget a session. Its transport peer stays until no attempt needs it."""
+        """Its transport peer stays until no attempt needs it."""
         self.channel.drop(session.connection)
         self.clients.pop(session.connection, None)
         if self.servers.get(session.connection.address) is session:
@@ -270,6 +266,6 @@ class Sessions:
         self._ends.sweep(used)
 
     def say_bye(self, reason: str, quiet: bool) -> None:
-        """End all sessions; `quiet` tells the peers that our copies have ended."""
+        """`quiet`: our copies have ended."""
         for session in self._all():
             self.channel.send(session.connection, Bye(reason, quiet))

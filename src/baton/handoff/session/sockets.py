@@ -1,4 +1,4 @@
-"""Control connections of one rank over ZeroMQ: sockets, keys, sessions, sequence numbers.
+"""Control connections of one rank over ZeroMQ.
 
 Each rank binds one ROUTER. D dials P's ROUTER with a DEALER; both directions use this connection. The dialling side
 draws a random session number. A frame of another session, or whose sequence number is not above the last, is dropped.
@@ -38,17 +38,16 @@ log.addFilter(LogLimit())
 _BURST = 256
 # Frames queued in one connection before its sender is held back.
 _QUEUE = 128
-# Of a context with its threads, a ROUTER with monitor and authentication, and a pair that wakes: 12 measured.
+# Of a context, a ROUTER with monitor and authentication, and a pair that wakes: 12 measured.
 _NUM_DESCRIPTORS = 24
-# How long frames may take to leave when one session ends, and when all do. The second is longer, because a peer that
-# gets no BYE waits for its fence. Only a peer that reads nothing costs the whole time.
+# How long frames may take to leave when one session ends, and when all do. Without a BYE a peer waits for its fence.
 _LINGER_MS, _LAST_LINGER_MS = 200, 5000
 # Unread frames answered at most when the channel closes.
 _LAST_FRAMES = 4096
 # A BYE ends a session whatever sequence number the receiver has reached.
 _LAST_SEQUENCE = (1 << 63) - 1
 _RECONNECT_MS = (100, 2000)
-# Shortages that may pass: descriptors, memory, sockets.
+# Shortages that may pass.
 _SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
 
 
@@ -121,8 +120,7 @@ class Channel:
     # ------------------------------------------------------------ connections
 
     def dial(self, address: str) -> Connection:
-        """Connects in the background. Without a free file descriptor each `send` tries again, and its message is
-        lost."""
+        """Without a free file descriptor each `send` tries again, and its message is lost."""
         endpoint = self._endpoint(address)
         connection = Connection(secrets.randbits(62), None, address=address, engine=endpoint.engine)
         self._open(connection, endpoint)
@@ -148,7 +146,6 @@ class Channel:
         self._poller.register(sock, zmq.POLLIN)
 
     def _is_open(self, connection: Connection) -> bool:
-        """Whether the socket is open; tries to open a missing one."""
         if connection.socket is None:
             with contextlib.suppress(ProtocolError):  # the peer's key has been removed since
                 self._open(connection, self._endpoint(connection.address))
@@ -254,7 +251,7 @@ class Channel:
         if isinstance(message, Hello) and connection.engine not in (None, message.engine_id):
             raise ProtocolError(f"HELLO of engine {message.engine_id!r} came with the key of {connection.engine!r}")
         if isinstance(message, Hello):
-            # The other side may have dropped this session and begun it anew, counting from 1.
+            # The other side may have begun this session anew, counting from 1.
             connection.received = 0
         return self._in_order(connection, sequence, check_seal(connection, "answered", message, frame, mark))
 
@@ -267,10 +264,8 @@ class Channel:
         return [(connection, message)]
 
     def close(self, farewell: Bye | None = None) -> None:
-        """Close all sockets, giving sent frames time to leave if a peer is there.
-
-        `farewell` answers unread frames, so a peer that has just opened a session learns that this engine is gone.
-        """
+        """Sent frames get time to leave. `farewell` answers unread frames, so a peer that has just opened a session
+        learns that this engine is gone."""
         if farewell is not None:
             self._answer_unread(farewell)
         for sock, connection in self._dialled.items():

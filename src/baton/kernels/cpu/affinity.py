@@ -23,8 +23,8 @@ _THREADS = 2
 def bind_team() -> bool:
     """Bind the calling thread's team, itself included. Returns whether that was done.
 
-    Does nothing if the process has more than two cores, since engines that share a host must not bind to the same
-    ones, or if `OMP_PROC_BIND` is set (OpenMP 5.2, 21.2): then the user or the runtime has chosen.
+    Does nothing if the process has more than two cores, since engines that share a host must not bind to the same ones,
+    or if `OMP_PROC_BIND` is set (OpenMP 5.2, 21.2).
     """
     if os.environ.get("OMP_PROC_BIND"):
         return False

@@ -1,8 +1,7 @@
 """Add one tile of keys and values to the vectors that see it: the arithmetic of all CPU attention kernels.
 
 Online softmax (Milakov & Gimelshein, 2018) over tiles of 64 keys at ABSOLUTE positions 0, 64, 128, ... Keys are
-transposed: the scores of 64 keys are 64 independent lanes, and the sum over the head size runs in order. Scores and
-outputs of four vectors at a time stay in registers, which changes no vector's bits.
+transposed: the scores of 64 keys are 64 independent lanes, and the sum over the head size runs in order.
 
 Shapes: N vectors, D elements of a query, C of a value, P: C rounded up to a multiple of 16.
 """
@@ -19,7 +18,7 @@ from baton.kernels.cpu.scalar import exp32
 from baton.kernels.cpu.simd import CHUNKS, LANES, exponentials, largest, products
 
 TILE = CHUNKS * LANES
-# Vectors computed at once, with sums in registers.
+# Vectors with sums in registers, which changes no bits.
 ROW_BLOCK = 4
 F32_BYTES = 4
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
@@ -67,7 +66,6 @@ def _multiply(
 
 @jit
 def _multiply_pairs(num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, scale: Any, out: Any) -> None:
-    """`pair_products` for 1 to 4 rows."""
     if num_rows == 4:
         pair_products(4, left, row_bytes, right, steps, scale, out)
     elif num_rows == 3:
@@ -93,7 +91,7 @@ def attend_tile(
     are pairs of bfloat16 [D / 2, 64, 2]. [0, D] for none.
     """
     count, size, padded = queries.shape[0], queries.shape[1], values.shape[1]
-    # Of arguments only: the caller keeps them alive until this returns.
+    # Addresses of arguments only, which the caller keeps alive.
     keys_at, values_at = np.int64(keys.ctypes.data), np.int64(values.ctypes.data)
     scores_at, factors_at = np.int64(scores.ctypes.data), np.int64(factors.ctypes.data)
     queries_at, sums_at = np.int64(queries.ctypes.data), np.int64(sums.ctypes.data)

@@ -51,7 +51,7 @@ def add_products(builder: Any, sums: dict[tuple[int, int], Any], starts: Sequenc
 def add_loaded_products(
     builder: Any, sums: dict[tuple[int, int], Any], starts: Sequence[Any], vectors: Sequence[Any], step: Any
 ) -> None:
-    """As `add_products`, with the 16 pairs of each chunk of the right in `vectors`."""
+    """`vectors`: the 16 pairs of each chunk of the right."""
     function_type = ir.FunctionType(_VECTOR, [_VECTOR, BF16_PAIRS, BF16_PAIRS])
     dot = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
     offset = builder.mul(step, ir.Constant(_I64, 4))
@@ -63,9 +63,7 @@ def add_loaded_products(
 
 
 def store_with_bias(builder: Any, sums: dict[tuple[int, int], Any], bias: Any, out: Any, out_bytes: Any) -> None:
-    """Generate the end of a product: store the `sums` of (row, chunk of 16), plus `bias` (0: none), as bfloat16 rows
-    at `out`, `out_bytes` apart.
-    """
+    """Store the `sums` of (row, chunk of 16), plus `bias` (0: none), as bfloat16 rows at `out`, `out_bytes` apart."""
     with builder.if_then(builder.icmp_signed("!=", bias, ir.Constant(_I64, 0))):
         for (_, chunk), total in sums.items():
             added = load_widened(builder, builder.add(bias, ir.Constant(_I64, 2 * LANES * chunk)), 2)

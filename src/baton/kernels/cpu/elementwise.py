@@ -1,8 +1,7 @@
 """Batch-invariant CPU kernels between a layer's matrix products: norms, rotary embedding, gated activations.
 
-PyTorch's vectorised loops finish the last few elements with scalar code whose `exp` rounds differently, so a row's
-SiLU depends on the number of rows. Here scalar and vector code give the same bits. Kernels built on `omp` share many
-rows among threads.
+PyTorch's vectorised loops finish the last few elements with scalar code whose `exp` rounds differently, so a row's SiLU
+depends on the number of rows. Here scalar and vector code give the same bits.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _NUM_ARGUMENTS = 9
 
 @jit
 def add_row(element: Any, left_at: Any, right_at: Any, size: Any, out_at: Any) -> None:
-    """left + right of `size` numbers, each rounded once."""
+    """left + right, each rounded once."""
     left, right = carray(pointer(left_at, element), (size,)), carray(pointer(right_at, element), (size,))
     out, whole = carray(pointer(out_at, element), (size,)), size - size % LANES
     for at in range(0, whole * out.itemsize, LANES * out.itemsize):
@@ -61,13 +60,13 @@ def norm_row(element: Any, x_at: Any, weight_at: Any, size: Any, eps: Any, out_a
 
 @jit
 def gate_row(element: Any, gates_at: Any, ups_at: Any, width: Any, out_at: Any) -> None:
-    """silu(gate) * up of `width` numbers, at least 16."""
+    """silu(gate) * up; `width` is at least 16."""
     size = carray(pointer(out_at, element), (1,)).itemsize
     for at in range(0, (width - width % LANES) * size, LANES * size):
         silu_times(element, gates_at + at, ups_at + at, out_at + at)
     if width % LANES:
-        # The last vector overlaps the one before, so that no number is computed by scalar code: rounding must not
-        # depend on a number's column, since tensor ranks cut rows at different columns.
+        # The last vector overlaps the one before instead of scalar code: rounding must not depend on a number's column,
+        # since tensor ranks cut rows at different columns.
         at = (width - LANES) * size
         silu_times(element, gates_at + at, ups_at + at, out_at + at)
 
@@ -152,7 +151,6 @@ def _rotations_bf16(arguments: Any) -> None:
     _rotations(arguments, np.uint16(0))
 
 
-# For float32, and for bfloat16.
 _NORMS = (Kernel(_norms_f32), Kernel(_norms_bf16))
 _GATES = (Kernel(_gates_f32), Kernel(_gates_bf16))
 _ROTATIONS = (Kernel(_rotations_f32), Kernel(_rotations_bf16))
@@ -210,7 +208,7 @@ def _run(kernels: tuple[Kernel, Kernel], like: Tensor, *values: int) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: np.float32) -> Tensor:
-    """RMSNorm over the last dimension of a CPU tensor, rounded as in `layernorm.RMSNorm`."""
+    """RMSNorm over the last dimension, rounded as in `layernorm.RMSNorm`."""
     x, size = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
     if x.numel():
@@ -219,7 +217,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: np.float32) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: np.float32) -> tuple[Tensor, Tensor]:
-    """x + delta, and its `rms_norm`. Both are contiguous CPU tensors of one shape."""
+    """x + delta, and its `rms_norm`, of contiguous tensors."""
     total, out, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
     if x.numel():
         shape = x.numel() // size, size
@@ -229,10 +227,10 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: np.float32) -> t
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of a CPU tensor [T, 2I], gate first: [T, I] in its dtype, computed in float32."""
+    """silu(gate) * up of [T, 2I], gate first: [T, I] in its dtype, computed in float32."""
     width = gate_up.shape[1] // 2
     if 0 < width < LANES:
-        # The kernel takes whole vectors only.
+        # The kernel takes whole vectors.
         parts = gate_up.reshape(len(gate_up), 2, width)
         return silu_mul(F.pad(parts, (0, LANES - width)).flatten(1))[:, :width]
     gate_up = gate_up.contiguous()
@@ -243,8 +241,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rotate_in_place(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the first `count` heads of a contiguous CPU tensor [T, H, D] by cos and sin [T, 1, at most D/2] of the
-    same dtype. Products are rounded to it."""
+    """Rotate the first `count` heads of contiguous [T, H, D] by cos and sin [T, 1, at most D/2] of the same dtype, to
+    which products are rounded."""
     num_rows, num_heads, size = heads.shape
     cos, sin = cos.contiguous(), sin.contiguous()
     if num_rows:
@@ -253,14 +251,14 @@ def rotate_in_place(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> None
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x) of a float32 CPU tensor."""
+    """1 / (1 + e^-x) of float32."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _sigmoid(as_array(x.contiguous()).reshape(-1), as_array(out).reshape(-1))
     return out
 
 
 def rms_norm_fp32(x: Tensor, weight: Tensor, offset: np.float32, eps: np.float32) -> Tensor:
-    """RMSNorm over the last dimension of a CPU tensor, times `offset` + `weight` in float32, rounded once."""
+    """RMSNorm over the last dimension, times `offset` + `weight` in float32, rounded once."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if out.numel():
@@ -270,8 +268,8 @@ def rms_norm_fp32(x: Tensor, weight: Tensor, offset: np.float32, eps: np.float32
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up of a CPU tensor [T, 2I], gate first: [T, I] in its dtype, computed in float32. The tanh form of
-    GELU (Hendrycks & Gimpel, 2016, arXiv:1606.08415)."""
+    """gelu(gate) * up of [T, 2I], gate first: [T, I] in its dtype, computed in float32. The tanh form of GELU
+    (Hendrycks & Gimpel, 2016, arXiv:1606.08415)."""
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
     if len(out):
         _gelu_mul(as_array(gate_up.contiguous()), as_array(out))
@@ -279,8 +277,8 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 
 
 def clamped_glu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """(up + 1) gate sigmoid(alpha gate) of a CPU tensor [T, 2I], gates at even columns: [T, I] in its dtype, computed
-    in float32. Gates are clamped to at most `limit`, ups to +-`limit` (gpt-oss, arXiv:2508.10925)."""
+    """(up + 1) gate sigmoid(alpha gate) of [T, 2I], gates at even columns: [T, I] in its dtype, computed in float32.
+    Gates are clamped to at most `limit`, ups to +-`limit` (gpt-oss, arXiv:2508.10925)."""
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
     if len(out):
         _clamped_glu(as_array(gate_up.contiguous()), np.float32(alpha), np.float32(limit), as_array(out))

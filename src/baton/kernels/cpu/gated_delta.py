@@ -1,5 +1,4 @@
-"""CPU kernels of gated delta nets: the recurrence and the gated norms, row by row, so neither other rows nor chunks
-change a bit. States are float32.
+"""CPU kernels of gated delta nets, row by row: neither other rows nor chunks change a bit.
 
 Shapes: T rows of R requests, H value heads of V numbers, J key heads of K numbers, each for H / J value heads.
 """
@@ -21,7 +20,7 @@ _EPS = np.float32(1e-6)
 
 @jit_contract
 def _scale_to(length: Any, row: Any, start: int, out: Any) -> None:
-    """Write the vector that begins at `start` in `row` to `out`, with this length."""
+    """Scale the vector that begins at `start` in `row`."""
     total = _EPS
     for n in range(len(out)):
         total += row[start + n] * row[start + n]
@@ -95,7 +94,7 @@ def scan(
 
 @jit_contract
 def _norm_factor(row: Any, start: int, size: int, element: Any, eps: Any) -> Any:
-    """One over the root mean square of the `size` numbers from `start` on, each rounded to the dtype of `element`."""
+    """One over the root mean square, of numbers rounded to the dtype of `element`."""
     total = np.float32(0.0)
     for i in range(size):
         value = to_f32(from_f32(element, row[start + i]))

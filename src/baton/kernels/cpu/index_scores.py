@@ -21,9 +21,9 @@ _ZERO = np.float32(0.0)
 def score(plane: Any, pages: Any, positions: Any, queries: Any, weights: Any, out: Any) -> bool:
     """Scores of one request's rows: the sum over heads of weight times relu(q k), to `out` float32 [T, S].
 
-    `plane` [pages, page_size, D] holds the keys, `pages` int32 [columns] the request's page ids. Row t has `queries`
-    float32 [T, H, D] and `weights` float32 [T, H], and sees keys 0 .. `positions`[t] (ascending); other scores stay.
-    Returns False for a page id outside the plane, or the null page.
+    `plane` [pages, page_size, D] holds the keys, `pages` int32 [columns] the request's page ids. `queries` float32 [T,
+    H, D], `weights` float32 [T, H]. Row t sees keys 0 .. `positions`[t] (ascending); other scores stay. Returns False
+    for a page id outside the plane, or the null page.
     """
     page_size, size = plane.shape[1], plane.shape[2]
     heads = queries.shape[1]

@@ -1,7 +1,7 @@
-"""Products of bfloat16 rows with int8 weights that have one scale per output: a weight is read at half its bytes.
+"""Products of bfloat16 rows with int8 weights that have one scale per output.
 
-An int8 number is exact in bfloat16, so products are exact, and activations are not quantised. Each output is summed in
-float32 in order of its pairs, then scaled, whatever the number of rows: rows have the same bits in every batch.
+An int8 number is exact in bfloat16, so products are exact. Each output is summed in float32 in order of its pairs, then
+scaled, whatever the number of rows: rows have the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.kernels.cpu.omp import Kernel, arguments, take, threads_for
 from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, load, splat
 
 _BLOCK = CHUNKS * LANES
-_STEP_BYTES = 2 * _BLOCK  # a pair of weights for each output of a block
+_STEP_BYTES = 2 * _BLOCK  # a pair of weights per output of a block
 _MOST = 127
 # Weights per thread.
 _PARALLEL_WEIGHTS = 1 << 17
@@ -80,8 +80,8 @@ _products = cast(Callable[..., Any], intrinsic(prefer_literal=True)(_span_produc
 def _block(
     num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, scale: Any, bias: Any, out: Any, out_bytes: int
 ) -> None:
-    """A block of outputs, as many rows at once as registers can hold sums of. Twelve rows of half a block widen a
-    weight half as often as six of a whole one."""
+    """As many rows at once as registers can hold. Twelve rows of half a block widen a weight half as often as six of a
+    whole one."""
     row = 0
     while row + 12 <= num_rows:
         x, y = left + row * row_bytes, out + row * out_bytes
@@ -111,7 +111,7 @@ def _block(
 def multiply_block(
     num_rows: int, x: Any, columns: int, weight: Any, scale: Any, block: int, bias: Any, out: Any, out_bytes: int
 ) -> None:
-    """A block of outputs of x [T, K] times `weight`, plus bias (0: none). `out`: the address of the first in row 0."""
+    """x [T, K] times a block of `weight`, plus bias (0: none). `out`: the address of its first output in row 0."""
     steps, at = columns // 2, block * _BLOCK
     bias_at = bias + 2 * at if bias != 0 else bias
     right = weight + block * steps * _STEP_BYTES

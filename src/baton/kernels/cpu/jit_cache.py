@@ -47,7 +47,7 @@ def callback(function: Callable[..., Any], signature: Any, **options: Any) -> An
 
 
 def _stamp(cache: Any, module: str) -> None:
-    # Without a writable folder there is no file that could be outdated.
+    # Without a writable folder there is no file.
     if (file := getattr(cache, "_cache_file", None)) is not None:
         file._source_stamp = source_digest(module)
 

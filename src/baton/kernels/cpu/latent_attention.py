@@ -1,7 +1,6 @@
 """CPU kernels of absorbed latent attention, batch-invariant.
 
-The arithmetic is that of `attention_tile`. A key is a cached row, a value its first C elements. All heads of all rows
-of a request share the loaded tiles.
+A key is a cached row, a value its first C elements. All heads of all rows of a request share the loaded tiles.
 
 Shapes: T rows, H heads, W elements of a cached row, C of them its latent.
 """
@@ -21,8 +20,8 @@ from baton.kernels.cpu.scalar import from_f32, to_f32
 from baton.kernels.cpu.simd import LANES, transpose, widen
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-# Arguments of ATTEND, after the counter of `take`. Names of arrays stand for addresses. FAULT starts as 0. A plane is
-# its address, the elements per row, and the strides in bytes of pages, layers and rows.
+# Arguments as in `paged_attention`. A plane is its address, the elements per row, and the strides in bytes of pages,
+# layers and rows.
 (
     FAULT,
     _ROWS,
@@ -149,7 +148,7 @@ def _attend_step(arguments: Any, element: Any) -> None:
     out = carray(pointer(a[_OUT], element), (num_rows * heads, a[_LATENT]))
     planes, scale = (_plane(a, FIRST_PLANE, element), _plane(a, SECOND_PLANE, element)), float_of(a[_SCALE])
     mine, number = take(arguments), 0
-    # Later rows see more keys: longest pieces first, so that threads finish together.
+    # Longest pieces first, so that threads finish together.
     for r in range(num_requests - 1, -1, -1):
         begin, stop = query_start[r] * heads, query_start[r + 1] * heads
         for block in range((stop - begin + a[_STEP] - 1) // a[_STEP] - 1, -1, -1):
@@ -174,5 +173,4 @@ def _attend_bf16(arguments: Any) -> None:
     _attend_step(arguments, np.uint16(0))
 
 
-# For float32, and for bfloat16.
 ATTEND = Kernel(_attend_f32), Kernel(_attend_bf16)

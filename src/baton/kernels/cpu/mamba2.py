@@ -1,7 +1,7 @@
 """CPU kernels of Mamba-2: selective scan and gated norm, row by row. For the convolution see `causal_conv`.
 
-Neither other rows nor chunks change a bit; states are float32. This is also faster here than the usual chunks of
-matrix products: a head's state stays in the L1 cache while a request's rows are scanned.
+Neither other rows nor chunks change a bit. This is also faster than the usual chunks of matrix products: a head's state
+stays in the L1 cache.
 
 Shapes: T rows of R requests, H heads of P channels, N state numbers per channel.
 """
@@ -67,8 +67,7 @@ def scan(
 
 @jit_contract
 def gated_norm(y: Any, rows: Any, weight: Any, num_groups: Any, eps: Any, out: Any) -> None:
-    """RMSNorm of y silu(gate) over each of `num_groups` equal parts of a row, to `out`. Gates are the first columns of
-    `rows`."""
+    """RMSNorm of y silu(gate) over each of `num_groups` equal parts of a row. Gates are the first columns of `rows`."""
     size = y.shape[1] // num_groups
     element = weight[0]
     gated = np.empty(size, np.float32)
@@ -104,7 +103,7 @@ def gated_squares(y: Any, rows: Any, gated: Any, sums: Any) -> None:
 
 @jit_contract
 def scale_rows(gated: Any, factors: Any, weight: Any, out: Any) -> None:
-    """`gated` [T, I] times the factor of its piece of the row (`factors` [T, pieces]), times `weight` [I], to `out`."""
+    """`gated` [T, I] times the factor of its piece of the row (`factors` [T, pieces]), times `weight` [I]."""
     size = gated.shape[1] // factors.shape[1]
     element = weight[0]
     for t in range(gated.shape[0]):

@@ -1,11 +1,11 @@
 """Run compiled kernels on PyTorch's OpenMP threads.
 
 OpenMP threads spin for some milliseconds before they sleep, so another pool would compete with them. Kernels therefore
-run in the same team, through the compilers' entry point of GNU's runtime (libgomp), which PyTorch's Linux wheels
-contain. Elsewhere they run on Python threads.
+run in the same team, through the entry point of GNU's runtime (libgomp) in PyTorch's Linux wheels. Elsewhere they run
+on Python threads.
 
-A kernel takes a pointer to int64 arguments: numbers and addresses of arrays. All threads of a team run it with the
-same arguments and share the work by `take`; results must not depend on which thread takes which piece.
+A kernel takes a pointer to int64 arguments: numbers and addresses of arrays. All threads share the work by `take`;
+results must not depend on which thread takes which piece.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _take(typing_context: Any, arguments: Any) -> Any:
 
 
 def _pointer(typing_context: Any, address: Any, element: Any) -> Any:
-    """`address` as a pointer to the type of `element`, for `numba.carray`."""
+    """A pointer to the type of `element`, for `numba.carray`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(_numba.types.CPointer(element)))
@@ -62,7 +62,7 @@ float_of = cast(Callable[[Any], Any], intrinsic(_float_of))
 
 
 class Kernel:
-    """A kernel function, compiled at its first call."""
+    """Compiled at its first call."""
 
     def __init__(self, function: Callable[[Any], None]) -> None:
         self._function = function
@@ -74,7 +74,7 @@ class Kernel:
     @functools.cached_property
     def _entries(self) -> tuple[Any, Any, int]:
         address = self._compiled.address
-        # The first keeps the GIL, which short work would wait to reacquire.
+        # The first keeps the GIL.
         return (
             ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(address),
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address),
@@ -82,18 +82,18 @@ class Kernel:
         )
 
     def call_inline(self, arguments: Any) -> None:
-        """Run in this thread, for a few microseconds."""
+        """Run in this thread, for a few microseconds, with the GIL."""
         self._entries[0](arguments)
 
     def call(self, arguments: Any, threads: int) -> None:
-        """Run in `threads` threads, the calling one included, and wait for all."""
+        """`threads` include the calling one."""
         _, alone, address = self._entries
         if threads == 1:
             alone(arguments)
         elif (team := gomp_parallel()) is not None:
             team(address, arguments, threads, 0)
         else:
-            # For every thread, even on Ctrl-C: they write into the arguments' arrays.
+            # Wait even on Ctrl-C: threads write into the arguments' arrays.
             jobs = [_pool(threads).submit(alone, arguments) for _ in range(threads - 1)]
             try:
                 alone(arguments)
@@ -104,7 +104,7 @@ class Kernel:
 
 @functools.cache
 def gomp_parallel() -> Any:
-    """`GOMP_parallel` of the loaded OpenMP runtime. None if it is not libgomp."""
+    """None if the loaded OpenMP runtime is not libgomp."""
     try:
         function = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).GOMP_parallel
     except (AttributeError, OSError):
@@ -120,7 +120,6 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def threads_for(work: float, least: float) -> int:
-    """Threads for `work`, with at least `least` for each."""
     return max(1, min(torch.get_num_threads(), int(work / least)))
 
 

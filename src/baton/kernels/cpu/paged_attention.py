@@ -1,11 +1,10 @@
 """CPU kernels of paged attention, batch-invariant.
 
-Tiles of 64 keys at ABSOLUTE positions go through `attention_tile`, transposed while they are loaded. For one row and
-head, the sequence of floating-point operations depends only on its position, its window and the head size: not on the
-other rows, the prefill chunk, the page size or the order of pages. Rows are blocked only to share the loaded tile, as
-do the query heads of one KV head.
+Tiles of 64 keys at ABSOLUTE positions go through `attention_tile`. For one row and head, the sequence of floating-point
+operations depends only on its position, its window and the head size: not on the other rows, the prefill chunk, the
+page size or the order of pages. Rows, and the query heads of one KV head, share a loaded tile.
 
-Every kernel is a plain function of its module: each process would compile a closure over another kernel anew.
+No kernel is a closure over another: each process would compile it anew.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
 from baton.kernels.cpu.scalar import from_f32, to_f32
 from baton.kernels.cpu.simd import LANES, touch, transpose, widen
 
-# Query vectors that share one load of a tile. Their queries and outputs stay in a core's cache.
+# Query vectors that share one load of a tile: they fit in a core's cache.
 _QUERY_VECTORS = 128
-# Bytes of a cache line.
 _LINE = 64
-# Bytes of keys and values read ahead at once. They stay in a core's cache until all heads have used them.
+# Bytes read ahead at once. They fit in a core's cache until all heads have used them.
 _READ_AHEAD_BYTES = 1 << 18
 # From here on, threads share the work well enough without splitting a request's heads.
 _MIN_REQUESTS = 4
@@ -82,7 +80,6 @@ def write_row(kv: Any, layer: int, page: int, slot: int, k: Any, v: Any) -> None
 
 @jit
 def are_valid_slots(kv: Any, positions: Any, query_start: Any, page_table: Any) -> bool:
-    """Whether every row has a slot."""
     for r in range(len(query_start) - 1):
         for row in range(query_start[r], query_start[r + 1]):
             if page_of(kv, positions[row], page_table[r]) == 0:
@@ -92,8 +89,7 @@ def are_valid_slots(kv: Any, positions: Any, query_start: Any, page_table: Any) 
 
 @jit
 def _write(kv: Any, layer: int, k: Any, v: Any, positions: Any, query_start: Any, page_table: Any) -> bool:
-    """Store k and v [T, G * D or more] in their slots. Checks all slots before it writes. Returns False for a bad
-    slot."""
+    """Store k and v [T, G * D or more] in their slots. Returns False, before it writes, for a bad slot."""
     if not are_valid_slots(kv, positions, query_start, page_table):
         return False
     for r in range(len(query_start) - 1):
@@ -155,10 +151,8 @@ def _load_tile(
 
 @jit
 def _read_ahead(kv: Any, layer: int, head: int, num_heads: int, pages: Any, first: int, last: int) -> None:
-    """Bring keys and values of tokens [first, last) and `num_heads` heads into this core's cache.
-
-    Memory delivers contiguous bytes several times faster, so a page's keys are read from end to end, then its values.
-    """
+    """Bring tokens [first, last) of `num_heads` heads into this core's cache: contiguous bytes come several times
+    faster."""
     page_size = kv.shape[3]
     token = first
     while token < last:
@@ -192,7 +186,7 @@ def _attend_block(
     maxima, totals = np.full(count, MINUS_INFINITY), np.zeros(count, np.float32)
     scores, factors = np.empty((ROW_BLOCK, TILE), np.float32), np.empty(ROW_BLOCK, np.float32)
     rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, ROW_BLOCK), np.int64), np.empty(count, np.int64)
-    # In pairs, without conversion, if the CPU can and the pairs fill whole vectors.
+    # If the pairs fill whole vectors.
     in_pairs = HAS_BF16_PAIRS and kv.itemsize == 2 and size % (2 * LANES) == 0
     pairs = np.empty((count if in_pairs else 0, size), query.dtype)
     for i in range(count):
@@ -235,7 +229,7 @@ def attend_pieces(
     page_table: Any, scale: Any, sinks: Any,
 ) -> tuple[int, int, bool]:  # fmt: skip
     """Attend the pieces that this thread takes from `counter`. Returns the number of all pieces, that of this thread's,
-    and whether all page ids were good: after a bad one, no more is computed."""
+    and whether all page ids were good; a bad one ends it."""
     num_requests, num_rows, heads = len(query_start) - 1, len(positions), kv.shape[4]
     step = max(1, _QUERY_VECTORS // group)
     # Later rows see more keys: longest pieces first, so that threads finish together. The heads of a few rows are one
@@ -323,5 +317,4 @@ def _attend_bf16(arguments: Any) -> None:
     _attend_step(arguments, np.uint16(0))
 
 
-# For float32, and for bfloat16.
 WRITE, ATTEND = (Kernel(_write_f32), Kernel(_write_bf16)), (Kernel(_attend_f32), Kernel(_attend_bf16))

@@ -104,10 +104,9 @@ def softplus32(x: Any) -> Any:
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the CPU kernels take tensors of this device and dtype."""
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
 def as_array(tensor: Tensor) -> Any:
-    """A contiguous CPU tensor as a numpy array: float32, or the bits of bfloat16."""
+    """A contiguous CPU tensor: float32, or the bits of bfloat16."""
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 cgutils: Any = untyped_cgutils
 
 LANES = 16
-# Chunks of 16 in a row of a tile. A tile has at most as many rows.
+# Chunks of 16 in a row of a tile, which has at most as many rows.
 CHUNKS = 4
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -99,7 +99,7 @@ def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) 
 
 
 def _visible(builder: Any, first: Any, last: Any, chunk: int) -> Any:
-    """The mask of this chunk's lanes that are in [first, last) of a tile's row."""
+    """The mask of this chunk's lanes in [first, last) of a row."""
     lanes = ir.Constant(_WORDS, [chunk * LANES + lane for lane in range(LANES)])
     low, high = (splat(builder, builder.trunc(edge, _I32)) for edge in (first, last))
     return builder.and_(builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high))
@@ -113,7 +113,7 @@ def _transposed(typing_context: Any, element: Any, rows: Any, destination: Any, 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, rows, destination, stride = args
         block = [load_widened(builder, load(builder, rows, 8 * j, _I64), num_bytes) for j in range(LANES)]
-        # log2(16) rounds of two-input shuffles: rows j and j + distance swap halves, quarters, eighths...
+        # Rows j and j + distance swap halves, quarters, eighths...
         distance = LANES // 2
         while distance:
             low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
@@ -160,8 +160,8 @@ def _products(
     """out [num_rows, 16 * num_chunks] = out * its row's factor + sum over `steps` of left [row, step] * right [step].
 
     `left`, `right`, `factors` (0: out begins at zero) and `out` are addresses of float32. Strides are in bytes:
-    `row_bytes` and `step_bytes` of `left`, `right_bytes` between steps of `right`, `out_bytes` between rows of `out`.
-    The sum runs in order of the steps. `num_rows` and `num_chunks` are literals.
+    `row_bytes` and `step_bytes` of `left`, others of the array that they name. The sum runs in order of the steps.
+    `num_rows` and `num_chunks` are literals.
     """
     rows, chunks = num_rows.literal_value, num_chunks.literal_value
 
@@ -201,7 +201,7 @@ def _products(
 
 
 def _largest(typing_context: Any, scores: Any, first: Any, last: Any) -> Any:
-    """The largest of the float32 in lanes [first, last) of the 64 at `scores`; -inf if there are none."""
+    """The largest of lanes [first, last) of the 64 float32 at `scores`; -inf for none."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         scores, first, last = args

@@ -1,9 +1,8 @@
 """A small GEMM: a few rows of bfloat16 times a packed weight, limited by memory bandwidth.
 
-The kernel reads oneDNN's own blocked copy if its layout is [N / 64][K / 2][64][2]: pairs of one output's weights side
-by side, as AVX-512's instruction for bfloat16 pairs takes them. Each output is summed in order of its pairs, in spans
-whose sums are added in order, so rows are independent. With the spans of oneDNN 3 the bits are those of oneDNN;
-`linear` relies on that only if a probe confirms it.
+The kernel reads oneDNN's own blocked copy if its layout is [N / 64][K / 2][64][2], as AVX-512's instruction for
+bfloat16 pairs takes it. Each output is summed in order of its pairs, in spans whose sums are added in order, so rows
+are independent. With the spans of oneDNN 3 the bits are those of oneDNN; `linear` probes that.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, arguments, take, threads_for
 from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils
 
-# Above, oneDNN is as fast: both are limited by arithmetic.
+# Above, oneDNN is as fast.
 MAX_ROWS = 64
 _BLOCK = CHUNKS * LANES
 _ROW_BYTES = 4 * _BLOCK
@@ -86,7 +85,7 @@ def _block(
     num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, span: int, bias: Any, out: Any, out_bytes: int,
     is_half: bool,
 ) -> None:  # fmt: skip
-    """One block of outputs, or half a block, as many rows at once as registers can hold sums of."""
+    """One block of outputs, or half of one, as many rows at once as registers can hold."""
     row = 0
     while row < num_rows:
         x, y, more = left + row * row_bytes, out + row * out_bytes, num_rows - row
@@ -113,7 +112,7 @@ def _block(
 
 @jit
 def num_pieces(outputs: int) -> int:
-    """Blocks of outputs. The last of an odd number is two pieces, so that two threads finish together."""
+    """The last of an odd number of blocks is two pieces, so that two threads finish together."""
     return outputs // _BLOCK + outputs // _BLOCK % 2
 
 
@@ -153,8 +152,8 @@ _MULTIPLY = Kernel(_multiply)
 
 
 def packed_address(weight: Tensor, packed: Tensor) -> int | None:
-    """The address of the data of `packed` [N, K], oneDNN's copy of bfloat16 `weight`. None if the kernel cannot read
-    it: on another CPU, for other sizes, or if this oneDNN uses another layout."""
+    """The address of `packed` [N, K], oneDNN's copy of bfloat16 `weight`. None if the kernel cannot read it: on another
+    CPU, for other sizes, or in another layout."""
     outputs, columns = weight.shape
     if weight.dtype is not torch.bfloat16 or outputs % _BLOCK or columns % 2 or not HAS_BF16_PAIRS:
         return None

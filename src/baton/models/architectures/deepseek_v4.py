@@ -79,7 +79,7 @@ class DeepseekV4(CausalLM):
         return V4Layer(cast(V4Config, config), layer_id, build)
 
     def mtp_config(self, num_modules: int) -> ModelConfig:
-        """Layers with a window alone, whose experts are routed."""
+        """Layers with a window alone and routed experts."""
         config = cast(V4Config, self.config)
         plain = replace(config.attention[0], rate=0, overlaps=False, index=None)
         attention, ropes = (plain,) * num_modules, (config.rope,) * num_modules
@@ -149,7 +149,7 @@ def _rotary_dim(raw: RawConfig, head_dim: int) -> int:
 
 
 def _kinds(raw: RawConfig, num_layers: int) -> list[str]:
-    """Each layer's attention: by `layer_types`, or by `compress_ratios` (0, 4 or 128), or as in V4-Pro. Raises
+    """Each layer's attention, by `layer_types`, or by `compress_ratios` (0, 4 or 128), or as in V4-Pro. Raises
     `CheckpointError`."""
     kinds, ratios = raw.get("layer_types"), raw.get("compress_ratios")
     if kinds is None and ratios is None:

@@ -56,7 +56,7 @@ class Gemma3(CausalLM):
         without = {"rope_parameters": None, "rope_scaling": None}
         fields = decoder_fields({**raw, **without}, 131072, head_dim_default=256, activation=_ACTIVATION)
         slides = _sliding(raw, fields["num_layers"])
-        # Absence means the default; null is refused: windowed layers need a window.
+        # Null is refused: windowed layers need a window.
         window = get_int({"sliding_window": 4096, **raw}, "sliding_window") if any(slides) else None
         full, local = _ropes(raw, fields["max_position"])
         bias = get_bool(raw, "attention_bias")
@@ -120,8 +120,8 @@ def _sliding(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
 
 
 def _ropes(raw: RawConfig, max_position: int) -> tuple[RopeSpec, RopeSpec]:
-    """Rotary embeddings of full and of windowed layers, from `rope_parameters` by layer type. In old configs
-    `rope_theta` and `rope_scaling` are for full layers, `rope_local_base_freq` for windowed ones."""
+    """Rotary embeddings of full and of windowed layers. In old configs `rope_theta` and `rope_scaling` are for full
+    layers, `rope_local_base_freq` for windowed ones."""
     given = raw.get("rope_parameters") or {}
     if not isinstance(given, Mapping) or given.keys() - {"full_attention", "sliding_attention"}:
         raise CheckpointError(f"config.json: rope_parameters is {given!r}, expected an object for each type of layer")

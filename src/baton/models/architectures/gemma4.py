@@ -1,7 +1,7 @@
 """Gemma 4 (`model_type` gemma4_text; Google, 2026), text only: see `families.gemma4`.
 
 The last layers may share the keys and values of the last layer of their kind that has its own. With per-layer inputs,
-each layer gets a small vector of each row's token, from a second embedding and from the first.
+each layer gets a small vector of each row's token.
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ _ROPES: dict[str, dict[str, Any]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-# Of layers that share, transformers leaves these out too.
+# As in transformers, not loaded for layers that share.
 _OWN = ("k_proj.", "v_proj.", "k_norm.")
 _STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 def rounded(number: float, build: Build) -> float:
-    """`number` in the model's dtype."""
     return float(torch.tensor(number, dtype=build.dtype))
 
 
@@ -115,7 +114,6 @@ class Gemma4(CausalLM):
         return super().stored_name(name)
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Split stacked experts."""
         if not name.endswith(_STACKED):
             return ((name, tensor),)
         moe = self.config.moe
@@ -131,7 +129,7 @@ def parse_gemma4(raw: RawConfig, num_shared: int) -> Gemma4Config:
     raw = {**_DEFAULTS, **raw}
     handled = {"rope_parameters": None, "rope_scaling": None, "final_logit_softcapping": None}
     if raw.get("use_bidirectional_attention") == "vision":
-        handled["use_bidirectional_attention"] = None  # of images alone
+        handled["use_bidirectional_attention"] = None  # for images
     fields = decoder_fields({**raw, **handled}, 131072, head_dim_default=256, activation=_ACTIVATION)
     layers, heads = fields["num_layers"], fields["num_heads"]
     slides = _sliding(raw, layers)
@@ -173,15 +171,15 @@ def parse_gemma4(raw: RawConfig, num_shared: int) -> Gemma4Config:
 
 
 def _sliding(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have a window. As in transformers, the last has none."""
+    """As in transformers, the last layer has no window."""
     types = raw.get("layer_types")
     slides = tuple((i + 1) % 6 > 0 for i in range(num_layers)) if types is None else sliding_layers(types, num_layers)
     return (*slides[:-1], False)
 
 
 def _full_heads(raw: RawConfig, slides: tuple[bool, ...], kv_heads: int, k_is_v: bool) -> tuple[int, int]:
-    """Number and size of full layers' key heads, from two fields, or from `per_layer_config` as transformers 5 writes
-    it. Raises `CheckpointError` if layers of a kind differ."""
+    """Number and size of full layers' key heads, also from transformers 5's `per_layer_config`. Raises
+    `CheckpointError` if layers of a kind differ."""
     given = raw.get("per_layer_config")
     if given is None:
         own = get_int(raw, "num_global_key_value_heads", kv_heads) if k_is_v else kv_heads
@@ -200,8 +198,8 @@ def _full_heads(raw: RawConfig, slides: tuple[bool, ...], kv_heads: int, k_is_v:
 
 
 def _sources(slides: tuple[bool, ...], first_shared: int) -> tuple[int, ...]:
-    """For layers that share: the last layer with the same kind of attention that has its own keys and values. Raises
-    `CheckpointError` if there is none."""
+    """For layers that share: the last of their kind with its own keys and values. Raises `CheckpointError` if there is
+    none."""
     last = {slide: layer for layer, slide in enumerate(slides[: max(first_shared, 0)])}
     if missing := set(slides) - set(last):
         kind = "sliding_attention" if missing == {True} else "full_attention"

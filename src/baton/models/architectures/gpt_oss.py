@@ -68,7 +68,7 @@ class GptOss(CausalLM):
         layers = fields["num_layers"]
         types = raw.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
         slides = sliding_layers(types, layers)
-        # Absence means the default; null is refused: windowed layers need a window.
+        # Null is refused: windowed layers need a window.
         window = get_int({"sliding_window": 128, **raw}, "sliding_window") if any(slides) else None
         top_k = get_int(raw, "num_experts_per_tok", 4)
         if get_int(raw, "experts_per_token", top_k) != top_k:
@@ -90,7 +90,7 @@ class GptOss(CausalLM):
         return DecoderLayer(config, layer_id, build, mlp=RoutedExperts(cast(GptOssConfig, config), build))
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Split a layer's stacked experts. Plain weights are [X, in, out], MXFP4 blocks [X, out, in / 32, 16]."""
+        """Plain weights are [X, in, out], MXFP4 blocks [X, out, in / 32, 16]."""
         if not self._is_stacked(name, tensor):
             yield name, tensor
         elif not name.endswith((BLOCKS, SCALES)):
@@ -142,7 +142,7 @@ class RoutedExperts(nn.Module):
 
 
 class LogitRouter(Linear):
-    """Chooses the K experts with the largest logits, weighted by a softmax over these, in float32."""
+    """The K experts with the largest logits, weighted by a softmax over these, in float32."""
 
     def __init__(self, spec: MoESpec, hidden: int, build: Build) -> None:
         super().__init__(hidden, spec.num_experts, replace(build, dtype=torch.float32), bias=True)
@@ -161,7 +161,7 @@ class Expert(nn.Module):
         super().__init__()
         self._alpha, self._limit = config.alpha, config.limit
         share = build.ranks.share(config.intermediate_size, "inner numbers of an expert")
-        # Each gate is next to its up: a rank's share of both is one range of outputs.
+        # Gates and ups alternate: a rank's share is one range of outputs.
         self.gate_up_proj = Linear(config.hidden_size, 2 * share.length, build, bias=True, share=share.times(2))
         self.down_proj = RowLinear(share, config.hidden_size, build, bias=True)
         self._has_bias = build.ranks.rank == 0
@@ -171,8 +171,7 @@ class Expert(nn.Module):
         return self.down_proj(self._gated(x))  # type: ignore[no-any-return]
 
     def partials(self, x: Tensor) -> list[Tensor]:
-        """This rank's partial sums of the output. The first of rank 0 includes the bias, so that it counts once per
-        expert, with the expert's weight."""
+        """The first of rank 0 includes the bias, so that it counts once per expert, with the expert's weight."""
         parts = self.down_proj.partials(self._gated(x))
         if self._has_bias:
             assert self.down_proj.bias is not None

@@ -39,7 +39,7 @@ from baton.models.layers.specs import IndexSpec
 
 @dataclass(frozen=True, slots=True)
 class CompressedSpec:
-    """One layer's attention. `rate` 0: a window alone. `overlaps`: an entry also has the tokens of the one before."""
+    """`rate` 0: a window alone. `overlaps`: an entry also has the tokens of the one before."""
 
     head_dim: int
     window: int
@@ -87,14 +87,14 @@ class Compressor(nn.Module):
         self.kv_norm = make_norm(config, size, build)
 
     def entries(self, windows: Sequence[Tensor], cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        """The entries [N, size] of N windows of outputs of `kv_gate`, rotated by the entries' (cos, sin)."""
+        """[N, size] from N windows of outputs of `kv_gate`, rotated by the entries' (cos, sin)."""
         mixed = torch.stack([self._mixed(*window.chunk(2, dim=1)) for window in windows])
         return rotate_pairs(self.kv_norm(mixed)[:, None], *cos_sin)[:, 0]
 
     def _mixed(self, values: Tensor, gates: Tensor) -> Tensor:
         """One window at a time: sums of one shape have the same bits."""
         if self._overlaps:
-            # The tokens before, if any, by the first half of the numbers, then the window's own by the second.
+            # The tokens before, if any, have the first half of the numbers, the window's own the second.
             before, bias = len(values) - self.rate, self.position_bias
             earlier = gates[:before, : self.size] + bias[:before, : self.size]
             gates = torch.cat((earlier, gates[before:, self.size :] + bias[:, self.size :]))
@@ -105,7 +105,7 @@ class Compressor(nn.Module):
 
 
 class EntryIndexer(nn.Module):
-    """Scores of entries, by entries of its own. Replicated on all tensor ranks; weights of heads are in float32."""
+    """Scores entries by entries of its own. Replicated on all tensor ranks; weights of heads are in float32."""
 
     def __init__(self, spec: CompressedSpec, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class GroupedLinear(nn.Module):
 
 
 class CompressedAttention(nn.Module):
-    """A layer's attention: [T, E] -> [T, E]. `rotary` of entries is set by the decoder, which shares it."""
+    """[T, E] -> [T, E]. The decoder sets `rotary` of entries, which layers share."""
 
     rotary: Rotary
 

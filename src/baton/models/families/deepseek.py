@@ -34,13 +34,13 @@ class Deepseek(CausalLM):
 
 
 def is_mtp_layer(name: str, num_layers: int) -> bool:
-    """Whether a tensor is of a layer after the last: checkpoints store MTP modules there."""
+    """Checkpoints store MTP modules as layers after the last."""
     index = layer_index(name)
     return index is not None and index >= num_layers
 
 
 def latent_fields(raw: RawConfig, max_position_default: int, interleaved: bool) -> dict[str, Any]:
-    """A decoder with latent attention, as keyword arguments of `ModelConfig`."""
+    """Keyword arguments of `ModelConfig`."""
     heads = get_int(raw, "num_attention_heads")
     if get_int(raw, "num_key_value_heads", heads) != heads:
         raise CheckpointError("config.json: num_key_value_heads differs from num_attention_heads")
@@ -90,7 +90,7 @@ def expert_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
 
 
 def require_value(raw: RawConfig, name: str, *supported: object) -> None:
-    """Raise `CheckpointError` for an unsupported value. Absence and null pass."""
+    """Raises `CheckpointError` for an unsupported value. Absence and null pass."""
     value = raw.get(name)
     if value is not None and value not in supported:
         raise CheckpointError(f"config.json: {name} is {value!r}, expected {' or '.join(map(repr, supported))}")

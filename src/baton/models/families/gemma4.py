@@ -21,7 +21,7 @@ from baton.models.layers.moe import Experts, row_sum
 from baton.models.layers.rotary import rotate
 from baton.models.layers.row_linear import RowLinear
 
-# The assistant sees one key more than a row of the target's windowed layers.
+# The assistant sees one key more than a windowed row of the target.
 LOOKBACK = 1
 
 
@@ -127,8 +127,7 @@ class Gemma4Layer(nn.Module):
 
 
 class ScaledRouter(nn.Module):
-    """Softmax over all experts of a normed and scaled row; the chosen ones' weights are renormalised, then multiplied
-    by each expert's scale."""
+    """Softmax over all experts; the chosen ones' weights are renormalised, then multiplied by each expert's scale."""
 
     def __init__(self, config: Gemma4Config, build: Build) -> None:
         super().__init__()

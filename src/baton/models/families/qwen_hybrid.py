@@ -21,7 +21,7 @@ from baton.models.layers.specs import MoESpec
 from baton.models.loading.tensor_names import split_experts, split_rows
 
 _RECURRENT, _ATTENTION = "linear_attention", "full_attention"
-# Layouts of images' positions. Positions of text are the same in all sections.
+# Layouts of images' positions. Texts have the same in all sections.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
@@ -48,7 +48,7 @@ class QwenHybrid(CausalLM):
         return replace(config, is_recurrent=(False,) * num_modules)
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Split the convolution and projection that join q, k and v, and stacked experts; rename the shared expert."""
+        """Split joined q, k and v, and stacked experts; rename the shared expert."""
         delta = cast(QwenHybridConfig, self.config).delta
         owner, _, kind = name.rpartition(".")
         place, _, layer = owner.rpartition(".")
@@ -118,7 +118,7 @@ def hybrid_fields(raw: RawConfig) -> dict[str, Any]:
 
 
 def qwen_experts(raw: RawConfig, layers: tuple[bool, ...]) -> MoESpec:
-    """The spec of the experts, with a shared one that has a gate of its own."""
+    """The shared expert has a gate of its own."""
     return MoESpec(
         layers=layers,
         num_experts=get_int(raw, "num_experts"),

@@ -48,7 +48,7 @@ class HyperConnection(nn.Module):
         self.base, self.scale = wide.empty((2 + count) * count), wide.empty(3)
 
     def read(self, x: Tensor) -> tuple[Tensor, Mix]:
-        """The block's input [T, E] from the residual [T, N E]."""
+        """The block's input [T, E]."""
         mixes = self.fn(self._norm(x.float()))
         made = streams_cpu.mixing_weights if mixes.device.type == "cpu" else mixing_weights
         pre, post, comb = made(mixes, self.scale, self.base, self._spec.rounds, self._spec.eps)
@@ -80,7 +80,7 @@ class StreamHead(nn.Module):
 
 
 def weighted_sum(x: Tensor, weights_TN: Tensor) -> Tensor:
-    """The weighted sum [T, E] of the streams [T, N E], in their order, in float32."""
+    """[T, E] of the streams [T, N E], in their order, in float32."""
     streams = x.view(len(x), weights_TN.shape[1], -1).float()
     total = weights_TN[:, :1] * streams[:, 0]
     for i in range(1, weights_TN.shape[1]):
@@ -91,8 +91,8 @@ def weighted_sum(x: Tensor, weights_TN: Tensor) -> Tensor:
 def mixing_weights(
     mixes: Tensor, scale: Tensor, base: Tensor, rounds: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights of input [T, N] and output [T, N], and those of streams in streams [T, N, N], whose rows and columns
-    each sum to about 1, from projections `mixes` [T, (2 + N) N]."""
+    """Weights of input [T, N] and output [T, N], and of streams in streams [T, N, N], whose rows and columns each sum
+    to about 1. `mixes`: projections [T, (2 + N) N]."""
     count = math.isqrt(mixes.shape[1] + 1) - 1
     sizes = [count, count, count * count]
     pre, post, comb = (

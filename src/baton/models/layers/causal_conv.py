@@ -33,8 +33,8 @@ class CausalConv(nn.Module):
         self._wide: tuple[Tensor, Tensor] | None = None
 
     def forward(self, rows_TX: Tensor, first: int, state: Tensor, rows: ScanRows) -> tuple[Tensor, Tensor]:
-        """Convolve columns `first` .. `first` + C of `rows_TX` after each request's `state` [R, C, K - 1]: float32
-        [T, C]. Also returns the states after the rows `kept`, the last K - 1 inputs [len(kept), C, K - 1]."""
+        """Columns `first` .. `first` + C of `rows_TX` after each request's `state` [R, C, K - 1]: float32 [T, C]. Also
+        returns the states after the rows `kept`: inputs [len(kept), C, K - 1]."""
         weight, bias = self._parameters32()
         if not self._on_cpu:
             inputs = rows_TX[:, first : first + len(bias)]
@@ -54,7 +54,7 @@ class CausalConv(nn.Module):
 
 
 def _convolved(inputs_TC: Tensor, state: Tensor, weight: Tensor, bias: Tensor, rows: ScanRows) -> Tensor:
-    """Tap by tap, since a library's convolution may round in another order for another number of rows."""
+    """Tap by tap: a library may round in another order for another number of rows."""
     if has_kernels(inputs_TC.device.type):
         where = DeviceRows.of(rows.query_start, rows.kept, inputs_TC.device)
         return triton_convolve(inputs_TC, state, weight, bias, where)

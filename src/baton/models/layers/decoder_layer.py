@@ -85,10 +85,8 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm residual layer: x + attention(norm(x)), then + MLP(norm(.)). [T, E] -> [T, E].
-
-    `attention` and `mlp` replace the default grouped-query attention and SwiGLU MLP.
-    """
+    """Pre-norm residual layer: x + attention(norm(x)), then + MLP(norm(.)). [T, E] -> [T, E]. `attention` and `mlp`
+    replace the default ones."""
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 arXiv:2412.19437, 3.4): a row is sent to the ranks that hold its experts, and their outputs come back.
 
 Ranks communicate in collective *rounds*. In a round each rank dispatches rows of one layer, or none, and computes the
-rows dispatched to it: each expert once for all ranks at the same layer. Ranks may be at different layers and need
-different numbers of rounds: a rank that is done joins rounds without rows until all are done.
+rows dispatched to it. Ranks may be at different layers: a rank that is done joins rounds without rows until all are
+done.
 
 Shapes: T rows, E hidden size, K experts chosen for a row, P (row, expert) pairs, W width of an expert's output.
 """
@@ -30,12 +30,12 @@ _PAIR_BYTES = 8
 
 
 class RemoteExpert(nn.Module):
-    """Placeholder for an expert that another rank holds."""
+    """An expert that another rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLayer:
-    """One layer's experts. `make` computes those of this rank; `width` is W."""
+    """One layer's experts. `make` computes this rank's; `width` is W."""
 
     make: ComputeExperts
     num_experts: int
@@ -58,7 +58,7 @@ class ExpertRanks:
     """One of `size` ranks that share experts: each holds an equal number of a layer's, give or take one.
 
     `begun`: there was a round since the last `finish`. `begins` is called before the first round: the other ranks may
-    not know of it yet. After a failed round every later one fails: what the others received is unknown.
+    not know of it yet. After a failed round every later one fails.
     """
 
     def __init__(self, rank: int, size: int, gather: Gather, all_to_all: AllToAll) -> None:
@@ -76,7 +76,7 @@ class ExpertRanks:
         return range(self.rank * num_experts // self.size, (self.rank + 1) * num_experts // self.size)
 
     def add(self, layer: SharedLayer) -> int:
-        """Register a layer. Returns its number, equal on all ranks if they add layers in the same order."""
+        """Returns the layer's number, equal on all ranks if they add layers in the same order."""
         self._layers.append(layer)
         return len(self._layers) - 1
 
@@ -104,10 +104,7 @@ class ExpertRanks:
         return made
 
     def finish(self, word: int) -> list[int]:
-        """Join rounds until all ranks have called `finish`; returns the `word` of each rank, a small number.
-
-        Raises as `made` does.
-        """
+        """Join rounds until all ranks have called `finish`; returns the `word` of each. Raises as `made` does."""
         self._begin()
         while True:
             _, words = self._round(_NO_LAYER, [], word)
@@ -125,7 +122,7 @@ class ExpertRanks:
                 raise
 
     def _round(self, number: int, dispatched: Sequence[Dispatched], word: int) -> tuple[list[Tensor], list[int] | None]:
-        """The answers to what this rank dispatches; or, if no rank dispatched anything, the words of all."""
+        """The outputs for what this rank dispatches; or, if no rank dispatched anything, the words of all."""
         if self._failure is None:
             try:
                 return self._run_round(number, dispatched, word)
@@ -171,7 +168,7 @@ class ExpertRanks:
         }
 
     def _compute(self, received: dict[int, Dispatched], heads: Sequence[Sequence[int]]) -> dict[int, Tensor]:
-        """The outputs [P, W] of this rank's experts for each rank with rows. A layer is computed for all at once."""
+        """The outputs [P, W] of this rank's experts for each rank with rows."""
         made: dict[int, Tensor] = {}
         for number in {heads[rank][0] for rank in received}:
             of_layer = {rank: one for rank, one in received.items() if heads[rank][0] == number}
@@ -188,7 +185,6 @@ class ExpertRanks:
         return made
 
     def _combine(self, number: int, made: dict[int, Tensor], pairs: Sequence[int]) -> list[Tensor]:
-        """Send the outputs back, and collect each rank's outputs for this one's rows."""
         out, sizes = [_no_bytes()] * self.size, [0] * self.size
         for rank, part in made.items():
             if rank != self.rank:
@@ -224,5 +220,5 @@ def _from_bytes(data: Tensor, num_rows: int, num_pairs: int, layer: SharedLayer)
 
 
 def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers, copied: a view needs aligned memory."""
+    """Copied: a view needs aligned memory."""
     return data.clone().view(dtype)

@@ -30,7 +30,7 @@ _L2_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaSpec:
-    """Sizes of a layer. Raises `CheckpointError` if `value_heads` is no multiple of `key_heads`."""
+    """Raises `CheckpointError` if `value_heads` is no multiple of `key_heads`."""
 
     key_heads: int
     key_dim: int
@@ -47,14 +47,14 @@ class GatedDeltaSpec:
 
     @property
     def conv_sizes(self) -> tuple[int, int, int]:
-        """Channels of the convolution: q, k and v."""
+        """q, k and v."""
         keys = self.key_heads * self.key_dim
         return keys, keys, self.value_heads * self.value_dim
 
     @property
     def state_spec(self) -> StateLayerSpec:
-        """The state between steps: the last taps - 1 inputs of the convolution, in the model's dtype, and the matrices
-        [H, K V] in float32: the rounding of a bfloat16 state would depend on where chunks end."""
+        """The last taps - 1 inputs of the convolution, in the model's dtype, and the matrices [H, K V] in float32 (see
+        `Mamba2Spec`)."""
         parts = zip(("q", "k", "v"), self.conv_sizes, strict=True)
         conv = [StatePlane(f"conv.{name}", size, self.taps - 1, "channels") for name, size in parts]
         matrix = StatePlane("matrix", self.value_heads, self.key_dim * self.value_dim, "heads", "float32")
@@ -62,8 +62,8 @@ class GatedDeltaSpec:
 
 
 class GatedDeltaNet(nn.Module):
-    """One layer, [T, E] -> [T, E]. Rows of `in_proj`: gates H V, q J K, k J K, v H V, b H, a H, in a checkpoint
-    `in_proj_z`, `in_proj_q` and so on. Tensor ranks share key heads and their value heads."""
+    """[T, E] -> [T, E]. Rows of `in_proj`: gates H V, q J K, k J K, v H V, b H, a H, in a checkpoint `in_proj_z`,
+    `in_proj_q` and so on. Tensor ranks share key heads and their value heads."""
 
     def __init__(self, spec: GatedDeltaSpec, hidden: int, eps: float, layer_id: int, build: Build) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(self._normed(cache.scan(self._layer_id, recurrence), projected))  # type: ignore[no-any-return]
 
     def _parameters32(self) -> tuple[Tensor, Tensor]:
-        """The decay rate -exp(A_log), and dt_bias [H]."""
+        """-exp(A_log), and dt_bias [H]."""
         if self._wide is None:
             self._wide = -self.A_log.float().exp(), self.dt_bias.float()
         return self._wide

@@ -18,7 +18,7 @@ from baton.models.layers.linear import Build
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension (Zhang & Sennrich, 2019).
 
-    Rounded exactly as in Hugging Face: float32 inside, back to the input's dtype, then times the weight.
+    Float32 inside, back to the input's dtype, then times the weight.
     """
 
     def __init__(self, size: int, eps: float, build: Build) -> None:
@@ -72,8 +72,6 @@ class Fp32RMSNorm(nn.Module):
 
 
 class UnitRMSNorm(Fp32RMSNorm):
-    """RMSNorm without a weight."""
-
     def __init__(self, size: int, eps: float, build: Build) -> None:
         super().__init__(size, eps, 0.0, build)
         # No parameter: checkpoints store none.

@@ -1,13 +1,13 @@
 """Linear layers with packed weights and batch-invariant rows.
 
 With `Build.quantization` "int8", a filled layer's weight is replaced by int8 numbers: see `int8_gemm`. Otherwise, on a
-CPU, oneDNN's blocked copy replaces it if PyTorch and the CPU support it: for a few rows of bfloat16, reading it takes
-half the time. A few rows of bfloat16 can also bypass oneDNN: see `small_gemm`.
+CPU, oneDNN's blocked copy replaces it if PyTorch and the CPU support it: a few rows of bfloat16 then take half the
+time, or bypass oneDNN (see `small_gemm`).
 
-A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches (oneDNN,
-1,536 columns in float32: a lone row differs from the same row among others). With `batch_invariant` rows go through
-the GEMM in padded blocks of fixed heights. Blocks of sixteen rows are the reference. Other heights and `small_gemm`,
-which are faster, are used for a weight's shape only if a probe finds their rows equal to the reference bit for bit.
+A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches. With
+`batch_invariant` rows go through the GEMM in padded blocks of fixed heights. Blocks of sixteen rows are the reference.
+Other heights and `small_gemm`, which are faster, are used for a weight's shape only if a probe finds their rows bitwise
+equal to the reference.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from baton.kernels.cpu.int8_gemm import Int8Weight
 from baton.kernels.device import aligned_copy
 from baton.models.layers.parallel import SINGLE_RANK, Share, TensorRank
 
-# oneDNN and PyTorch each cache what they compile for 1,024 shapes by default: most of a gigabyte with prompts of many
-# lengths. They read these variables at the first product.
+# oneDNN's and PyTorch's default, 1,024 compiled shapes each, takes most of a gigabyte with prompts of many lengths.
+# Read at the first product.
 for _capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_capacity, "128")
 
 _REFERENCE_HEIGHT = 16
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _PROBE_SHIFTS = (0, 1, 2, 3, 5, 11)
-# Enough to test every place in a low block.
+# Enough for every place in a low block.
 _PROBE_ROWS = 64
 # From this many numbers on, probing blocks above TALL would take too long.
 BIG_PROBE = 1 << 22
 TALL = 64
-# The number of rows that packing optimises for.
 _PACKED_ROWS = 16
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -50,8 +49,8 @@ WeightCut = tuple[int, Share]
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How to build a model: dtype, device, whether rows must be batch-invariant, the rank it is for, and how weights of
-    linear layers in bfloat16 are kept ("int8", or None: as they are)."""
+    """How to build a model for a rank. `quantization`: how bfloat16 weights of linear layers are kept ("int8", or None:
+    as they are)."""
 
     dtype: torch.dtype
     device: torch.device
@@ -64,7 +63,7 @@ class Build:
 
 
 def packed(weight: Tensor) -> Tensor | None:
-    """oneDNN's blocked copy of `weight` [N, K]. None if this dtype, device, CPU or build of PyTorch has none."""
+    """oneDNN's blocked copy of `weight` [N, K], or None if there is none."""
     if weight.device.type != "cpu" or weight.dtype not in _PACKED_DTYPES:
         return None
     # Private operators of PyTorch's compiler, without any promise of stability.
@@ -98,8 +97,7 @@ def block_heights(
 ) -> tuple[int, ...]:
     """Block heights, tallest first, that give every row the same bits for a weight [rows, columns].
 
-    With a bias, cuBLAS may choose other algorithms, by the number of rows too.
-    The library's choice of algorithm may depend on `threads`. Falls back to single rows, which are invariant by
+    The algorithm may depend on `threads`, and with cuBLAS on a bias. Falls back to single rows, which are invariant by
     themselves, if rows depend on their place even in blocks of the reference height.
     """
     heights = [height for height in HEIGHTS if height <= TALL or rows * columns < BIG_PROBE]
@@ -113,7 +111,7 @@ def block_heights(
 
 
 def _probe(height: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows [height, columns] and a weight [rows, columns] whose products reveal the order of summation."""
+    """Operands [height, columns] and [rows, columns] whose products reveal the order of summation."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(height, columns, generator=generator), torch.randn(rows, columns, generator=generator)
     x, weight = cancelling_operands(x, weight)
@@ -151,7 +149,7 @@ def cancelling_operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def matching_heights(multiply: Callable[[Tensor], Tensor], x: Tensor, heights: Sequence[int]) -> tuple[int, ...]:
-    """The heights at which `multiply_packed` gives each row of a block the bits of the reference."""
+    """The heights at which each row has the bits of the reference."""
 
     def in_blocks(x: Tensor, height: int) -> Tensor:
         return torch.cat([multiply(block) for block in torch.split(x, height)])
@@ -170,11 +168,11 @@ def matching_heights(multiply: Callable[[Tensor], Tensor], x: Tensor, heights: S
 
 
 def blocks(total: int, heights: tuple[int, ...]) -> list[int]:
-    """Block heights for `total` rows. The last block is padded if that costs less than one more block."""
+    """The last block is padded if that costs less than one more block."""
     chosen: list[int] = []
     while total > 0:
         fitting = min((height for height in heights if height >= total), default=0)
-        # A short block is limited by reading the weight: a few more rows cost nothing.
+        # Padding is cheap: reading the weight limits a short block.
         if fitting and (fitting <= _REFERENCE_HEIGHT or fitting - total <= fitting // 8):
             return [*chosen, fitting]
         below = max((height for height in heights if height <= total), default=heights[-1])
@@ -203,13 +201,13 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def reads_next_row(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN may read past the end of a row: for CPUs with AMX it fills tiles of 32 bfloat16 columns with the
-    next row's first numbers, times weights of 0. A NaN there would spread."""
+    """Whether oneDNN may read past the end of a row: with AMX it fills tiles of 32 bfloat16 columns with the next row's
+    first numbers, times weights of 0. A NaN there would spread."""
     return device.type == "cpu" and dtype is torch.bfloat16 and columns % 32 > 0
 
 
 def isolate_non_finite(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Multiply rows [T, ..., K]. A row that is not finite gives NaN, and others are protected from it."""
+    """Multiply rows [T, ..., K]. A row that is not finite gives NaN in its own products only."""
     bad_T = ~x.flatten(1).sum(dim=1, dtype=torch.float32).isfinite()
     if not bad_T.any():
         return multiply(x)
@@ -244,7 +242,7 @@ class Linear(nn.Module):
         self._reads_next_row = reads_next_row(in_features, build.dtype, build.device)
 
     def pack(self) -> None:
-        """Replace a filled layer's weight by its packed copy, if there is one, or by int8 numbers."""
+        """Replace a filled layer's weight by its packed copy or by int8 numbers."""
         if self.weight is not None and self._is_quantized:
             self._int8, self.weight = Int8Weight(self.weight), None
         elif self.weight is not None and (blocked := packed(self.weight)) is not None:
@@ -252,9 +250,8 @@ class Linear(nn.Module):
             self._packed, self.weight = blocked, None
 
     def in_place(self) -> tuple[int, int, int] | None:
-        """Addresses of a packed bfloat16 weight, or one in int8 and its scales (else 0), and of the bias (0: none), for
-        kernels that multiply few rows: with the bits of `forward`, for up to `small_gemm.MAX_ROWS` rows. None if there
-        is no such kernel here for whole blocks of outputs."""
+        """Addresses of the packed weight, of int8 scales (0: bfloat16), and of the bias (0: none), for kernels that
+        give up to `small_gemm.MAX_ROWS` rows the bits of `forward`. None if there is no such kernel here."""
         bias = 0 if self.bias is None else self.bias.data_ptr()
         if self._int8 is not None:
             found = self._int8.addresses
@@ -262,7 +259,7 @@ class Linear(nn.Module):
         return None if self._address is None else (self._address, 0, bias)
 
     def forward(self, x: Tensor, adds_bias: bool = True) -> Tensor:
-        """`adds_bias` false: partial sums are to be added first."""
+        """`adds_bias` false: for partial sums."""
         bias = self.bias if adds_bias else None
         if self._int8 is not None:
             return self._int8.multiply(x, bias)
@@ -280,8 +277,7 @@ class Linear(nn.Module):
         return self.few_rows_match()
 
     def few_rows_match(self) -> bool:
-        """Whether rows may go through the kernel for few rows: always, except with `batch_invariant` if their bits
-        would differ from those of many."""
+        """Whether the kernel for few rows may be used: with `batch_invariant`, only if no bits change."""
         if not self._batch_invariant or self._int8 is not None:
             return True
         return small_gemm_matches(self.out_features, self.in_features, torch.get_num_threads())

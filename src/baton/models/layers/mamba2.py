@@ -26,13 +26,13 @@ from baton.models.layers.linear import Build, MergedLinear, WeightCut
 from baton.models.layers.parallel import Share, tree_sum
 from baton.models.layers.row_linear import RowLinear
 
-# Up to this many rows, row by row costs no more than one chunk.
+# Up to so many rows, row by row costs no more than one chunk.
 _FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Spec:
-    """Sizes of a layer. `num_heads` must be a multiple of `num_groups`."""
+    """`num_heads` must be a multiple of `num_groups`."""
 
     num_heads: int
     head_dim: int
@@ -48,14 +48,14 @@ class Mamba2Spec:
 
     @property
     def conv_sizes(self) -> tuple[int, int, int]:
-        """Channels of the convolution: x, B and C."""
+        """x, B and C."""
         return self.inner_size, self.num_groups * self.state_size, self.num_groups * self.state_size
 
     @property
     def state_spec(self) -> StateLayerSpec:
-        """The state between steps: the last K - 1 inputs of the convolution, in the model's dtype, and the recurrent
-        state [H, N P] in float32: the rounding of a bfloat16 state would depend on where chunks end."""
-        # With one group, each rank needs all of B and C.
+        """The last K - 1 inputs of the convolution, in the model's dtype, and the recurrent state [H, N P] in float32:
+        the rounding of a bfloat16 state would depend on where chunks end."""
+        # With one group, each rank needs all of it.
         cut: Literal["channels", "whole"] = "channels" if self.num_groups > 1 else "whole"
         x, b, c = self.conv_sizes
         return StateLayerSpec(
@@ -78,7 +78,7 @@ class _Weight(nn.Module):
 
 
 def stored_parts(spec: Mamba2Spec) -> dict[str, dict[str, int]]:
-    """The parts, in order, of each tensor that a checkpoint stores merged, with their rows over all ranks."""
+    """The parts of each tensor that a checkpoint stores merged, in order, with their rows over all ranks."""
     x, b, c = spec.conv_sizes
     channels = {"x": x, "B": b, "C": c}
     return {"in_proj": {"gate": x, **channels, "dt": spec.num_heads}, "conv1d": channels}
@@ -86,9 +86,7 @@ def stored_parts(spec: Mamba2Spec) -> dict[str, dict[str, int]]:
 
 class Mamba2(nn.Module):
     """One layer, [T, E] -> [T, E]. Rows of `in_proj`: gate I, x I, B G N, C G N, dt H. The recurrence is in float32.
-
-    Tensor ranks share the heads and their groups of B and C; a single group is replicated.
-    """
+    Tensor ranks share the heads and their groups of B and C."""
 
     def __init__(self, spec: Mamba2Spec, hidden: int, eps: float, layer_id: int, build: Build) -> None:
         super().__init__()
@@ -147,7 +145,7 @@ class Mamba2(nn.Module):
         return normed
 
     def _normed_in_pieces(self, y: Tensor, projected: Tensor) -> Tensor:
-        """As `_normed`, but sums squares in pieces of a row, as many for any number of ranks."""
+        """Sums squares in pieces of a row, as many for any number of ranks."""
         weight, ranks, groups = self.norm.weight, self._ranks, self._num_groups
         own, each = self._norm_pieces // ranks.size, self._norm_pieces // groups
         gated = torch.empty(y.shape, dtype=torch.float32, device=y.device)
@@ -169,7 +167,7 @@ class Mamba2(nn.Module):
         return out
 
     def _parameters32(self) -> tuple[Tensor, ...]:
-        """The decay rate -exp(A_log), dt_bias and D [H]."""
+        """-exp(A_log), dt_bias and D [H]."""
         if self._wide is None:
             self._wide = -self.A_log.float().exp(), self.dt_bias.float(), self.D.float()
         return self._wide

@@ -37,7 +37,7 @@ def by_chunk(
     """As `by_row`, in chunks, within which each row attends to the rows before it; S is passed between chunks."""
     fine_T = (x_THP.sum(dim=(1, 2)) + decay_TH.sum(dim=1) + b_THN.sum(dim=(1, 2)) + c_THN.sum(dim=(1, 2))).isfinite()
     if not fine_T.all():
-        # The matrix products multiply later rows by 0, which does not mask NaN.
+        # Later rows times 0 may be NaN.
         return by_row(x_THP, decay_TH, b_THN, c_THN, state_HNP, kept)
     outs, states = [], []
     for start in range(0, len(x_THP), CHUNK):

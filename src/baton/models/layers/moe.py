@@ -26,7 +26,7 @@ ExpertCall = Callable[[Tensor], Tensor]
 
 class Router(Linear):
     """Chooses each row's experts, in float32 whatever the model's dtype (DeepSeek-V2, arXiv:2405.04434, 2.2;
-    DeepSeek-V3, arXiv:2412.19437, 2.1.2). PyTorch's `topk` decides between equal scores."""
+    DeepSeek-V3, arXiv:2412.19437, 2.1.2)."""
 
     def __init__(self, spec: MoESpec, hidden: int, build: Build) -> None:
         wide = replace(build, dtype=torch.float32)
@@ -35,7 +35,7 @@ class Router(Linear):
         self.e_score_correction_bias = wide.empty(spec.num_experts) if spec.has_choice_bias else None
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [T, E] -> the ids of their experts int64 [T, K], ascending, and their weights float32 [T, K]."""
+        """Rows [T, E] -> their experts' ids int64 [T, K], ascending, and weights float32 [T, K]."""
         spec = self._spec
         scores = self._scores(self(x.float()))
         wanted = scores if self.e_score_correction_bias is None else scores + self.e_score_correction_bias
@@ -47,7 +47,7 @@ class Router(Linear):
     def _weights(self, scores: Tensor, ids_TK: Tensor) -> Tensor:
         weights = scores.gather(1, ids_TK)
         if self._spec.renormalise:
-            # DeepSeek adds this, Qwen does not: it is below the rounding of any sum of scores.
+            # DeepSeek's term, below the rounding of any sum of scores.
             weights = weights / (row_sum(weights) + 1e-20)
         return weights * self._spec.scale
 
@@ -69,7 +69,7 @@ class Router(Linear):
 
 
 def row_sum(values: Tensor) -> Tensor:
-    """Row sums [T, 1], column by column: the order of PyTorch's reduction depends on the number of rows."""
+    """Column by column: the order of PyTorch's reduction depends on the number of rows."""
     total = values[:, :1]
     for column in range(1, values.shape[1]):
         total = total + values[:, column, None]
@@ -86,7 +86,6 @@ class HashRouter(Router):
         self.tid2eid = nn.Parameter(table, requires_grad=False)
 
     def choose_for(self, x: Tensor, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """As `choose`, for rows of these tokens."""
         ids = self.tid2eid[token_ids_T].sort(dim=-1).values
         return ids, self._weights(self._scores(self(x.float())), ids)
 
@@ -94,7 +93,7 @@ class HashRouter(Router):
 class Experts(nn.ModuleList):
     """A layer's experts, by id; if data-parallel ranks share them, only this rank's.
 
-    If tensor ranks share them, each is cut like any MLP, and its `partials` are this rank's partial sums [T, E].
+    If tensor ranks share them, each expert's `partials` are this rank's partial sums [T, E].
     """
 
     def __init__(self, make: Callable[[], nn.Module], num_experts: int, hidden: int, build: Build) -> None:
@@ -114,8 +113,8 @@ class Experts(nn.ModuleList):
         return run_experts(self._calls, experts_P, lambda order: rows[places_P[order]], self._width)
 
     def weighted_sum(self, x: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The weighted sum [T, E] of the outputs of each row's experts, in x's dtype, added in the order of `ids_TK`.
-        The partial sums of tensor ranks are added once per row, for all its experts."""
+        """[T, E] in x's dtype, added in the order of `ids_TK`. Partial sums of tensor ranks are added once per row, for
+        all its experts."""
         top_k = ids_TK.shape[1]
         if self._shared is not None:
             made = self._shared.made(self._number, x, ids_TK)
@@ -132,8 +131,8 @@ class Experts(nn.ModuleList):
 def run_experts(
     experts: Sequence[ExpertCall], experts_P: Tensor, rows: Callable[[Tensor], Tensor], width: int
 ) -> Tensor:
-    """The outputs [P, width] of P (row, expert) pairs. `rows` gives the rows of pairs by their indices [N]. Each
-    expert is called once."""
+    """The outputs [P, width] of (row, expert) pairs. `rows` gives the rows of pairs by their indices [N]. Each expert
+    is called once."""
     order = experts_P.argsort(stable=True)
     chosen = rows(order)
     made = torch.empty(len(order), width, dtype=chosen.dtype, device=chosen.device)
@@ -154,10 +153,8 @@ def mlp_experts(spec: MoESpec, hidden: int, build: Build) -> Experts:
 
 
 class MoE(nn.Module):
-    """Routed experts, each a SwiGLU MLP, plus a shared one if any: [T, E] -> [T, E].
-
-    Parameters are named as in DeepSeek's checkpoints: `gate`, `experts.N`, `shared_experts`; and `shared_gate`.
-    """
+    """Routed experts, each a SwiGLU MLP, plus a shared one if any: [T, E] -> [T, E]. Parameters have the names of
+    DeepSeek's checkpoints."""
 
     def __init__(self, spec: MoESpec, hidden: int, build: Build) -> None:
         super().__init__()

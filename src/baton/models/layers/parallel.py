@@ -1,10 +1,10 @@
-"""Tensor and pipeline parallelism: which part of a model a rank holds, and how partial sums are added.
+"""Tensor and pipeline parallelism.
 
-As in Megatron-LM (arXiv:1909.08053) every tensor rank has the whole residual stream. Projections into heads, or into
-an MLP's inner width, are cut by outputs; those back by inputs, so each rank has a partial sum of every row.
+As in Megatron-LM (arXiv:1909.08053) every tensor rank has the whole residual stream. Projections into heads, or into an
+MLP's inner width, are cut by outputs; those back by inputs, so each rank has a partial sum of every row.
 
-Since floating-point sums depend on their order, inputs are cut into `num_slices` slices, and the slices' partial sums
-are added as one binary tree: all numbers of ranks that divide `num_slices` give the same bits.
+Inputs are cut into `num_slices` slices, whose partial sums are added as one binary tree: all numbers of ranks that
+divide `num_slices` give the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.models.layers.expert_parallel import ExpertRanks, Gather
 
-# Send a tensor to a stage; receive one from it into the tensor.
+# To a stage; from a stage into the tensor.
 SendTensor = Callable[[Tensor, int], None]
 Receive = Callable[[Tensor, int], None]
 
@@ -46,7 +46,7 @@ def _nowhere(tensor: Tensor, stage: int) -> None:
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One of `count` pipeline stages, which share the layers in order (GPipe, arXiv:1811.06965). Stage 0 also has the
-    embedding, the final norm and the LM head: the last stage sends its output back to it."""
+    embedding, the final norm and the LM head: the last stage sends back its output."""
 
     index: int = 0
     count: int = 1
@@ -54,7 +54,6 @@ class Stage:
     receive: Receive = _nowhere
 
     def layers(self, num_layers: int) -> range:
-        """Raises as `stage_layers`."""
         return stage_layers(num_layers, self.index, self.count)
 
 
@@ -74,8 +73,7 @@ def stage_layers(num_layers: int, index: int, count: int) -> range:
 class TensorRank:
     """One of `size` tensor ranks of a pipeline stage.
 
-    `gather`: an all-gather of tensors of one shape over the ranks of the stage. `num_slices`: a power of two and a
-    multiple of `size`. `experts`: this rank's place among data-parallel ranks that share experts.
+    `gather`: an all-gather over them of tensors of one shape. `num_slices`: a power of two and a multiple of `size`.
     """
 
     rank: int = 0
@@ -95,7 +93,7 @@ class TensorRank:
         return Share(self.rank * length, length, total)
 
     def kv_heads(self, total: int) -> Share:
-        """With fewer heads than ranks, several hold the same one. Raises as `share`."""
+        """With fewer heads than ranks, several hold the same one. Raises `ConfigError`."""
         return share_of_heads(total, self.rank, self.size)
 
     def slices(self, total: int) -> int:
@@ -106,12 +104,12 @@ class TensorRank:
         return self.num_slices // self.size
 
     def add(self, partials: Sequence[Tensor]) -> Tensor:
-        """The sum over all ranks' slices of their partial sums [T, N], in the same dtype."""
+        """The sum over all ranks' slices [T, N], in the same dtype."""
         if self.size == 1 and len(partials) == 1:
             return partials[0]
         own = partials[0] if len(partials) == 1 else tree_sum(partials)
         parts = self.gather(own)
-        # A tree per rank, then one over ranks: together the tree over all slices.
+        # Together the tree over all slices.
         return (tree_sum([part.float() for part in parts]) if len(parts) > 1 else own).to(partials[0].dtype)
 
 

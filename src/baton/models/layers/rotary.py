@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al., 2021, arXiv:2104.09864) with the usual frequency scalings.
 
 As in Hugging Face, the head is split in two halves and rotated as (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin),
-products in the model's dtype. Tables are computed on the host in float64 from float32 angles, so a position's row
-depends neither on the table's length nor on the machine's vector width: engines agree bit for bit.
+products in the model's dtype. Tables are computed on the host in float64 from float32 angles, so all engines agree bit
+for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _linear(spec: RopeSpec, dim: int) -> Frequencies:
 
 
 def _llama3(spec: RopeSpec, dim: int) -> Frequencies:
-    """Llama 3.1: frequencies of long wavelengths are divided by `factor`, of short ones kept, between blended."""
+    """Llama 3.1: low frequencies are divided by `factor`, high ones kept, between blended."""
     factor, old_length = spec.params["factor"], spec.params["original_max_position_embeddings"]
     low, high = spec.params["low_freq_factor"], spec.params["high_freq_factor"]
     freq = _base(spec.theta, dim)
@@ -77,8 +77,8 @@ def _yarn_attention_factor(spec: RopeSpec) -> float:
 
 
 def yarn_mscale(spec: RopeSpec, weight: float) -> float:
-    """YaRN's attention scaling: 0.1 * weight * ln(factor) + 1, or 1 if factor <= 1. DeepSeek multiplies the softmax
-    scale by its square, with the weight `mscale_all_dim`."""
+    """YaRN's attention scaling. DeepSeek multiplies the softmax scale by its square, with the weight
+    `mscale_all_dim`."""
     factor = spec.params.get("factor", 1.0)
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
@@ -124,7 +124,7 @@ class Rotary:
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) at int64 positions [T], each [T, 1, R/2] in the model's dtype."""
-        # Only while the table may be too short: on a GPU reading it costs a sync.
+        # Only while the table may be too short: reading costs a sync on a GPU.
         if self._rows < self._max_position and positions_T.numel():
             needed = int(positions_T.max()) + 1
             if needed > self._rows:
@@ -133,7 +133,7 @@ class Rotary:
 
 
 def deinterleave(heads_THD: Tensor) -> Tensor:
-    """Reorder heads from interleaved pairs (x1, x2), (x1, x2), ... to the halves of `rotate`."""
+    """Reorder interleaved pairs (x1, x2), (x1, x2), ... to the halves of `rotate`."""
     return torch.cat((heads_THD[..., 0::2], heads_THD[..., 1::2]), dim=-1)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from baton.errors import CheckpointError
 
-# Ten times the largest models. Each expert is an object, made before any tensor is seen.
+# Each expert is an object, made before any tensor is read.
 MAX_EXPERTS = 4096
 
 

@@ -34,7 +34,7 @@ from baton.models.registry import model_class
 
 logger = logging.getLogger(__name__)
 
-# Fields that other tools write and that change no result.
+# Fields that change no result.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "use_cache")
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -52,7 +52,7 @@ _MAPPED_SIZE = 1 << 26
 
 Rename = Callable[[str], str | None]
 Unpack = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
-# Bytes read of a checkpoint's weight files, and their total size.
+# Bytes read of a checkpoint's weight files, and their total.
 Watch = Callable[[int, int], None]
 
 _WATCH: ContextVar[Watch] = ContextVar("watch", default=lambda read, total: None)
@@ -67,14 +67,12 @@ class Place:
 
     @property
     def shape(self) -> list[int]:
-        """The shape of the checkpoint's tensor."""
         shape = list(self.tensor.shape)
         if self.cut is not None:
             shape[self.cut[0]] = self.cut[1].total
         return shape
 
     def fill(self, values: Tensor) -> None:
-        """Copy this rank's part of `values` of shape `shape`."""
         if self.cut is not None:
             dim, share = self.cut
             values = values.narrow(dim, share.start, share.length)
@@ -122,13 +120,11 @@ def fill_module(
     unpack: Unpack = keep_tensor,
     quantized: QuantizedWeights | None = None,
 ) -> None:
-    """Copy the checkpoint's tensors into `module`, casting to its dtypes, and pack each linear layer once it is
-    filled.
+    """Copy the checkpoint's tensors into `module`, casting to its dtypes, and pack its linear layers.
 
     `rename` maps a stored name to the module's, or to None to leave the tensor out. `unpack`: as `CausalLM.unpack`.
-    `quantized` joins the parts of quantised weights first. Raises `CheckpointError` naming a tensor without a place, a
-    place without a tensor, or a tensor of another shape. Peak memory: the weights once, one layer, and a piece of a
-    file.
+    `quantized` joins the parts of quantised weights first. Raises `CheckpointError` for a tensor without a place, a
+    place without a tensor, or another shape. Peak memory: the weights once, one layer, and a piece of a file.
     """
     # Filled places leave the table: it would keep weights that packing has replaced.
     table = weight_table(module)
@@ -179,7 +175,7 @@ def _expert_of(name: str) -> str | None:
 
 def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor, float]]:
     """The tensors of a file that `rename` keeps, each with the share of them that is then read. The mapped part of an
-    open file counts as this process's memory, so it is reopened now and then."""
+    open file counts as this process's memory: it is reopened now and then."""
     with open_safetensors(file) as tensors:
         names = [name for name in tensors.keys() if rename(name) is not None]  # noqa: SIM118 - not a mapping
     number = 0
@@ -226,10 +222,10 @@ def load_model(
     ranks: TensorRank = SINGLE_RANK,
     quantization: str | None = None,
 ) -> CausalLM:
-    """Load the model of a checkpoint directory, or this rank's part of it.
+    """Load this rank's part of a checkpoint.
 
-    `dtype`: a torch dtype, its name, or "auto" for the checkpoint's own. `quantization`: see `Build`. Raises
-    `CheckpointError`, and `ConfigError` if the model cannot be cut for so many ranks or quantised here.
+    `dtype` "auto": the checkpoint's own. `quantization`: see `Build`. Raises `CheckpointError`, and `ConfigError` if
+    the model cannot be cut for so many ranks or quantised here.
     """
     raw = text_config(read_config(path))
     cls = model_class(raw.get("model_type"))
@@ -268,7 +264,7 @@ def quantized_weights(raw: RawConfig, stored: StoredTensors) -> QuantizedWeights
 
 
 def _of_stage(name: str | None, stage: Stage, layers: range) -> str | None:
-    """`name` if the stage with these layers has the tensor, else None."""
+    """None if the stage with these layers lacks the tensor."""
     if name is None or stage.count == 1:
         return name
     index = layer_index(name)
@@ -277,10 +273,10 @@ def _of_stage(name: str | None, stage: Stage, layers: range) -> str | None:
 
 
 def fingerprint(path: str | Path) -> str:
-    """128-bit hex digest of a checkpoint's config and weights: equal digests mean equal results.
+    """128-bit hex digest of a checkpoint's config (without `_CONFIG_NOISE`) and weight files: equal digests mean equal
+    results.
 
-    BLAKE2b over canonical JSON of the config (without `_CONFIG_NOISE`) and the bytes of each weight file. Not cached:
-    the directory may change.
+    Not cached: the directory may change.
     """
     raw = {key: value for key, value in read_config(path).items() if key not in _CONFIG_NOISE}
     digest = hashlib.blake2b(json.dumps(raw, sort_keys=True).encode(), digest_size=16)
@@ -293,7 +289,7 @@ def fingerprint(path: str | Path) -> str:
 
 
 def tokenizer_hash(directory: Path) -> str:
-    """A digest, 16 hex digits, of the tokenizer's files and the chat templates."""
+    """16 hex digits, of the tokenizer's files and the chat templates."""
     digest = hashlib.sha256()
     further = sorted(f"{path.parent.name}/{path.name}" for path in directory.glob("additional_chat_templates/*.jinja"))
     for name in (*_TOKENIZER_FILES, *further):

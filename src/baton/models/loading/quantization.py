@@ -76,7 +76,6 @@ _METHODS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "gptq": _gpt
 
 
 def _block(config: Mapping[str, Any], name: str) -> tuple[int, int] | None:
-    """Outputs and inputs of a block, None if there are no blocks."""
     block = config.get(name)
     if block is None:
         return None

@@ -18,7 +18,7 @@ from baton.models.loading.quantization import Quantization, quantization_of
 from baton.models.loading.unpacking import unpack_awq, unpack_columns, unpack_rows
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Of calibration and activations: they change no weight.
+# They change no weight.
 _IGNORED = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_zero_point", "input_global_scale")
 
 
@@ -30,7 +30,7 @@ class Scheme(Protocol):
     optional: tuple[str, ...]
 
     def dequantise(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The weight [out, in] in float32. Raises `CheckpointError` if the parts do not go together."""
+        """[out, in] in float32. Raises `CheckpointError` if the parts do not go together."""
         ...
 
 
@@ -151,8 +151,7 @@ def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> 
 
 
 def scheme_of(raw: RawConfig) -> Scheme | None:
-    """The scheme of `quantization_config`, None for weights that are not quantised. Raises `CheckpointError` naming
-    what is not supported."""
+    """None for weights that are not quantised. Raises `CheckpointError` naming what is not supported."""
     found = quantization_of(raw)
     return None if found is None else _SCHEMES[found.form](found)
 
@@ -171,7 +170,7 @@ _SCHEMES: dict[str, Callable[[Quantization], Scheme]] = {
 
 
 class QuantizedWeights:
-    """Joins the parts of quantised weights, which come in any order, possibly from several files."""
+    """Joins the parts of quantised weights, which come in any order."""
 
     def __init__(self, scheme: Scheme, names: Collection[str]) -> None:
         """`names`: all stored. Layers without the scheme's tensors are not quantised."""
@@ -180,14 +179,14 @@ class QuantizedWeights:
         self._waiting: dict[str, dict[str, Tensor]] = {}
 
     def name(self, stored: str) -> str | None:
-        """The weight that a stored tensor is a part of, or its own name. None for one that is ignored."""
+        """The weight of which a stored tensor is a part, or its own name. None: ignored."""
         stem, _, part = stored.rpartition(".")
         if part in _IGNORED:
             return None
         return f"{stem}.weight" if self._is_part(stem, part) else stored
 
     def add(self, stored: str, tensor: Tensor) -> Tensor | None:
-        """The weight with its last part; None before; a tensor that is not quantised as it is."""
+        """The weight with its last part; None before; other tensors as they are."""
         stem, _, part = stored.rpartition(".")
         if not self._is_part(stem, part):
             return tensor

@@ -1,5 +1,5 @@
-"""The tensors that a checkpoint directory stores, by the model's names, from the headers of its files: those that
-transformers would load. Unused ones are logged."""
+"""The tensors of a checkpoint directory, by the model's names: those that transformers would load. Unused ones are
+logged."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ log = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# What the names of a text model begin with in a checkpoint of text and images.
+# Prefixes of a text model in a checkpoint of text and images.
 _NESTED = ("model.language_model.", "language_model.model.")
-# How Nemotron-H's checkpoints begin names, and the usual names.
+# Nemotron-H's prefixes, and the usual ones.
 _BACKBONE = {"backbone.": "model.", "model.embeddings.": "model.embed_tokens.", "model.norm_f.": "model.norm."}
 _PARTS = ("model.embed_tokens.", "model.norm.", "lm_head.")
-# Rows of two matrices compared at once.
+# Rows compared at once.
 _ROWS = 4096
-# Parts named in a log line, and characters of each.
+# In a log line: parts, and characters of each.
 _SHOWN, _MAX_CHARS = 8, 100
 
 _Config = TypeVar("_Config", bound=ModelConfig)
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """A directory's safetensors files, sorted by name. As in transformers, a single file takes precedence over an
-    index, which stays when a single file is saved over shards. Raises `CheckpointError`."""
+    """Sorted by name. As in transformers, a single file takes precedence over an index, which may be stale. Raises
+    `CheckpointError`."""
     directory = Path(path)
     if not (directory / SINGLE).is_file() and (index := directory / INDEX).is_file():
         weight_map = read_json(index).get("weight_map")
@@ -84,7 +84,7 @@ def stored_tensors(path: str | Path) -> dict[str, Path]:
 
 class StoredTensors:
     def __init__(self, path: str | Path) -> None:
-        """Reads the files' headers. Raises `CheckpointError`."""
+        """Raises `CheckpointError`."""
         self._path = Path(path)
         self._files = stored_tensors(path)
         self._rename = _renaming(self._files)
@@ -95,8 +95,8 @@ class StoredTensors:
         return self._files.keys()
 
     def resolve_tying(self, config: _Config, dtype: torch.dtype) -> _Config:
-        """`config` with `tie_word_embeddings` corrected as in transformers: a stored LM head that differs from the
-        embedding in `dtype` is not tied. A tied matrix stored only as the head is loaded as the embedding."""
+        """As in transformers, a stored LM head that differs from the embedding in `dtype` is not tied. A tied matrix
+        stored only as the head is loaded as the embedding."""
         if not config.tie_word_embeddings:
             return config
         stored = {name: stored for stored, name in self._names.items()}
@@ -126,13 +126,12 @@ class StoredTensors:
             )
 
     def name(self, stored: str) -> str:
-        """The model's name of a stored tensor, or of a weight that is stored in parts."""
+        """The model's name, also of a weight that is stored in parts."""
         return self._names.get(stored) or self._rename(stored)
 
     def unused(self, num_layers: int, own_parts: tuple[str, ...] = ()) -> frozenset[str]:
-        """The stored names of tensors of parts that the model lacks, such as a value head or a later layer. Unknown
-        tensors of other parts are not included: they would change the computation, and `loader.fill` refuses them.
-        `own_parts`: as of `CausalLM`."""
+        """Tensors of parts that the model lacks, such as a value head or a later layer. Unknown tensors of other parts
+        are not included: `fill_module` refuses them."""
         parts = _PARTS + own_parts
         return frozenset(stored for stored, name in self._names.items() if not _is_of(name, num_layers, parts))
 
@@ -155,15 +154,13 @@ def _is_of(name: str, num_layers: int, parts: tuple[str, ...]) -> bool:
 
 
 def _part(name: str) -> str:
-    """The layer or module under which a tensor is logged."""
     layer = LAYER.match(name)
     part = layer[0].rstrip(".") if layer else name.rpartition(".")[0] or name
     return "".join(c if c.isprintable() else "?" for c in part[:_MAX_CHARS])
 
 
 def _renaming(names: Collection[str]) -> Callable[[str], str]:
-    """Maps stored names to the causal LM's. As in transformers, the prefix `model.` is added if the decoder was saved
-    alone, and removed if doubled."""
+    """As in transformers, the prefix `model.` is added if the decoder was saved alone, and removed if doubled."""
     if any(name.endswith(DEEPSEEK_V4) for name in names):
         return deepseek_name
     if any(name.startswith(_NESTED) for name in names):

@@ -1,5 +1,5 @@
-"""Accept client connections within the limit on open files. asyncio's own server accepts until no descriptor is left,
-and then logs thousands of tracebacks per second."""
+"""Accepts client connections within the limit on open files. asyncio's server accepts until no descriptor is left, and
+then logs thousands of tracebacks per second."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FILES_PER_CLIENT = 3
 
 
 def max_connections(limits: HttpLimits) -> int:
-    """`HttpLimits.connections`, or less if fewer files may be open."""
+    """Fewer than `HttpLimits.connections` if fewer files may be open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return limits.connections
@@ -35,11 +35,8 @@ def max_connections(limits: HttpLimits) -> int:
 
 
 class Acceptor:
-    """Accepts connections from `listener` for the clients of `server`.
-
-    At the limit, each new connection closes an idle one, first those that have never sent a request. If all are busy,
-    it waits.
-    """
+    """At the limit, each new connection closes an idle one, first those that have never sent a request. If all are
+    busy, it waits."""
 
     def __init__(
         self,
@@ -103,9 +100,9 @@ class Acceptor:
             raise
 
     def _has_room(self) -> bool:
-        """Whether a connection can be accepted, after closing an idle one if needed."""
+        """May close an idle connection."""
         connections = self._server.connections
-        # Without TLS, a connection is open after one or two turns of the event loop, and would be counted twice.
+        # Without TLS, a connection would soon be counted twice.
         num_opening = 0 if self._tls is None else len(self._opening)
         if len(connections) + num_opening < self._limit:
             return True

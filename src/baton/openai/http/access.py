@@ -13,7 +13,7 @@ from aiohttp import web
 from baton.errors import ConfigError, InvalidApiKeyError
 from baton.openai.http.caller import CALLER, REQUEST_ID, request_id_of
 
-# As in vLLM, health, metrics and the requests of routers and administrators need no API key.
+# As in vLLM, other paths need no API key.
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
 
@@ -22,8 +22,8 @@ _CORS_MAX_AGE_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use a server, by vLLM's flags. `allowed_origins`: web pages from there ("*": all) may read responses.
-    `ssl_cert_reqs` as in Python's `ssl`: 0 ignores client certificates, 2 requires one that `ssl_ca_certs` signs."""
+    """Who may use a server. `allowed_origins`: web pages from there ("*": all) may read responses. `ssl_cert_reqs` as
+    in Python's `ssl`: 0 ignores client certificates, 2 requires one that `ssl_ca_certs` signs."""
 
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Access:
         try:
             # OpenSSL would ask for one on the terminal.
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
-        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        except (OSError, ValueError) as error:
             raise ConfigError("ssl_certfile", f"cannot be used with its key: {error}") from None
         if self.ssl_ca_certs is not None:
             try:
@@ -56,13 +56,13 @@ class Access:
         return context
 
     def origin_of(self, request: web.Request) -> str | None:
-        """The requesting web page's origin, if allowed."""
+        """The web page's origin, if allowed."""
         origin = request.headers.get("Origin")
         allowed = origin is not None and not {origin, "*"}.isdisjoint(self.allowed_origins)
         return origin if allowed else None
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """None for any request but a CORS preflight."""
+        """None unless the request is a CORS preflight."""
         method = request.headers.get("Access-Control-Request-Method")
         if request.method != "OPTIONS" or method is None or self.origin_of(request) is None:
             return None
@@ -100,11 +100,11 @@ class ApiKeys:
         return not self._digests or self.number(request) is not None
 
     def number(self, request: web.Request) -> int | None:
-        """The number of the request's key, from 1, or None. Anthropic's clients send it as `X-Api-Key`."""
+        """The number of the request's key, from 1. Anthropic's clients send `X-Api-Key`."""
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [bearer] if scheme.lower() == "bearer" else []
         given.append(request.headers.get("X-Api-Key", ""))
-        # With all keys, so that timing reveals nothing.
+        # All keys, so that timing reveals nothing.
         known = [hmac.compare_digest(_digest(key.strip()), digest) for key in given for digest in self._digests]
         return 1 + known.index(True) % len(self._digests) if any(known) else None
 

@@ -34,7 +34,7 @@ MESSAGES = "/v1/messages"
 
 
 class Drain:
-    """A server's running requests, and the state of its shutdown."""
+    """Running requests, and the state of the shutdown."""
 
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task[object]] = set()
@@ -46,7 +46,7 @@ class Drain:
         self.begun = True
 
     def end(self) -> None:
-        """Cancel running requests; their handlers answer the clients."""
+        """Cancelled handlers answer the clients."""
         self.begun = self.ended = True
         for task in self.tasks:
             task.cancel()
@@ -81,7 +81,7 @@ def new_app(
     access: Access = OPEN,
     families: Callable[[], Awaitable[Iterable[Metric]]] | None = None,
 ) -> web.Application:
-    """An app with errors in OpenAI's or Anthropic's shape and `GET /metrics`.
+    """Errors have OpenAI's or Anthropic's shape.
 
     `families`: the content of `/metrics`; None: `metrics`. Raises `ConfigError` for an empty key or bad certificates.
     """
@@ -165,7 +165,7 @@ async def send_answer(
     answer: bytes | AsyncGenerator[bytes, None],
     ended: Callable[[ApiError], bytes] = lambda error: b"data: " + error.body() + b"\n\ndata: [DONE]\n\n",
 ) -> web.StreamResponse:
-    """Send a body, or stream events. `ended`: the last events if a shutdown ends the stream."""
+    """`ended`: the last events if a shutdown ends the stream."""
     if isinstance(answer, bytes):
         return web.Response(body=answer, content_type="application/json")
     async with contextlib.aclosing(answer) as events:

@@ -18,7 +18,7 @@ from baton.wire import MAX_PRIORITY, MAX_WAITED_S
 REQUEST_ID = "X-Request-Id"
 SESSION_ID = "X-Session-Id"
 PRIORITY = "X-Priority"
-# Names of llm-d's gateway: how soon the first token should come, and between whom to be fair.
+# Names of llm-d's gateway.
 TTFT_SLO_MS = "x-slo-ttft-ms"
 TENANT = ("X-Tenant-Id", "x-gateway-inference-fairness-id")
 _MAX_ID_CHARS = 128
@@ -29,9 +29,9 @@ _USER_FIELDS = ("user", "safety_identifier")
 
 @dataclass(slots=True)
 class Caller:
-    """`request_id`: the client's `X-Request-Id`, or a generated one. `key`: the number of its API key, from 1. `user`:
-    the end user in the request body. `session`: the client's `X-Session-Id`. `claimed`: the tenant that a header names.
-    `priority` and `ttft_slo_s`: as of `GenerateRequest`; None: no header says."""
+    """`key`: the number of the API key, from 1. `user`: the end user in the request body. `session`: the client's
+    `X-Session-Id`. `claimed`: the tenant that a header names. `priority` and `ttft_slo_s`: as of `GenerateRequest`;
+    None: no header says."""
 
     request_id: str
     address: str | None = None
@@ -55,24 +55,24 @@ class _Headers(Protocol):
     def get(self, key: str, default: str) -> str: ...
 
 
-# Of the current task's request. Tasks inherit it.
+# Tasks inherit it.
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
 def request_id_of(headers: _Headers) -> str:
-    """The request's `X-Request-Id`, or a new id if that is missing or not fit for a response."""
+    """`X-Request-Id`, or a new id if that is missing or not fit for a response."""
     asked = headers.get(REQUEST_ID, "")
     usable = 0 < len(asked) <= _MAX_ID_CHARS and asked.isascii() and asked.isprintable()
     return asked if usable else secrets.token_hex(16)
 
 
 def session_of(caller: Caller | None) -> str | None:
-    """What a conversation's requests have in common: the client's session, or else its end user."""
+    """The client's session, or else its end user."""
     return None if caller is None else caller.session or caller.user
 
 
 def note_standing(caller: Caller, headers: _Headers) -> None:
-    """Read tenant, priority and objective. Raises `RequestError` for a header that is no number."""
+    """Raises `RequestError` for a header that is no number."""
     priority, within_ms = _number(headers, PRIORITY), _number(headers, TTFT_SLO_MS)
     if within_ms is not None and not 0.0 < within_ms <= MAX_WAITED_S:
         raise RequestError(f"the header {TTFT_SLO_MS} must be above 0, got {within_ms:g}", TTFT_SLO_MS)
@@ -84,7 +84,7 @@ def note_standing(caller: Caller, headers: _Headers) -> None:
 
 
 def asked_standing(field: int | None) -> tuple[int, float | None]:
-    """Priority and TTFT objective of the current request. `field`: `priority` in its body, which a header overrides."""
+    """Priority and TTFT objective. `field`: `priority` in the body, which a header overrides."""
     caller = CALLER.get()
     if caller is None:
         return field or 0, None
@@ -121,7 +121,7 @@ def note_user(fields: Mapping[str, msgspec.Raw]) -> None:
 
 
 def line_of(fields: Mapping[str, object]) -> str:
-    """`name=value ...` without None; what is not one word is quoted."""
+    """`name=value ...` without None."""
     return " ".join(f"{name}={_word(value)}" for name, value in fields.items() if value is not None)
 
 

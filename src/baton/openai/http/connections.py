@@ -22,7 +22,7 @@ READ_BYTES = 2**14
 
 
 class WriteBacklog:
-    """Response bytes buffered because a server's clients have not read them."""
+    """Response bytes that clients have not read."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limit = limits.unread_bytes
@@ -30,7 +30,7 @@ class WriteBacklog:
         self.num_bytes = 0
 
     def waits(self, connection: ClientConnection, size: int) -> None:
-        """Record that `size` bytes wait for one client. If all exceed the limit, cut off the client with the most."""
+        """Record that `size` bytes wait. If all exceed the limit, cut off the client with the most."""
         self.num_bytes += size - self._waiting.get(connection, 0)
         self._waiting[connection] = size
         if self.num_bytes > self._limit:
@@ -52,9 +52,7 @@ class Sending(Protocol):
 
 
 class ClientConnection(web.RequestHandler):
-    """One client's connection.
-
-    A request whose head is not complete `HttpLimits.head_s` after its first byte (for the first request: after the
+    """A request whose head is not complete `HttpLimits.head_s` after its first byte (the first request: after the
     connection) gets status 408. aiohttp only limits idle connections, and answers malformed HTTP with a traceback.
 
     `send` does not wait for the client, so that no engine does: unread bytes are buffered. The client is cut off if
@@ -83,15 +81,15 @@ class ClientConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._open = cast(asyncio.Transport, transport)
-        # Pause and resume then show whether anything is buffered. A limit of 0 would make TLS pause needlessly.
+        # Pause and resume show whether anything is buffered. 0 would make TLS pause needlessly.
         self._open.set_write_buffer_limits(high=1, low=0)
         self._sending = self.tls or self._open
-        # How much asyncio reads at once. Parsing a body in one-byte chunks blocks the event loop for 1 µs per byte.
+        # Parsing a body in one-byte chunks blocks the event loop for 1 µs per byte.
         cast(Any, transport).max_size = READ_BYTES
         self._head_timer = self._loop.call_later(self._limits.head_s, self._head_is_late)
 
     async def send(self, writer: StreamWriter, data: bytes) -> None:
-        """Write without waiting. Raises `ConnectionResetError` if the client is gone or cut off."""
+        """Does not wait. Raises `ConnectionResetError` if the client is gone or cut off."""
         before = self.num_unread()
         if before > self._limits.stream_bytes:
             self.cut_off()
@@ -122,7 +120,6 @@ class ClientConnection(web.RequestHandler):
             self._sending = None
 
     def _check_progress(self) -> None:
-        """Cut the client off unless it has read all bytes older than `write_s`."""
         if self.num_unread() > self._added:
             self.cut_off()
         else:
@@ -166,7 +163,7 @@ class ClientConnection(web.RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun already")
         if isinstance(exc, HttpProcessingError):
-            # The next lines quote the client's bytes.
+            # Other lines quote the client's bytes.
             what = (exc.message.splitlines() or ["malformed"])[0].rstrip(": ")
             logger.warning("malformed HTTP from %s: %s", request.remote, what)
             error = ApiError(status, f"malformed HTTP: {what}", "invalid_request_error", None, "malformed_http")
@@ -186,11 +183,11 @@ class ClientConnection(web.RequestHandler):
         return self._waiter is not None and not self._waiter.done()
 
     def is_closing(self) -> bool:
-        """All was sent; only the client's part of a TLS closure is missing."""
+        """Only the client's part of a TLS closure is missing."""
         return self._open is not None and self._open.is_closing() and not self.num_unread()
 
     def leave(self) -> None:
-        """End an idle or closing connection at once: TLS would wait for the client's part of the closure."""
+        """TLS would wait for the client's part of the closure."""
         self.force_close()
         if self._sending is not None and not self.num_unread():
             self._sending.abort()
@@ -213,10 +210,10 @@ class ClientConnection(web.RequestHandler):
 
 
 class Stream(web.StreamResponse):
-    """A streamed response. Parts are sent when they are made, not when they are read. The headers go with the first
-    part in one packet: each packet costs the reader a turn of its event loop."""
+    """Parts are sent when they are made, not when they are read; the headers in one packet with the first part: each
+    packet costs the reader a turn of its event loop."""
 
-    _send_headers_immediately = False  # an attribute of aiohttp's `Response`; older versions ignore it
+    _send_headers_immediately = False  # older versions of aiohttp ignore it
 
     async def send(self, request: web.Request, data: bytes) -> None:
         """Raises the errors of `ClientConnection.send`."""

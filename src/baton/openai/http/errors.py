@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 2000  # a message may quote what the client sent
 # URLs, socket addresses as Python prints them, IPv4, IPv6, and names with ports: clients must not learn where engines
-# are. Bounded lengths keep the search from being quadratic.
+# are. Unbounded lengths would make the search quadratic.
 _ADDRESS = re.compile(
     r"""[a-z][a-z0-9+.-]{0,15}://[^\s'",;)]*[^\s'",;):]|\('[^']{0,253}',\ \d+[^)]{0,99}\)"""
     r"""|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|\[(?=[0-9a-f]{0,4}:)[0-9a-f:]{2,45}\](?::\d+)?"""
@@ -39,7 +39,7 @@ _ADDRESS = re.compile(
 # By these codes routers recognise an engine that may be stuck, and one that is about to end.
 ENGINE_STALLED, DRAINING = "engine_stalled", "draining"
 
-# Reasons in an error chunk for an engine that cannot serve now.
+# Reasons in an error chunk: the engine cannot serve now.
 _UNAVAILABLE_REASONS = frozenset(
     {"engine_unavailable", "engine_lost", ENGINE_STALLED, "peer_lost", "queue_timeout", "shutdown"}
 )
@@ -47,7 +47,7 @@ _UNAVAILABLE_REASONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """An error as a client sees it. `retry_after_s`: for status 429; None: soon."""
+    """`retry_after_s`: for status 429; None: soon."""
 
     status: int
     message: str
@@ -82,7 +82,7 @@ _STATUS_BY_ERROR: tuple[tuple[type[BatonError], int, str], ...] = (
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """Map any exception. Those that Baton does not raise on purpose are logged, and their details are not shown."""
+    """Any exception. Those that are not Baton's are logged, and their details not shown."""
     text, param = str(error), None
     if isinstance(error, RequestError):
         param = error.param
@@ -91,7 +91,7 @@ def to_api_error(error: BaseException) -> ApiError:
         if text != str(error):
             logger.warning("a client is told an error without its addresses: %s", error)
     if isinstance(error, RecursionError):
-        # Only clients' input is nested. The depth limit depends on the code that handles it.
+        # Only clients' input is nested.
         return ApiError(400, "the request nests too deeply", "invalid_request_error", None, "invalid_request")
     if isinstance(error, BatonError):
         status, shape = next((status, shape) for kind, status, shape in _STATUS_BY_ERROR if isinstance(error, kind))

@@ -21,13 +21,11 @@ class HttpLimits:
 
     - `head_s`: from the first byte of a request to the end of its head. `body_s`: for its body.
     - `write_s`: for the client to read what is ready of its response.
-    - `keep_alive_s`: between two requests; longer than clients keep connections, so that none is closed while a
-      request is on its way.
-    - `body_bytes`: one body. `bodies_bytes`: all bodies that are being read or decoded.
+    - `keep_alive_s`: between two requests; longer than clients keep connections.
+    - `bodies_bytes`: all bodies that are being read or decoded.
     - `body_brackets`: brackets in one body, strings included: msgspec holds the GIL while it decodes untyped arrays
       and objects.
     - `stream_bytes`: unread bytes of one stream. `unread_bytes`: of all clients.
-    - `connections`: of all clients.
     """
 
     head_s: float = 30.0
@@ -51,13 +49,13 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: web.Request) -> AsyncIterator[bytes]:
-        """Yield a request's body, which counts until the context ends.
+        """The body counts until the context ends.
 
         Raises `HTTPRequestTimeout`, `HTTPRequestEntityTooLarge`, `RequestError` if it contradicts Transfer-Encoding or
         has too many brackets, `HTTPUnsupportedMediaType` if it is compressed, and `OverloadedError` if all bodies
         exceed `HttpLimits.bodies_bytes`.
         """
-        # It may expand a thousandfold. vLLM's server decodes none either.
+        # It may expand a thousandfold.
         if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
             raise web.HTTPUnsupportedMediaType(reason="Content-Encoding: request bodies must not be compressed")
         if (request.content_length or 0) > self._limits.body_bytes:

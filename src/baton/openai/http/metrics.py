@@ -69,7 +69,7 @@ _VLLM_NAMES = frozenset(
 
 
 def with_vllm_names(rows: Iterable[Row], model: str) -> Iterator[Row]:
-    """An engine's rows, and again those that vLLM has, with its names and labels."""
+    """The rows, and again those that vLLM has, with its names and labels."""
     for row in rows:
         yield row
         name, kind, text, labels, value = row
@@ -79,8 +79,8 @@ def with_vllm_names(rows: Iterable[Row], model: str) -> Iterator[Row]:
 
 
 class ModelMetrics:
-    """What is counted of one model: for each token without locks, since only the event loop's thread writes, and by
-    `observe` without a look-up of its label."""
+    """Counted without locks, since only the event loop's thread writes, and by `observe` without a look-up of the
+    label."""
 
     __slots__ = ("gaps", "num_tokens", "observe", "prompt_tokens")
 
@@ -92,8 +92,8 @@ class ModelMetrics:
 
 
 class FrontMetrics:
-    """Counters and histograms in their own registry: two apps in one process do not mix. vLLM's are there under its
-    names too, by model. `running`: the number of running sequences."""
+    """Metrics in a registry of their own: two apps in one process do not mix. `running`: the number of running
+    sequences."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -160,17 +160,17 @@ def exposition_text(families: Iterable[Metric]) -> bytes:
 
 
 class RowCollector(Collector):
-    """Exports metrics that are kept elsewhere, read at each scrape."""
+    """Reads metrics that are kept elsewhere at each scrape."""
 
     def __init__(self, rows: Callable[[], Iterable[Row]]) -> None:
         self._rows = rows
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: the names are not known at registration."""
+        """Names are not known at registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """One family per name. Rows of one name need the same label names."""
+        """Rows of one name need the same label names."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily] = {}
         for name, kind, text, labels, value in self._rows():
             if name not in families:

@@ -24,7 +24,7 @@ from baton.openai.http.limits import HttpLimits
 
 logger = logging.getLogger(__name__)
 
-# Less than service managers allow between SIGTERM and SIGKILL, usually 30 s.
+# Service managers usually allow 30 s between SIGTERM and SIGKILL.
 SHUTDOWN_TIMEOUT_S = 20.0
 _GOODBYE_S = 2.0
 # SIGTERMs closer than this count as one: `timeout` and shells signal a process and its group.
@@ -32,9 +32,8 @@ _SAME_SIGNAL_S = 1.0
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
-    """A listening TCP socket; port 0: a free one. `shared`: others of this user may listen there too, and each gets
-    some of the connections. Raises `ConfigError` for `host` if it is not an address here, else
-    for `port`.
+    """Port 0: a free one. `shared`: others of this user may listen there too. Raises `ConfigError` for `host` if it is
+    not an address here, else for `port`.
 
     Call it before loading anything slow.
     """
@@ -62,7 +61,6 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
 
 
 def url_of(listener: socket.socket, app: web.Application | None = None) -> str:
-    """The base URL of `listener`, if `app` is served there."""
     scheme = "http" if app is None or app.get(TLS) is None else "https"
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -70,10 +68,8 @@ def url_of(listener: socket.socket, app: web.Application | None = None) -> str:
 
 @contextlib.asynccontextmanager
 async def served(app: web.Application, listener: socket.socket) -> AsyncIterator[Acceptor]:
-    """Serve `app` while the context lasts. Closing the yielded `Acceptor` stops listening but leaves connections open.
-
-    `handler_cancellation` makes aiohttp abort the request of a client that leaves.
-    """
+    """Closing the yielded `Acceptor` stops listening but leaves connections open. A client that leaves aborts its
+    request."""
     limits = app.get(LIMITS) or HttpLimits()
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     try:
@@ -89,7 +85,7 @@ async def served(app: web.Application, listener: socket.socket) -> AsyncIterator
                 access_log=None,
                 keepalive_timeout=limits.keep_alive_s,
                 lingering_time=2.0,
-                auto_decompress=False,  # aiohttp would decompress before any key or route is checked
+                auto_decompress=False,  # it would come before any key or route is checked
             )
 
         door = Acceptor(manager, listener, connection, app.get(TLS), limits)
@@ -110,9 +106,9 @@ async def serve(
 ) -> None:
     """Serve `app` until SIGINT, SIGTERM or `stop`.
 
-    After SIGTERM new requests are refused, and running ones may complete within `shutdown_timeout_s`, or until a
-    second SIGTERM at least `_SAME_SIGNAL_S` later. Requests that still run then, or at SIGINT or `stop`, end with an
-    error. After that the process ignores SIGTERM, because its cleanup, such as ending children, takes seconds.
+    After SIGTERM new requests are refused, and running ones may complete within `shutdown_timeout_s`, or until a second
+    SIGTERM at least `_SAME_SIGNAL_S` later. Requests that still run then, or at SIGINT or `stop`, end with an error.
+    After that SIGTERM is ignored: cleanup, such as ending children, takes seconds.
     """
     _raise_file_limit()
     asked, ended = asyncio.Event(), stop or asyncio.Event()
@@ -130,7 +126,7 @@ async def serve(
 def sigterm_handler(
     asked: asyncio.Event, ended: asyncio.Event, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], None]:
-    """A handler of SIGTERM. The first sets `asked`; one that is not an echo of the first sets `ended`."""
+    """The first SIGTERM sets `asked`; one that is no echo of it sets `ended`."""
     first: list[float] = []
 
     def terminate() -> None:
@@ -151,7 +147,7 @@ async def serve_until(
     on_ready: Callable[[], None],
     shutdown_timeout_s: float,
 ) -> None:
-    """Serve `app` until it is `asked` to end, after waiting for running requests, or at once when it is `ended`."""
+    """Serve until `asked` and running requests have ended, or until `ended`."""
     drain = app[DRAIN]
     async with served(app, listener) as door:
         on_ready()
@@ -176,7 +172,7 @@ async def _first(*many: Coroutine[Any, Any, object]) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit: each request has its own connections."""
+    """Each request has its own connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         if soft != hard:

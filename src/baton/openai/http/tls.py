@@ -1,4 +1,4 @@
-"""TLS of client connections, with the same view of unread data and the same steps of reading as without TLS.
+"""TLS of client connections.
 
 asyncio's transport for TLS counts only what is not yet encrypted: an encrypted answer that the client does not read is
 invisible. And it reads 256 KiB at once.
@@ -18,11 +18,11 @@ from baton.openai.http.limits import HttpLimits
 
 
 async def connect(client: socket.socket, connection: ClientConnection, tls: ssl.SSLContext, limits: HttpLimits) -> None:
-    """Return after the handshake on an accepted socket. Raises `OSError` if it fails or takes `HttpLimits.head_s`."""
+    """Returns after the handshake. Raises `OSError` if it fails or takes `HttpLimits.head_s`."""
     loop = asyncio.get_running_loop()
     done = loop.create_future()
     times: dict[str, Any] = {"ssl_handshake_timeout": limits.head_s}
-    if sys.version_info >= (3, 11):  # older versions do not wait for the client's part of a closure
+    if sys.version_info >= (3, 11):  # older versions do not wait for the client's closure
         times["ssl_shutdown_timeout"] = limits.write_s
     protocol = _Protocol(loop, connection, tls, done, server_side=True, **times)
     connection.tls = protocol
@@ -35,7 +35,7 @@ async def connect(client: socket.socket, connection: ClientConnection, tls: ssl.
 
 
 class _Protocol(SSLProtocol):
-    """asyncio's, above the transport of a socket."""
+    """Above the transport of a socket."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._below = cast(asyncio.Transport, transport)
@@ -47,14 +47,14 @@ class _Protocol(SSLProtocol):
         return cast(memoryview, super().get_buffer(sizehint))[:READ_BYTES]  # type: ignore[misc]
 
     def _get_write_buffer_size(self) -> int:
-        """asyncio's method from Python 3.11 on, with what is encrypted and not sent."""
+        """asyncio's from Python 3.11 on, with what is encrypted and not sent."""
         plain = int(super()._get_write_buffer_size()) if sys.version_info >= (3, 11) else 0  # type: ignore[misc]
         return plain + self._below.get_write_buffer_size()
 
     def get_write_buffer_size(self) -> int:
-        """What the client has not read of all that was sent, in bytes."""
+        """Bytes that the client has not read."""
         return self._get_write_buffer_size()
 
     def abort(self) -> None:
-        """Close the socket at once. asyncio's transport of TLS ignores this after it was closed twice."""
+        """asyncio's transport of TLS ignores this after it was closed twice."""
         self._below.abort()

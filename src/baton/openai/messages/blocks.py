@@ -1,5 +1,5 @@
 """A message's content blocks, and their streaming events as in Anthropic's API: a block starts, grows by deltas and
-stops. A whole message is the sum of the events."""
+stops."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from baton.parsing import Content, ParsedEvent, Reasoning
 
 
 class Blocks:
-    """The blocks of one message, in order; only the last grows. `output` has the ids of calls. `signature`: of
-    thinking blocks, no real one."""
+    """The blocks in order; only the last grows. `output` has the ids of calls. `signature`: of thinking blocks, no real
+    one."""
 
     def __init__(self, output: ChoiceOutput, signature: str) -> None:
         self.blocks: list[Json] = []
@@ -34,7 +34,7 @@ class Blocks:
                 yield from self._call(event.index, event.arguments)
         if delta.finish_reason is not None:
             if not self.blocks:
-                yield self._start({"type": "text", "text": ""})  # clients expect a block even in an empty response
+                yield self._start({"type": "text", "text": ""})  # clients expect a block
             yield from self._stop()
 
     def stop_reason(self) -> tuple[str | None, str | None]:
@@ -73,7 +73,7 @@ class Blocks:
             block["signature"] = self._signature
             yield self._delta({"type": "signature_delta", "signature": self._signature})
         elif block["type"] == "tool_use":
-            # Arguments that were cut off are not valid JSON; the stop reason shows it.
+            # Arguments that were cut off are not valid JSON.
             block["input"] = _object(self._arguments) or {}
         self._growing = None
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
@@ -88,7 +88,7 @@ class Blocks:
 
 
 def _object(arguments: str) -> dict[str, Any] | None:
-    """A call's arguments as an object, or None. Numbers are as exact as Python's JSON."""
+    """Numbers are as exact as Python's JSON."""
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError, RecursionError):

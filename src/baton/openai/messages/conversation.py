@@ -28,8 +28,6 @@ class ResultPart(msgspec.Struct, kw_only=True):
 
 
 class Block(msgspec.Struct, kw_only=True):
-    """A block of a message's content."""
-
     type: str
     text: str | None = None
     thinking: str | None = None
@@ -42,8 +40,6 @@ class Block(msgspec.Struct, kw_only=True):
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
-    """One of `messages`."""
-
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
@@ -111,7 +107,7 @@ def _system(content: str | list[Block], field: str) -> str:
 
 
 def _add_user(messages: list[ChatMessage], blocks: list[Block], calls: set[str], field: str) -> None:
-    """Add a user message, after its tool results as messages of their own."""
+    """Tool results come first, as messages of their own."""
     parts: list[ContentPart] = []
     for index, block in enumerate(blocks):
         here = f"{field}[{index}]"

@@ -1,7 +1,6 @@
 """Bodies of `POST /v1/messages` and `/v1/messages/count_tokens`, converted to chats.
 
-Source: Anthropic's Messages API, and vLLM for what that leaves open. Fields that are not Anthropic's are those of chat
-completions.
+Source: Anthropic's Messages API, and vLLM for what that leaves open. Other fields are those of chat completions.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class AnthropicToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """`thinking`. `budget_tokens` has no effect; `max_tokens` is the limit."""
+    """`budget_tokens` has no effect; `max_tokens` is the limit."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
@@ -88,7 +87,6 @@ REFUSED = {
     "mcp_servers": Refused("is not supported: the client runs the tools", ()),
     "container": Refused("is not supported: the client runs the tools", ()),
 }
-# From a chat's field names to those of messages.
 _NAMES = (
     (re.compile(r"max_completion_tokens"), "max_tokens"),
     (re.compile(r"response_format\.json_schema\.schema"), "output_config.format.schema"),
@@ -100,17 +98,17 @@ _NAMES = (
 
 
 def read_request(body: bytes) -> MessagesRequest:
-    """Raises `RequestError` for a field that is malformed or not supported."""
+    """Raises `RequestError`."""
     return decode_body(body, MessagesRequest, served=_SERVED, also=REFUSED)
 
 
 def read_count(body: bytes) -> CountTokensRequest:
-    """Raises the errors of `read_request`. Clients send the same body to both: fields of messages alone are ignored."""
+    """Clients send the same body to both: fields of messages alone are ignored. Raises `RequestError`."""
     return decode_body(body, CountTokensRequest, served=_SERVED, also=REFUSED)
 
 
 def to_chat(request: CountTokensRequest, model: ServedModel) -> ChatRequest:
-    """Convert a request to a chat. Raises `RequestError` with the field's name."""
+    """Raises `RequestError` with the field's name."""
     tools = tools_in_effect(request.tools or (), changes_of(request.messages))
     messages, goes_on = messages_of(request.system, request.messages, model.tokenizer)
     choice, config = request.tool_choice, request.output_config
@@ -146,7 +144,7 @@ def rename_field(error: RequestError) -> RequestError:
 
 
 def _variables(request: CountTokensRequest, model: ServedModel) -> dict[str, Any] | None:
-    """The template's variables, with `enable_thinking` if the template has it and the request sets it."""
+    """Adds `enable_thinking` if the template has it and the request sets it."""
     given, thinking = request.chat_template_kwargs, request.thinking
     if (
         thinking is None

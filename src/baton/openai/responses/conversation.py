@@ -36,10 +36,8 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[ChatMessage]:
-    """The chat messages. Successive reasoning, text and calls of the assistant become one.
-
-    Raises `RequestError` with the item's name.
-    """
+    """Successive reasoning, text and calls of the assistant become one message. Raises `RequestError` with the item's
+    name."""
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     if isinstance(given, str):
         return [*messages, ChatMessage(role="user", content=given)]
@@ -91,7 +89,7 @@ def _add(messages: list[ChatMessage], item: InputItem, field: str) -> None:
 
 
 def _assistant(messages: list[ChatMessage], begins: Callable[[ChatMessage], bool]) -> ChatMessage:
-    """The assistant message of an item: the last, or a new one after another role or if `begins`."""
+    """The last message, or a new one after another role or if `begins`."""
     if not messages or messages[-1].role != "assistant" or begins(messages[-1]):
         messages.append(ChatMessage(role="assistant"))
     return messages[-1]

@@ -1,5 +1,5 @@
 """A response's output items, and their streaming events as in OpenAI's API: an item is added, its content comes in
-deltas, and each level is repeated at its end. A whole response is the sum of the events."""
+deltas, and each level is repeated at its end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _REASONING = ("rs", "reasoning_text", "reasoning_text")
 
 
 class Items:
-    """The items of one response, in order; only the last grows. `output` has the ids of calls. `tells_reasoning`:
-    whether reasoning is included. `names`: as `names_of` has them."""
+    """Items in order; only the last grows. `output` has the ids of calls. `names`: of `names_of`."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Items:
             yield self._begin_call(index)
         item = self.items[-1]
         if item["type"] == "custom_tool_call":
-            self._arguments += arguments  # its input is read from them, and sent, when they are complete
+            self._arguments += arguments  # its input is sent when they are complete
         elif arguments:
             item["arguments"] += arguments
             yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": arguments}

@@ -1,7 +1,7 @@
 """Bodies of `POST /v1/responses`, converted to chats.
 
-Source: OpenAI's Responses API. Responses are not stored, so `input` must be the whole conversation. Fields that are
-not OpenAI's are those of chat completions.
+Source: OpenAI's Responses API. Responses are not stored, so `input` must be the whole conversation. Other fields are
+those of chat completions.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ class TextOptions(msgspec.Struct, kw_only=True):
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
-    """Reasoning is returned in full."""
-
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
@@ -89,7 +87,6 @@ REFUSED = {
 }
 # Fields with the same name in a chat.
 _AS_ASKED = _SERVED & {*ChatRequest.__struct_fields__} - {"tools", "tool_choice"}
-# From a chat's field names to those of responses.
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
@@ -100,7 +97,7 @@ _NAMES = {
 
 
 def read_request(body: bytes) -> ResponsesRequest:
-    """Raises `RequestError` for a field that is malformed or not supported."""
+    """Raises `RequestError`."""
     request = decode_body(body, ResponsesRequest, served=_SERVED, also=REFUSED)
     for item in request.include or ():
         if item != _INCLUDED:
@@ -111,7 +108,7 @@ def read_request(body: bytes) -> ResponsesRequest:
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:
-    """Convert a request to a chat. Raises `RequestError` with the field's name."""
+    """Raises `RequestError` with the field's name."""
     same = {name: getattr(request, name) for name in _AS_ASKED}
     tools, choice = request.tools or (), request.tool_choice
     return ChatRequest(

@@ -51,7 +51,7 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     tools: list[ResponseTool] | None = None
 
     def told(self) -> dict[str, Any]:
-        """For the response: what the request has, and the fields that OpenAI's type needs."""
+        """What the request has, and the fields that OpenAI's type needs."""
         needed = ("parameters", "strict") if self.type == _FUNCTION else ()
         fields = msgspec.structs.asdict(self)
         told = {name: value for name, value in fields.items() if value is not None or name in needed}
@@ -107,7 +107,7 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The input in a call's arguments; arguments of another form are the input."""
+    """Arguments of another form are the input."""
     try:
         found = json.loads(arguments)
         text = found.get(_INPUT) if isinstance(found, dict) else None

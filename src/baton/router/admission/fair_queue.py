@@ -1,6 +1,6 @@
-"""Requests that wait, in the order in which they may run.
+"""Waiting requests, in the order in which they may run.
 
-The best class first. In a class, the tenant that has had the fewest tokens for its weight (virtual token counters: Y.
+The best priority first. In it, the tenant that has had the fewest tokens for its weight (virtual token counters: Y.
 Sheng et al., Fairness in Serving Large Language Models, OSDI 2024). Of a tenant's requests, the earliest deadline.
 """
 
@@ -16,13 +16,13 @@ from baton.router.admission.tenants import ANY, Standing, Tenant, tenant_of
 from baton.waiting import QueueSpeed
 
 T = TypeVar("T")
-# Tenants that are remembered after their last request; names may come from clients.
+# Tenants remembered after their last request: names may come from clients.
 _REMEMBERED = 1024
 
 
 @dataclass(slots=True)
 class _State(Generic[T]):
-    """`served`: tokens over weight. `waiting`: in order, by class, deadline and arrival."""
+    """`served`: tokens over weight. `waiting`: by priority, deadline and arrival."""
 
     tenant: Tenant
     served: float = 0.0
@@ -38,7 +38,7 @@ class _State(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Knows no clock and no event loop: times are given. An item must be hashable."""
+    """An item must be hashable."""
 
     def __init__(self, tenants: Mapping[str, Tenant]) -> None:
         self._tenants = tenants
@@ -51,7 +51,7 @@ class FairQueue(Generic[T]):
         return len(self._entries)
 
     def push(self, item: T, standing: Standing) -> None:
-        """Queue an item. A tenant that did not wait until now gets no credit for that time."""
+        """A tenant that did not wait until now gets no credit for that time."""
         state = self._state(standing.tenant)
         if not state.waiting:
             others = [other.served for other in self._states.values() if other.waiting]
@@ -62,12 +62,12 @@ class FairQueue(Generic[T]):
         self._entries[item] = standing, entry
 
     def next(self) -> T | None:
-        """The item that runs next; None if none may run."""
+        """None: no item may run."""
         best = self._best()
         return None if best is None else best.waiting[0][3]
 
     def take(self, now: float) -> T | None:
-        """Remove the item that runs next, and count it as running, with its prompt; None if none may run."""
+        """The item counts as running, with its prompt. None: no item may run."""
         best = self._best()
         if best is None:
             return None
@@ -85,12 +85,12 @@ class FairQueue(Generic[T]):
         return min(ready, key=lambda state: (state.waiting[0][0], state.served, state.waiting[0][1:3]), default=None)
 
     def remove(self, item: T) -> None:
-        """Remove an item that still waits."""
+        """The item still waits."""
         standing, entry = self._entries.pop(item)
         self._states[standing.tenant].waiting.remove(entry)
 
     def charge(self, name: str, num_tokens: int) -> None:
-        """Count tokens that a tenant has had."""
+        """Tokens that a tenant has had."""
         state = self._state(name)
         state.num_tokens += num_tokens
         state.served += num_tokens / state.tenant.weight
@@ -105,7 +105,7 @@ class FairQueue(Generic[T]):
             del self._states[other]
 
     def check(self, name: str, now: float) -> None:
-        """Raise `OverloadedError` if more of this tenant's items wait than may."""
+        """Raises `OverloadedError` if more of this tenant's items wait than may."""
         state = self._state(name)
         most, num_waiting = state.tenant.max_queued, len(state.waiting)
         if most is not None and num_waiting > most:

@@ -1,4 +1,4 @@
-"""Tenants, and the standing of one request among those that wait."""
+"""Tenants, and the standing of a request among those that wait."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     priority: int = 0
 
     def check(self, name: str) -> None:
-        """Raise `ConfigError` for a value that is out of range."""
+        """Raises `ConfigError` for a value that is out of range."""
         if not 0.0 < self.weight < math.inf:
             raise ConfigError("policy_config", f"tenants.{name}.weight must be above 0, got {self.weight}")
         for field in ("max_running", "max_queued"):
@@ -47,8 +47,8 @@ _ANYBODY = Tenant()
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """`priority`: lower runs first. `deadline`: when the first token is due. `prompt_tokens` are what it costs its
-    tenant to begin."""
+    """`priority`: lower runs first. `deadline`: when the first token is due. `prompt_tokens`: charged to the tenant at
+    the beginning."""
 
     tenant: str = ""
     priority: int = 0
@@ -61,7 +61,7 @@ def tenant_of(name: str, tenants: Mapping[str, Tenant]) -> Tenant:
 
 
 def standing_of(caller: Caller | None, request: GenerateRequest, tenants: Mapping[str, Tenant], now: float) -> Standing:
-    """The standing of a request that begins `now`. Nobody gets a better class than its tenant's."""
+    """Nobody gets a better priority than its tenant's."""
     name = "" if caller is None else caller.tenant
     within_s = UNHURRIED_S if request.ttft_slo_s is None else request.ttft_slo_s
     priority = max(request.priority, tenant_of(name, tenants).priority)

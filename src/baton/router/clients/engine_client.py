@@ -32,7 +32,7 @@ from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
 _MAX_LINE_BYTES = 2**20
-# Per entry of a prompt's logprobs: a token's own, or one of the most likely tokens.
+# Per entry of a prompt's logprobs.
 _SCORE_BYTES = 80
 _MAX_ASK_BYTES = 2**20
 _MAX_METRICS_BYTES = 2**24
@@ -47,7 +47,7 @@ T = TypeVar("T")
 def new_session() -> aiohttp.ClientSession:
     """A session for `EngineClient`s: unlimited connections, no cookies, no compression."""
     return aiohttp.ClientSession(
-        # Shorter than servers' own limits (vLLM's is 5 s): one that is just being closed must not get a request.
+        # Shorter than servers' own limits (vLLM's is 5 s): no request must meet a connection that closes.
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers=PLAIN,
@@ -57,8 +57,7 @@ def new_session() -> aiohttp.ClientSession:
 
 
 class EngineClient(ABC):
-    """The client of the engine at one URL. Raises `RequestError` if the URL names a data-parallel rank, but not
-    `has_ranks`."""
+    """Raises `RequestError` if the URL names a data-parallel rank, but not `has_ranks`."""
 
     has_ranks: ClassVar[bool] = False
 
@@ -72,23 +71,21 @@ class EngineClient(ABC):
             )
         self._headers = {} if self.rank is None else {"X-data-parallel-rank": str(self.rank)}
         self._ask_timeout = aiohttp.ClientTimeout(total=timers.answer)
-        # A leg may wait long for its turn: `info` shows whether its engine is alive.
+        # Legs may wait long: `info` shows whether an engine is alive.
         self._leg_timeout = aiohttp.ClientTimeout(total=None, sock_connect=timers.connect)
 
     @abstractmethod
     async def info(self) -> EngineInfo:
-        """The engine's identity and limits.
-
-        Raises `EngineLostError` if it does not answer or reports a stall, `EngineUnavailableError` if it cannot be
-        reached, `ShortageError` if it could not be asked, `ProtocolError` if it is not an engine of this kind.
-        """
+        """Raises `EngineLostError` if the engine does not answer or reports a stall, `EngineUnavailableError` if it
+        cannot be reached, `ShortageError` if it could not be asked, `ProtocolError` if it is not an engine of this
+        kind."""
 
     @abstractmethod
     async def load(self) -> EngineLoad:
         """Raises `EngineUnavailableError` or `ProtocolError`."""
 
     async def metrics_text(self) -> str:
-        """The engine's `/metrics`. Raises `EngineUnavailableError`, or `ProtocolError` if it is not UTF-8."""
+        """Raises `EngineUnavailableError`, or `ProtocolError` for text that is not UTF-8."""
         try:
             return (await self._get("/metrics", _MAX_METRICS_BYTES)).decode()
         except UnicodeDecodeError:
@@ -96,7 +93,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the request's chunks. Closing the generator closes the connection, which aborts the request.
+        """Closing the generator closes the connection, which aborts the request.
 
         Raises `RequestError` (refused for good), `EngineUnavailableError` (the engine cannot be reached, or refuses
         this attempt), `EngineLostError` (it may have taken it and was lost) or `ProtocolError`.
@@ -106,8 +103,7 @@ class EngineClient(ABC):
     async def _answer(
         self, path: str, body: Sequence[bytes], timeout: aiohttp.ClientTimeout, line_bytes: int
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """POST, with the current trace's headers, and yield a response with status 200. Raises the errors of
-        `generate`."""
+        """POST, and yield a response with status 200. Raises the errors of `generate`."""
         trace = TRACE.get()
         size = sum(map(len, body))
         headers = {"Content-Type": "application/json", "Content-Length": str(size), **self._headers}
@@ -132,7 +128,7 @@ class EngineClient(ABC):
             ) as response:
                 body = await read_body(response, limit)
                 if response.status == 503 and ENGINE_STALLED.encode() in body:
-                    # A stalled engine answers, but its requests make no progress.
+                    # Its requests make no progress.
                     raise EngineLostError(f"engine {self.url} is stalled")
                 if response.status == 503 and DRAINING.encode() in body:
                     raise DrainingError(f"engine {self.url} is draining")
@@ -165,7 +161,7 @@ class BatonClient(EngineClient):
                         raise EngineLostError(f"engine {self.url} went away in mid-stream")
                     chunk = _CHUNKS.decode(line)
                     if chunk.finish_reason is not None:
-                        # Read to the end, so that the connection can be reused.
+                        # So that the connection can be reused.
                         await read_body(response, _MAX_ASK_BYTES)
                         yield chunk
                         return
@@ -176,13 +172,13 @@ class BatonClient(EngineClient):
 
 
 def _scores_bytes(request: GenerateRequest) -> int:
-    """An upper bound for a request's prompt logprobs, which come in one chunk."""
+    """An upper bound: prompt logprobs come in one chunk."""
     asked = request.sampling_params.prompt_logprobs
     return 0 if asked is None else _SCORE_BYTES * (1 + asked) * len(request.prompt_token_ids)
 
 
 def _leg_body(request: GenerateRequest) -> list[bytes]:
-    """The request as JSON, in parts. All legs of all samples share the prompt's part."""
+    """JSON in parts. All legs of all samples share the prompt's."""
     prompt = request.prompt_token_ids
     if not isinstance(prompt, PromptIds):
         return [msgspec.json.encode(request)]

@@ -1,5 +1,4 @@
-"""The HTTP client of an SGLang server with Baton's plug-in, or of one data-parallel rank: identity and legs, over
-SGLang's own API."""
+"""The HTTP client of an SGLang server with Baton's plug-in, over SGLang's own API."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 _MAX_BODY_BYTES = 16 * 2**20
 _EVENT, _DONE = b"data:", b"[DONE]"
-# What stands before a colon or at the end, as the plug-in writes reasons.
+# A reason, as the plug-in writes it: before a colon or at the end.
 _NAMED = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b(?=:|$)")
 RANK_FIELD = "routed_dp_rank"
 
@@ -73,7 +72,7 @@ class _Meta(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """One event of `POST /generate`. `output_ids` are all so far, or only new ones, as the server is set up."""
+    """`output_ids` are all so far, or only new ones, as the server is set up."""
 
     output_ids: list[int] = []
     meta_info: _Meta | None = None
@@ -127,13 +126,13 @@ class SglangClient(EngineClient):
         )
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Without a ticket, which a server with the plug-in refuses."""
+        """A server with the plug-in refuses it, without a ticket."""
         return self.leg(request, {})
 
     async def leg(
         self, request: GenerateRequest, handoff: Mapping[str, Any], first_only: bool = False
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of one leg, with the fields `handoff` in its body; with `first_only`, one token.
+        """`handoff`: fields of the body. `first_only`: one token.
 
         Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server has ended the request.
         """
@@ -160,8 +159,7 @@ class SglangClient(EngineClient):
 
 
 def chosen(found: Sequence[SglangIdentity], url: str, rank: int | None) -> SglangIdentity:
-    """The identity of `rank`. Raises `ProtocolError` for a server without the plug-in, `RequestError` for another
-    rank."""
+    """Raises `ProtocolError` for a server without the plug-in, `RequestError` for another rank."""
     if not found:
         raise ProtocolError(f"{url} does not run SGLang with --disaggregation-transfer-backend baton")
     for identity in found:
@@ -172,7 +170,7 @@ def chosen(found: Sequence[SglangIdentity], url: str, rank: int | None) -> Sglan
 
 
 def generate_body(request: GenerateRequest, left: int) -> dict[str, Any]:
-    """The body of `POST /generate` for at most `left` more tokens."""
+    """`left`: the most tokens to generate."""
     params = request.sampling_params
     sampling: dict[str, Any] = {
         "max_new_tokens": left,
@@ -201,8 +199,8 @@ def generate_body(request: GenerateRequest, left: int) -> dict[str, Any]:
 
 
 def to_token_chunk(request: GenerateRequest, event: _Event, num_sent: int) -> TokenChunk:
-    """An event as a chunk, after `num_sent` tokens of its leg. Raises `HandoffError` if the server ended the request,
-    `ProtocolError` for an event that is no continuation."""
+    """Convert an event that comes after `num_sent` tokens of its leg. Raises `HandoffError` if the server ended the
+    request, `ProtocolError` for an event that is no continuation."""
     if event.error is not None:
         raise _failure(str(event.error.get("message")))
     meta = event.meta_info or _Meta()
@@ -226,7 +224,7 @@ def to_token_chunk(request: GenerateRequest, event: _Event, num_sent: int) -> To
 
 
 def _failure(message: str) -> HandoffError:
-    """The error of a request that the server ended. Baton's plug-in names its reason within SGLang's text."""
+    """Baton's plug-in names its reason within SGLang's text."""
     named = (word for word in _NAMED.findall(message) if word in REASONS)
     return HandoffError(next(named, "engine_error"), message)
 

@@ -12,12 +12,12 @@ from baton.wire import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
 
 # vLLM's seeds are signed.
 _SEED_BITS = 63
-# Far above the number of samples per prompt, so no two samples share a seed, even after a resume.
+# Far above the number of samples per prompt: no two share a seed, even after a resume.
 _SEED_STRIDE = 2**32
 
 
 class _RenderedParams(msgspec.Struct):
-    """What vLLM leaves out of its `SamplingParams` has its neutral value."""
+    """Neutral values, which vLLM leaves out."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -43,7 +43,7 @@ def completion_body(
     first_only: bool,
     stream: bool,
 ) -> dict[str, Any]:
-    """A leg's completion request. The prompt ends with `num_sent` output tokens. `first_only`: sample one token."""
+    """The prompt ends with `num_sent` output tokens. `first_only`: sample one token."""
     params = request.sampling_params
     left = 1 if first_only else params.max_tokens - num_sent
     body: dict[str, Any] = {
@@ -65,8 +65,8 @@ def completion_body(
         "return_token_ids": True,
     }
     if params.seed is not None:
-        # Per sample a seed, equal in both legs. vLLM starts each request's noise from its seed, so a resumed request
-        # needs another, or it would repeat the noise of the tokens already sent.
+        # Equal in both legs. vLLM starts each request's noise from its seed: a resumed request must not repeat the
+        # noise of tokens already sent.
         body["seed"] = (params.seed + params.sample_index + num_sent * _SEED_STRIDE) % 2**_SEED_BITS
     given = {
         "cache_salt": request.cache_salt,
@@ -82,18 +82,14 @@ def completion_body(
 
 
 def render_bodies(model: str, max_model_len: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two questions to `/v1/completions/render`, whose answers show the server's sampling defaults: one that leaves
-    all to the server, and one with a temperature, without which vLLM resets top_p, top_k and min_p, and with more
-    tokens than any request has."""
+    """Two requests whose answers show the server's sampling defaults: one that leaves all to the server, and one with a
+    temperature, without which vLLM resets top_p, top_k and min_p, and with more tokens than any request has."""
     common = {"model": model, "prompt": [0]}
     return common | {"max_tokens": None}, common | {"max_tokens": max_model_len, "temperature": 1.0}
 
 
 def rendered_defaults(left: bytes, asked: bytes, max_model_len: int) -> SamplingDefaults:
-    """A server's sampling defaults, from its answers to `render_bodies`.
-
-    Raises what msgspec raises for answers of another form.
-    """
+    """A server's defaults, from its answers to `render_bodies`. Raises what msgspec raises."""
     ours, theirs = (msgspec.json.decode(body, type=list[_Rendered])[0].sampling_params for body in (left, asked))
     room = max_model_len - 1
     neutral = _RenderedParams()
@@ -107,7 +103,7 @@ def rendered_defaults(left: bytes, asked: bytes, max_model_len: int) -> Sampling
 
 
 def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenChunk:
-    """Convert a choice, or a part of one, that begins with output token `position`.
+    """`position`: of the choice's first token in the output.
 
     Raises `ValueError` if logprobs do not fit the tokens, or for an unknown finish reason.
     """
@@ -132,9 +128,9 @@ def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenCh
 
 
 def can_resume(params: SamplingParams) -> bool:
-    """Whether a vLLM server that gets output tokens in its prompt continues as if it had generated them. Not with
-    penalties for presence or frequency and bad words, which look at generated tokens only, nor with structured
-    outputs, whose grammar starts anew."""
+    """Whether vLLM continues output tokens in its prompt as if it had generated them. Not with penalties for presence
+    or frequency and bad words, which look at generated tokens only, nor with structured outputs, whose grammar starts
+    anew."""
     counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     return not counts and not params.bad_words and params.structured_outputs is None
 

@@ -29,17 +29,16 @@ if TYPE_CHECKING:
     from baton.router.pooled_engine import PooledEngine
 
 _MAX_BODY_BYTES = 16 * 2**20
-# How long a reading of a server's clock is used: clocks drift by less than 0.1 s meanwhile.
+# How long a clock's reading is used: clocks drift by less than 0.1 s meanwhile.
 _CLOCK_S = 600.0
-# No vLLM server restarts within this time: an answer this soon after another comes from the same process.
+# No vLLM server restarts within this time.
 _UNSEEN_S = 3.0
 _STARTED = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
 _T = TypeVar("_T")
 
 
 class VllmClient(EngineClient):
-    """The client of a vLLM server, or of one data-parallel rank. `identify` asks the connector for the identity, once
-    per incarnation.
+    """`identify` asks the connector for the identity, once per incarnation.
 
     A restarted server takes legs meant for its predecessor. So before a leg is sent to a server that was not seen for
     `_UNSEEN_S`, its process is recognised by the start time in its metrics, or asked for its identity again.
@@ -76,7 +75,7 @@ class VllmClient(EngineClient):
         return engine.client
 
     async def info(self) -> EngineInfo:
-        """Asks for the identity if the server may be another process, and for its clock every `_CLOCK_S`."""
+        """Asks for the clock every `_CLOCK_S`."""
         asked = time.monotonic()
         try:
             await self._get("/health", _MAX_BODY_BYTES)
@@ -91,7 +90,7 @@ class VllmClient(EngineClient):
         return msgspec.structs.replace(info, clock=info.clock + time.monotonic() - self._read)
 
     async def _recognise(self, now: float, timeout: aiohttp.ClientTimeout) -> EngineInfo:
-        """The identity of the process that answers at `now` (monotonic seconds) or later."""
+        """The identity of the process that answers at `now` or later."""
         info = self._info
         if info is not None and now - self._seen < _UNSEEN_S:
             return info
@@ -126,7 +125,7 @@ class VllmClient(EngineClient):
         return self._info
 
     async def load(self) -> EngineLoad:
-        """The load, as far as vLLM's metrics tell it."""
+        """As far as vLLM's metrics tell it."""
         found = await self.metrics()
         return EngineLoad(
             num_running=int(sum(found.get("vllm:num_requests_running", ()))),
@@ -141,7 +140,7 @@ class VllmClient(EngineClient):
         )
 
     async def metrics(self) -> dict[str, list[float]]:
-        """Finite samples of vLLM's own metrics by name, one per label set. Raises the errors of `load`."""
+        """Finite samples of vLLM's own metrics, one per label set."""
         found: dict[str, list[float]] = {}
         body = await self._get("/metrics", _MAX_BODY_BYTES)
         try:
@@ -155,7 +154,7 @@ class VllmClient(EngineClient):
         return found
 
     async def tell(self, kv_transfer_params: dict[str, object], adapter: str | None = None) -> Completion:
-        """Send `kv_transfer_params` to the connector, in a completion request of one token to the model or an adapter.
+        """Send a completion request of one token to the model or an adapter.
 
         Raises `EngineUnavailableError`, `EngineLostError` if the server does not answer, `ProtocolError`.
         """
@@ -183,7 +182,7 @@ class VllmClient(EngineClient):
             return None
 
     async def _render(self, body: dict[str, Any]) -> bytes:
-        """The answer of `/v1/completions/render`, whatever its status."""
+        """The answer may have any status."""
         with convert_errors(f"engine {self.url}", EngineUnavailableError):
             async with self._session.post(
                 self._base + "/v1/completions/render",
@@ -245,8 +244,7 @@ class VllmClient(EngineClient):
         return _goes_on(chunk) if more else chunk, answer.kv_transfer_params or {}
 
     async def _served(self, request: GenerateRequest) -> str:
-        """The name of the request's model or adapter. Raises the errors of `info`, and `IncompatiblePeerError` if the
-        request has another identity, or an adapter that is not here."""
+        """The name of the request's model or adapter. Raises the errors of `info`, and `IncompatiblePeerError`."""
         async with self._recognising:
             info = await self._recognise(time.monotonic(), self._tell_timeout)
         own = token_identity(info.fingerprint)

@@ -14,9 +14,9 @@ DEFAULT_POLICY = "cache_aware"
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of policies: the JSON of `--policy-config`. Weights are in the work of computing one prompt token.
 
-    - `uncached_weight`: per prompt token that an engine would have to compute.
-    - `moved_weight`: per prompt token that a decode engine would have to receive.
-    - `queued_weight`: per prompt token that waits to be computed there for other requests.
+    - `uncached_weight`: per prompt token to compute.
+    - `moved_weight`: per prompt token to receive, by a decode engine.
+    - `queued_weight`: per prompt token of other requests that waits to be computed there.
     - `leg_weight`: per request that decodes there. `kv_weight`: per token of their KV.
     - `max_turn_prefill_length`: a decode engine that holds the beginning of a prompt computes up to this many more
       tokens if a prefill engine would have at least `turn_ratio` times as many to compute. 0: never.
@@ -24,7 +24,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
       least `min_hand_back_length` tokens more, and if computing them was not faster before. 0: even if it was.
     - `overload_num_waiting`, `overload_kv_usage`: an engine that reports at least so many waiting requests, or this
       share of its KV in use, gets no new requests. None: it always does.
-    - `tenants`: shares and limits of tenants, by name; `*`: of all others.
+    - `tenants`: by name; `*`: all others.
     """
 
     uncached_weight: float = 1.0
@@ -41,7 +41,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tenants: dict[str, Tenant] = {}
 
     def check(self) -> None:
-        """Raise `ConfigError` for a value that is out of range."""
+        """Raises `ConfigError` for a value that is out of range."""
         for name, tenant in self.tenants.items():
             tenant.check(name)
         for name in self.__struct_fields__:
@@ -54,7 +54,6 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.overload_num_waiting is not None or self.overload_kv_usage is not None
 
     def is_overload(self, load: EngineLoad) -> bool:
-        """Whether an engine with this load gets no new requests."""
         waiting, usage = self.overload_num_waiting, self.overload_kv_usage
         return (waiting is not None and load.num_waiting >= waiting) or (usage is not None and load.kv_usage >= usage)
 

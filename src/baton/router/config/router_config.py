@@ -1,4 +1,4 @@
-"""A router's whole configuration: its settings, its engines, and how it serves."""
+"""A router's whole configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RouterConfig(RouterSettings):
     decode: tuple[str, ...] = ()
     both: tuple[str, ...] = ()
     discover: tuple[str, ...] = ()
-    # The default of commands comes from what a prompt costs; here every prompt is handed off.
+    # Unlike in commands, every prompt is handed off.
     max_local_prefill_length: int = 0
     ticket_key: bytes | None = None
     kv_event_source: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The settings of a router that users give: each is declared here, once."""
+"""The settings of a router that users give."""
 
 from __future__ import annotations
 
@@ -21,11 +21,8 @@ MAX_LOCAL_PREFILL_LENGTH = 64
 class RoutingSettings:
     """Settings of all commands that start a router.
 
-    `kv_mode` None: push, or the connector's only mode. `policy`: how engines are chosen; `prefill_policy`,
-    `decode_policy` None: as `policy`. `max_local_prefill_length`: a prompt of which the decode engine lacks at most
-    this many tokens is computed there. 0: no prompt is, while there is a prefill engine. `otlp_traces_endpoint`: where
-    spans go; None: to OpenTelemetry's own variables, if set. `trace`: a file for Perfetto. `trace_sampling_ratio`: the
-    share of requests without a `traceparent` that are traced.
+    `kv_mode` None: push, or the connector's only mode. `max_local_prefill_length` 0: no prompt is computed on a decode
+    engine, while there is a prefill engine. `otlp_traces_endpoint` None: that of OpenTelemetry's own variables, if set.
     """
 
     kv_mode: Annotated[Mode | None, Setting("Who issues the copies: prefill (push, default) or decode (pull).")] = None
@@ -57,12 +54,9 @@ class RoutingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings(RoutingSettings):
-    """All settings of a router over running engines.
+    """Settings of a router over running engines.
 
-    `tokenizer` None: the engines' checkpoint. `kv_connector`, `seed_first_token` (send the first token to the decode
-    server) and `near_tie` (tolerance for two different first tokens, in nats): only for `engine` vllm. `ticket_life`:
-    seconds in which both legs must reach their engines. `max_queued_requests`: choices that may wait for their first
-    token, in each process. `workers`: processes behind the port.
+    `kv_connector`, `seed_first_token` and `near_tie`: only for `engine` vllm. `max_queued_requests`: in each process.
     """
 
     tokenizer: Annotated[str | None, Setting("Default: the engines' own checkpoint.")] = None

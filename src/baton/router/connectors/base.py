@@ -1,4 +1,4 @@
-"""The interface of connectors, which make the clients of engines and the legs of requests."""
+"""The interface of connectors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _NOT_SEEDED = {
     **{"seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
     **{"stop": (), "bad_words": (), "structured_outputs": None},
 }
-# Makes a leg that moves cached KV: its role, its `HandoffParams.prefix_len`, and how many tokens of the prompt the
-# source may lack (None: any number).
+# Makes a leg that moves cached KV, of its role, its `prefix_len`, and how many tokens the source may lack (None: any
+# number).
 PrefixLeg = Callable[[LegRole, int, int | None], Chunks]
 HandoffOutcome = Literal["completed", "finished_early", "aborted", "failed"]
 _T = TypeVar("_T")
@@ -34,8 +34,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """`ticket_key` signs tickets, with which both legs must come within `ticket_life_s` seconds. `seed_first_token`:
-    the decode engine gets P's first token. `new_transfer_id`: makes 128 random bits."""
+    """Both legs must come within `ticket_life_s` seconds. `seed_first_token`: the decode engine gets P's first token.
+    `new_transfer_id`: makes 128 random bits."""
 
     ticket_key: bytes | None = None
     seed_first_token: bool = False
@@ -45,10 +45,10 @@ class ConnectorConfig:
 
 @dataclass(frozen=True, slots=True)
 class Legs:
-    """The legs of one attempt: both, or either. `notices`: the decode engine detects the loss of the prefill leg, and
-    recovers or reports it; otherwise it cannot succeed without it. `first_token_wait_s`: how long the decode leg waits
-    for the first token before it begins; None: not at all. `on_end` is awaited after the attempt, with its legs
-    closed; if it fails, the engines' own timeouts free what it would have freed."""
+    """The legs of one attempt: both, or either. `notices`: the decode engine recovers from the loss of the prefill leg,
+    or reports it. `first_token_wait_s`: how long the decode leg waits for the first token before it begins; None: not
+    at all. `on_end` is awaited after the attempt, with its legs closed; if it fails, the engines' own timeouts free
+    what it would have freed."""
 
     chunks: Mapping[LegRole, LegSource]
     notices: bool = True
@@ -57,11 +57,11 @@ class Legs:
 
 
 class Connector(ABC):
-    """One kind of handoff, for all engines of a router.
+    """One kind of handoff, for all engines of a router: makes their clients and the legs of requests.
 
-    `needs_ticket_key`: it signs tickets. `can_seed`: it can send the first token to the decode engine. `has_modes`: a
-    request may choose push or pull. `computes_alone`: a decode engine can compute a whole request. `moves_prefixes`: an
-    engine can send cached KV into another's prefix cache. Raises `ConfigError` for a setting that it does not support.
+    `can_seed`: it can send the first token to the decode engine. `has_modes`: a request may choose push or pull.
+    `computes_alone`: a decode engine can compute a whole request. `moves_prefixes`: an engine can send cached KV into
+    another's prefix cache. Raises `ConfigError` for a setting that it does not support.
     """
 
     needs_ticket_key: ClassVar[bool] = False
@@ -87,10 +87,7 @@ class Connector(ABC):
         """
 
     def alone(self, request: GenerateRequest, engine: PooledEngine) -> Chunks:
-        """The only leg of a request that `engine`, of any role, computes whole. Nothing is sent before it is read.
-
-        Raises `EngineUnavailableError` if the engine is no longer known.
-        """
+        """As `legs`, for an engine that computes the whole request."""
         return engine.client.generate(request)
 
     def prefix_leg(
@@ -98,7 +95,7 @@ class Connector(ABC):
     ) -> PrefixLeg:
         """Sign a ticket by which cached KV of the request's prompt goes from `source` to `destination`.
 
-        Raises `EngineUnavailableError` if an engine is no longer known, or cannot.
+        Raises `EngineUnavailableError`.
         """
         raise EngineUnavailableError(f"engine {source.url} cannot send what it has cached")
 
@@ -109,15 +106,15 @@ class Connector(ABC):
                 raise RequestError(f"{name} cannot be had here: this router runs with --seed-first-token", name)
 
     def can_resume(self, params: SamplingParams) -> bool:
-        """Whether another attempt can continue after the tokens sent without changing the next ones."""
+        """Whether another attempt can continue without changing tokens."""
         return True
 
 
 def in_turn(
     first: Callable[[asyncio.Future[_T | None]], Chunks], then: Callable[[_T], Chunks]
 ) -> dict[LegRole, LegSource]:
-    """Legs in sequence: the decode leg `then` begins when the prefill leg `first` has set its future to the argument
-    of `then`. A prefill leg that ends the request does not set it."""
+    """The decode leg `then` begins when the prefill leg `first` has set its future to the argument of `then`. A prefill
+    leg that ends the request does not set it."""
     found: asyncio.Future[_T | None] = asyncio.get_running_loop().create_future()
 
     async def prefill() -> Chunks:
@@ -132,7 +129,7 @@ def in_turn(
             if not ended and not found.done():
                 raise EngineUnavailableError("the prefill leg ended without a token")
         except EngineLostError as error:
-            # No decode engine waits for this handoff yet that could recover from its loss.
+            # No decode engine waits yet that could recover.
             raise EngineUnavailableError(str(error)) from None
         finally:
             if not found.done():
@@ -146,7 +143,7 @@ def in_turn(
 
 
 async def errors_only(leg: Chunks) -> Chunks:
-    """A leg without its tokens, which the other leg sends too; only an error is kept."""
+    """A leg without its tokens, which the other leg sends too."""
     async with contextlib.aclosing(leg):
         async for chunk in leg:
             if chunk.finish_reason == "error":

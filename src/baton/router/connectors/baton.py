@@ -18,7 +18,7 @@ from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, HandoffParams, LegRole, Mode, Role
 
 # How long a decode leg waits for the first token of a prefill engine on its own host. Longer prefills are copied while
-# they run, and need the decode engine's pages by then.
+# they run, and need D's pages by then.
 FIRST_TOKEN_WAIT_S = 0.05
 # Of legs that compute nothing.
 _NOTHING = SamplingParams(max_tokens=1, temperature=0.0)
@@ -27,8 +27,8 @@ _NOTHING = SamplingParams(max_tokens=1, temperature=0.0)
 class EngineConnector(Connector):
     """A prefill leg's stream lasts as long as its pages are held; closing it frees them.
 
-    Engines on one host share its cores. With a short prompt, the decode engine's work would delay the first token, and
-    can be done while P's drafter runs. So the decode leg begins after the first token.
+    Engines on one host share its cores. With a short prompt, D's work would delay the first token, and can be done
+    while P's drafter runs.
     """
 
     needs_ticket_key = True

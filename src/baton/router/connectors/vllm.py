@@ -33,7 +33,7 @@ class VllmConnector(Connector):
                 model=model.id,
                 model_path=model.root,
                 max_model_len=model.max_model_len,
-                # vLLM caches prompts unless told not to. Whether it finds handed-over prompts again is not known.
+                # Whether vLLM finds handed-over prompts again is not known.
                 prefix_step=_BLOCK_TOKENS if role == "prefill" else 0,
                 batch_invariant=False,
                 adapters=adapters,

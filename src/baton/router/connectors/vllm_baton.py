@@ -24,7 +24,7 @@ from baton.wire import BATON_PARAM, GenerateRequest, LegParams, LegRole, Mode, R
 
 
 class VllmBatonConnector(VllmConnector):
-    """Both legs carry the same ticket."""
+    """Both legs have the same ticket."""
 
     needs_ticket_key = True
     can_seed = True
@@ -41,7 +41,7 @@ class VllmBatonConnector(VllmConnector):
         handed_over = len(tokens) if seeded else self._handed_over(p, len(tokens))
         if not handed_over and self._truncates(p):
             return Legs({"decode": VllmClient.of(decode).leg(request)})
-        # A vLLM server can check a ticket only against the tokens that are handed over.
+        # A vLLM server knows only the tokens that are handed over.
         digest = request_digest(tokens[:handed_over], SamplingParams())
         if request.adapter is not None:
             digest = adapter_digest(digest, request.adapter)
@@ -49,7 +49,7 @@ class VllmBatonConnector(VllmConnector):
 
         async def on_end(outcome: HandoffOutcome) -> None:
             if outcome in ("failed", "aborted") or (seeded and outcome == "finished_early"):
-                # A decode server that never saw its leg cannot tell the prefill server to free the pages.
+                # The decode server may never have seen its leg.
                 await p.tell(_params(LegParams(role="cancel", ticket=ticket)))
 
         chunks = (self._in_turn if seeded else self._at_once)(request, prefill, decode, ticket)
@@ -120,7 +120,7 @@ class VllmBatonConnector(VllmConnector):
 
 
 def _short(request: GenerateRequest, handed_over: int) -> GenerateRequest:
-    """A prefill leg of the tokens that are handed over. Its drafter's last entry depends on the next token, so it may
+    """A prefill leg of the tokens that are handed over. The drafter's last entry depends on the next token: it may
     sample no other."""
     tokens, max_tokens = request.prompt_token_ids, request.sampling_params.max_tokens
     only = SamplingParams(max_tokens=max_tokens, temperature=0.0, allowed_token_ids=(tokens[handed_over],))

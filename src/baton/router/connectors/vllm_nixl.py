@@ -1,8 +1,8 @@
 """vLLM servers with vLLM's own NIXL connectors, for comparison and for existing deployments.
 
 With `NixlConnector` the decode server pulls: the legs run in sequence, since it needs parameters from the prefill
-response. With `NixlPushConnector` the prefill server pushes: both legs begin at once and are paired by request id. No
-server is told if the other gives up; its blocks are freed when vLLM's own lease expires.
+response. With `NixlPushConnector` both legs begin at once and are paired by request id. No server is told if the other
+gives up; its blocks are freed when vLLM's own lease expires.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 _FETCHED: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
 _METRICS, _PER_POSITION = "vllm:nixl_", "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-# vLLM's API does not give the vocabulary size; a server checks token ids itself.
+# vLLM's API does not give the vocabulary size.
 _ANY_TOKEN = 2**31 - 1
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """Where a server's connector listens, from a prefill response."""
+    """A connector's address, from a prefill response."""
 
     remote_engine_id: str
     remote_host: str
@@ -52,10 +52,10 @@ class _NixlConnector(VllmConnector):
         self._addresses: dict[str, _Address] = {}  # by URL
 
     def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
-        """`kv_mode` is ignored: the servers have one mode."""
+        """`kv_mode` is ignored."""
         p = VllmClient.of(prefill)
         if request.sampling_params.max_tokens - request.num_known == 1:
-            return Legs({"prefill": p.leg(request)})  # the first token is the last
+            return Legs({"prefill": p.leg(request)})
 
         async def on_end(outcome: HandoffOutcome) -> None:
             if outcome == "failed":
@@ -78,8 +78,8 @@ class _NixlConnector(VllmConnector):
     async def _first(
         self, request: GenerateRequest, prefill: PooledEngine
     ) -> tuple[TokenChunk, dict[str, object], bool]:
-        """The prefill leg: its token, what the decode server needs, and whether that is the request's first token. It
-        is not if this server leaves out the prompt's last token, or if servers that speculate draw other tokens."""
+        """Its token, what the decode server needs, and whether that is the request's first token: not if this server
+        leaves out the prompt's last token, or if servers that speculate draw other tokens."""
         p = VllmClient.of(prefill)
         chunk, params = await p.first_token(request, _FETCHED)
         if chunk.finish_reason in ("error", "abort"):
@@ -125,14 +125,11 @@ class _NixlConnector(VllmConnector):
 
 
 class NixlPullConnector(_NixlConnector):
-    """The decode server pulls after the prefill."""
-
     mode = "pull"
 
 
 class NixlPushConnector(_NixlConnector):
-    """The prefill server pushes after the prefill, to blocks that the decode server names. Its first handoff runs in
-    sequence: its address comes with the response."""
+    """The first handoff runs in sequence: the prefill server's address comes with the response."""
 
     mode = "push"
 

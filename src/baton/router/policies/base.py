@@ -1,4 +1,4 @@
-"""The interface of policies, which choose an engine among those that can take a request."""
+"""The interface of policies, which choose engines."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from baton.wire import Role
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks of an engine of one role. `session`: the client's name for its conversation. `decodes`:
-    whether the engine also decodes; `receives`: whether its KV comes from a prefill engine. `elsewhere`: how many
-    tokens of the prompt some engine holds that would hand them back; 0: none.
-    """
+    """What a request asks of an engine of one role. `session`: the conversation id. `decodes`: whether the engine also
+    decodes; `receives`: whether its KV comes from a prefill engine. `elsewhere`: how many tokens of the prompt another
+    engine would hand back."""
 
     prompt: PromptBlocks
     session: str | None = None
@@ -28,7 +27,7 @@ class Asked:
     elsewhere: int = 0
 
     def uncached(self, engine: PooledEngine) -> int:
-        """The prompt tokens whose KV the engine probably lacks."""
+        """Prompt tokens that the engine probably lacks."""
         return len(self.prompt.tokens) - engine.known.num_tokens(self.prompt)
 
     def handed_back(self, engine: PooledEngine, config: PolicyConfig) -> int:
@@ -38,14 +37,14 @@ class Asked:
 
 
 def cost(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:
-    """What it costs to give this request to this engine, in prompt tokens."""
+    """What this request costs this engine, in prompt tokens."""
     uncached = asked.uncached(engine)
     moved = uncached if asked.receives else asked.handed_back(engine, config)
     return config.moved_weight * moved + config.uncached_weight * (uncached - moved) + other_load(asked, engine, config)
 
 
 def other_load(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:
-    """The part of the cost from the engine's other requests. A prefill engine has prompts only."""
+    """The cost of the engine's other requests. A prefill engine has prompts only."""
     found = config.queued_weight * engine.all_queued_tokens
     if asked.decodes:
         found += config.leg_weight * engine.all_inflight + config.kv_weight * engine.all_kv_tokens
@@ -53,8 +52,6 @@ def other_load(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> floa
 
 
 class Policy(ABC):
-    """Chooses engines of one role."""
-
     name: ClassVar[str]
     uses_prefixes: ClassVar[bool] = False
 
@@ -63,7 +60,7 @@ class Policy(ABC):
         self._turn = 0
 
     def choose(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
-        """Choose one of at least one engine; equal engines take turns."""
+        """Equal engines take turns."""
         chosen = self._pick(asked, among)
         self._turn += 1
         chosen.order = self._turn
@@ -83,7 +80,6 @@ class Policies:
 
     @property
     def uses_prefixes(self) -> bool:
-        """Whether any of them asks what engines hold."""
         return any(policy.uses_prefixes for policy in (self.prefill, self.decode, self.both))
 
     def of(self, role: Role) -> Policy:

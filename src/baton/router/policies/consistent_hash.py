@@ -1,7 +1,7 @@
-"""The same engine for the same conversation, while it is there (rendezvous hashing, Thaler and Ravishankar, 1998).
+"""The same engine for the same conversation (rendezvous hashing, Thaler and Ravishankar, 1998).
 
 Loads are bounded (Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads, 2016): a popular key
-spills over to its next engine instead of overloading its first.
+spills over to its next engine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ _KEY_BLOCKS = 8
 
 
 class ConsistentHash(Policy):
-    """The key is the session, or the beginning of the prompt. When an engine joins or leaves, only the keys that it
-    gets or had move."""
+    """The key is the session, or the beginning of the prompt."""
 
     name = "consistent_hash"
 

@@ -1,11 +1,10 @@
 """What another number of prefill or decode engines would do to the time to the first token.
 
 The last requests are replayed: each arrives when it did, takes a decode slot, is prefilled by the first free engine,
-and frees its slot when it ends. Waits come out of the replay, all else was measured. Replays with one engine more, or
-with one in the other role, say what would change. Nothing is changed: an operator does, or does not.
+and frees its slot when it ends. Waits come out of the replay, all else was measured.
 
-Left out: prompts that an engine computes together, prefix hits that would move to other engines, decode steps that
-slow down with more requests in them.
+Left out: prompts that an engine computes together, prefix hits that would move to other engines, decode steps that slow
+down with more requests.
 """
 
 from __future__ import annotations
@@ -17,19 +16,18 @@ from dataclasses import dataclass
 from baton.observe.acceptance import HANDED_OFF
 from baton.observe.timeline import RequestTimeline
 
-# Fewer requests say nothing of a 90th percentile.
 MIN_REQUESTS = 50
-# A change by less than this share of the TTFT is not worth a word.
+# A change by a smaller share of the TTFT is not mentioned.
 _WORTH = 0.1
 _PERCENTILE = 0.9
-# Of seconds per token among engines that do not tell how long prompts waited: these prompts hardly waited.
+# The quantile of seconds per token that counts as without waiting, if engines do not tell how long prompts waited.
 _UNQUEUED = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """What was measured of one handed-off request, in seconds. `prefill`: from its choice of engines to its first
-    token. `queued`: the part in which the prompt waited; None: its engine does not tell. `decode`: the rest."""
+    """A handed-off request, in seconds. `prefill`: from the choice of engines to the first token. `queued`: the part in
+    which the prompt waited; None: unknown. `decode`: the rest."""
 
     arrived: float
     prefill: float
@@ -40,7 +38,7 @@ class ServedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """`slots`: requests that run at once, by decode engine; None: unlimited, or unknown."""
+    """`slots`: requests at once per decode engine; None: unlimited, or unknown."""
 
     prefill: int
     decode: int
@@ -49,7 +47,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`ttft_s`: the replay's 90th percentile with the fleet as it is; `changes`: with another, by what is changed."""
+    """`ttft_s`: the replay's 90th percentile; `changes`: those of other fleets."""
 
     num_requests: int
     ttft_s: float
@@ -57,7 +55,6 @@ class Advice:
 
     @property
     def text(self) -> str:
-        """One sentence for an operator."""
         if not self.changes:
             return "there is nothing to change"
         best = min(self.changes, key=self.changes.__getitem__)
@@ -80,7 +77,7 @@ class Advice:
 
 
 def served_requests(timelines: Iterable[RequestTimeline]) -> list[ServedRequest]:
-    """Those that were handed off and ended well, by one attempt."""
+    """Those that were handed off and completed, by one attempt."""
     return [
         ServedRequest(one.began, one.first - one.routed, one.queued_s, one.ended - one.first, one.num_prompt_tokens)
         for one in timelines
@@ -107,9 +104,9 @@ def advise(requests: Sequence[ServedRequest], fleet: Fleet) -> Advice | None:
 
 
 def replay(work: Sequence[tuple[float, float, float]], fleet: Fleet) -> float:
-    """The 90th percentile of TTFT in seconds. `work`: arrival, prefill without waiting, and decode of each request, in
-    the order of arrival."""
-    engines = [0.0] * fleet.prefill  # when each is free
+    """The 90th percentile of TTFT in seconds. `work`: arrival, prefill without waiting, and decode of each request, by
+    arrival."""
+    engines = [0.0] * fleet.prefill
     slots = None if fleet.slots is None else [0.0] * (fleet.slots * fleet.decode)
     found = []
     for arrived, prefill, decode in work:

@@ -1,7 +1,7 @@
 """The load that the processes of one router have given to engines, and how many requests each runs.
 
-All map the same memory. Each process writes its own row and reads the others': 8-byte cells, so a reader may see one
-leg's cells in part, which changes a choice at most.
+All map the same memory. Each process writes its own row. A reader may see one leg's cells in part, which changes a
+choice at most.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-# Engines of one process whose load is shared; that of more is not.
+# The load of more engines is not shared.
 MAX_ENGINES = 1024
 _CELL_BYTES, _ENGINE_CELLS = 8, 4
 _ROW_CELLS = 1 + _ENGINE_CELLS * MAX_ENGINES
@@ -48,7 +48,7 @@ class EngineWithLoad(Protocol):
 
 
 class LoadTable:
-    """Memory for the rows of so many processes. Make it before they are forked."""
+    """Make it before processes are forked."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
@@ -56,13 +56,13 @@ class LoadTable:
         self.cells = memoryview(self._memory).cast("q")
 
     def clear(self, worker: int) -> None:
-        """Forget a process that has ended."""
+        """The process has ended."""
         first = worker * _ROW_CELLS
         self.cells[first : first + _ROW_CELLS] = memoryview(bytes(_ROW_CELLS * _CELL_BYTES)).cast("q")
 
 
 class WorkerLoads:
-    """What process `worker` writes and reads. `clock`: in seconds."""
+    """What process `worker` writes and reads."""
 
     def __init__(
         self,
@@ -78,7 +78,6 @@ class WorkerLoads:
         self._slots: dict[str, int] = {}
 
     def run(self, num_running: int) -> None:
-        """So many requests run here."""
         self._cells[self._first] = num_running
 
     @property
@@ -94,7 +93,6 @@ class WorkerLoads:
         self._cells[slot + 3] = engine.kv_tokens
 
     def read(self, engines: Iterable[EngineWithLoad]) -> None:
-        """Set what others have given to each engine."""
         now = self._clock()
         if now - self._read_at < _FRESH_S:
             return
@@ -133,7 +131,7 @@ class WorkerLoads:
 
 @dataclass(frozen=True, slots=True)
 class RouterProcess:
-    """Process `number` of `num`. `directory`: of all their sockets."""
+    """`directory`: of all sockets."""
 
     number: int
     num: int

@@ -20,15 +20,14 @@ logger = logging.getLogger(__name__)
 _YOUNG_S = 5.0
 _LOOK_S = 0.2
 _HANDLED = (signal.SIGTERM, signal.SIGINT)
-# Serves as process `number`, and calls the function once it does.
+# Serves as process `number`, and calls the function once it serves.
 Serve = Callable[[int, Callable[[], None]], None]
 
 
 class WorkerProcesses:
     """Processes that run `serve`. One that ends by itself is started anew, after `on_end(number)`.
 
-    They are forks: make no thread and no event loop before. One that ends within `young_s` of its start would do so
-    again: all end.
+    They are forks: make no thread and no event loop before. If one ends within `young_s` of its start, all end.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class WorkerProcesses:
         self._ending = False
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Run until all have ended after SIGTERM or SIGINT, which they get too. `on_ready`: called when all serve.
+        """Run until all have ended after SIGTERM or SIGINT, which they get too.
 
         Raises `BatonError` if one ends soon after its start.
         """
@@ -97,7 +96,7 @@ class WorkerProcesses:
     def _start(self, number: int, tell: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        # A signal would find a child that is not known yet, or one that passes it on to its siblings.
+        # A signal would find a child that is not known yet, or that passes it on.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         pid = os.fork()
         if not pid:
@@ -106,7 +105,6 @@ class WorkerProcesses:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
 
     def _become(self, number: int, tell: int) -> NoReturn:
-        """Be the child."""
         status = 1
 
         def ready() -> None:

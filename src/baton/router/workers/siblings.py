@@ -25,7 +25,7 @@ from baton.router.workers.loads import RouterProcess
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 2.0
-# Of these, every process has the same, or only the highest counts. All others are added.
+# Of these only the highest counts. All others are added.
 _HIGHEST = frozenset(
     {
         *("baton:draining", "process_start_time_seconds", "process_max_fds"),
@@ -36,7 +36,7 @@ Change = Callable[[bytes], Awaitable[object]]
 
 
 class Siblings:
-    """The other processes of a router. Those that do not answer are left out."""
+    """Processes that do not answer are left out."""
 
     def __init__(self, worker: RouterProcess) -> None:
         self._worker = worker
@@ -49,7 +49,7 @@ class Siblings:
         status: Callable[[], dict[str, object]],
         changes: dict[str, Change],
     ) -> AsyncIterator[None]:
-        """Answer the others: with this process's own metrics and status, and by doing `changes`, by name."""
+        """Answers the others."""
 
         async def own_metrics(request: web.Request) -> web.Response:
             return web.Response(body=exposition_text(families()))
@@ -97,7 +97,7 @@ class Siblings:
         return [msgspec.json.decode(page) for page in await self._ask("GET", "status")]
 
     async def tell(self, change: str, body: bytes) -> None:
-        """Have all others do a change that this process has done."""
+        """All others do a change that this process has done."""
         await self._ask("POST", change, body)
 
     async def _ask(self, method: str, path: str, body: bytes = b"") -> list[bytes]:
@@ -115,7 +115,7 @@ class Siblings:
 
 
 def merge(own: Any, other: Any) -> Any:
-    """Two processes' values of one part of a status: numbers are added, but not speeds; all else is `own`."""
+    """Parts of a status: numbers are added, but not speeds; all else is `own`."""
     if isinstance(own, bool) or isinstance(other, bool):
         return own
     if isinstance(own, int | float) and isinstance(other, int | float):

@@ -1,7 +1,6 @@
 """CUDA calls of `cuda_ipc`: open allocations to other processes, and copy many short runs in one launch.
 
-A GPU copy engine takes a microsecond or two per run, longer than a run of some KiB needs. So one kernel copies a whole
-batch: a row of blocks per run, 16 bytes per thread at a time if aligned.
+A GPU copy engine takes a microsecond or two per run, longer than a run of some KiB needs.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Exported(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A batch in flight: the event recorded after it, and the table that the kernel reads."""
+    """A batch in flight. `event`: recorded after it. `table`: read by the kernel."""
 
     event: Any
     table: int
@@ -92,7 +91,7 @@ class CudaDriver:
         return Exported(bytes(handle.reserved), address - int(base))
 
     def open(self, handle: bytes) -> tuple[int, int]:
-        """Map another process's allocation. Returns its local address and bytes."""
+        """Returns local address and bytes of another process's allocation."""
         named = self._api.CUipcMemHandle()
         named.reserved = handle
         address = int(self._call(self._api.cuIpcOpenMemHandle(named, _PEER_ACCESS)))
@@ -103,10 +102,10 @@ class CudaDriver:
         self._call(self._api.cuIpcCloseMemHandle(address))
 
     def copy(self, rows: Runs, source: int, dest: int) -> Launch:
-        """Launch the copies of int64 `[runs, 3]`, at most `BATCH_RUNS`. `source` and `dest`: the columns of addresses;
-        the third column is bytes."""
+        """`rows`: int64 `[runs, 3]`, at most `BATCH_RUNS`. `source` and `dest`: the columns of addresses; the third is
+        bytes."""
         launch = self._free.pop() if self._free else self._launch()
-        table = np.ascontiguousarray(rows)  # keeps the array alive while its address is used
+        table = np.ascontiguousarray(rows)  # alive while its address is used
         ctypes.memmove(launch.table, table.ctypes.data, table.nbytes)
         blocks = max(1, min(_MOST_BLOCKS, int(rows[:, 2].max()) // _BLOCK_BYTES))
         values = (launch.table, source, dest), (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
@@ -122,7 +121,7 @@ class CudaDriver:
         return Launch(event, int(self._call(self._api.cuMemHostAlloc(BATCH_RUNS * _ROW_BYTES, 0))))
 
     def done(self, launch: Launch) -> bool:
-        """True once every process sees all bytes of a batch; recycles the launch."""
+        """Every process sees all bytes of the batch; recycles the launch."""
         (error,) = self._api.cuEventQuery(launch.event)
         if error == self._api.CUresult.CUDA_ERROR_NOT_READY:
             return False
@@ -131,7 +130,7 @@ class CudaDriver:
         return True
 
     def read(self, host: int, address: int, nbytes: int) -> None:
-        """Copy synchronously from the device to host memory at address `host`."""
+        """Synchronously, to host memory at address `host`."""
         self._call(self._api.cuMemcpyDtoH(host, address, nbytes))
 
     def synchronize(self) -> None:
@@ -139,7 +138,7 @@ class CudaDriver:
 
 
 def check_cuda() -> None:
-    """Raise `ConfigError` unless this process can use CUDA."""
+    """Raises `ConfigError` unless this process can use CUDA."""
     driver, _ = _bindings()
     (error,) = driver.cuInit(0)
     if int(error) != 0:

@@ -1,11 +1,9 @@
 """`cuda_ipc://`: engines on GPUs of one host. Each maps the other's memory, and a kernel copies between the two.
 
 Regions are inside allocations of `cudaMalloc` on one device (PyTorch's default allocator; its expandable segments
-cannot be opened to other processes). A handle opens the whole allocation, so peers are processes of one user. Peers on
-two GPUs need peer access.
+cannot be opened to other processes). A handle opens the whole allocation. Peers on two GPUs need peer access.
 
-The caller of `submit` must have waited for the stream that wrote the source. After `done` every stream of every
-process on the host reads the new bytes.
+The caller of `submit` must have waited for the stream that wrote the source.
 
 Fence: the peer's orderly close, or its death (pidfd), which the operating system reports after it has closed the GPU
 driver's files; the driver then takes the process's channels off the device.
@@ -34,14 +32,14 @@ from baton.transports.remote.lifeline import Lifeline
 from baton.transports.remote.transport import RemoteTransport
 
 _LOOPBACK = "127.0.0.1"
-# PyTorch's settings of its allocator, the second from version 2.9 on.
+# The second from PyTorch 2.9 on.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:true"
 _Bytes = Annotated[int, Meta(ge=0, lt=1 << 60)]
 
 
 class _Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Address and bytes in its owner, and its allocation's handle and the offset in it."""
+    """Address in its owner, and its allocation's handle and the offset in it."""
 
     address: Annotated[int, Meta(gt=0, lt=1 << 62)]
     nbytes: _Bytes
@@ -51,8 +49,8 @@ class _Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 @dataclass(slots=True)
 class _Mapped:
-    """A peer's regions, by ascending address: start and stop in its owner, and the shift to local addresses. `opened`:
-    local addresses of its allocations."""
+    """A peer's regions, ascending: addresses in their owner, and the shift to local ones. `opened`: local addresses of
+    its allocations."""
 
     start: Runs
     stop: Runs
@@ -68,7 +66,7 @@ class _Mapped:
         return moved
 
 
-# A process cannot open its own handles. By endpoint: addresses and bytes of the regions registered here.
+# Addresses and bytes by endpoint: a process cannot open its own handles.
 _here: dict[str, list[tuple[int, int]]] = {}
 _numbers = itertools.count()
 
@@ -164,7 +162,7 @@ class CudaIpcLibrary(Library):
 
 
 def check_allocator(environment: Mapping[str, str]) -> None:
-    """Raise `TransportError` if PyTorch is told to allocate memory that no other process can open."""
+    """Raises `TransportError` if PyTorch is told to allocate memory that no other process can open."""
     for name in _ALLOCATOR:
         if _EXPANDABLE in environment.get(name, "").lower():
             raise TransportError(f"cuda_ipc cannot open expandable segments: take {_EXPANDABLE} out of {name}")

@@ -1,4 +1,4 @@
-"""The base of `local` and `shm`: the peer's memory is mapped into this process, so a copy is a `memcpy`."""
+"""The base of `local` and `shm`: the peer's memory is mapped, so a copy is a `memcpy`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from baton.transports.mapped.mover import Mover
 
 @dataclass(slots=True, eq=False)
 class MemoryPeer:
-    """A peer whose regions are mapped into this process. `disconnect` empties `regions`."""
+    """A peer whose regions are mapped. `disconnect` empties `regions`."""
 
     name: str
     regions: list[ByteArray]
@@ -51,7 +51,7 @@ class MemoryPeer:
 
 
 class MemoryTransport:
-    """A `Transport` over mapped memory. Subclasses allocate memory, describe it, and map a peer's."""
+    """Subclasses allocate memory, describe it, and map a peer's."""
 
     scheme = "memory"
 
@@ -98,7 +98,6 @@ class MemoryTransport:
         return peer
 
     def submit(self, peer: Peer, direction: Direction, copies: CopyList, tag: str = "") -> Operation:
-        """The calling thread checks the bounds; the mover's thread copies."""
         with self._lock:
             self._need_open()
             if self._regions is None:
@@ -116,7 +115,7 @@ class MemoryTransport:
         return operation
 
     def cancel(self, operation: Operation) -> None:
-        """An operation that has not begun ends at once, another with its chunk in flight."""
+        """An operation that has begun ends with its chunk in flight."""
         operation.flags[0] = 1
         operation.withdraw("cancelled before it began")
 
@@ -130,15 +129,14 @@ class MemoryTransport:
             operations, peer.operations = peer.operations, []
         for operation in operations:
             self.cancel(operation)
-        # The kernel unmaps the memory when the last array over it is gone. Unmapping gigabytes takes a while, so the
-        # mover's thread does it.
+        # The mover's thread unmaps the memory, since gigabytes take a while.
         regions, peer.regions = peer.regions, []
         if regions:
             self._mover.post(regions.clear)
         peer.on_disconnect()
 
     def close(self) -> None:
-        """Own memory is released after the last copy: peers take the release as the fence."""
+        """Own memory is released after the last copy: the release is the fence."""
         with self._lock:
             if self._closed:
                 return

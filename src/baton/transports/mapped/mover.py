@@ -29,11 +29,11 @@ class Mover:
                 return  # withdrawn while queued
             try:
                 ended = copy_runs(source, dest, copies, operation.flags)
-            except Exception as error:  # an operation that never ends would pin its pages for good
+            except Exception as error:  # else the operation would never end
                 operation.end(f"copy failed: {error}")
                 return
-            # Caches are coherent on one host, and ending the operation takes a lock: whoever sees `done`, in this
-            # process or by a message from it, sees the bytes.
+            # Ending the operation takes a lock: whoever sees `done`, in this process or by a message from it, sees the
+            # bytes.
             operation.end(None if ended == len(copies) else f"cancelled after {ended} of {len(copies)} runs")
 
         self._jobs.put(job)
@@ -43,6 +43,6 @@ class Mover:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Wait for the queued jobs, which their flags can stop, then end the thread."""
+        """Waits for the queued jobs."""
         self._jobs.put(None)
         self._thread.join()

@@ -1,7 +1,7 @@
 """Creates the page tables of mapped memory before its first use.
 
-Otherwise each page of 4 KiB costs a fault of 1 to 3 microseconds at its first use in each process, during a forward or
-a copy. `MADV_POPULATE_WRITE` (Linux 5.14) takes a quarter of a second per GiB.
+Otherwise each page of 4 KiB costs a fault of 1 to 3 microseconds in each process, during a forward or a copy.
+`MADV_POPULATE_WRITE` (Linux 5.14) takes a quarter of a second per GiB.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from baton.transports.base import ByteArray
 
 _MADV_POPULATE_WRITE = 23
-# About a millisecond each, the longest delay for other jobs.
+# About a millisecond, the longest delay for other jobs.
 PIECE_BYTES = 4 << 20
 # Without the interpreter lock, unlike `mmap.madvise`.
 _madvise = ctypes.CDLL(None).madvise

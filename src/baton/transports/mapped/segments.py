@@ -1,4 +1,4 @@
-"""The files of `shm://` in /dev/shm, for code that only cleans up: needs no compiler and maps no memory."""
+"""The files of `shm://` in /dev/shm: needs no compiler and maps no memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def _runs(pid: int, start_time: str) -> bool:
 def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
     """Unlink this user's segments whose owner is dead. Returns their names.
 
-    An owner is dead if no process with its pid and start time exists, except an unreaped one, and nobody holds the
-    segment's lock. The lock covers owners in other pid namespaces; the pid covers the time between creating and
-    locking a segment.
+    An owner is dead if no process with its pid and start time runs, and nobody holds the segment's lock. The lock
+    covers owners in other pid namespaces; the pid covers the time between creating and locking a segment.
     """
     removed = []
     for name in sorted(os.listdir(directory)):
@@ -53,7 +52,7 @@ def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
 
 
 def file_of(memory: npt.NDArray[np.uint8]) -> tuple[str, int]:
-    """The file of `shm://` that contains `memory`, and the offset in it. Processes of this user can map it.
+    """The file that contains `memory`, and the offset in it.
 
     Raises `ConfigError` for memory in no such file.
     """

@@ -1,13 +1,11 @@
-"""`shm://`: engines of one host, over POSIX shared memory. No daemon, no busy polling.
+"""`shm://`: engines of one host, over POSIX shared memory.
 
-Each allocation is a file in /dev/shm, created exclusively with mode 0600 and named `baton-<pid>-<start time of the
-process>-<random>`. A descriptor names segments and regions in them; names are matched strictly, so it cannot name
-other files.
+Each allocation is a file in /dev/shm with mode 0600, named `baton-<pid>-<start time of the process>-<random>`. Names in
+a descriptor are matched strictly, so it cannot name other files.
 
-Fence: the peer's death, seen through a pidfd, or the release of its lock on its segments at close, after its last
-copy. Segments are unlinked at `close` and at interpreter exit; those of a killed owner by the peer that disconnects
-from it, and by the next transport that starts on the host. A peer that shrinks its files crashes this process:
-processes of one user trust each other with their memory.
+Fence: the peer's death, seen through a pidfd, or the release of its lock on its segments at close, after its last copy.
+Segments of a killed owner are unlinked by the peer that disconnects from it, and by the next transport that starts on
+the host. A peer that shrinks its files crashes this process: processes of one user trust each other with their memory.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from baton.transports.registry import refuse_options
 
 _PID_LIMIT = 1 << 31
 _MAX_DESCRIPTOR = 1 << 16
-# Each segment costs a mapping and, in Python, an open file.
+# Each costs a mapping and, in Python, an open file.
 _MAX_SEGMENTS = 64
 _MAX_REGIONS = 1024
 
@@ -63,7 +61,7 @@ class _Descriptor(msgspec.Struct, frozen=True, tag="baton-shm-2", forbid_unknown
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """Its open file holds a lock, which shows others, across pid namespaces, that this transport is open."""
+    """The open file's lock shows, across pid namespaces, that this transport is open."""
 
     name: str
     fd: int
@@ -92,8 +90,7 @@ class ShmTransport(MemoryTransport):
         close_at_exit(self)
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
-        """The host commits the memory now, so a shortage is an error here and not a crash (SIGBUS) at the first
-        write."""
+        """The host commits the memory now: a shortage is an error here, not a SIGBUS at the first write."""
         if nbytes < 1:
             raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}")
         with self._lock:
@@ -172,7 +169,7 @@ class ShmTransport(MemoryTransport):
             self._mover.post(_sweep)
 
     def _release(self) -> None:
-        # A forked child that exits must not remove the parent's memory.
+        # A forked child must not remove the parent's memory.
         for segment in self._segments:
             if self._owner == os.getpid():
                 with contextlib.suppress(FileNotFoundError):
@@ -182,8 +179,6 @@ class ShmTransport(MemoryTransport):
 
 
 class _Watch:
-    """Whether the owner of a segment is alive, and whether it can still copy."""
-
     def __init__(self, process: ProcessWatch, fd: int) -> None:
         self._process = process
         self._fenced = False

@@ -1,7 +1,7 @@
 """The thread that owns a transfer library.
 
-It sleeps in the lifeline while nobody copies. A peer announces over the lifeline when its copies start and have ended,
-so that a library that needs the receiver's help gets it.
+It sleeps in the lifeline while nobody copies. Peers announce over the lifeline when copies start and end, for libraries
+that need the receiver's help.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ T = TypeVar("T")
 
 
 class Driver:
-    """A library, its lifeline, its peers, and the thread that serves them."""
+    """A library, its peers, and their thread."""
 
     def __init__(self, library: Library, host: str) -> None:
         """Raises `ConfigError` if the library does not start."""
         self.lifeline = Lifeline(host)
         self.bounce = np.zeros(64, dtype=np.uint8)
         self.peers: list[RemotePeer] = []
-        self._added: set[str] = set()  # endpoints that the library knows
+        self._added: set[str] = set()
         self._library = library
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._announced: dict[Line, int] = {}  # copies that peers have announced and not ended
+        self._announced: dict[Line, int] = {}  # announced by peers and not ended
         self.stopping = False
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name=f"baton-{library.scheme}", daemon=True)
@@ -64,8 +64,8 @@ class Driver:
         self.lifeline.wake()
 
     def call(self, action: Callable[[], T]) -> T:
-        """Run `action` on the driver's thread, and return its result. Errors other than Baton's become
-        `TransportError`, as does an action that takes longer than `CALL_TIMEOUT_S`."""
+        """Run `action` on the driver's thread. Errors other than Baton's become `TransportError`, as does an action
+        that takes longer than `CALL_TIMEOUT_S`."""
         if self.stopping:
             raise TransportError(f"the {self._library.scheme} transport is closed")
         future: Future[T] = Future()
@@ -83,11 +83,11 @@ class Driver:
             raise TransportError(f"the thread of the {self._library.scheme} transport does not answer") from error
         except BatonError:
             raise
-        except Exception as error:  # libraries' exceptions have no common base class
+        except Exception as error:  # libraries' exceptions have no common base
             raise TransportError(f"{self._library.scheme}: {error}") from error
 
     def prove(self, peer: RemotePeer) -> None:
-        """Soon receive what a peer that is gone had sent, then set its `taken_in`. Nothing arrives after `stop`."""
+        """Receive what a gone peer had sent, then set its `taken_in`. Nothing arrives after `stop`."""
         if not self._thread.is_alive():
             peer.taken_in = True
         elif not peer.proving:
@@ -95,7 +95,7 @@ class Driver:
             self.post(lambda: self._prove(peer))
 
     def stop(self) -> None:
-        """End the library and the thread. Peers get BYE if no copy of this side is outstanding."""
+        """Peers get BYE if no copy of this side is outstanding."""
         self.stopping = True
         self.lifeline.wake()
         self._thread.join()
@@ -109,7 +109,7 @@ class Driver:
         self.peers.append(peer)
 
     def remove(self, peer: RemotePeer) -> None:
-        """Give up a peer. It stays, with its line, until its operations are proven quiet."""
+        """The peer stays, with its line, until its operations have provably ended."""
         if peer in self.peers and peer.broken is None:
             peer.broken = "disconnected"
             self._settle(peer.endpoint)
@@ -142,8 +142,8 @@ class Driver:
         self._settle(endpoint)
 
     def _settle(self, endpoint: str) -> None:
-        """End the provably quiet operations of given-up peers. Cut the endpoint's connection if no peer object uses it
-        and no batch is in flight over it."""
+        """End the operations of given-up peers that are provably over. Cut the endpoint's connection if no peer uses it
+        and no batch is in flight."""
         peers = [peer for peer in self.peers if peer.endpoint == endpoint and peer.broken is not None]
         for peer in peers:
             for job in [job for job in peer.jobs if self._is_quiet(job)]:
@@ -198,7 +198,7 @@ class Driver:
             peer.proving = False
 
     def _drain(self, line: Line) -> None:
-        """Receive what a peer whose connection failed had sent, then answer it."""
+        """Receive what a peer with a failed connection had sent, then answer."""
         self._take_in()
         line.send(_DRAINED)
 
@@ -272,8 +272,7 @@ class Driver:
         self.lifeline.close()
 
     def _turn(self) -> bool:
-        """Sleep while there is nothing to do, else do it. False if only polling can show the end of a batch in
-        flight."""
+        """False if only polling can show the end of a batch in flight."""
         firsts = [(peer, peer.jobs[0]) for peer in self.peers if peer.jobs]
         ready = any(job.handle is None for _, job in firsts)
         busy = self._library.polls and (bool(self._announced) or any(not job.failed for _, job in firsts))

@@ -4,12 +4,10 @@ Options: `path` (the directory, default ~/.cache/baton/kv), `max_bytes` (of all 
 (numeric address on which peers reach the lifeline; default 127.0.0.1).
 
 Write: this side puts the batch into a `FileStore` under its digest, and sends that key and the addresses over the
-lifeline; the peer checks the entry, copies it into its regions, and answers; only then is the write done. Read: the
-peer stores the bytes and answers with the key. So each process writes only to its own memory, and equal batches are
-stored once.
+lifeline; the peer copies the entry into its regions, and answers; only then is the write done. Read: the peer stores
+the bytes and answers with the key. So each process writes only to its own memory, and equal batches are stored once.
 
-No thread waits for a peer: workers access files, and between these steps a batch is an entry in a table. A read that
-waits for its answer ends when its peer is given up, since only the answer would make this process copy.
+A read that waits for its answer ends when its peer is given up, since only the answer would make this process copy.
 
 Fence: a peer that is gone (orderly close, or death of its process on this host) is fenced once the workers have served
 its requests.
@@ -37,7 +35,7 @@ from baton.transports.remote.library import BatchFailedError, Library, RemotePee
 from baton.transports.remote.lifeline import Lifeline, Line
 from baton.transports.remote.transport import RemoteTransport
 
-_WORKERS = 16  # more than cores: a shared file system is slow, but serves several requests at a time
+_WORKERS = 16  # a shared file system is slow, but serves several requests at a time
 _TENSOR = "bytes"
 
 
@@ -64,8 +62,8 @@ class _Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True, forbid
 
 @dataclass(eq=False)
 class Batch:
-    """A batch requested by this side. `work`: the file access in this process, running or done. `answer`: the peer's.
-    `near` and `far`: int64 `[2, runs]`, addresses here and there, bytes."""
+    """A batch requested by this side. `work`: the file access in this process. `near` and `far`: int64 `[2, runs]`,
+    addresses here and there, bytes."""
 
     number: int
     peer: RemotePeer
@@ -83,7 +81,7 @@ class FileLibrary(Library):
         self._store = FileStore(options.path, options.max_bytes)
         self._workers = started_executor(_WORKERS, "baton-file")
         self._serving: set[Future[None]] = set()
-        self._asked: WeakValueDictionary[int, Batch] = WeakValueDictionary()  # by number; the driver keeps them alive
+        self._asked: WeakValueDictionary[int, Batch] = WeakValueDictionary()  # the driver keeps them alive
         self._next = 0
         self._regions: list[ByteArray] = []
         self._lifeline: Lifeline
@@ -107,7 +105,7 @@ class FileLibrary(Library):
         return False
 
     def take_in(self) -> None:
-        # The driver has passed all frames of the peer to `on_frame`; wait until workers have served them.
+        # The peer's frames have all been passed to `on_frame`.
         wait(list(self._serving))
 
     # ------------------------------------------------------------ this side asks
@@ -128,7 +126,7 @@ class FileLibrary(Library):
         return handle.work is None or handle.work.done()
 
     def check(self, handle: Batch) -> bool:
-        """A read that waits for its answer also fails once its peer is given up."""
+        """A read also fails once its peer is given up."""
         if not self.ended(handle):
             return False
         try:
@@ -160,7 +158,7 @@ class FileLibrary(Library):
         if batch is None or batch.peer.line is not line or batch.answer is not None:
             return
         if batch.direction == "read" and batch.peer.broken is not None:
-            return  # `check` has ended it, or will: its memory may be in other use
+            return  # its memory may be in other use
         batch.answer = answer
         if batch.direction == "read" and not answer.error:
             batch.work = self._work(lambda: self._fetch(self._near(), answer.key, batch.near, line))
@@ -200,23 +198,22 @@ class FileLibrary(Library):
                 self._fetch(self._regions, ask.key, runs, line)
             else:
                 key = self._store.put({_TENSOR: _gather(self._regions, runs)})
-        except Exception as refusal:  # without an answer the peer's batch would wait for the end of the line
+        except Exception as refusal:  # else the peer's batch would wait for the end of the line
             error = str(refusal)[:1000] or type(refusal).__name__
         line.send(msgspec.msgpack.encode(_Answer(ask.number, key, error)))
 
 
 def _need_answer(batch: Batch) -> None:
-    """Raise `TransportError` if the answer will not come, or is no longer wanted."""
+    """Raises `TransportError` if the answer will not come, or is no longer wanted."""
     if not batch.peer.line.open():
         raise TransportError("the peer is gone")
-    # A write has to wait: the peer may still copy into memory that it believes to be reserved for it.
+    # The peer may still carry out a write.
     if batch.direction == "read" and batch.peer.broken is not None:
         raise TransportError(batch.peer.broken)
 
 
 def _gather(spans: list[ByteArray], runs: Runs) -> ByteArray:
-    """The bytes of runs (`[2, runs]`: addresses, bytes), concatenated. Raises `ProtocolError` unless all are in one of
-    `spans`."""
+    """The bytes of runs, concatenated. Raises `ProtocolError` unless each is in one of `spans`."""
     span, offset, nbytes = _locate(spans, runs)
     data = np.empty(int(nbytes.sum()), dtype=np.uint8)
     copies = CopyList(0, 0, offset, np.cumsum(nbytes) - nbytes, nbytes)
@@ -225,7 +222,6 @@ def _gather(spans: list[ByteArray], runs: Runs) -> ByteArray:
 
 
 def _scatter(spans: list[ByteArray], runs: Runs, data: ByteArray) -> None:
-    """The reverse of `_gather`."""
     span, offset, nbytes = _locate(spans, runs)
     copies = CopyList(0, 0, np.cumsum(nbytes) - nbytes, offset, nbytes)
     copy_runs(data, span, copies, np.zeros(2, dtype=np.int64))
@@ -243,7 +239,7 @@ def _locate(spans: list[ByteArray], runs: Runs) -> tuple[ByteArray, Runs, Runs]:
 
 
 def open_store(uri: str) -> FileStore:
-    """`file:///DIRECTORY?max_bytes=N`. Raises `ConfigError` for a wrong option, or a directory that cannot be used."""
+    """`file:///DIRECTORY?max_bytes=N`. Raises `ConfigError`."""
     options = read_options(*parse_uri(uri), StoreOptions)
     return FileStore(options.path, options.max_bytes)
 

@@ -15,7 +15,7 @@ from baton.transports.remote.lifeline import Lifeline, Line
 
 
 class BatchFailedError(TransportError):
-    """A batch ended with an error, and none of its bytes is outstanding."""
+    """None of the batch's bytes is outstanding."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +24,7 @@ class RemotePeer:
 
     `regions`: (address, bytes), on CUDA device number `device`, or on the host if that is None. `broken`: why the
     driver gave up the connection. `cut`: the library has closed it, so no byte enters or leaves this process over it.
-    `prove` asks the driver to receive what a peer that is gone had sent, and then to set `taken_in`.
+    `prove` asks the driver to receive what a gone peer had sent, and then to set `taken_in`.
     """
 
     endpoint: str
@@ -45,15 +45,15 @@ class RemotePeer:
         return [nbytes for _, nbytes in self.regions]
 
     def alive(self) -> bool:
-        """False once the peer has closed or died, a copy has broken the connection, or after `disconnect`."""
+        """False also once a copy has broken the connection."""
         return self.connected and self.broken is None and self.line.open()
 
     def gone(self) -> bool:
-        """True once the peer has closed in order, or its process is known to be dead."""
+        """The peer has closed in order, or its process is dead."""
         return self.line.said_bye or self.watch.dead()
 
     def fenced(self) -> bool:
-        """True once the peer is gone and all that it had sent has been received."""
+        """The peer is gone, and all that it had sent has been received."""
         if not self.taken_in and self.gone():
             self.prove(self)
         return self.taken_in
@@ -63,13 +63,13 @@ class RemotePeer:
 
 
 class Library:
-    """Calls into a transfer library, all on the driver's thread."""
+    """All calls are on the driver's thread."""
 
     scheme = ""
-    polls = False  # bytes move only during calls into the library, also at the receiver
+    polls = False  # bytes move only during calls, also at the receiver
 
     def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
-        """Load the library, start its engine, and register `bounce`, the destination of test reads from new peers.
+        """Load the library, and register `bounce`, the destination of test reads from new peers.
 
         Raises `ConfigError` if the library or a part of it is missing.
         """
@@ -94,8 +94,8 @@ class Library:
         raise NotImplementedError
 
     def remove(self, endpoint: str) -> bool:
-        """Cut the connection to an endpoint, on which no batch is in flight; some may have failed. True if after that
-        no byte of a failed batch enters or leaves this process's memory."""
+        """Cut the connection, on which no batch is in flight; some may have failed. True if after that no byte of a
+        failed batch enters or leaves this process's memory."""
         raise NotImplementedError
 
     def issue(self, peer: RemotePeer, direction: Direction, rows: Runs) -> Any:
@@ -105,20 +105,20 @@ class Library:
     def check(self, handle: Any) -> bool:
         """True if a batch is done, which releases its handle.
 
-        Raises `BatchFailedError` for a failed batch with no outstanding bytes. Any other exception means that some may
-        be outstanding, and makes the driver give up the connection.
+        Raises `BatchFailedError` if no bytes are outstanding. After any other exception the driver gives up the
+        connection.
         """
         raise NotImplementedError
 
     def ended(self, handle: Any) -> bool:
-        """True if no call of this process works on a batch any more, done or failed."""
+        """No call of this process works on the batch any more, done or failed."""
         return True
 
     def progress(self) -> None:
         """Let a library that `polls` move bytes."""
 
     def take_in(self) -> None:
-        """Receive all that a peer that is gone had sent to this process."""
+        """Receive all that gone peers had sent."""
         raise NotImplementedError
 
     def on_frame(self, line: Line, frame: bytes) -> None:

@@ -1,8 +1,7 @@
 """TCP connections beside a transfer library, which reports neither that a peer starts to copy nor that it died.
 
-Each transport listens on one TCP port; the `Contact` in its descriptor has the address, a secret that callers must
-present, and the process. A `Line` is one connection: small frames in both directions, and an end that the kernel
-reports at once if a process dies.
+Each transport listens on one TCP port; the `Contact` in its descriptor has the address, and a secret that callers must
+present. A `Line` is one connection: small frames, and an end that the kernel reports at once if a process dies.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from baton.transports.process import Contact, own_host_key, process_start_ticks
 
 DIAL_TIMEOUT_S = 5.0
 MAX_FRAME = 1 << 16
-RECEIVED_BYTES = 1 << 16  # read from a line at a time
+RECEIVED_BYTES = 1 << 16
 MAX_STRANGERS = 64  # lines that have not presented the secret; a further one ends the oldest
 BYE = b"bye"  # sent at an orderly close, after the sender's last operation has ended
 _WELCOME = b"welcome"
@@ -51,7 +50,7 @@ class Line:
         self._closed = False
 
     def open(self) -> bool:
-        """False as soon as the other side's close or death has reached this host."""
+        """False once the other side's close or death has reached this host."""
         with self._lock:
             if self._closed:
                 return False
@@ -60,7 +59,7 @@ class Line:
             return not poller.poll(0)
 
     def send(self, frame: bytes) -> None:
-        """Send a frame of at most `MAX_FRAME` bytes, without waiting. Errors show as the end of the line in `wait`."""
+        """Send at most `MAX_FRAME` bytes, without waiting. Errors show as the end of the line in `wait`."""
         data = memoryview(len(frame).to_bytes(_LENGTH_BYTES, "big") + frame)
         with self._lock, contextlib.suppress(OSError):
             if self._closed:
@@ -69,8 +68,7 @@ class Line:
                 sent = self.socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 sent = 0
-            # The socket's buffer is full: the peer has not read a megabyte of frames. Single frames must not be lost,
-            # so end the line.
+            # The peer has not read a megabyte of frames. Frames must not be lost: end the line.
             if sent < len(data):
                 self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -111,7 +109,7 @@ class Line:
 
 
 class Lifeline:
-    """All lines of one transport. `dial` and `wake` are for any thread, the rest for the driver's."""
+    """`dial` and `wake` are for any thread, the rest for the driver's."""
 
     def __init__(self, host: str) -> None:
         """`host`: a numeric address of this machine. Raises `ConfigError` if listening fails."""
@@ -128,7 +126,7 @@ class Lifeline:
         pid = os.getpid()
         self.contact = Contact(host, port, secrets.token_bytes(16), pid, process_start_ticks(pid), own_host_key())
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waking = threading.Lock()  # so that `wake` never writes to a closed descriptor's number
+        self._waking = threading.Lock()  # `wake` must not write to a closed descriptor's number
         self._strangers: dict[Line, None] = {}
         self._accept_at: float | None = None  # when to poll the listener again, after descriptors ran out
         self._dialled: queue.SimpleQueue[Line] = queue.SimpleQueue()
@@ -143,8 +141,7 @@ class Lifeline:
                 os.eventfd_write(self._waker, 1)
 
     def dial(self, contact: Contact) -> Line:
-        """Connect to another lifeline and present its secret. Blocks; raises `TransportError` if there is no answer
-        within `DIAL_TIMEOUT_S`."""
+        """Blocks; raises `TransportError` after `DIAL_TIMEOUT_S`."""
         try:
             sock = socket.create_connection((contact.host, contact.port), DIAL_TIMEOUT_S)
         except (OSError, OverflowError, UnicodeError) as error:
@@ -194,7 +191,7 @@ class Lifeline:
             line = Line(_tuned(self._listener.accept()[0]), admitted=False)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                # The listener stays ready while the caller waits: polling it at once would use a core.
+                # The listener stays ready: polling it at once would use a core.
                 self._selector.unregister(self._listener)
                 self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
             return

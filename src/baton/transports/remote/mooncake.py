@@ -1,12 +1,11 @@
 """`mooncake://`: engines of a cluster, over Mooncake's Transfer Engine. See docs/transports.md.
 
-Options: `host` (numeric address on which peers reach this machine; default 127.0.0.1), `protocol` (`tcp`, the default,
-or `rdma`, which no test runs for lack of a network card), `device` (RDMA devices, comma-separated; default all).
-Mooncake's own ports listen on all addresses and accept copies from anyone: keep them behind a firewall.
+`host`: the numeric address on which peers reach this machine. `protocol` `rdma`: no test runs it, for lack of a network
+card. `device`: RDMA devices, comma-separated; default all. Mooncake's own ports listen on all addresses and accept
+copies from anyone: keep them behind a firewall.
 
 Mooncake's call for a batch blocks, and returns -1 for a refusal, a broken connection and a time-out alike, while other
-parts may still be moving. So a failed batch cuts the peer off, and its operation keeps its pages until the peer is
-gone.
+parts may still be moving. So a failed batch cuts the peer off, and keeps its pages until the peer is gone.
 
 Fence: as of `nixl`. To receive what a dead process left in sockets, this side copies one byte to itself until
 Mooncake's single loop for all sockets must have read everything.
@@ -52,7 +51,7 @@ class MooncakeLibrary(Library):
         self._endpoint = ""
         self._wake: Callable[[], None]
         self._bounce: ByteArray
-        # Kept after `stop` too: Mooncake may still process a batch in this memory.
+        # Also after `stop`: Mooncake may still process a batch.
         self._registered: list[ByteArray] = []
         self._workers = started_executor(_MAX_PEERS, "baton-mooncake-copy")
 
@@ -118,7 +117,7 @@ class MooncakeLibrary(Library):
 
 
 def load_engine() -> Any:
-    """Raises `ConfigError` if the package, or a library that it needs, is missing."""
+    """Raises `ConfigError` if a package or library is missing."""
     os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
     try:
         return importlib.import_module("mooncake.engine").TransferEngine

@@ -1,16 +1,15 @@
 """`nixl://`: engines of a cluster, over NIXL and UCX (RDMA, NVLink, TCP; between processes of one host, CMA). See
 docs/transports.md.
 
-Options: `host` (numeric address on which peers reach the lifeline; default 127.0.0.1), `backend` (default UCX). NIXL's
-progress thread is off: it burns a core, and hides how much it has received.
+`host`: the numeric address on which peers reach the lifeline. NIXL's progress thread is off: it burns a core, and hides
+how much it has received.
 
 Memory of a CUDA device ("VRAM") needs a UCX built with CUDA; NIXL then starts anew on a thread that has the device's
 context.
 
 Over some UCX transports the receiver moves the bytes of a write, so it must make progress while a peer has announced
-copies. NIXL cannot stop a batch, and reports nothing about a batch once its peer is removed, so a connection is cut
-only when its batch has ended. A failed write ends after the peer has received what had arrived, or can no longer be
-reached.
+copies. NIXL cannot stop a batch, and reports nothing about one once its peer is removed, so a connection is cut only
+when its batch has ended. A failed write ends after the peer has received what had arrived, or cannot be reached.
 
 Fence: the peer's orderly close, or the death of its process on this host (pidfd) after enough rounds of progress to
 receive everything left in sockets and queues.
@@ -37,7 +36,7 @@ from baton.transports.remote.lifeline import Lifeline
 from baton.transports.remote.sockets import held_bytes
 from baton.transports.remote.transport import RemoteTransport
 
-_SEGMENT_BYTES = 8 << 10  # a round of progress receives one segment from every socket that has data
+_SEGMENT_BYTES = 8 << 10  # received from each socket in a round of progress
 _MARGIN = 2  # segments may be shorter
 _CLOSE_ROUNDS = 64
 _TURN_ROUNDS = 16
@@ -81,7 +80,7 @@ class NixlLibrary(Library):
     def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes]:
         self._device = memory[0].device
         memory[0].enter()
-        # UCX supports device memory only if a thread with that device's context started it.
+        # A thread with the device's context must start UCX.
         self._start_agent()
         self._agent.register_memory([(part.address, part.nbytes, part.device, "") for part in memory], "VRAM")
         return self._agent.name, bytes(self._agent.get_agent_metadata())
@@ -111,7 +110,7 @@ class NixlLibrary(Library):
             table[:, 0], table[:, 1], table[:, 2] = rows[:, side], rows[:, 2], device or 0
             descs.append(self._agent.get_xfer_descs(table, "DRAM" if device is None else "VRAM"))
         handle = self._agent.initialize_xfer(direction.upper(), *descs, peer.endpoint)
-        # A part may be in flight even if this fails: `check` finds the error, and the connection is cut.
+        # A part may be in flight even if this fails: `check` finds the error.
         with contextlib.suppress(Exception):
             self._agent.transfer(handle)
         return handle
@@ -134,10 +133,10 @@ class NixlLibrary(Library):
 
 
 def load_api() -> Any:
-    """Import any of NIXL's packages. Raises `ConfigError` if there is none, or a library that it needs is missing."""
+    """Any of NIXL's packages. Raises `ConfigError` if there is none, or a library that it needs is missing."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    # NIXL's wheel has its own ibverbs library, which loads the system's RDMA drivers and so the system's libnl beside
-    # the wheel's. Unless the system's is loaded first, the process crashes at exit.
+    # The wheel's own ibverbs library loads the system's RDMA drivers, and so the system's libnl beside the wheel's.
+    # Unless the system's is loaded first, the process crashes at exit.
     with contextlib.suppress(OSError):
         ctypes.CDLL("libibverbs.so.1")
     for name in ("nixl", "nixl_cu12", "nixl_cu13"):

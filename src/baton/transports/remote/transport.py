@@ -50,7 +50,7 @@ class RemoteDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     metadata: bytes
     regions: list[tuple[int, int]]
     contact: Contact
-    digest: int  # of the metadata: damage might crash a library's own parser
+    digest: int  # of the metadata: damage might crash a library's parser
     device: int | None = None
 
 
@@ -58,10 +58,8 @@ class RemoteTransport:
     """Regions may be anywhere in host memory, with some libraries on a device."""
 
     def __init__(self, library: Library, host: str) -> None:
-        """`host`: the numeric address of this machine on which peers reach the lifeline.
-
-        Raises `ConfigError` for another address, and as `Library.start`.
-        """
+        """`host`: the numeric address of the lifeline. Raises `ConfigError` for another address, and as
+        `Library.start`."""
         try:
             address = ipaddress.ip_address(host)
         except ValueError as error:
@@ -78,7 +76,7 @@ class RemoteTransport:
         close_at_exit(self)
 
     def allocate(self, name: str, nbytes: int) -> ByteArray:
-        """Whole pages, shared with nothing else: a network card pins memory by the page."""
+        """Whole pages: a network card pins memory by the page."""
         if nbytes < 1:
             raise TransportError(f"cannot allocate {nbytes} bytes for {name!r}")
         try:
@@ -108,10 +106,10 @@ class RemoteTransport:
         return msgspec.msgpack.encode(RemoteDescriptor(self.scheme, endpoint, metadata, spans, contact, digest, device))
 
     def connect(self, descriptor: bytes) -> Future[Peer]:
-        """The future yields a warm connection: one byte of each of the peer's regions has been read over it."""
+        """The connection is warm: one byte of each of the peer's regions has been read."""
         future: Future[Peer] = Future()
         name = f"baton-{self.scheme}-connect"
-        # One thread per attempt: a peer that does not answer must delay no other.
+        # A peer that does not answer must delay no other.
         threading.Thread(
             target=finish_future, args=(future, lambda: self._reach(descriptor)), name=name, daemon=True
         ).start()
@@ -131,7 +129,7 @@ class RemoteTransport:
         rows = np.ones((count, 3), dtype=np.int64)
         rows[:, 0] = driver.bounce.ctypes.data
         rows[:, 1] = [address for address, _ in parsed.regions]
-        # One batch per region, because a batch must be in one region.
+        # A batch must be in one region.
         warm = Job(Operation("warm"), "read", rows, list(range(count + 1)))
         try:
             driver.call(lambda: driver.add(peer, parsed.metadata))
@@ -145,7 +143,6 @@ class RemoteTransport:
         return peer
 
     def submit(self, peer: Peer, direction: Direction, copies: CopyList, tag: str = "") -> Operation:
-        """The calling thread checks the bounds; the driver's thread copies."""
         with self._lock:
             self._need_open()
             if not isinstance(peer, RemotePeer) or not peer.connected or peer not in self._driver.peers:
@@ -162,7 +159,7 @@ class RemoteTransport:
         return job.operation
 
     def cancel(self, operation: Operation) -> None:
-        """Ends at once if no batch has been issued, else with the batch in flight."""
+        """Ends with the batch in flight, if any."""
         operation.flags[0] = 1
         self._driver.post(self._driver.drop_cancelled)
 
@@ -194,7 +191,6 @@ class RemoteTransport:
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for operation in operations:
             operation.wait(max(0.0, deadline - time.monotonic()))
-        # The thread removes its peers when it ends.
         self._driver.stop()
         self._regions = []
 
@@ -204,7 +200,7 @@ class RemoteTransport:
 
 
 def _device(regions: Sequence[Region]) -> int | None:
-    """The device of all regions; None for the host. Raises `TransportError` for a mixture."""
+    """None: the host. Raises `TransportError` for a mixture."""
     devices = {region.device if isinstance(region, DeviceMemory) else None for region in regions}
     if len(devices) > 1:
         raise TransportError("regions are all memory of the host, or all of one device")

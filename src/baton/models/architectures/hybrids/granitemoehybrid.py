@@ -39,7 +39,7 @@ class GraniteConfig(ModelConfig):
 
 
 class GraniteMoeHybrid(CausalLM):
-    """Llama with Mamba-2 layers, and multipliers of embeddings, residuals, attention scores and logits."""
+    """Multiplies embeddings, residuals, attention scores and logits."""
 
     @classmethod
     def parse_config(cls, raw: RawConfig) -> GraniteConfig:
@@ -71,7 +71,7 @@ class GraniteMoeHybrid(CausalLM):
         return GraniteLayer(cast(GraniteConfig, config), layer_id, build)
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Split stored tensors that join gates and ups, a layer's experts, or the parts of a Mamba-2 projection."""
+        """Splits gates and ups, a layer's experts, or the parts of a Mamba-2 projection."""
         granite, (owner, _, kind) = cast(GraniteConfig, self.config), name.rpartition(".")
         place, _, layer = owner.rpartition(".")
         if place.endswith(".mamba") and (parts := stored_parts(granite.mamba).get(layer)):
@@ -181,7 +181,7 @@ def _mamba(raw: RawConfig, hidden: int) -> Mamba2Spec:
 
 
 def refuse_limit(limit: Any) -> None:
-    """Refuse time step limits: the reference applies them to prompts but not to later tokens, so no result is right."""
+    """transformers applies time step limits to prompts but not to later tokens, so no result is right."""
     if limit is None:
         return
     ends = list(limit) if isinstance(limit, list | tuple) else [limit]

@@ -63,7 +63,6 @@ class NemotronH(CausalLM):
         refuse_limit(raw.get("time_step_limit"))
         eps = raw.get("layer_norm_epsilon", 1e-5)
         sizes = {"num_hidden_layers": len(kinds), "rms_norm_eps": eps}
-        # Attention has no positions.
         ropes = dict.fromkeys(("rope_parameters", "rope_scaling", "partial_rotary_factor"))
         fields = decoder_fields(
             {"intermediate_size": 21504, "num_key_value_heads": 8, **raw, **sizes, **ropes},
@@ -105,7 +104,7 @@ class NemotronH(CausalLM):
         return replace(config, kinds=(config.mtp_kinds,) * num_modules)
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Split stored tensors that join the parts of a Mamba-2 projection."""
+        """Splits the parts of a Mamba-2 projection."""
         owner, _, kind = name.rpartition(".")
         place, _, layer = owner.rpartition(".")
         parts = stored_parts(cast(NemotronConfig, self.config).mamba).get(layer)
@@ -169,7 +168,7 @@ class SquaredMLP(nn.Module):
 
 
 class LatentMoE(nn.Module):
-    """Routed experts, on projected rows if the config says so, and a shared one: [T, E] -> [T, E]."""
+    """Routed experts, perhaps on projected rows, and a shared one: [T, E] -> [T, E]."""
 
     def __init__(self, config: NemotronConfig, build: Build) -> None:
         super().__init__()
