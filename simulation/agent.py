@@ -24,8 +24,8 @@ class SimRankAgent(HandoffAgent):
     def __init__(self, rank: Rank) -> None:
         self.config, self._node, self._rank = rank.config, rank.node, rank
 
-    def _call(self, call: Callable[[], None]) -> None:
-        self._rank.call(call)
+    def _call(self, call: Callable[[], None], soon: Callable[[], bool] = lambda: True) -> None:
+        self._rank.call(call, soon)
 
 
 class SimAgent(InstanceAgent):

@@ -172,10 +172,11 @@ class Rank:
         if self.world.hit("slow_work"):
             self.spent = min(self.spent + self.world.random.uniform(*_SLOW_WORK), self.config.timers.lease / 3)
 
-    def call(self, call: Callable[[], None]) -> None:
-        """Queue a call of the engine for the agent."""
+    def call(self, call: Callable[[], None], soon: Callable[[], bool] = lambda: True) -> None:
+        """Queue a call of the engine for the agent, which wakes for it if `soon()`."""
         self.calls.append(call)
-        self.wake()
+        if soon():
+            self.wake()
 
     def _on_event(self, event: HandoffEvent) -> None:
         if self.world.tracing:
