@@ -50,6 +50,7 @@ CODE_BY_STATUS: dict[int, str] = {
     408: "request_timeout",
     413: "request_too_large",
     415: "unsupported_media_type",
+    417: "expectation_failed",
     503: "too_many_dashboards",
 }
 
@@ -81,6 +82,9 @@ HELP: dict[str, ErrorHelp] = {
     "request_timeout": ErrorHelp("408", "head or body came too slowly", "check the client's network"),
     "request_too_large": ErrorHelp("413", "the body is larger than the limit", "send less at once"),
     "unsupported_media_type": ErrorHelp("415", "the content type is wrong", "send `Content-Type: application/json`"),
+    "expectation_failed": ErrorHelp(
+        "417", "`Expect` asks for what is not known", "send `100-continue`, or no `Expect`"
+    ),
     "overloaded": ErrorHelp("429", "too many requests wait", "try again after `Retry-After`; add engines"),
     "too_many_dashboards": ErrorHelp("503", "too many dashboards are open", "close some pages"),
     # Servers.

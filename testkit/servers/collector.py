@@ -29,13 +29,13 @@ class Collector:
         return web.Response(body=b"", content_type="application/x-protobuf")
 
     @contextlib.asynccontextmanager
-    async def run(self) -> AsyncIterator[str]:
-        """Its endpoint, at a free port."""
+    async def run(self, port: int = 0) -> AsyncIterator[str]:
+        """Its endpoint; 0: at a free port."""
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/v1/traces", self.take)
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
         try:
             yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"

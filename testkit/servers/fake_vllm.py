@@ -59,7 +59,8 @@ class FakeVllm:
     requested ones. `started`: the process start time in its metrics. `traces`: role, `traceparent` and `tracestate` of
     requests. `defaults`: its sampling defaults, and `limit`, the most tokens of any request; None: it does not tell
     them, like vLLM without --enable-scale-out. `outcome`: in its metrics, how its connector ended each decode leg.
-    `block_size`: of its metrics. `adapter`: how its connector describes the adapter `lora`.
+    `block_size`: of its metrics. `metrics`: of the last event of a stream. `adapter`: how its connector describes the
+    adapter `lora`.
     """
 
     root: Path
@@ -93,6 +94,7 @@ class FakeVllm:
     tile: int = 0
     outcome: str | None = None
     block_size: int | None = None
+    metrics: Any = None
     adapter: str = ""
     identity: Callable[[], dict[str, Any]] = field(init=False)
 
@@ -234,6 +236,7 @@ class FakeVllm:
             if failing:
                 finish = "abort" if self.fail == "abort" else "error"
             answer = event(tokens, finish, logprobs=_joined(logprobs) if body.get("logprobs") is not None else None)
+            answer["metrics"] = self.metrics
             if role == "prefill":
                 answer["kv_transfer_params"] = self._finish(body)
             return web.json_response(answer)
@@ -260,6 +263,10 @@ class FakeVllm:
             await response.write(b"data: " + json.dumps(item).encode() + b"\n\n")
             if failing and self.fail != "cut":
                 break
+        if body.get("stream_options", {}).get("include_usage"):
+            usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(tokens)}
+            last = {"choices": [], "usage": usage, "metrics": self.metrics}
+            await response.write(b"data: " + json.dumps(last).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         if role == "prefill":
             self._finish(body)

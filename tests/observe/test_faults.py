@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from baton.observe.faults import EngineView, find_faults
+from baton.observe.faults import EngineView, count_faults, find_faults
 from baton.observe.recent import RecentRequests
 from baton.observe.timeline import RequestTimeline
 
@@ -84,3 +84,12 @@ def test_failed_requests_are_told_with_the_last_error() -> None:
     ]
     few = recent(*(ended(0.0) for _ in range(30)), *(ended(0.0, error="bad ticket") for _ in range(4)))
     assert find_faults(HEALTHY, {"handed_off": 9}, few, NOW) == []
+
+
+def test_faults_are_counted_by_kind() -> None:
+    slow, failed = (ended(0.5) for _ in range(10)), (ended(0.5, error="it failed") for _ in range(10))
+    wrong = recent(*slow, *failed)
+    lost = dataclasses.replace(PREFILL, usable=False)
+    told = count_faults([lost, DECODE], {"short": 100}, wrong, NOW)
+    assert told == {"lost_engine": 1, "not_handed_off": 1, "slow_handoffs": 1, "failed_requests": 1}
+    assert set(count_faults(HEALTHY, {"handed_off": 100}, recent(ended(0.04)), NOW).values()) == {0}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.server
+import socket
+import ssl
 import threading
 import zlib
 from collections.abc import Iterator
@@ -18,9 +20,12 @@ from baton.errors import ConfigError
 from baton.observe.tracing.otlp import OtlpSink
 from baton.observe.tracing.otlp_encoding import encode_request, encode_resource
 from baton.observe.tracing.otlp_settings import OtlpSettings, endpoint_is_set
+from baton.observe.tracing.sampling import Sampling
 from baton.observe.tracing.span import Span, SpanEvent
 from testkit.servers.collector import attributes
 
+TLS = Path(__file__).parents[1] / "openai" / "http" / "tls"
+CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")  # self-signed, only for tests
 IDS, TIMES = st.integers(1, 2**64 - 1), st.integers(0, 2**63 - 1)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 VALUES = st.one_of(
@@ -107,15 +112,24 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 class AnsweringCollector(http.server.ThreadingHTTPServer):
     """`statuses`: of the first answers; the later ones are 200. `heads`: headers of all requests, in lower case."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.scheme = "https" if tls else "http"
+        if tls:  # with a client's certificate
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=CERT)
+            context.load_cert_chain(CERT, KEY)
+            context.verify_mode = ssl.CERT_REQUIRED
+            self.socket = context.wrap_socket(self.socket, server_side=True)
         self.statuses: list[int] = []
         self.heads: list[dict[str, str]] = []
         self.spans: list[Any] = []
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1/traces"
+        return f"{self.scheme}://127.0.0.1:{self.server_port}/v1/traces"
+
+    def handle_error(self, *said: object) -> None:
+        """Of a connection whose handshake failed."""
 
 
 @pytest.fixture
@@ -201,12 +215,40 @@ def test_settings_are_opentelemetrys_variables() -> None:
         ("host:4318", {}, "otlp_traces_endpoint: must be like http://HOST:4318/v1/traces"),
         ("http://a", {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "must be http/protobuf"),
         ("http://a", {"OTEL_EXPORTER_OTLP_TRACES_COMPRESSION": "zstd"}, "must be one of none, gzip, deflate"),
+        ("http://a", {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"}, "TRACES_PROTOCOL: must be http/protobuf"),
+        ("http://a", {"OTEL_EXPORTER_OTLP_TIMEOUT": "-1"}, "OTEL_EXPORTER_OTLP_TIMEOUT: must be a positive number"),
+        ("http://a", {"OTEL_PROPAGATORS": "b3,jaeger"}, "OTEL_PROPAGATORS: must contain tracecontext"),
         ("http://a", {"OTEL_BSP_MAX_QUEUE_SIZE": "many"}, "OTEL_BSP_MAX_QUEUE_SIZE: must be a positive number"),
+        (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "grpc://a:4317"}, "OTEL_EXPORTER_OTLP_ENDPOINT: must be like http"),
+        (None, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "a"}, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT: must be like http"),
     ],
 )
-def test_settings_that_cannot_be_used_are_named(endpoint: str, environment: dict[str, str], why: str) -> None:
+def test_settings_that_cannot_be_used_are_named(endpoint: str | None, environment: dict[str, str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         OtlpSettings.from_environment(endpoint, environment)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_collectors_certificate_is_checked(trusted: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with AnsweringCollector(tls=True) as collector:
+        thread = threading.Thread(target=collector.serve_forever, args=(0.01,))
+        thread.start()
+        files = {"CERTIFICATE": CERT} if trusted else {}
+        files |= {"CLIENT_CERTIFICATE": CERT, "CLIENT_KEY": KEY, "TIMEOUT": "0.2"}
+        sent(collector, 1, **{f"OTEL_EXPORTER_OTLP_{name}": value for name, value in files.items()})
+        collector.shutdown()
+        thread.join()
+    assert len(collector.spans) == int(trusted)
+    assert ["CERTIFICATE_VERIFY_FAILED" in record.message for record in caplog.records] == [True] * (not trusted)
+
+
+def test_a_collector_that_does_not_answer_in_time_gets_no_more_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        sink = OtlpSink(OtlpSettings.from_environment(endpoint, {"OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "0.05"}))
+        sink.export(Span("a", 1, 0))
+        sink.close()
+    assert [record.message for record in caplog.records] == [f"1 spans were dropped: {endpoint}: timed out"]
 
 
 def test_certificates_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -221,3 +263,49 @@ def test_an_endpoint_is_set_by_a_variable_that_is_not_turned_off() -> None:
     assert endpoint_is_set(endpoint)
     assert not endpoint_is_set({**endpoint, "OTEL_SDK_DISABLED": "true"})
     assert not endpoint_is_set({**endpoint, "OTEL_TRACES_EXPORTER": "none"})
+    # OpenTelemetry's own default endpoint.
+    assert endpoint_is_set({"OTEL_TRACES_EXPORTER": "otlp"})
+    assert OtlpSettings.from_environment(None, {}).endpoint == "http://localhost:4318/v1/traces"
+    with pytest.raises(ConfigError, match="OTEL_TRACES_EXPORTER: must be otlp or none for the router, got 'zipkin'"):
+        endpoint_is_set({**endpoint, "OTEL_TRACES_EXPORTER": "zipkin"})
+
+
+@pytest.mark.parametrize(
+    ("sampler", "argument", "wanted"),
+    [
+        ("", "", Sampling(1.0, True)),
+        ("always_on", "0.5", Sampling(1.0, False)),
+        ("always_off", "", Sampling(0.0, False)),
+        ("traceidratio", "0.25", Sampling(0.25, False)),
+        ("traceidratio", "", Sampling(1.0, False)),
+        ("parentbased_always_on", "", Sampling(1.0, True)),
+        ("parentbased_always_off", "", Sampling(0.0, True)),
+        ("parentbased_traceidratio", "0.25", Sampling(0.25, True)),
+    ],
+)
+def test_samplers_are_opentelemetrys(sampler: str, argument: str, wanted: Sampling) -> None:
+    environment = {"OTEL_TRACES_SAMPLER": sampler, "OTEL_TRACES_SAMPLER_ARG": argument}
+    assert Sampling.of(None, environment) == wanted
+    assert Sampling.of(0.75, environment) == Sampling(0.75, True), "the flag comes first"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "argument", "why"),
+    [
+        ("xray", "", "_SAMPLER: must be one of always_on"),
+        ("traceidratio", "2", "_SAMPLER_ARG: must be between 0 and 1, got '2'"),
+        ("traceidratio", "half", "_SAMPLER_ARG: must be between 0 and 1"),
+    ],
+)
+def test_samplers_that_cannot_be_used_are_named(sampler: str, argument: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"OTEL_TRACES{why}"):
+        Sampling.of(None, {"OTEL_TRACES_SAMPLER": sampler, "OTEL_TRACES_SAMPLER_ARG": argument})
+
+
+def test_a_share_of_traces_is_taken_by_id() -> None:
+    half, always_off = Sampling(0.5), Sampling(0.0, follows_client=False)
+    assert half.takes(2**127 + 2**63 - 1, None)
+    assert not half.takes(2**63, None)
+    assert half.takes(2**63, True), "the client decides"
+    assert not half.takes(1, False)
+    assert not always_off.takes(1, True)

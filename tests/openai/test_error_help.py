@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from baton import errors
 from baton.error_help import CODE_BY_ERROR, CODE_BY_STATUS, HELP, code_of
@@ -71,6 +74,37 @@ def test_clients_get_the_code(kind: type[errors.BatonError]) -> None:
     assert str(told.status) in HELP[told.code].where or not HELP[told.code].where[0].isdigit()
 
 
+# What takes a reason as its first argument, in the protocol, its agents and its errors.
+REASONED = {"HandoffError", "DecodeFailed", "Fault", "Abort", "_fail"}
+
+
+def given_reasons() -> set[str]:
+    """All that the package's code names as a text."""
+    found = set()
+    for file in Path(errors.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                name = getattr(node.func, "id", getattr(node.func, "attr", None))
+                found |= {node.args[0].value} if name in REASONED else set()
+    return found
+
+
+def test_every_reason_that_the_package_gives_is_known() -> None:
+    given = given_reasons()
+    assert {"agent_lost", "superseded", "incomplete_commit", "register_refused"} <= given
+    assert given <= errors.REASONS
+
+
+def test_every_refusal_that_aiohttp_makes_for_the_package_has_a_code() -> None:
+    raised = {
+        found
+        for file in Path(errors.__file__).parent.rglob("*.py")
+        for found in re.findall(r"raise web\.(HTTP\w+)", file.read_text())
+    }
+    assert len(raised) > 2
+    assert {getattr(web, name).status_code for name in raised} <= set(CODE_BY_STATUS)
+
+
 def test_the_page_is_current() -> None:
     assert PAGE.read_text() == page(), "python -m tools.error_table"
 
@@ -78,6 +112,8 @@ def test_the_page_is_current() -> None:
 async def test_refusals_by_http_have_codes_too(directory: Path) -> None:
     app = build_app(FakeEngine(directory), Tokenizer.load(directory))  # type: ignore[arg-type]
     async with served(app) as url, aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/health", headers={"Expect": "miracles"}) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (417, "expectation_failed")
         for method, path, body, code in (
             ("GET", "/nothing", None, "not_found"),
             ("GET", "/v1/completions", None, "method_not_allowed"),

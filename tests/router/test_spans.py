@@ -16,7 +16,6 @@ import pytest
 from aiohttp import web
 
 from baton.errors import ConfigError
-from baton.observe.tracing.request_trace import is_trace_sampled
 from baton.observe.tracing.tracer import make_tracer
 from baton.wire import GenerateRequest, LegTimings, TokenChunk
 from testkit.servers.collector import Collector, attributes
@@ -239,16 +238,46 @@ async def test_a_dead_collector_fails_no_request(directory: Path, collector: Col
             assert (await complete(session, url))[0] == 200
 
 
-def test_traces_are_sampled_by_id_and_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_variables")
+def test_no_tracer_without_a_place_for_spans(tmp_path: Path) -> None:
     assert make_tracer(None, None, 1.0) is None
+    file = str(tmp_path / "file")
     with pytest.raises(ConfigError, match="trace_sampling_ratio"):
-        make_tracer(None, None, 2.0)
+        make_tracer(None, file, 2.0)
     with pytest.raises(ConfigError, match="trace: cannot be written"):
         make_tracer(None, str(tmp_path / "none" / "file"), 1.0)
-    assert is_trace_sampled(2**63, 0.6)
-    assert not is_trace_sampled(2**63, 0.4)
+
+
+@pytest.mark.usefixtures("no_variables")
+def test_each_of_several_processes_has_a_file_of_its_own(tmp_path: Path) -> None:
+    for number in (0, 1):
+        tracer = make_tracer(None, str(tmp_path / "trace.json"), None, number)
+        assert tracer is not None
+        tracer.close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["trace-0.json", "trace-1.json"]
+
+
+@pytest.mark.usefixtures("no_variables")
+@pytest.mark.parametrize(("sampler", "traced"), [("always_on", True), ("parentbased_always_on", False)])
+async def test_opentelemetrys_sampler_is_asked(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str, traced: bool
+) -> None:
+    """Of a client that does not sample."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    file = tmp_path / "trace.json"
+    cluster = cluster_of(directory, num_prefill=1, num_decode=1)
+    async with cluster.run(trace=str(file)) as (url, session):
+        unsampled = {"traceparent": f"00-{ID}-{PARENT}-00"}
+        async with session.post(f"{url}/v1/completions", json={"prompt": "a"}, headers=unsampled) as response:
+            assert response.status == 200
+    traces = {event["args"]["trace_id"] for event in json.loads(file.read_text()) if event["ph"] == "X"}
+    assert traces == ({ID} if traced else set())
 
 
 @pytest.mark.parametrize("name", sorted(DOCUMENTED))

@@ -15,7 +15,8 @@ from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
 from testkit.servers.collector import Collector, attributes
-from testkit.servers.fake_serving import KEY, FakeEngine, served
+from testkit.servers.fake_serving import KEY, FakeEngine, served, status_of
+from testkit.servers.fake_sglang import SglangPair
 from testkit.servers.vllm_pair import QUICK, WAYS, Pair
 
 ID = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -84,8 +85,97 @@ async def test_the_router_makes_the_spans_of_vllm_servers_too(directory: Path, n
     spans = {span.name: span for span in collector.spans}
     assert set(spans) == {"llm_request", "baton.prefill_leg", "baton.decode_leg", "baton.handoff", "baton.decode"}
     assert {span.trace_id.hex() for span in spans.values()} == {ID}
+    check_estimated_handoff(spans)
+
+
+def check_estimated_handoff(spans: dict[str, Any]) -> None:
     handoff, decode_leg = spans["baton.handoff"], spans["baton.decode_leg"]
     assert attributes(handoff)["baton.handoff.estimated"] is True
     assert handoff.parent_span_id == decode_leg.span_id
     assert {link.span_id for link in handoff.links} == {spans["baton.prefill_leg"].span_id, decode_leg.span_id}
     assert handoff.end_time_unix_nano == spans["baton.decode"].start_time_unix_nano
+
+
+TOLD_BY_VLLM = {
+    "queue_time_ms": 0.1,
+    "time_to_first_token_ms": 0.2,
+    "speculative_decoding": {"per_step_accepted": [1, 2, 0, 1], "per_step_drafted": [2, 2, 2, 2], "num_spec_tokens": 2},
+}
+
+
+@pytest.mark.parametrize(("name", "seed"), WAYS)
+async def test_vllm_servers_that_tell_their_metrics_have_queue_prefill_and_verifications(
+    directory: Path, name: str, seed: bool
+) -> None:
+    """`--enable-per-request-metrics --per-request-spec-decode-metrics detailed`, which are vLLM's own flags. The first
+    verification of a handed-off request is of placeholders."""
+    pair, collector = Pair(directory, name, seed, num_drafts=2, metrics=TOLD_BY_VLLM), Collector()
+    pair.p.metrics = {"queue_time_ms": 0.1, "time_to_first_token_ms": 0.2, "speculative_decoding": None}
+    async with collector.run() as endpoint, pair.run(otlp_traces_endpoint=endpoint) as (url, session):
+        await ask(session, url, TRACE)
+        (group,) = (await status_of(session, url))["acceptance"]["groups"]
+    assert (group["route"], group["num_requests"]) == ("handed_off", 1)
+    assert group["first_verification"]["acceptance"] == 1.0
+    assert group["later_verifications"]["acceptance"] == 0.25
+    spans = {span.name: span for span in collector.spans}
+    engine_spans = {"baton.queue", "baton.prefill", "baton.first_verification"}
+    legs = {"llm_request", "baton.prefill_leg", "baton.decode_leg", "baton.handoff", "baton.decode"}
+    assert set(spans) == engine_spans | legs
+    assert len(collector.spans) == len(spans), "the decode server's queue is the handoff"
+    check_estimated_handoff(spans)
+    queue, prefill, leg = (spans[f"baton.{name}"] for name in ("queue", "prefill", "prefill_leg"))
+    assert {queue.parent_span_id, prefill.parent_span_id} == {leg.span_id}
+    assert leg.start_time_unix_nano == queue.start_time_unix_nano
+    assert queue.end_time_unix_nano == prefill.start_time_unix_nano <= prefill.end_time_unix_nano
+    assert attributes(spans["llm_request"])["gen_ai.latency.time_in_queue"] == pytest.approx(1e-4)
+    verification = spans["baton.first_verification"]
+    assert attributes(verification) == {"baton.drafts": 2, "baton.accepted": 2}
+    assert verification.parent_span_id == spans["baton.decode_leg"].span_id
+    assert verification.end_time_unix_nano < spans["baton.decode"].end_time_unix_nano, "before the leg's end"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        "nonsense",
+        {"queue_time_ms": "soon"},
+        {"queue_time_ms": 1.0},
+        {"speculative_decoding": {"per_step_accepted": [1], "per_step_drafted": []}},
+    ],
+)
+async def test_metrics_that_cannot_be_read_say_nothing(directory: Path, told: Any) -> None:
+    pair, collector = Pair(directory, num_drafts=2, metrics=told), Collector()
+    async with collector.run() as endpoint, pair.run(otlp_traces_endpoint=endpoint) as (url, session):
+        await ask(session, url, TRACE)
+        assert (await status_of(session, url))["acceptance"]["groups"] == []
+    assert not {"baton.queue", "baton.first_verification"} & {span.name for span in collector.spans}
+
+
+async def test_the_router_makes_the_spans_of_sglang_servers_too(directory: Path) -> None:
+    """The decode server is lost after a token, so the request is handed off again."""
+    pair, collector = SglangPair(directory), Collector()
+    pair.d.dies = True
+    async with collector.run() as endpoint, pair.run(otlp_traces_endpoint=endpoint) as (url, session):
+        await ask(session, url, TRACE)
+    names = [span.name for span in collector.spans]
+    assert set(names) == {
+        "llm_request",
+        "baton.prefill_leg",
+        "baton.decode_leg",
+        "baton.queue",
+        "baton.prefill",
+        "baton.handoff",
+        "baton.decode",
+        "baton.recovery",
+    }
+    assert {span.trace_id.hex() for span in collector.spans} == {ID}
+    assert names.count("baton.recovery") == 1
+    (recovery,) = [span for span in collector.spans if span.name == "baton.recovery"]
+    assert "payload is not completed" in attributes(recovery)["baton.recovery.cause"]
+    assert [span.name for span in collector.spans if span.status.code == 2] == ["baton.decode", "baton.decode_leg"]
+    again = {span.name: span for span in collector.spans}
+    assert attributes(again["baton.decode_leg"])["baton.attempt"] == 2
+    check_estimated_handoff(again)
+    legs = {f"00-{ID}-{span.span_id.hex()}-01" for span in collector.spans if span.name.endswith("_leg")}
+    assert {*pair.p.traces, *pair.d.traces} == legs, "a server's own spans are children of its leg"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 import click
 import pytest
 import typer
+from aiohttp import web
 
 from baton.cli.watch import status_command, top_command
 from baton.errors import EngineUnavailableError, ProtocolError
@@ -45,6 +47,33 @@ async def test_a_routers_state_as_text(directory: Path, capsys: pytest.CaptureFi
     assert "ALARM: acceptance of decode-0 is too low" in text
 
 
+@pytest.mark.parametrize(
+    ("no_color", "shown"), [("", "\x1b[31mALARM: engine is lost\x1b[0m"), ("1", "ALARM: engine is lost")]
+)
+async def test_top_renews_the_screen_until_the_router_ends(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_color: str, shown: str
+) -> None:
+    async with named(Cluster(directory, num_prefill=1, num_decode=1)).run() as (url, session):
+        state = await status_of(session, url)
+
+    async def events(request: web.Request) -> web.Response:
+        told = (json.dumps({**state, "alarms": alarms}) for alarms in ([], ["engine is lost"]))
+        return web.Response(text="".join(f"data: {one}\n\n" for one in told), content_type="text/event-stream")
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    for name, value in {"NO_COLOR": no_color, "COLUMNS": "30", "LINES": "6"}.items():
+        monkeypatch.setenv(name, value)
+    app = web.Application()
+    app.router.add_get("/dashboard/events", events)
+    async with served(app) as url:
+        with pytest.raises(EngineUnavailableError, match="has ended"):
+            await asyncio.to_thread(top_command, url)
+    screens = [screen.splitlines() for screen in capsys.readouterr().out.split("\x1b[H\x1b[2J")[1:]]
+    assert [len(screen) for screen in screens] == [5, 5]
+    assert [screen[1] for screen in screens] == ["", shown]
+    assert all(screen[0] == "ready: 2 of 2 engines can be used"[:30] for screen in screens)
+
+
 async def test_what_is_no_router_is_said(directory: Path) -> None:
     app = build_app(FakeEngine(directory), Tokenizer.load(directory))  # type: ignore[arg-type]
     async with served(app) as engine:
@@ -65,6 +94,8 @@ async def test_a_router_that_is_not_ready_ends_with_status_1(directory: Path) ->
         with pytest.raises((typer.Exit, click.exceptions.Exit)) as ended:
             await asyncio.to_thread(status_command, url)
         assert ended.value.exit_code == 1
+        async with session.get(f"{url}/metrics") as response:
+            assert 'baton:router_alarms{kind="lost_engine"} 2.0' in await response.text()
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ class ModelledEngine:
         try:
             event = self.events.get(timeout=_EVENT_S)
         except queue.Empty:
-            raise HandoffError("no_event", f"engine {self.name} heard nothing for {_EVENT_S:.0f} s") from None
+            raise HandoffError("not_answering", f"engine {self.name} heard nothing for {_EVENT_S:.0f} s") from None
         if not done(event):
             raise HandoffError("failed", f"engine {self.name}: {event}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import sys
 from typing import Annotated, Any
@@ -17,7 +18,10 @@ from baton.openai.client import base_url
 
 _Url = Annotated[str, typer.Argument(metavar="URL", help="A router.")]
 _HOME_AND_CLEAR = "\x1b[H\x1b[2J"
+_RED, _PLAIN = "\x1b[31m", "\x1b[0m"
 _MAX_EVENT_BYTES = 4 << 20
+# A router answers at once, and sends an event every three seconds at least.
+_ANSWER_S = 15.0
 
 
 def status_command(url: _Url, json_output: JsonFlag = False) -> None:
@@ -31,7 +35,10 @@ def status_command(url: _Url, json_output: JsonFlag = False) -> None:
 
 
 def top_command(url: _Url) -> None:
-    """Show a router's state, renewed as it changes, until Ctrl-C. Prints it once if the output is not a terminal."""
+    """Show a router's state, renewed as it changes, until Ctrl-C. Prints it once if the output is not a terminal.
+
+    Alarms are red unless NO_COLOR is set. Ends with an error if the router ends.
+    """
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_top(base_url(url, "url"), sys.stdout.isatty()))
 
@@ -39,8 +46,9 @@ def top_command(url: _Url) -> None:
 async def _status(url: str) -> dict[str, Any]:
     import aiohttp
 
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     try:
-        async with aiohttp.ClientSession() as session, session.get(f"{url}/status") as response:
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/status") as response:
             return _checked(url, await response.json(content_type=None))
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
         raise EngineUnavailableError(f"{url} does not answer: {error}") from None
@@ -53,7 +61,7 @@ async def _top(url: str, live: bool) -> None:
 
     from baton.observe.terminal import fit_to_terminal, status_text
 
-    timeout = aiohttp.ClientTimeout(total=None)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_S, sock_read=_ANSWER_S)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout, read_bufsize=_MAX_EVENT_BYTES) as session,
@@ -69,11 +77,20 @@ async def _top(url: str, live: bool) -> None:
                         print(text, flush=True)
                         return
                     columns, lines = shutil.get_terminal_size()
-                    print(_HOME_AND_CLEAR + fit_to_terminal(text, columns, lines - 1), flush=True)
-    except aiohttp.ClientError as error:
+                    print(_HOME_AND_CLEAR + _red(fit_to_terminal(text, columns, lines - 1)), flush=True)
+    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
         raise EngineUnavailableError(f"{url} does not answer: {error}") from None
     except ValueError:
         raise ProtocolError(f"{url} is not a router") from None
+    raise EngineUnavailableError(f"{url} has ended")
+
+
+def _red(screen: str) -> str:
+    """The screen with its alarms in red."""
+    if os.environ.get("NO_COLOR"):
+        return screen
+    lines = (f"{_RED}{line}{_PLAIN}" if line.startswith("ALARM: ") else line for line in screen.splitlines())
+    return "\n".join(lines)
 
 
 def _checked(url: str, state: Any) -> dict[str, Any]:

@@ -1,76 +1,61 @@
-"""Alarms on acceptance: which engine's drafts are accepted less often than they should be, by more than chance.
+"""Alarms on acceptance: which engine's drafts are accepted far less often than they should be, by more than chance.
 
-Four figures of each request are compared: of the first verification and of the later ones, how often the first draft
-is accepted, and the share of accepted drafts. Each is compared with the same figure of requests that one engine
-computed (`local`), with that of requests on other decode engines (`other_engines`), and with the request's own other
-verifications (`itself`), which shows a fault even with one engine pair and no local request.
+A decode engine has one drafter, so its own drafts are judged over all its routes and prefill engines, each request by
+the last ones of the same route on other engines. What a handoff may break is judged by engine pair: the first
+verification, which is of the prefill engine's drafts, and the later ones, by requests that one engine computed, by
+other pairs, and by the pair's own other verifications where nothing else can be had.
+
+Prompts differ in how well they can be drafted, and an engine may get more of one kind (prefix caches, sessions). So an
+alarm means less than half of the acceptance elsewhere, which prompts hardly explain.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from baton.observe.acceptance import Group, RequestAcceptance
+from baton.observe.acceptance import RequestAcceptance
 from baton.observe.detector import DropDetector
+from baton.observe.samples import Figures, Part, Sample, SamplePool, Subject
 
 logger = logging.getLogger(__name__)
 
-Part = Literal["first_verification", "later_verifications"]
 Reference = Literal["local", "other_engines", "itself"]
-# Prompts and positions differ: a smaller difference is no alarm.
-MARGIN = 0.1
-OWN_MARGIN = 0.3
-_KEPT = 1024
-_SHOWN = 100
-_MAX_GROUPS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Figures:
-    """Of one request's verifications: the share whose first draft was accepted, and the share of accepted drafts."""
-
-    first_draft: float
-    all_drafts: float
-
-    @classmethod
-    def of(cls, accepted: Sequence[int], drafted: Sequence[int]) -> _Figures | None:
-        """None without drafts."""
-        pairs = [(a, d) for a, d in zip(accepted, drafted, strict=False) if d]
-        if not pairs:
-            return None
-        return cls(sum(a > 0 for a, _ in pairs) / len(pairs), sum(a for a, _ in pairs) / sum(d for _, d in pairs))
-
-    def both(self) -> tuple[float, float]:
-        return self.first_draft, self.all_drafts
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    group: Group
-    parts: dict[Part, _Figures | None]
+SHARE = 0.5
+OWN_SHARE = 1 / 3  # positions differ: a first verification may be easier than the later ones
+_SHOWN = 100  # requests, about, of which an alarm tells the means
+_MAX_SUBJECTS = 1024
+_LOCAL = ""  # the name of the pool of all requests that one engine computed
+_OF_ENGINE: tuple[tuple[Part, Reference], ...] = (("own_drafts", "other_engines"),)
+_OF_PAIR: tuple[tuple[Part, Reference], ...] = (
+    ("first_verification", "local"),
+    ("first_verification", "other_engines"),
+    ("first_verification", "itself"),
+    ("later_verifications", "local"),
+    ("later_verifications", "itself"),
+)
 
 
 @dataclass(slots=True)
 class _Comparison:
-    """The detectors of one part of a group's requests against one reference. `next`: the number of the first sample
-    not yet used as a reference: pairs must be independent."""
+    """The detectors of one part of a subject's requests against one reference, one per figure."""
 
     part: Part
     reference: Reference
-    detectors: tuple[DropDetector, DropDetector]
-    next: int = 0
-    last: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_SHOWN))
+    detectors: tuple[DropDetector, ...] = field(default_factory=lambda: tuple(DropDetector() for _ in range(3)))
+    observed: float = 0.0
+    expected: float = 0.0
 
-    def observe(self, observed: _Figures, reference: _Figures) -> bool:
+    def observe(self, observed: Figures, reference: Figures) -> bool:
         """Returns whether an alarm has begun or ended."""
         before = self.alarmed
-        self.last.append((observed.first_draft, reference.first_draft))
-        for detector, mine, other in zip(self.detectors, observed.both(), reference.both(), strict=True):
-            detector.observe(mine, other)
+        weight = 1 / min(self.num_compared + 1, _SHOWN)
+        self.observed += weight * (observed.first_draft - self.observed)
+        self.expected += weight * (reference.first_draft - self.expected)
+        share = OWN_SHARE if self.reference == "itself" else SHARE
+        for detector, mine, other in zip(self.detectors, observed.all(), reference.all(), strict=True):
+            detector.observe(mine, share * other)
         return self.alarmed != before
 
     @property
@@ -78,16 +63,16 @@ class _Comparison:
         return any(detector.alarmed for detector in self.detectors)
 
     @property
-    def num_pairs(self) -> int:
-        return self.detectors[0].num_pairs
+    def num_compared(self) -> int:
+        return self.detectors[0].num_observed
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A group whose `part` is accepted less often than `reference`, by more than chance. `observed`, `expected`: how
-    often the first draft was accepted in the last comparisons."""
+    """A subject whose `part` is accepted less often than `reference`, by more than chance. `observed`, `expected`: how
+    often a draft was accepted, in the mean of the last requests."""
 
-    group: Group
+    subject: Subject
     part: Part
     reference: Reference
     num_compared: int
@@ -97,9 +82,8 @@ class Alarm:
     @property
     def suspect(self) -> str:
         """The engine with the fault: drafts of a first verification after a handoff are the prefill engine's."""
-        if self.part == "first_verification" and self.group.handed_off:
-            return f"{self.group.prefill} to {self.group.decode}"
-        return self.group.decode
+        pair = f"{self.subject.prefill} to {self.subject.decode}"
+        return pair if self.part == "first_verification" else self.subject.decode
 
     def describe(self) -> str:
         than = {
@@ -107,97 +91,92 @@ class Alarm:
             "other_engines": "on other engines",
             "itself": "in the same requests' other verifications",
         }[self.reference]
-        part = "first verifications" if self.part == "first_verification" else "later verifications"
+        part = {
+            "own_drafts": "verifications of its own drafts",
+            "first_verification": "first verifications after a handoff",
+            "later_verifications": f"later verifications after a handoff from {self.subject.prefill}",
+        }[self.part]
         return (
-            f"acceptance of {self.suspect} is too low: {self.observed:.0%} of the {part} ({self.group.describe()}) "
-            f"accept a draft, {self.expected:.0%} {than}, in {self.num_compared} comparisons"
+            f"acceptance of {self.suspect} is too low: {self.observed:.0%} of the {part} accept one, "
+            f"{self.expected:.0%} {than}, in {self.num_compared} requests"
         )
 
 
-@dataclass(slots=True)
-class _Watched:
-    comparisons: tuple[_Comparison, ...] = field(default_factory=lambda: tuple(_comparisons()))
-
-
 class AcceptanceAlarms:
-    """Watches acceptance by group. At most one in `detector.THRESHOLD` comparisons raises a false alarm."""
+    """Watches acceptance by decode engine and by engine pair."""
 
     def __init__(self) -> None:
-        self._samples: deque[_Sample] = deque(maxlen=_KEPT)
-        self._num_samples = 0
-        self._watched: dict[Group, _Watched] = {}
+        self._pools: dict[str, SamplePool] = {}
+        self._watched: dict[Subject, tuple[_Comparison, ...]] = {}
+        self._num_requests = 0
 
     def observe(self, request: RequestAcceptance) -> None:
         """The request ran on one route from beginning to end."""
-        parts: dict[Part, _Figures | None] = {
-            "first_verification": _Figures.of(*request.first),
-            "later_verifications": _Figures.of(*request.later),
-        }
-        if parts["first_verification"] is None and parts["later_verifications"] is None:
-            return
-        watched = self._watched.pop(request.group, None) or _Watched()
-        self._watched[request.group] = watched
-        if len(self._watched) > _MAX_GROUPS:
-            del self._watched[next(iter(self._watched))]
-        for comparison in watched.comparisons:
-            observed = parts[comparison.part]
-            reference = self._reference(comparison, request.group, parts)
-            if observed is not None and reference is not None and comparison.observe(observed, reference):
-                alarm = _alarm(request.group, comparison)
-                if comparison.alarmed:
-                    logger.warning("%s", alarm.describe())
-                else:
-                    logger.info("acceptance of %s is normal again (%s)", alarm.suspect, request.group.describe())
-        self._samples.append(_Sample(request.group, parts))
-        self._num_samples += 1
+        self._num_requests += 1
+        group, sample = request.group, Sample.of(request, self._num_requests)
+        self._compare(Subject("", group.decode), sample)
+        if group.handed_off:
+            self._compare(Subject(group.prefill, group.decode), sample)
+        for name in (group.route,) if group.handed_off else (group.route, _LOCAL):
+            self._pool(name).add(sample)
 
     def alarms(self) -> list[Alarm]:
         return [
-            _alarm(group, comparison)
-            for group, watched in self._watched.items()
-            for comparison in watched.comparisons
+            _alarm(subject, comparison)
+            for subject, comparisons in self._watched.items()
+            for comparison in comparisons
             if comparison.alarmed
         ]
 
     def num_comparisons(self) -> int:
         """Comparisons that could have raised an alarm."""
-        return sum(c.num_pairs for watched in self._watched.values() for c in watched.comparisons)
+        return sum(one.num_compared for comparisons in self._watched.values() for one in comparisons)
 
-    def _reference(self, comparison: _Comparison, group: Group, parts: dict[Part, _Figures | None]) -> _Figures | None:
-        if comparison.reference == "itself":
-            other: Part = "first_verification" if comparison.part == "later_verifications" else "later_verifications"
-            return parts[other]
-        oldest = self._num_samples - len(self._samples)
-        for number in range(max(comparison.next, oldest), self._num_samples):
-            sample = self._samples[number - oldest]
-            figures = sample.parts[comparison.part]
-            comparison.next = number + 1
-            if figures is not None and _MATCHES[comparison.reference](sample.group, group):
-                return figures
-        return None
+    def _compare(self, subject: Subject, sample: Sample) -> None:
+        wanted = _OF_PAIR if subject.prefill else _OF_ENGINE
+        comparisons = self._watched.pop(subject, None) or tuple(_Comparison(*one) for one in wanted)
+        self._watched[subject] = comparisons
+        if len(self._watched) > _MAX_SUBJECTS:
+            del self._watched[next(iter(self._watched))]
+        for comparison in comparisons:
+            observed = sample.parts[comparison.part]
+            if observed is None:
+                continue
+            reference = self._reference(comparison, subject, sample)
+            if reference is not None and comparison.observe(observed, reference):
+                alarm = _alarm(subject, comparison)
+                if comparison.alarmed:
+                    logger.warning("%s", alarm.describe())
+                else:
+                    logger.info("acceptance of %s is normal again", alarm.suspect)
+
+    def _reference(self, comparison: _Comparison, subject: Subject, sample: Sample) -> Figures | None:
+        """The mean of the requests before this one that it is compared with."""
+        part, pool = comparison.part, self._pool(sample.group.route)
+        match comparison.reference:
+            case "local":
+                return self._pool(_LOCAL).mean(part)
+            case "other_engines":
+                return pool.mean(part, without=subject)
+            case "itself":
+                if self._pool(_LOCAL).mean(part) is not None or pool.mean(part, without=subject) is not None:
+                    return None
+                return pool.mean(_OTHER[part], of=subject)
+
+    def _pool(self, name: str) -> SamplePool:
+        pool = self._pools.get(name)
+        if pool is None:
+            pool = self._pools[name] = SamplePool()
+        pool.forget(self._num_requests)
+        return pool
 
 
-def _comparisons() -> list[_Comparison]:
-    margins: tuple[tuple[Reference, float], ...] = (
-        ("local", MARGIN),
-        ("other_engines", MARGIN),
-        ("itself", OWN_MARGIN),
-    )
-    parts: tuple[Part, ...] = ("first_verification", "later_verifications")
-    return [
-        _Comparison(part, reference, (DropDetector(margin), DropDetector(margin)))
-        for part in parts
-        for reference, margin in margins
-    ]
-
-
-# Local requests are compared with those of other engines, not with each other.
-_MATCHES: dict[Reference, Callable[[Group, Group], bool]] = {
-    "local": lambda sample, group: group.handed_off and not sample.handed_off,
-    "other_engines": lambda sample, group: sample.decode != group.decode,
+_OTHER: dict[Part, Part] = {
+    "first_verification": "later_verifications",
+    "later_verifications": "first_verification",
 }
 
 
-def _alarm(group: Group, comparison: _Comparison) -> Alarm:
-    observed, expected = (sum(values) / len(comparison.last) for values in zip(*comparison.last, strict=True))
-    return Alarm(group, comparison.part, comparison.reference, comparison.num_pairs, observed, expected)
+def _alarm(subject: Subject, comparison: _Comparison) -> Alarm:
+    told = comparison.num_compared, comparison.observed, comparison.expected
+    return Alarm(subject, comparison.part, comparison.reference, *told)

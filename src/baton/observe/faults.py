@@ -55,6 +55,18 @@ def find_faults(
     ]
 
 
+def count_faults(
+    engines: Sequence[EngineView], last_routes: Mapping[str, int], recent: RecentRequests, now: float
+) -> dict[str, int]:
+    """The faults that need no load of engines, by kind."""
+    return {
+        "lost_engine": len(list(_lost(engines))),
+        "not_handed_off": len(list(_not_handed_off(engines, last_routes))),
+        "slow_handoffs": len(list(_slow_handoffs(recent, now))),
+        "failed_requests": len(list(_failed(recent))),
+    }
+
+
 def _lost(engines: Sequence[EngineView]) -> Iterator[str]:
     for engine in engines:
         if not engine.usable:

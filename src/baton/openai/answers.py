@@ -69,13 +69,14 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """A completion, or one event of a stream. Those made from a chat have `prompt_token_ids`."""
+    """A completion, or one event of a stream. Those made from a chat have `prompt_token_ids`. `metrics`: vLLM's."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
     error: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     prompt_token_ids: list[TokenId] | None = None
+    metrics: Any = None
 
 
 class _ScoredToken(msgspec.Struct, frozen=True):

@@ -37,7 +37,7 @@ from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pool import EnginePool
 from baton.router.routes import WHYS, Routes
 from baton.router.scrape import Shared, deployment_metrics
-from baton.router.status.report import deployment_status, describe_engine, own_status
+from baton.router.status.report import deployment_status, describe_engine, fault_counts, own_status
 from baton.router.workers.siblings import Change, Siblings
 from baton.text import Tokenizer
 from baton.waiting import AdmissionLimit
@@ -73,7 +73,8 @@ async def build_app(config: RouterConfig) -> web.Application:
     """
     services = read_services(config.discover)
     connector = _connector(config, services)
-    tracer = make_tracer(config.otlp_traces_endpoint, config.trace, config.trace_sampling_ratio)
+    number = None if config.worker is None else config.worker.number
+    tracer = make_tracer(config.otlp_traces_endpoint, config.trace, config.trace_sampling_ratio, number)
     policies = create_policies(
         config.policy, config.prefill_policy, config.decode_policy, config.policy_config, random.Random()
     )
@@ -289,6 +290,8 @@ def _rows(backend: RouterBackend, queue: AdmissionLimit) -> Iterator[Row]:
     yield counter("router_stale_prefixes", text, backend.decisions.stale)
     for rung in RECOVERIES[1:]:
         yield counter("router_recoveries", "Requests sent again, by rung.", backend.recoveries[rung], rung=rung)
+    for kind, count in fault_counts(backend).items():
+        yield gauge("router_alarms", "Alarms in /status that hold now, by kind.", count, kind=kind)
     yield from backend.hand_backs.rows()
     yield from backend.concurrency.rows()
     yield counter("router_near_ties", "First tokens that differed by a near-tie.", backend.near_ties)

@@ -21,6 +21,7 @@ from baton.vllm import caches, compat
 from baton.vllm.config import PluginConfig
 from baton.vllm.geometry import describe_caches
 from baton.vllm.groups import split_tables
+from baton.vllm.handoff_span import span_maker
 from baton.vllm.scales import describe_scales, worker_scales
 from baton.vllm.worker import WorkerSide
 from baton.wire import VllmIdentity
@@ -86,7 +87,9 @@ def open_cache(
     )
     whole = join_workers(part, lambda own: compat.gather_workers(config, own))
     stream = compat.stream_of(config, settings.kv_stream)
-    side = WorkerSide(layout, compat.zeroes_before_preemptions(config), kv_stream=stream)
+    # One span for a handoff, whatever the number of ranks.
+    traced = {"on_decode_end": span_maker(settings.integrity)} if rank == 0 else {}
+    side = WorkerSide(layout, compat.zeroes_before_preemptions(config), kv_stream=stream, **traced)
     together = InstanceAgent(whole.instance, side.post)
     with _unbound(config):
         agent, transport = start_agent(

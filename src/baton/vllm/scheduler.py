@@ -157,7 +157,8 @@ class SchedulerSide:
         else:
             assert next_token is not None
             self._decodes[request.request_id] = _Decode(ticket, num_tokens)
-            self._step.announced.append(AnnounceDecode(request.request_id, ticket, next_token))
+            traceparent = (getattr(request, "trace_headers", None) or {}).get("traceparent")
+            self._step.announced.append(AnnounceDecode(request.request_id, ticket, next_token, traceparent))
 
     def _verifies(self, request: VllmRequest) -> bool:
         return self._verify_first and request.sampling_params.temperature == 0

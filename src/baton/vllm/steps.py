@@ -45,11 +45,12 @@ class ClosePrefill:
 @dataclass(frozen=True, slots=True)
 class AnnounceDecode:
     """A decode leg arrived. It gets no blocks before P has admitted it. `next_token`: the prompt's token after those
-    handed over, which this engine computes."""
+    handed over, which this engine computes. `traceparent`: if vLLM traces the request."""
 
     request_id: str
     ticket: SignedTicket
     next_token: int
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

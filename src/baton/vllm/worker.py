@@ -21,6 +21,7 @@ from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval
 from baton.log_limit import LogLimit
 from baton.vllm.geometry import CacheLayout
+from baton.vllm.handoff_span import OnDecodeEnd
 from baton.vllm.layer_stream import StreamedPrompt, VllmLayerStream
 from baton.vllm.steps import ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from baton.vllm.worker_legs import BlocksPhase, EndPhase, ReceivePhase, WorkerDecode, WorkerPrefill
@@ -51,7 +52,7 @@ class WorkerSide:
 
     `commit_at_end`: finish a prefill leg when vLLM has finished its request, not when its prompt is computed, because
     the runner writes to a preempted leg's blocks before it reports the preemption. `kv_stream`: whether tokens are
-    declared final with their prompt, with their step, or layer by layer.
+    declared final with their prompt, with their step, or layer by layer. `on_decode_end`: called on vLLM's thread.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class WorkerSide:
         commit_at_end: bool = False,
         abort_timeout: float = ABORT_TIMEOUT_S,
         kv_stream: KVStream = "chunk",
+        on_decode_end: OnDecodeEnd = lambda decode, event: None,
     ) -> None:
+        self._on_decode_end = on_decode_end
         self.counts: Counter[str] = Counter()
         self._commit_at_end = commit_at_end
         self._kv_stream = kv_stream
@@ -124,8 +127,11 @@ class WorkerSide:
         for closed in step.closed:
             self._close_prefill(closed)
         for announced in step.announced:
-            self._decodes[announced.ticket.key] = WorkerDecode(announced.request_id, announced.next_token)
-            self.agent.announce_decode(announced.ticket)
+            ticket = announced.ticket
+            decode = WorkerDecode(announced.request_id, announced.next_token, ticket.mode, announced.traceparent)
+            decode.mark("announced")
+            self._decodes[ticket.key] = decode
+            self.agent.announce_decode(ticket)
         for receive in step.receives:
             self._receive(receive)
         for key in step.aborted:
@@ -237,6 +243,7 @@ class WorkerSide:
                 self._results.failed.add(receive.request_id)
             return
         decode.step("park" if receive.parked else "place")
+        decode.mark("registered")
         wanted = {
             group.name: group.wanted(receive.num_tokens, receive.hit) if receive.parked else Interval(0, 0)
             for group in self._layout.groups
@@ -256,12 +263,16 @@ class WorkerSide:
         elif isinstance(event, ev.DecodeAdmitted):
             if (waiting := self._decodes.get(event.key)) is not None:
                 self._admitted.add(waiting.request_id)
+                waiting.mark("admitted")
         elif isinstance(event, ev.DecodeFailed):
             self.counts[f"failed_{reason_label(event.reason)}"] += 1
+            if (failed := self._decodes.get(event.key)) is not None:
+                failed.failure = f"{event.reason}: {event.message}"
             log.warning("handoff %s failed: %s: %s", event.key, event.reason, event.message)
         elif isinstance(event, (ev.DecodeCommitted, ev.DecodeFinished, ev.DecodeReleased)):
             decode = self._decodes.pop(event.key, None)
             if decode is not None:
+                self._on_decode_end(decode, event)
                 self._received(decode, event)
 
     def _settle(self, key: AttemptKey, leg: WorkerPrefill) -> None:

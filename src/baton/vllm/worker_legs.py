@@ -6,6 +6,7 @@ agent releases its blocks.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from baton.handoff.protocol.phases import Phase
@@ -93,11 +94,23 @@ class WorkerPrefill:
 
 @dataclass(slots=True, eq=False)
 class WorkerDecode:
-    """`phase` changes as `DECODE_LEG` says. `next_token`: the one after the tokens that P sends."""
+    """`phase` changes as `DECODE_LEG` says. `next_token`: the one after the tokens that P sends.
+
+    `traceparent`: of the request, if vLLM traces it; then `marks` says when what happened (monotonic seconds), and
+    `failure` why it failed.
+    """
 
     request_id: str
     next_token: int
+    mode: Mode
+    traceparent: str | None = None
     phase: ReceivePhase = ReceivePhase.ANNOUNCED
+    marks: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+
+    def mark(self, name: str) -> None:
+        if self.traceparent is not None:
+            self.marks[name] = time.monotonic()
 
     def step(self, event: str) -> None:
         """Raises `UndefinedTransitionError` if `event` cannot happen in this phase."""

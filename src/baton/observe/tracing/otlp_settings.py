@@ -17,10 +17,16 @@ _TIMEOUT_S, _DELAY_MS, _MAX_QUEUED, _MAX_BATCH = 10.0, 5000.0, 2048.0, 512.0
 
 
 def endpoint_is_set(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether OpenTelemetry's own variables name a collector and do not turn it off."""
-    off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    off |= environment.get("OTEL_TRACES_EXPORTER", "otlp") not in ("otlp", "")
-    return not off and bool(_of_traces(environment, "ENDPOINT"))
+    """Whether OpenTelemetry's own variables name a collector, or OTLP, and do not turn it off.
+
+    Raises `ConfigError` for an exporter that the router does not have.
+    """
+    exporter = environment.get("OTEL_TRACES_EXPORTER", "").strip()
+    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporter == "none":
+        return False
+    if exporter not in ("otlp", ""):
+        raise ConfigError("OTEL_TRACES_EXPORTER", f"must be otlp or none for the router, got {exporter!r}")
+    return exporter == "otlp" or bool(_of_traces(environment, "ENDPOINT"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +51,16 @@ class OtlpSettings:
         """`endpoint` None: from the variables. Raises `ConfigError`."""
         protocol = _of_traces(environment, "PROTOCOL") or "http/protobuf"
         if protocol != "http/protobuf":
-            raise ConfigError("OTEL_EXPORTER_OTLP_PROTOCOL", f"must be http/protobuf for the router, got {protocol!r}")
+            name = _name_of(environment, "PROTOCOL")
+            raise ConfigError(name, f"must be http/protobuf for the router, got {protocol!r}")
+        propagators = environment.get("OTEL_PROPAGATORS", "").strip() or "tracecontext"
+        if "tracecontext" not in [one.strip() for one in propagators.split(",")]:
+            raise ConfigError("OTEL_PROPAGATORS", f"must contain tracecontext for the router, got {propagators!r}")
         compression = _of_traces(environment, "COMPRESSION").strip().lower() or "none"
         found = next((known for known in _COMPRESSIONS if known == compression), None)
         if found is None:
             known = ", ".join(_COMPRESSIONS)
-            raise ConfigError("OTEL_EXPORTER_OTLP_COMPRESSION", f"must be one of {known}, got {compression!r}")
+            raise ConfigError(_name_of(environment, "COMPRESSION"), f"must be one of {known}, got {compression!r}")
         named = {"service.name": environment.get("OTEL_SERVICE_NAME"), "service.version": __version__}
         resource = {"service.name": "baton-router", **_pairs(environment.get("OTEL_RESOURCE_ATTRIBUTES", ""))}
         return cls(
@@ -69,16 +79,18 @@ class OtlpSettings:
 
 
 def _endpoint(environment: Mapping[str, str]) -> str:
-    """The variable of traces is a whole URL, the general one is the base of `/v1/traces`."""
+    """The variable of traces is a whole URL, the general one is the base of `/v1/traces`. The default is that of
+    OpenTelemetry."""
     if own := environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
-        return _checked_url(own)
-    return _checked_url(environment["OTEL_EXPORTER_OTLP_ENDPOINT"].rstrip("/") + "/v1/traces")
+        return _checked_url(own, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    base = environment.get("OTEL_EXPORTER_OTLP_ENDPOINT") or "http://localhost:4318"
+    return _checked_url(base.rstrip("/") + "/v1/traces", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
-def _checked_url(url: str) -> str:
+def _checked_url(url: str, name: str = "otlp_traces_endpoint") -> str:
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError("otlp_traces_endpoint", f"must be like http://HOST:4318/v1/traces, got {url!r}")
+        raise ConfigError(name, f"must be like http://HOST:4318/v1/traces, got {url!r}")
     return url
 
 

@@ -35,13 +35,14 @@ class RemoteParent:
 
 @dataclass(slots=True)
 class LegTrace:
-    """`first`: when its first token came (monotonic seconds)."""
+    """`first`, `second`: when its first tokens and the next ones came (monotonic seconds)."""
 
     span: Span
     role: LegRole
     alone: bool
     began: float
     first: float | None = None
+    second: float | None = None
     timings: LegTimings | None = None
     verified: bool = False
 
@@ -83,20 +84,27 @@ class RequestTrace:
         return leg
 
     def on_chunk(self, leg: LegTrace, chunk: TokenChunk) -> None:
-        if leg.first is not None and chunk.finish_reason is None and (leg.verified or not chunk.accepted):
+        if leg.second is not None and chunk.finish_reason is None and (leg.verified or not chunk.accepted):
             return  # nearly all chunks
         now = self._now()
-        if chunk.token_ids and leg.first is None:
-            leg.first, leg.timings = now, chunk.timings
-            self._engine_spans(leg, now)
-            if leg.role == "decode" and not leg.alone:
-                self._handoff(leg, now)
+        is_first = leg.first is None and bool(chunk.token_ids)
+        if is_first:
+            leg.first = now
+        elif chunk.token_ids and leg.second is None:
+            leg.second = now
+        if chunk.timings is not None:
+            leg.timings = chunk.timings
+            self._engine_spans(leg, leg.first or now)
+        if is_first and leg.role == "decode" and not leg.alone:
+            self._handoff(leg, now)
         if chunk.accepted and not leg.verified:
             leg.verified = True
+            # vLLM tells all verifications at the end; the first one was over when the second tokens came.
+            late = chunk.finish_reason is not None and leg.second is not None
             span = self._child("baton.first_verification", leg.first or now, leg.span, _engine(leg))
             drafted = chunk.drafted[0] if chunk.drafted else 0
             span.attributes = {"baton.drafts": drafted, "baton.accepted": chunk.accepted[0]}
-            self._export(span, now)
+            self._export(span, leg.second if late and leg.second is not None else now)
         if chunk.finish_reason == "error":
             leg.span.error = chunk.error or "error"
 
@@ -146,9 +154,12 @@ class RequestTrace:
         self._export(root, ended)
 
     def _engine_spans(self, leg: LegTrace, now: float) -> None:
-        """Queue and prefill of an engine that told its times; they begin when the leg's request was sent."""
+        """Queue and prefill of an engine that told its times; they begin when the leg's request was sent. vLLM's and
+        SGLang's decode servers count the handoff into their queue, so theirs are left out."""
         told = leg.timings
         if told is None or told.started is None or told.sampled is None:
+            return
+        if leg.role == "decode" and not leg.alone and not told.chunks:
             return
         started, sampled = (min(leg.began + since, now) for since in (told.started, told.sampled))
         self._export(self._child("baton.queue", leg.began, leg.span, _engine(leg)), started)
@@ -161,7 +172,8 @@ class RequestTrace:
 
     def _chunks(self, leg: LegTrace, prefill: Span, told: LegTimings, sampled: float) -> None:
         """The forwards of a prompt that took several."""
-        prefill.attributes["baton.num_chunks"] = len(told.chunks)
+        if told.chunks:
+            prefill.attributes["baton.num_chunks"] = len(told.chunks)
         begins = [min(leg.began + since, sampled) for since, _ in told.chunks]
         if len(begins) > 1:
             for begin, end, (_, num_tokens) in zip(begins, [*begins[1:], sampled], told.chunks, strict=True):
@@ -215,8 +227,3 @@ class RequestTrace:
 
 def _engine(leg: LegTrace) -> str:
     return str(leg.span.attributes["baton.engine"])
-
-
-def is_trace_sampled(trace_id: int, ratio: float) -> bool:
-    """Sample a trace without a parent by its id, as OpenTelemetry's `traceidratio`."""
-    return (trace_id & (2**64 - 1)) < ratio * 2**64

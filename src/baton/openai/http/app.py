@@ -128,7 +128,7 @@ def new_app(
             metrics.requests.labels(endpoint, str(status)).inc()
 
     app = web.Application(middlewares=[shape_errors])
-    app.on_response_prepare.extend((name_response, access.allow_origin))
+    app.on_response_prepare.extend((name_response, access.allow_origin, _shape_expectation))
     if (context := access.tls()) is not None:
         app[TLS] = context
     app[DRAIN], app[LIMITS], app[BODIES], app[KEYS] = drain, limits, Bodies(limits), keys
@@ -190,6 +190,16 @@ def _error_reply(request: web.Request, error: ApiError) -> web.Response:
         response.force_close()
         request.protocol.discard()
     return response
+
+
+async def _shape_expectation(request: web.Request, response: web.StreamResponse) -> None:
+    """aiohttp refuses an `Expect` that it does not know before any middleware runs."""
+    if isinstance(response, web.HTTPExpectationFailed):
+        status = response.status
+        reason = "Expect: only 100-continue is known"
+        error = ApiError(status, reason, "invalid_request_error", None, CODE_BY_STATUS[status])
+        response.body, response.content_type = error.body(), "application/json"
+        response.headers["Content-Length"] = str(len(error.body()))
 
 
 def _shutting_down() -> ApiError:

@@ -21,6 +21,7 @@ from baton.wire import (
     EngineInfo,
     EngineLoad,
     GenerateRequest,
+    LegTimings,
     Role,
     SglangIdentity,
     TokenChunk,
@@ -69,6 +70,10 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     output_top_logprobs: list[list[tuple[float, int, Any]] | None] | None = None
+    # With `--enable-metrics`: seconds, and seconds since 1970.
+    queue_time: float | None = None
+    forward_entry_time: float | None = None
+    prefill_finished_time: float | None = None
 
 
 class _Event(msgspec.Struct):
@@ -220,6 +225,16 @@ def to_token_chunk(request: GenerateRequest, event: _Event, num_sent: int) -> To
         finish_reason=None if finish is None else "length" if finish.type == "length" else "stop",
         stop_reason=matched if isinstance(matched, int) and matched in request.sampling_params.stop_token_ids else None,
         num_cached_tokens=meta.cached_tokens,
+        timings=_timings(meta) if request.timings and finish is not None else None,
+    )
+
+
+def _timings(meta: _Meta) -> LegTimings | None:
+    """None if the server does not tell its times."""
+    if meta.queue_time is None or meta.forward_entry_time is None or meta.prefill_finished_time is None:
+        return None
+    return LegTimings(
+        started=meta.queue_time, sampled=meta.queue_time + meta.prefill_finished_time - meta.forward_entry_time
     )
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from baton.openai.answers import Choice, token_id
+from baton.openai.answers import Choice, NumDrafts, token_id
 from baton.sampling_params import SamplingDefaults, SamplingParams
-from baton.wire import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
+from baton.wire import FinishReason, GenerateRequest, LegTimings, TokenChunk, TokenLogprobs
 
 # vLLM's seeds are signed.
 _SEED_BITS = 63
@@ -33,6 +33,22 @@ class _Rendered(msgspec.Struct):
     """An element of the answer of `/v1/completions/render`: vLLM's `GenerateRequest`."""
 
     sampling_params: _RenderedParams
+
+
+class _Verifications(msgspec.Struct):
+    """With `--per-request-spec-decode-metrics detailed`."""
+
+    per_step_accepted: list[NumDrafts] = []
+    per_step_drafted: list[NumDrafts] = []
+
+
+class _Metrics(msgspec.Struct):
+    """`metrics` of the last event of a stream. Times with `--enable-per-request-metrics`; the time to the first token
+    is counted from the first forward."""
+
+    queue_time_ms: float | None = None
+    time_to_first_token_ms: float | None = None
+    speculative_decoding: _Verifications | None = None
 
 
 def completion_body(
@@ -64,6 +80,8 @@ def completion_body(
         "stream": stream,
         "return_token_ids": True,
     }
+    if stream:
+        body["stream_options"] = {"include_usage": True}  # its event has the metrics
     if params.seed is not None:
         # Equal in both legs. vLLM starts each request's noise from its seed: a resumed request must not repeat the
         # noise of tokens already sent.
@@ -125,6 +143,27 @@ def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenCh
         error=error,
         recoverable=error is not None,
     )
+
+
+def with_metrics(request: GenerateRequest, last: TokenChunk, metrics: Any, is_padded: bool = False) -> TokenChunk:
+    """The last chunk of a leg with what the server told of the request. What cannot be read says nothing.
+
+    vLLM pads the first step of a handed-off request with placeholders and counts it as a verification: `is_padded`.
+    """
+    try:
+        found = msgspec.convert(metrics, _Metrics)
+    except msgspec.ValidationError:
+        return last
+    if found.speculative_decoding is not None:
+        accepted, drafted = found.speculative_decoding.per_step_accepted, found.speculative_decoding.per_step_drafted
+        if len(accepted) == len(drafted):
+            skipped = int(is_padded)
+            last = msgspec.structs.replace(last, accepted=accepted[skipped:], drafted=drafted[skipped:])
+    if request.timings and found.queue_time_ms is not None and found.time_to_first_token_ms is not None:
+        started = found.queue_time_ms / 1e3
+        timings = LegTimings(started=started, sampled=started + found.time_to_first_token_ms / 1e3)
+        last = msgspec.structs.replace(last, timings=timings)
+    return last
 
 
 def can_resume(params: SamplingParams) -> bool:

@@ -20,7 +20,7 @@ from baton.openai.answers import Completion, Model, Models, decode_answer
 from baton.openai.client import convert_errors, read_body, read_event, read_samples
 from baton.openai.http.lines import LineReader
 from baton.router.clients.engine_client import EngineClient, error_of_response
-from baton.router.clients.vllm_api import completion_body, render_bodies, rendered_defaults, to_chunk
+from baton.router.clients.vllm_api import completion_body, render_bodies, rendered_defaults, to_chunk, with_metrics
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingDefaults
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
@@ -200,9 +200,14 @@ class VllmClient(EngineClient):
         return self.leg(request)
 
     async def leg(
-        self, request: GenerateRequest, kv_transfer_params: dict[str, object] | None = None, first_only: bool = False
+        self,
+        request: GenerateRequest,
+        kv_transfer_params: dict[str, object] | None = None,
+        first_only: bool = False,
+        is_padded: bool = False,
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of one leg; with `first_only`, one token.
+        """Yield the chunks of one leg; with `first_only`, one token. The last one waits for the event after it, which
+        vLLM sends at once: it has the request's metrics. `is_padded`: the first verification is of placeholders.
 
         Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server has ended the request.
         """
@@ -213,15 +218,27 @@ class VllmClient(EngineClient):
         where = f"engine {self.url}"
         async with self._completion(body, self._leg_timeout) as response:
             reader = LineReader(response.content, _MAX_BODY_BYTES)
-            while lines := await reader.next():
+            last: TokenChunk | None = None
+            done = False
+            while not done and (lines := await reader.next()):
                 for line in lines:
                     event = read_event(line, where)
-                    if event == "done":
-                        return
-                    for choice in event.choices[:1] if event is not None else ():
+                    if event is None or event == "done":
+                        done = done or event == "done"
+                        continue
+                    if last is not None and event.metrics is not None:
+                        last = with_metrics(request, last, event.metrics, is_padded)
+                    for choice in event.choices[:1]:
                         chunk = to_chunk(request, choice, position)
                         position += len(chunk.token_ids)
-                        yield _goes_on(chunk) if more else chunk
+                        if choice.finish_reason is None:
+                            yield chunk
+                        else:
+                            last = _goes_on(chunk) if more else chunk
+            if last is not None:
+                yield last
+            if done or last is not None:
+                return
         raise EngineLostError(f"engine {self.url} went away in mid-stream")
 
     async def first_token(
@@ -239,7 +256,7 @@ class VllmClient(EngineClient):
         if not answer.choices:
             raise ProtocolError(f"engine {self.url} sent no choice")
         with convert_errors(f"engine {self.url}", EngineUnavailableError):
-            chunk = to_chunk(request, answer.choices[0], position)
+            chunk = with_metrics(request, to_chunk(request, answer.choices[0], position), answer.metrics)
         more = request.sampling_params.max_tokens - position > 1
         return _goes_on(chunk) if more else chunk, answer.kv_transfer_params or {}
 

@@ -22,7 +22,8 @@ class RoutingSettings:
     """Settings of all commands that start a router.
 
     `kv_mode` None: push, or the connector's only mode. `max_local_prefill_length` 0: no prompt is computed on a decode
-    engine, while there is a prefill engine. `otlp_traces_endpoint` None: that of OpenTelemetry's own variables, if set.
+    engine, while there is a prefill engine. `otlp_traces_endpoint`,
+    `trace_sampling_ratio` None: those of OpenTelemetry's own variables, if set.
     """
 
     kv_mode: Annotated[Mode | None, Setting("Who issues the copies: prefill (push, default) or decode (pull).")] = None
@@ -48,8 +49,9 @@ class RoutingSettings:
     ] = None
     trace: Annotated[str | None, Setting("Write spans as a timeline for ui.perfetto.dev.", metavar="FILE")] = None
     trace_sampling_ratio: Annotated[
-        float, Setting("Share of requests without a traceparent that are traced.", rule=in_range(0.0, 1.0))
-    ] = 1.0
+        float | None,
+        Setting("Share of requests without a traceparent that are traced. Default: all.", rule=in_range(0.0, 1.0)),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

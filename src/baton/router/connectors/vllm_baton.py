@@ -72,7 +72,8 @@ class VllmBatonConnector(VllmConnector):
             more = msgspec.structs.replace(
                 request, prompt_token_ids=tokens + sampled, num_prompt_tokens=len(tokens) - known
             )
-            return d.leg(more, _params(LegParams(role="decode", ticket=ticket)))
+            offered = LegParams(role="decode", ticket=ticket)
+            return d.leg(more, _params(offered), is_padded=self._computes_one(d))
 
         return in_turn(first, then)
 
@@ -81,7 +82,8 @@ class VllmBatonConnector(VllmConnector):
     ) -> dict[LegRole, LegSource]:
         p, d = VllmClient.of(prefill), VllmClient.of(decode)
         tokens, offered = request.prompt_token_ids, _params(LegParams(role="prefill", ticket=ticket))
-        decoding = d.leg(request, _params(LegParams(role="decode", ticket=ticket)))
+        wanted = LegParams(role="decode", ticket=ticket)
+        decoding = d.leg(request, _params(wanted), is_padded=self._computes_one(d))
         if self._truncates(p):
             short = _short(request, self._handed_over(p, len(tokens)))
             return {"prefill": errors_only(p.leg(short, offered, first_only=True)), "decode": decoding}
@@ -109,6 +111,11 @@ class VllmBatonConnector(VllmConnector):
             raise RequestError(f"{client.url} {problem}", "url")
         self._identities[client.url] = identity
         return identity
+
+    def _computes_one(self, decode: VllmClient) -> bool:
+        """Whether the decode server computes the prompt's last token alone, which vLLM does as a verification."""
+        identity = self._identities.get(decode.url)
+        return identity is not None and identity.prefill_multiple == 1
 
     def _truncates(self, prefill: VllmClient) -> bool:
         identity = self._identities.get(prefill.url)

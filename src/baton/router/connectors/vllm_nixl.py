@@ -73,7 +73,7 @@ class _NixlConnector(VllmConnector):
             if is_first:
                 yield chunk
 
-        return in_turn(first, lambda params: VllmClient.of(decode).leg(request, params))
+        return in_turn(first, lambda params: VllmClient.of(decode).leg(request, params, is_padded=True))
 
     async def _first(
         self, request: GenerateRequest, prefill: PooledEngine
@@ -152,4 +152,4 @@ class NixlPushConnector(_NixlConnector):
             # vLLM's request id without its random suffix.
             "remote_request_id": f"cmpl-{request.request_id}-0",
         }
-        return {"prefill": prefilling(), "decode": VllmClient.of(decode).leg(request, wanted)}
+        return {"prefill": prefilling(), "decode": VllmClient.of(decode).leg(request, wanted, is_padded=True)}

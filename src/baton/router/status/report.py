@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from baton.errors import BatonError
-from baton.observe.faults import EngineView, find_faults
+from baton.observe.faults import EngineView, count_faults, find_faults
 from baton.router.backend import RouterBackend
 from baton.router.pooled_engine import PooledEngine
 from baton.router.status.advice import Fleet, ServedRequest, advise, served_requests
@@ -63,6 +63,12 @@ def own_status(backend: RouterBackend, loads: Mapping[str, EngineLoad | None] = 
         "acceptance": acceptance,
         "served": served_requests(backend.observer.recent.ended()),
     }
+
+
+def fault_counts(backend: RouterBackend) -> dict[str, int]:
+    """Of this process."""
+    views = [_view(engine, None) for engine in backend.pool.engines]
+    return count_faults(views, backend.decisions.last(), backend.observer.recent, time.monotonic())
 
 
 def _view(engine: PooledEngine, load: EngineLoad | None) -> EngineView:

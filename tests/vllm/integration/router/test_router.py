@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import json
+import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.router import RouterConfig, build_app
 from baton.text import Tokenizer
 from baton.text.bad_words import word_tokens
+from baton.vllm.handoff_span import MARKS
 from benchmarks.scrape import scrape
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
+from testkit.servers.collector import Collector, attributes
 from testkit.servers.fake_serving import await_engines, served
 from testkit.vllm.answers import NEAR_TIE
-from testkit.vllm.servers import EAGLE3, LIMIT_S, MODEL, REQUEST_TIMEOUT, demo_prompts
+from testkit.vllm.servers import DETAILS, EAGLE3, LIMIT_S, MODEL, REQUEST_TIMEOUT, demo_prompts
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -54,13 +57,15 @@ def nixl(kind: str, role: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def serve_pair(folder: Path, kind: str, spec: Any) -> Iterator[tuple[VllmServer, VllmServer]]:
+def serve_pair(
+    folder: Path, kind: str, spec: Any, more: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> Iterator[tuple[VllmServer, VllmServer]]:
     configs = []
     for name, role in (("P", "kv_producer"), ("D", "kv_consumer")):
         transfer = baton(folder, role, name) if kind == "BatonConnector" else nixl(kind, role)
         speculative = [] if spec is None else ["--speculative-config", json.dumps(spec)]
-        flags = [*ONE_PROCESS, "--block-size", "32", *speculative]
-        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        flags = [*ONE_PROCESS, "--block-size", "32", *speculative, *more]
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), **(variables or {})}
         configs.append(ServerConfig(name, flags, transfer, environment))
     make_keys(folder / "keys", ["P", "D"])
     with serve(sys.executable, str(MODEL), folder, configs) as (p, d):
@@ -146,8 +151,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path) -> Iterator[tuple[VllmServer, VllmServer]]:
-    with serve_pair(folder, "BatonConnector", EAGLE3) as found:
+def collector_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path, collector_port: int) -> Iterator[tuple[VllmServer, VllmServer]]:
+    """They tell what they can of requests, and trace those whose client does."""
+    endpoint = f"http://127.0.0.1:{collector_port}/v1/traces"
+    telling = ["--otlp-traces-endpoint", endpoint, "--enable-per-request-metrics", *DETAILS]
+    variables = {
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+    }
+    with serve_pair(folder, "BatonConnector", EAGLE3, telling, variables) as found:
         yield found
 
 
@@ -170,6 +188,53 @@ def test_answers_are_those_of_one_server(
             await until_free(session, pair)
 
     asyncio.run(run())
+
+
+@pytest.mark.skipif(not DETAILS, reason="vLLM tells verifications of requests from 0.32 on")
+def test_one_trace_has_the_spans_of_the_router_and_of_both_servers(
+    pair: tuple[VllmServer, VllmServer], folder: Path, collector_port: int
+) -> None:
+    p, d = pair
+    trace, collector = secrets.token_hex(16), Collector()
+
+    async def run() -> Any:
+        headers = {"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01"}
+        async with collector.run(collector_port) as endpoint, aiohttp.ClientSession(headers=headers) as session:
+            async with routed(p.url, d.url, folder, otlp_traces_endpoint=endpoint) as url:
+                (prompt,) = demo_prompts([333], seed=300)
+                await complete(session, url, prompt, ignore_eos=True)
+                async with session.get(f"{url}/status") as response:
+                    state = await response.json()
+            names: list[str] = []
+            until = time.monotonic() + LIMIT_S
+            while names.count("llm_request") < 3 or "baton.handoff_transfer" not in names:
+                assert time.monotonic() < until, names
+                await asyncio.sleep(0.1)
+                names = [span.name for span in collector.spans]
+        return state["acceptance"]["groups"]
+
+    (group,) = asyncio.run(run())
+    assert {span.trace_id.hex() for span in collector.spans} == {trace}
+    spans = {span.name: span for span in collector.spans if span.name != "llm_request"}
+    legs = {spans[f"baton.{role}_leg"].span_id for role in ("prefill", "decode")}
+    parents = {span.parent_span_id for span in collector.spans if span.name == "llm_request"}
+    assert legs < parents, "vLLM's own spans are children of the router's legs"
+    assert {"baton.queue", "baton.prefill", "baton.handoff", "baton.first_verification", "baton.decode"} <= set(spans)
+    moved = spans["baton.handoff_transfer"]
+    assert moved.parent_span_id == spans["baton.decode_leg"].span_id
+    assert [event.name for event in moved.events] == list(MARKS)
+    times = [event.time_unix_nano for event in moved.events]
+    assert times == sorted(times)
+    assert attributes(moved)["baton.handoff.bytes"] > 0
+    # The first step verifies the first token, and yields the second one; each later verification yields one more than
+    # it accepts.
+    first, later = group["first_verification"], group["later_verifications"]
+    rounds = first["num_verifications"] + later["num_verifications"]
+    accepted = EAGLE3["num_speculative_tokens"] * (
+        first["acceptance"] + later["acceptance"] * later["num_verifications"]
+    )
+    assert NUM_TOKENS - 2 <= rounds + accepted <= NUM_TOKENS + 2
+    asyncio.run(freed(pair))
 
 
 def test_a_seeded_drafter_goes_on_as_one_that_saw_it_all(pair: tuple[VllmServer, VllmServer], folder: Path) -> None:
