@@ -20,7 +20,7 @@ _Url = Annotated[str, typer.Argument(metavar="URL", help="A router.")]
 _HOME_AND_CLEAR = "\x1b[H\x1b[2J"
 _RED, _PLAIN = "\x1b[31m", "\x1b[0m"
 _MAX_EVENT_BYTES = 4 << 20
-# A router answers at once, and sends an event every three seconds at least.
+# An event comes every three seconds at least.
 _ANSWER_S = 15.0
 
 
@@ -35,10 +35,7 @@ def status_command(url: _Url, json_output: JsonFlag = False) -> None:
 
 
 def top_command(url: _Url) -> None:
-    """Show a router's state, renewed as it changes, until Ctrl-C. Prints it once if the output is not a terminal.
-
-    Alarms are red unless NO_COLOR is set. Ends with an error if the router ends.
-    """
+    """Show a router's state, renewed as it changes, until Ctrl-C. Prints it once if the output is not a terminal."""
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_top(base_url(url, "url"), sys.stdout.isatty()))
 
@@ -86,7 +83,7 @@ async def _top(url: str, live: bool) -> None:
 
 
 def _red(screen: str) -> str:
-    """The screen with its alarms in red."""
+    """With red alarms, unless NO_COLOR is set."""
     if os.environ.get("NO_COLOR"):
         return screen
     lines = (f"{_RED}{line}{_PLAIN}" if line.startswith("ALARM: ") else line for line in screen.splitlines())

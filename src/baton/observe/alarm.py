@@ -1,12 +1,10 @@
 """Alarms on acceptance: which engine's drafts are accepted far less often than they should be, by more than chance.
 
-A decode engine has one drafter, so its own drafts are judged over all its routes and prefill engines, each request by
-the last ones of the same route on other engines. What a handoff may break is judged by engine pair: the first
-verification, which is of the prefill engine's drafts, and the later ones, by requests that one engine computed, by
-other pairs, and by the pair's own other verifications where nothing else can be had.
+A decode engine has one drafter, so its own drafts are judged over all routes, by the last requests of the same route
+on other engines. What a handoff may break is judged by engine pair: the first verification, which is of the prefill
+engine's drafts, and the later ones.
 
-Prompts differ in how well they can be drafted, and an engine may get more of one kind (prefix caches, sessions). So an
-alarm means less than half of the acceptance elsewhere, which prompts hardly explain.
+An alarm means less than half of the acceptance elsewhere: engines get different prompts, which explain less.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 Reference = Literal["local", "other_engines", "itself"]
 SHARE = 0.5
-OWN_SHARE = 1 / 3  # positions differ: a first verification may be easier than the later ones
-_SHOWN = 100  # requests, about, of which an alarm tells the means
+OWN_SHARE = 1 / 3  # first verifications may be easier
+_SHOWN = 100
 _MAX_SUBJECTS = 1024
-_LOCAL = ""  # the name of the pool of all requests that one engine computed
+_LOCAL = ""  # the pool of all requests that one engine computed
 _OF_ENGINE: tuple[tuple[Part, Reference], ...] = (("own_drafts", "other_engines"),)
 _OF_PAIR: tuple[tuple[Part, Reference], ...] = (
     ("first_verification", "local"),
@@ -151,7 +149,6 @@ class AcceptanceAlarms:
                     logger.info("acceptance of %s is normal again", alarm.suspect)
 
     def _reference(self, comparison: _Comparison, subject: Subject, sample: Sample) -> Figures | None:
-        """The mean of the requests before this one that it is compared with."""
         part, pool = comparison.part, self._pool(sample.group.route)
         match comparison.reference:
             case "local":

@@ -18,12 +18,8 @@ _MIN_SAMPLES = 4
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of verifications of one request, or means over several, each in [0, 1]: whether any of the first three accepted a
-    draft, the share that accepted one, and the share of accepted drafts.
-
-    The first differs least between prompts and most from a drafter with other weights; the last tells of drafts that
-    fail only at later positions.
-    """
+    """Of one request's verifications, or means over requests, each in [0, 1]: whether any of the first three accepted
+    a draft, the share that accepted one, and the share of accepted drafts."""
 
     any_accepted: float
     first_draft: float
@@ -46,7 +42,7 @@ class Figures:
 
 
 class Subject(NamedTuple):
-    """What is compared with others: a decode engine (`prefill` is empty) or an engine pair."""
+    """A decode engine (`prefill` is empty) or an engine pair."""
 
     prefill: str
     decode: str
@@ -54,7 +50,7 @@ class Subject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request. `own_drafts`: verifications of the decode engine's drafts, on any route. `number`: of requests."""
+    """Request `number`. `own_drafts`: the decode engine's."""
 
     group: Group
     number: int
@@ -68,7 +64,6 @@ class Sample:
         return cls(request.group, number, parts | {"later_verifications": later})
 
     def subjects(self) -> Iterator[tuple[Part, Subject]]:
-        """What it tells of whom."""
         yield "own_drafts", Subject("", self.group.decode)
         pair = Subject(self.group.prefill, self.group.decode)
         yield "first_verification", pair
@@ -93,10 +88,7 @@ _NONE = _Sums()
 
 
 class SamplePool:
-    """The last requests of one route, or of all that one engine computed, with their sums by part and subject.
-
-    Requests that are older than the last 4,096 of all routes say nothing any more.
-    """
+    """The last requests of one route, or of all that one engine computed, with their sums by part and subject."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
@@ -109,12 +101,12 @@ class SamplePool:
             self._count(self._samples.popleft(), -1)
 
     def forget(self, number: int) -> None:
-        """`number`: of the newest request."""
+        """Forget requests older than the last `LIFE`. `number`: of the newest."""
         while self._samples and self._samples[0].number < number - LIFE:
             self._count(self._samples.popleft(), -1)
 
     def mean(self, part: Part, of: Subject | None = None, without: Subject | None = None) -> Figures | None:
-        """Mean figures of all requests, of those of one subject, or of all but those. None if there are too few."""
+        """Over the requests of one subject, or all but those of another. None if there are too few."""
         found = self._sums.get((part, of), _NONE)
         left_out = _NONE if without is None else self._sums.get((part, without), _NONE)
         count = found.count - left_out.count

@@ -1,8 +1,4 @@
-"""The handoff as a span of vLLM's own trace, where vLLM traces: as the decode server's agent saw it.
-
-vLLM sets OpenTelemetry up in its workers (`--otlp-traces-endpoint`) and gives the connector the request's
-`traceparent`, which a router of Baton sets to the decode leg's span.
-"""
+"""A decode leg's handoff as a span of vLLM's own trace, whose exporter `--otlp-traces-endpoint` sets up in workers."""
 
 from __future__ import annotations
 
@@ -17,14 +13,13 @@ from baton.vllm.worker_legs import WorkerDecode
 
 log = logging.getLogger(__name__)
 NAME = "baton.handoff_transfer"
-# In order. All but those of the copies are noted on the leg.
 MARKS = ("announced", "admitted", "registered", "first bytes", "last bytes", "committed")
 DecodeEnd = ev.DecodeCommitted | ev.DecodeFinished | ev.DecodeReleased
 OnDecodeEnd = Callable[[WorkerDecode, DecodeEnd], None]
 
 
 def span_maker(integrity: str) -> OnDecodeEnd:
-    """Makes the span of a decode leg that ends, if vLLM traces its request. A failure is logged and does no harm."""
+    """Makes the span of a traced decode leg that ends. A failure is logged."""
 
     def end(leg: WorkerDecode, event: DecodeEnd) -> None:
         if leg.traceparent is None or "registered" not in leg.marks:

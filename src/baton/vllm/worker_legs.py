@@ -96,8 +96,7 @@ class WorkerPrefill:
 class WorkerDecode:
     """`phase` changes as `DECODE_LEG` says. `next_token`: the one after the tokens that P sends.
 
-    `traceparent`: of the request, if vLLM traces it; then `marks` says when what happened (monotonic seconds), and
-    `failure` why it failed.
+    `traceparent`: if vLLM traces the request; then `marks` are monotonic seconds by event.
     """
 
     request_id: str

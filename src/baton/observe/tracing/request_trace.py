@@ -99,7 +99,7 @@ class RequestTrace:
             self._handoff(leg, now)
         if chunk.accepted and not leg.verified:
             leg.verified = True
-            # vLLM tells all verifications at the end; the first one was over when the second tokens came.
+            # vLLM tells verifications at the end; the first one brought the second tokens.
             late = chunk.finish_reason is not None and leg.second is not None
             span = self._child("baton.first_verification", leg.first or now, leg.span, _engine(leg))
             drafted = chunk.drafted[0] if chunk.drafted else 0
@@ -154,8 +154,8 @@ class RequestTrace:
         self._export(root, ended)
 
     def _engine_spans(self, leg: LegTrace, now: float) -> None:
-        """Queue and prefill of an engine that told its times; they begin when the leg's request was sent. vLLM's and
-        SGLang's decode servers count the handoff into their queue, so theirs are left out."""
+        """Queue and prefill of an engine that told its times; they begin when the leg's request was sent. Not of
+        vLLM's and SGLang's decode legs, whose queue includes the handoff."""
         told = leg.timings
         if told is None or told.started is None or told.sampled is None:
             return

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from baton.errors import ConfigError
 
 _LOW = 2**64 - 1
-# OpenTelemetry's samplers: the share, None: of the variable's argument; and whether a client's `traceparent` decides.
+# OpenTelemetry's: the share (None: the variable's argument), and `follows_client`.
 _SAMPLERS: dict[str, tuple[float | None, bool]] = {
     "always_on": (1.0, False),
     "always_off": (0.0, False),
@@ -22,8 +22,7 @@ _SAMPLERS: dict[str, tuple[float | None, bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Takes a share of traces by their ids, as OpenTelemetry's samplers of the same name, so that every service takes
-    the same. `follows_client`: for a request with a `traceparent`, that decides."""
+    """Takes a share of traces by their ids. `follows_client`: a client's `traceparent` decides."""
 
     ratio: float = 1.0
     follows_client: bool = True
@@ -34,7 +33,7 @@ class Sampling:
 
     @classmethod
     def of(cls, ratio: float | None, environment: Mapping[str, str] = os.environ) -> Sampling:
-        """`ratio` None: by OpenTelemetry's variables, or all. Raises `ConfigError`."""
+        """`ratio` None: by OpenTelemetry's variables. Raises `ConfigError`."""
         if ratio is not None:
             return cls(ratio)
         name = environment.get("OTEL_TRACES_SAMPLER", "").strip().lower() or "parentbased_always_on"

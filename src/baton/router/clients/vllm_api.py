@@ -43,8 +43,7 @@ class _Verifications(msgspec.Struct):
 
 
 class _Metrics(msgspec.Struct):
-    """`metrics` of the last event of a stream. Times with `--enable-per-request-metrics`; the time to the first token
-    is counted from the first forward."""
+    """Times with `--enable-per-request-metrics`; the time to the first token begins with the first forward."""
 
     queue_time_ms: float | None = None
     time_to_first_token_ms: float | None = None
@@ -146,10 +145,8 @@ def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenCh
 
 
 def with_metrics(request: GenerateRequest, last: TokenChunk, metrics: Any, is_padded: bool = False) -> TokenChunk:
-    """The last chunk of a leg with what the server told of the request. What cannot be read says nothing.
-
-    vLLM pads the first step of a handed-off request with placeholders and counts it as a verification: `is_padded`.
-    """
+    """A leg's last chunk with the server's `metrics`, unless they cannot be read. `is_padded`: vLLM padded the first
+    step with placeholders, and counts it as a verification."""
     try:
         found = msgspec.convert(metrics, _Metrics)
     except msgspec.ValidationError:

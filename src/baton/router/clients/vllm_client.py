@@ -206,8 +206,8 @@ class VllmClient(EngineClient):
         first_only: bool = False,
         is_padded: bool = False,
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of one leg; with `first_only`, one token. The last one waits for the event after it, which
-        vLLM sends at once: it has the request's metrics. `is_padded`: the first verification is of placeholders.
+        """Yield the chunks of one leg; with `first_only`, one token. The last one waits for the event with the metrics,
+        which vLLM sends at once. `is_padded`: see `with_metrics`.
 
         Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server has ended the request.
         """
