@@ -107,7 +107,8 @@ def main(
     logging.disable(logging.WARNING)
     false: list[str] = []
     for seed in range(seeds):
-        traffic, alarms, seen = HealthyTraffic(seed), AcceptanceAlarms(), {}
+        traffic, alarms = HealthyTraffic(seed), AcceptanceAlarms()
+        seen: dict[str, None] = {}
         for _ in range(requests):
             alarms.observe(traffic.request())
             seen |= {alarm.describe(): None for alarm in alarms.alarms()}

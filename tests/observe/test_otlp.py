@@ -20,7 +20,7 @@ from baton.errors import ConfigError
 from baton.observe.tracing.otlp import OtlpSink
 from baton.observe.tracing.otlp_encoding import encode_request, encode_resource
 from baton.observe.tracing.otlp_settings import OtlpSettings, endpoint_is_set
-from baton.observe.tracing.sampling import Sampling
+from baton.observe.tracing.sampling import TraceSampling
 from baton.observe.tracing.span import Span, SpanEvent
 from testkit.servers.collector import attributes
 
@@ -273,20 +273,20 @@ def test_an_endpoint_is_set_by_a_variable_that_is_not_turned_off() -> None:
 @pytest.mark.parametrize(
     ("sampler", "argument", "wanted"),
     [
-        ("", "", Sampling(1.0, True)),
-        ("always_on", "0.5", Sampling(1.0, False)),
-        ("always_off", "", Sampling(0.0, False)),
-        ("traceidratio", "0.25", Sampling(0.25, False)),
-        ("traceidratio", "", Sampling(1.0, False)),
-        ("parentbased_always_on", "", Sampling(1.0, True)),
-        ("parentbased_always_off", "", Sampling(0.0, True)),
-        ("parentbased_traceidratio", "0.25", Sampling(0.25, True)),
+        ("", "", TraceSampling(1.0, True)),
+        ("always_on", "0.5", TraceSampling(1.0, False)),
+        ("always_off", "", TraceSampling(0.0, False)),
+        ("traceidratio", "0.25", TraceSampling(0.25, False)),
+        ("traceidratio", "", TraceSampling(1.0, False)),
+        ("parentbased_always_on", "", TraceSampling(1.0, True)),
+        ("parentbased_always_off", "", TraceSampling(0.0, True)),
+        ("parentbased_traceidratio", "0.25", TraceSampling(0.25, True)),
     ],
 )
-def test_samplers_are_opentelemetrys(sampler: str, argument: str, wanted: Sampling) -> None:
+def test_samplers_are_opentelemetrys(sampler: str, argument: str, wanted: TraceSampling) -> None:
     environment = {"OTEL_TRACES_SAMPLER": sampler, "OTEL_TRACES_SAMPLER_ARG": argument}
-    assert Sampling.of(None, environment) == wanted
-    assert Sampling.of(0.75, environment) == Sampling(0.75, True), "the flag comes first"
+    assert TraceSampling.of(None, environment) == wanted
+    assert TraceSampling.of(0.75, environment) == TraceSampling(0.75, True), "the flag comes first"
 
 
 @pytest.mark.parametrize(
@@ -299,11 +299,11 @@ def test_samplers_are_opentelemetrys(sampler: str, argument: str, wanted: Sampli
 )
 def test_samplers_that_cannot_be_used_are_named(sampler: str, argument: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"OTEL_TRACES{why}"):
-        Sampling.of(None, {"OTEL_TRACES_SAMPLER": sampler, "OTEL_TRACES_SAMPLER_ARG": argument})
+        TraceSampling.of(None, {"OTEL_TRACES_SAMPLER": sampler, "OTEL_TRACES_SAMPLER_ARG": argument})
 
 
 def test_a_share_of_traces_is_taken_by_id() -> None:
-    half, always_off = Sampling(0.5), Sampling(0.0, follows_client=False)
+    half, always_off = TraceSampling(0.5), TraceSampling(0.0, follows_client=False)
     assert half.takes(2**127 + 2**63 - 1, None)
     assert not half.takes(2**63, None)
     assert half.takes(2**63, True), "the client decides"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
-import sys
 from pathlib import Path
 
 import click
@@ -20,6 +21,11 @@ from baton.text import Tokenizer
 from testkit.servers.fake_serving import FakeEngine, served, status_of
 from testkit.servers.fleets import Cluster, complete
 from tests.router.test_acceptance import named
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 async def test_a_routers_state_as_text(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +57,7 @@ async def test_a_routers_state_as_text(directory: Path, capsys: pytest.CaptureFi
     ("no_color", "shown"), [("", "\x1b[31mALARM: engine is lost\x1b[0m"), ("1", "ALARM: engine is lost")]
 )
 async def test_top_renews_the_screen_until_the_router_ends(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_color: str, shown: str
+    directory: Path, monkeypatch: pytest.MonkeyPatch, no_color: str, shown: str
 ) -> None:
     async with named(Cluster(directory, num_prefill=1, num_decode=1)).run() as (url, session):
         state = await status_of(session, url)
@@ -60,15 +66,15 @@ async def test_top_renews_the_screen_until_the_router_ends(
         told = (json.dumps({**state, "alarms": alarms}) for alarms in ([], ["engine is lost"]))
         return web.Response(text="".join(f"data: {one}\n\n" for one in told), content_type="text/event-stream")
 
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    terminal = Terminal()
     for name, value in {"NO_COLOR": no_color, "COLUMNS": "30", "LINES": "6"}.items():
         monkeypatch.setenv(name, value)
     app = web.Application()
     app.router.add_get("/dashboard/events", events)
     async with served(app) as url:
-        with pytest.raises(EngineUnavailableError, match="has ended"):
+        with pytest.raises(EngineUnavailableError, match="has ended"), contextlib.redirect_stdout(terminal):
             await asyncio.to_thread(top_command, url)
-    screens = [screen.splitlines() for screen in capsys.readouterr().out.split("\x1b[H\x1b[2J")[1:]]
+    screens = [screen.splitlines() for screen in terminal.getvalue().split("\x1b[H\x1b[2J")[1:]]
     assert [len(screen) for screen in screens] == [5, 5]
     assert [screen[1] for screen in screens] == ["", shown]
     assert all(screen[0] == "ready: 2 of 2 engines can be used"[:30] for screen in screens)

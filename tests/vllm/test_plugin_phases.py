@@ -27,7 +27,7 @@ def test_preempted_blocks_are_not_computed_again_in_one_leg(event: str) -> None:
 
 @pytest.mark.parametrize("event", ["park", "place"])
 def test_a_decode_leg_gets_blocks_once(event: str) -> None:
-    leg = WorkerDecode("r", 1)
+    leg = WorkerDecode("r", 1, "push")
     leg.step("park")
     with pytest.raises(UndefinedTransitionError, match=event):
         leg.step(event)

@@ -88,8 +88,8 @@ def open_cache(
     whole = join_workers(part, lambda own: compat.gather_workers(config, own))
     stream = compat.stream_of(config, settings.kv_stream)
     # One span for a handoff, whatever the number of ranks.
-    traced = {"on_decode_end": span_maker(settings.integrity)} if rank == 0 else {}
-    side = WorkerSide(layout, compat.zeroes_before_preemptions(config), kv_stream=stream, **traced)
+    on_end = span_maker(settings.integrity) if rank == 0 else None
+    side = WorkerSide(layout, compat.zeroes_before_preemptions(config), kv_stream=stream, on_decode_end=on_end)
     together = InstanceAgent(whole.instance, side.post)
     with _unbound(config):
         agent, transport = start_agent(

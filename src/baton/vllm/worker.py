@@ -61,7 +61,7 @@ class WorkerSide:
         commit_at_end: bool = False,
         abort_timeout: float = ABORT_TIMEOUT_S,
         kv_stream: KVStream = "chunk",
-        on_decode_end: OnDecodeEnd = lambda decode, event: None,
+        on_decode_end: OnDecodeEnd | None = None,
     ) -> None:
         self._on_decode_end = on_decode_end
         self.counts: Counter[str] = Counter()
@@ -272,7 +272,8 @@ class WorkerSide:
         elif isinstance(event, (ev.DecodeCommitted, ev.DecodeFinished, ev.DecodeReleased)):
             decode = self._decodes.pop(event.key, None)
             if decode is not None:
-                self._on_decode_end(decode, event)
+                if self._on_decode_end is not None:
+                    self._on_decode_end(decode, event)
                 self._received(decode, event)
 
     def _settle(self, key: AttemptKey, leg: WorkerPrefill) -> None:

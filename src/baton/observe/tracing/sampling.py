@@ -21,7 +21,7 @@ _SAMPLERS: dict[str, tuple[float | None, bool]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class TraceSampling:
     """Takes a share of traces by their ids. `follows_client`: a client's `traceparent` decides."""
 
     ratio: float = 1.0
@@ -32,7 +32,7 @@ class Sampling:
             raise ConfigError("trace_sampling_ratio", f"must be between 0 and 1, got {self.ratio}")
 
     @classmethod
-    def of(cls, ratio: float | None, environment: Mapping[str, str] = os.environ) -> Sampling:
+    def of(cls, ratio: float | None, environment: Mapping[str, str] = os.environ) -> TraceSampling:
         """`ratio` None: by OpenTelemetry's variables. Raises `ConfigError`."""
         if ratio is not None:
             return cls(ratio)

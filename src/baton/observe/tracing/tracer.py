@@ -11,14 +11,14 @@ from baton.observe.tracing.otlp import OtlpSink
 from baton.observe.tracing.otlp_settings import OtlpSettings, endpoint_is_set
 from baton.observe.tracing.perfetto import PerfettoFile
 from baton.observe.tracing.request_trace import RemoteParent, RequestTrace
-from baton.observe.tracing.sampling import Sampling
+from baton.observe.tracing.sampling import TraceSampling
 from baton.observe.tracing.span import SpanSink, new_trace_id
 
 
 @dataclass(frozen=True, slots=True)
 class Tracer:
     sinks: Sequence[SpanSink]
-    sampling: Sampling
+    sampling: TraceSampling
 
     def begin(self, timeline: RequestTimeline, traceparent: str | None) -> RequestTrace | None:
         """None if the request is not sampled, which is decided before any part of a trace is made."""
@@ -48,7 +48,7 @@ def make_tracer(
     is_exporting = endpoint is not None or endpoint_is_set()
     if not is_exporting and file is None:
         return None
-    sampling = Sampling.of(ratio)
+    sampling = TraceSampling.of(ratio)
     if is_exporting:
         sinks.append(OtlpSink(OtlpSettings.from_environment(endpoint)))
     if file is not None:
