@@ -22,8 +22,8 @@ class RoutingSettings:
     """Settings of all commands that start a router.
 
     `kv_mode` None: push, or the connector's only mode. `max_local_prefill_length` 0: no prompt is computed on a decode
-    engine, while there is a prefill engine. `otlp_traces_endpoint`,
-    `trace_sampling_ratio` None: those of OpenTelemetry's own variables, if set.
+    engine, while there is a prefill engine. `otlp_traces_endpoint`, `trace_sampling_ratio` None: those of
+    OpenTelemetry's own variables, if set.
     """
 
     kv_mode: Annotated[Mode | None, Setting("Who issues the copies: prefill (push, default) or decode (pull).")] = None
