@@ -76,7 +76,15 @@ ROOMS: dict[str, set[str]] = {
     },
     "server": {"engine", "openai", "text"},
     "router": {"kvevents", "openai", "observe", "text", "handoff.protocol"},
-    "plugin_base": {"kv", "handoff.plan", "handoff.protocol", "handoff.session", "handoff.agent", "transports"},
+    "plugin_base": {
+        "kv",
+        "handoff.plan",
+        "handoff.protocol",
+        "handoff.session",
+        "handoff.agent",
+        "transports",
+        "models",
+    },
     "vllm": {
         "plugin_base",
         "kv",
@@ -85,7 +93,6 @@ ROOMS: dict[str, set[str]] = {
         "handoff.session",
         "handoff.agent",
         "transports",
-        "models",
     },
     "sglang": {
         "plugin_base",
@@ -95,7 +102,6 @@ ROOMS: dict[str, set[str]] = {
         "handoff.session",
         "handoff.agent",
         "transports",
-        "models",
     },
     "testing": {"kv", "kvstore", "transports", "handoff.protocol", "handoff.agent"},
     "deployment": {"handoff.session", "handoff.protocol", "transports", "engine"},

@@ -84,7 +84,9 @@ async def rounds(deployments: Sequence[Deployment], length: int, num_rounds: int
     rng = random.Random(length)
     rows = {deployment.name: Row() for deployment in deployments}
     servers = {server.name: server for deployment in deployments for server in deployment.servers}
-    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+    # A server that is stopped for some seconds closes a kept connection just when the next request is written.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(connector=connector, timeout=TIMEOUT) as session:
         for index in range(WARM_UP + num_rounds):
             prompt = [rng.randrange(*VOCABULARY) for _ in range(length)]
             order, found = list(deployments), {}

@@ -6,7 +6,6 @@
 # On the prefill host:  two_hosts.sh prefill MODEL 10.0.0.1 [flags for SGLang]
 # On the decode host:   two_hosts.sh decode MODEL 10.0.0.2 [flags for SGLang]
 # Router, anywhere:     two_hosts.sh router MODEL 10.0.0.1 10.0.0.2
-# On one host with two GPUs, give both servers 127.0.0.1 and flags such as `--base-gpu-id 1 --port 30001`.
 set -euo pipefail
 ROLE=$1 MODEL=$2 HOST=$3
 shift 3

@@ -1,10 +1,8 @@
 """`python -m testkit.sglang.residues`: prompts of every residue of the page size through real SGLang servers.
 
-For each pair of page sizes, in push and in pull: new prompts, then the same ones with prefix hits on the prefill
-server, on the decode server, and on both. Prefill is chunked, D has its radix cache, everything has digests. Then come
-requests whose clients leave at random moments, and both servers must have all their pages again. At the end `baton
-verify` compares the last pair behind a router with one SGLang. Each answer must be transformers' tokens. Needs SGLang's
-environment (`tools/install_sglang.py`).
+For each pair of page sizes, in push and in pull: new prompts, then the same with prefix hits on P, on D, and on both.
+Prefill is chunked, everything has digests, answers must be transformers'. Then clients leave at random moments, and
+both servers must have all pages again. At the end `baton verify` compares the last pair with one SGLang.
 """
 
 from __future__ import annotations
@@ -122,14 +120,17 @@ def run_pair(pair: Pair, name: str, num_leaving: int) -> list[str]:
         found = prompts(LENGTHS, seed=100 * seed + len(name))
         known = list(zip(found, greedy(found, NUM), strict=True))
         legs = pair.minter(mode)
-        text = []
+        text, started, moved = [], time.monotonic(), {}
         for hits, servers in HITS.items():
             for role in {"prefill", "decode"} - set(servers):
                 flush(getattr(pair, role))
             one = asyncio.run(ask_all(pair, known, legs))
             wrong += one.wrong
+            moved[hits] = one.num_bytes
             text.append(f"hits on {hits} {one.exact}/{len(known)} ({one.num_bytes / 1e6:.2f} MB)")
-        print(f"pages {name}, {mode}: {', '.join(text)}", flush=True)
+        if max(moved["D"], moved["both"]) >= min(moved["none"], moved["P"]):
+            wrong.append(f"hits on D spared no bytes: {moved}")
+        print(f"pages {name}, {mode}: {', '.join(text)}; {time.monotonic() - started:.0f} s", flush=True)
     both: list[Legs] = [pair.minter(mode) for mode in get_args(Mode)]
     exact, left, bad = asyncio.run(leave(pair, known, both, num_leaving))
     check_whole(pair.prefill, pair.decode)

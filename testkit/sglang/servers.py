@@ -9,8 +9,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -23,36 +21,15 @@ import msgspec
 
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, sign_ticket
 from baton.handoff.session.keys import make_keys, ticket_key_file
-from baton.parent import die_with_parent
 from baton.sglang.legs import prompt_digest
 from baton.wire import Mode, SglangIdentity
+from testkit.sglang.launch import ROOT, Process, start
 
-ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "baton-demo-llama"
-SUPPORT = ROOT / "tests" / "sglang" / "support"
 # These only end a hang. Starting takes 25 s on an idle machine, and minutes on a busy one.
 LIMIT_S = 600.0
-FLAGS = [
-    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "8192"),
-    *("--disable-overlap-schedule", "--skip-server-warmup", "--disable-cuda-graph", "--sleep-on-idle"),
-]
-ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    # Pages that are missing when it is idle end it.
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    # It would compile small functions of the sampler and the drafter at the first request, for a minute.
-    "TORCHDYNAMO_DISABLE": "1",
-    # Of each tensor rank; the default is a NUMA node, of which there may be one.
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-    # SGLang would use NCCL, which comes with PyTorch, between ranks on a CPU too.
-    "SGLANG_NCCL_SO_PATH": "none",
-}
 # On a decode server; SGLang's default registers memory with CUDA.
 RETRACTION = ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
-# SGLang's attention in PyTorch has no path for drafts; the stand-in's has.
-KERNELS = "baton_test_kernels = sgl_kernel.plugin:register\n"
 # What both legs' bodies have besides a request's own, for a prompt.
 Legs = Callable[[Sequence[int]], dict[str, Any]]
 
@@ -63,7 +40,7 @@ class Server:
 
     name: str
     url: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
     data_rank: int | None = None
 
@@ -111,12 +88,14 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A server: SGLang's `flags` besides the common ones; `settings` of the plug-in, if it has it."""
+    """A server: SGLang's `flags` besides the common ones; `settings` of the plug-in, if it has it. `forked`: as in
+    `launch.start`."""
 
     name: str
     flags: Sequence[str] = ()
     settings: dict[str, Any] | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    forked: bool = True
 
 
 @contextlib.contextmanager
@@ -145,8 +124,7 @@ def serve_pair(
     model: Path = MODEL,
     alone: Sequence[str] | None = None,
 ) -> Iterator[tuple[Pair, Server | None]]:
-    """One prefill and one decode server, and with `alone` also one that does both, with these flags. `settings`: the
-    plug-in's."""
+    """`alone`: the flags of one server more, which does both. `settings`: the plug-in's."""
     configs = pair_configs(folder, prefill, decode, both, settings)
     if alone is not None:
         configs.append(Config("one", [*both, *alone]))
@@ -161,7 +139,7 @@ def pair_configs(
     both: Sequence[str] = (),
     settings: dict[str, Any] | None = None,
 ) -> list[Config]:
-    """Of a prefill and a decode server with keys in `folder`, also for two data-parallel ranks of each."""
+    """With keys in `folder`, also for two data-parallel ranks of each."""
     if not (folder / "keys").exists():
         make_keys(folder / "keys", ["P", "D", *(f"{name}_dp{rank}" for name in "PD" for rank in range(2))])
     backend = ["--disaggregation-transfer-backend", "baton", "--disaggregation-mode"]
@@ -177,22 +155,11 @@ def ticket_key(folder: Path) -> bytes:
 
 
 def _start(folder: Path, config: Config, model: Path) -> Server:
-    port = free_port()
-    path = [str(_announce(folder)), str(SUPPORT), str(ROOT / "src"), str(ROOT)]
-    environment = {**os.environ, **ENVIRONMENT, **config.environment, "PYTHONPATH": os.pathsep.join(path)}
+    environment = dict(config.environment)
     if config.settings is not None:
         environment["BATON_SGLANG_CONFIG"] = json.dumps(config.settings)
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *FLAGS]
-    log = folder / f"{config.name}.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, "--port", str(port), *config.flags],
-            env=environment,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+    port, log = free_port(), folder / f"{config.name}.log"
+    process = start(model, config.flags, environment, log, port, config.forked)
     return Server(config.name, f"http://127.0.0.1:{port}", process, log)
 
 
@@ -201,15 +168,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-def _announce(folder: Path) -> Path:
-    """A folder for PYTHONPATH with the entry point that an installed Baton has."""
-    found = folder / "entry" / "baton_serve-0.dist-info"
-    found.mkdir(parents=True, exist_ok=True)
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: baton-serve\nVersion: 0\n")
-    (found / "entry_points.txt").write_text("[sglang.srt.plugins]\nbaton = baton.sglang:register\n" + KERNELS)
-    return found.parent
 
 
 def _wait_ready(server: Server) -> None:
@@ -345,6 +303,7 @@ def _used(server: Server) -> Any:
 
 
 def _loads(server: Server) -> list[dict[str, Any]]:
-    with urllib.request.urlopen(f"{server.url}/v1/loads?include=all", timeout=LIMIT_S) as answer:
+    rank = "" if server.data_rank is None else f"&dp_rank={server.data_rank}"
+    with urllib.request.urlopen(f"{server.url}/v1/loads?include=all{rank}", timeout=LIMIT_S) as answer:
         loads: list[dict[str, Any]] = json.load(answer)["loads"]
     return loads

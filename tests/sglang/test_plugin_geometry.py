@@ -79,6 +79,7 @@ def test_pages_of_another_size_than_the_buffers_are_refused() -> None:
 
 
 def test_pages_of_windows_and_slots_of_states_come_last() -> None:
+    """Field class E: what SGLang names last must not be left behind."""
     array = np.zeros((PAGES * PAGE, HEADS, DIM), dtype=np.float32)
     state = np.zeros((3, HEADS, DIM), dtype=np.float32)
     place = (array.ctypes.data, array.nbytes, PAGE * TOKEN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -81,6 +82,17 @@ def test_a_decode_leg_gets_pages_after_admission_only() -> None:
     assert legs.poll(leg) == "done"
     assert leg.seeds == SEEDS
     assert legs.counts == {"committed": 1, "bytes": 100, "runs": 3}
+
+
+def test_a_scheduler_without_work_waits_for_the_agent_while_a_leg_is_in_flight() -> None:
+    legs, _ = rank("D")
+    legs.rest(seconds=3600)  # no leg, so there is nothing to wait for
+    leg = legs.open_decode(ticket(), PROMPT)
+    legs.rest(seconds=0.001)
+    assert leg.phase == "waiting"
+    threading.Timer(0.01, lambda: legs.post(ev.DecodeAdmitted(key_of(leg)))).start()
+    legs.rest(seconds=3600)
+    assert leg.phase == "ready"
 
 
 def test_an_aborted_decode_legs_pages_stay_until_no_copy_can_write_to_them() -> None:

@@ -30,7 +30,7 @@ _AGENT_COUNTS = ("retries", "repairs", "bad_pieces", "lost_leases", "outstanding
 
 @dataclass(frozen=True, slots=True)
 class RankBackend:
-    """One rank's running backend. `identity`: the engine's. `num_ranks`: its tensor ranks."""
+    """`identity`: the engine's. `num_ranks`: its tensor ranks."""
 
     num_ranks: int
     legs: RankLegs
@@ -40,7 +40,7 @@ class RankBackend:
     transport: Transport
 
     def counts(self) -> dict[str, int]:
-        """Handoffs by outcome, and the agent's counters and gauges as `AgentStats` has them."""
+        """Handoffs by outcome, and fields of `AgentStats`."""
         stats = self.agent.stats()
         return {**self.legs.counts, **{name: getattr(stats, name) for name in _AGENT_COUNTS}}
 
@@ -51,8 +51,8 @@ class RankBackend:
 
 
 def start_rank_backend(args: Any, mode: str, server: Any, queue: Any) -> RankBackend:
-    """`args`: SGLang's `KVArgs`; `mode`: `prefill` or `decode`; `server`: its `ServerArgs`; `queue`: the scheduler's
-    queue that makes the manager. Collective over the engine's tensor ranks.
+    """`args`: SGLang's `KVArgs`; `mode`: `prefill` or `decode`; `server`: resolved; `queue`: the scheduler's queue that
+    makes the manager. Collective over the engine's tensor ranks.
 
     Raises `ConfigError` for a cache or a configuration that cannot be handed off.
     """
@@ -69,7 +69,7 @@ def start_rank_backend(args: Any, mode: str, server: Any, queue: Any) -> RankBac
         rank=rank,
         incarnation=secrets.token_hex(8),
         geometries=layout.geometries,
-        facts=compat.facts(server, model, args, version),
+        facts=compat.facts(queue.scheduler, args, version),
         has_states=any(rules.kind == "state" for rules in layout.rules.values()),
     )
     whole = join_workers(part, lambda own: compat.gather_ranks(queue, own))

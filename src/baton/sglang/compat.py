@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
 from baton.kv.spec import Owner
-from baton.models.loading.loader import fingerprint, tokenizer_hash
+from baton.plugin_base.facts import tokenizer_fact, weights_fact
 from baton.plugin_base.memory import cuda_region, host_region
 from baton.sglang.geometry import RequestPages
 from baton.sglang.pools import RankPools
@@ -20,7 +18,7 @@ from baton.sglang.seeds import MetadataRows
 from baton.transports.base import Region
 
 SUPPORTED = ("0.5.23",)
-# EAGLE: also MTP (NEXTN).
+# As SGLang resolves them: NEXTN (MTP) is EAGLE.
 DRAFT_METHODS = ("EAGLE", "EAGLE3")
 
 
@@ -33,8 +31,15 @@ def check_version() -> str:
     return str(version)
 
 
+def resolved(server_args: Any) -> Any:
+    """With what SGLang has decided: the record keeps what was given, such as no device."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(server_args)
+
+
 def check_server(server: Any, parallel: Any) -> None:
-    """Raise `ConfigError`, naming the setting, for a configuration that the plug-in does not support."""
+    """`server`: resolved. Raise `ConfigError` for what the plug-in does not support."""
     # `dp_size` counts copies of the whole server, and `attn_dp_size` data-parallel ranks of attention.
     for name in ("pp_size", "attn_cp_size", "attn_dcp_size", "dp_size"):
         if (size := int(getattr(parallel, name, 1) or 1)) != 1:
@@ -52,7 +57,7 @@ def check_server(server: Any, parallel: Any) -> None:
 
 
 def pools_of(queue: Any) -> RankPools:
-    """The KV pools of this rank. `queue`: the scheduler's queue that makes the manager."""
+    """`queue`: the scheduler's queue that makes the manager."""
     scheduler, draft = queue.scheduler, queue.draft_token_to_kv_pool
     heads: dict[Owner, int] = {"target": int(scheduler.model_config.get_total_num_kv_heads())}
     if draft is not None:
@@ -60,11 +65,12 @@ def pools_of(queue: Any) -> RankPools:
     return RankPools(queue.token_to_kv_pool, draft, *tensor_rank(), heads, scheduler.sliding_window_size)
 
 
-def _draft_config(server: Any) -> Any:
+def _draft_config(server_args: Any) -> Any:
     from sglang.srt.configs.model_config import ModelConfig
 
+    server = resolved(server_args)
     path, revision = server.speculative_draft_model_path, server.speculative_draft_model_revision
-    return ModelConfig.from_server_args(server, model_path=path, model_revision=revision, is_draft_model=True)
+    return ModelConfig.from_server_args(server_args, model_path=path, model_revision=revision, is_draft_model=True)
 
 
 def tensor_rank() -> tuple[int, int]:
@@ -84,7 +90,7 @@ def data_rank() -> int | None:
 
 
 def least(values: list[int], group: Any) -> list[int]:
-    """The least of each value over the ranks of `group`. Collective."""
+    """Over the ranks of `group`. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -94,7 +100,7 @@ def least(values: list[int], group: Any) -> list[int]:
 
 
 def gather_ranks(queue: Any, own: bytes) -> list[bytes]:
-    """`own` of every attention tensor rank. Collective."""
+    """By attention tensor rank. Collective."""
     if tensor_rank()[1] == 1:
         return [own]
     from baton.plugin_base.ranks import gather_bytes
@@ -103,7 +109,7 @@ def gather_ranks(queue: Any, own: bytes) -> list[bytes]:
 
 
 def region_maker(server: Any, args: Any) -> Callable[[int, int], Region]:
-    """Makes regions of this rank's KV memory, of an address and a number of bytes."""
+    """Makes a region of an address and a number of bytes."""
     if server.device == "cpu":
         return host_region
     return lambda address, nbytes: cuda_region(address, nbytes, int(args.gpu_id))
@@ -121,12 +127,11 @@ def request_pages(args: Any, pages: Any, states: Any) -> RequestPages:
 
 
 def metadata_rows(args: Any) -> MetadataRows:
-    """The metadata rows, in host memory."""
     return MetadataRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens), tuple(args.aux_data_lens))
 
 
 def settle_of(server: Any) -> Callable[[], None]:
-    """Waits until the device has finished its queued work. On a CPU that is finished already."""
+    """Waits until the device has finished its queued work."""
     if server.device == "cpu":
         return lambda: None
 
@@ -138,22 +143,24 @@ def settle_of(server: Any) -> Callable[[], None]:
     return settle
 
 
-def facts(server: Any, model: Any, args: Any, version: str) -> dict[str, str]:
-    """The facts, by name, that must be equal on P and D. The agent compares geometries itself."""
+def facts(scheduler: Any, args: Any, version: str) -> dict[str, str]:
+    """What must be equal on P and D, besides geometries."""
+    server, model = resolved(scheduler.server_args), scheduler.model_config
     known = {
         "engine": f"sglang {version}",
-        "model.weights": _weights(server.model_path, server.revision),
+        "model.weights": weights_fact(server.model_path, model.hf_config, server.revision),
         "model.dtype": str(model.dtype).removeprefix("torch."),
         "model.rope": repr(getattr(model.hf_text_config, "rope_parameters", None)),
         "model.quantization": str(server.quantization),
-        "model.tokenizer": _tokenizer(server),
+        "model.tokenizer": tokenizer_fact(server.tokenizer_path or server.model_path, server.revision),
         "cache.dtype": str(args.kv_cache_dtype_str),
         "cache.metadata": repr(list(args.aux_item_lens)),
         "output.eos_token_ids": repr(eos_token_ids(model)),
         "drafter.method": "none" if server.speculative_algorithm is None else str(server.speculative_algorithm),
     }
-    if server.speculative_draft_model_path is not None:
-        known["drafter.weights"] = _weights(server.speculative_draft_model_path, None)
+    if (path := server.speculative_draft_model_path) not in (None, server.model_path):
+        config = _draft_config(scheduler.server_args).hf_config
+        known["drafter.weights"] = weights_fact(path, config, server.speculative_draft_model_revision)
     return known
 
 
@@ -163,15 +170,6 @@ def eos_token_ids(model: Any) -> list[int]:
 
 def num_speculative_tokens(server: Any) -> int:
     return 0 if server.speculative_algorithm is None else int(server.speculative_num_draft_tokens or 1) - 1
-
-
-def _weights(path: str, revision: str | None) -> str:
-    return fingerprint(Path(path)) if os.path.isdir(path) else f"{path}@{revision}"
-
-
-def _tokenizer(server: Any) -> str:
-    path = server.tokenizer_path or server.model_path
-    return tokenizer_hash(Path(path)) if os.path.isdir(path) else f"{path}@{server.revision}"
 
 
 def prompt_of(request: Any) -> Sequence[int]:

@@ -44,12 +44,13 @@ class BatonKVManager(CommonKVManager):
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         from sglang.srt.runtime_context import get_parallel
 
-        compat.check_server(server_args, get_parallel())
+        server = compat.resolved(server_args)
+        compat.check_server(server, get_parallel())
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         # This one would take messages from anyone.
         self.server_socket.close(linger=0)
         self.prefill_info_table = _AnyPrefill()
-        self.backend = backend.start_rank_backend(args, disaggregation_mode.value, server_args, type(self).queue)
+        self.backend = backend.start_rank_backend(args, disaggregation_mode.value, server, type(self).queue)
 
     def register_to_bootstrap(self) -> None:
         """Routers ask the server for its identity instead (`hooks`)."""

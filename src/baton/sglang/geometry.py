@@ -40,7 +40,7 @@ class PagePart:
 
 @dataclass(frozen=True, slots=True)
 class KvBuffer:
-    """One buffer at `address`, of `page_bytes` per page. `name` and `layer` tell it from the owner's others."""
+    """`name` and `layer` tell it from the owner's others."""
 
     owner: Owner
     name: str
@@ -63,7 +63,7 @@ def rules_of(owner: Owner, kind: Kind, window: int | None = None) -> Rules:
 
 @dataclass(frozen=True, slots=True)
 class RequestPages:
-    """A request's pages, those of its window (the last ones of the prompt), and the slot of its state."""
+    """Of a request. `window`: the last ones of the prompt."""
 
     all: Sequence[int]
     window: Sequence[int] = ()
@@ -72,7 +72,7 @@ class RequestPages:
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """The KV cache of one rank. `rules`: by group."""
+    """`rules`: by group."""
 
     page_size: int
     regions: list[Region]
@@ -107,7 +107,7 @@ class BufferLayout:
         return {name: "full" if rules.kind == "mla" else rules.kind for name, rules in self.rules.items()}
 
     def tables(self, num_tokens: int, pages: RequestPages) -> dict[str, list[int]]:
-        """The block table of each group, for a prompt of `num_tokens`."""
+        """Block tables by group."""
         missing = -(-num_tokens // self.page_size) - len(pages.window)
         window = [NULL_PAGE] * missing + list(pages.window) if pages.window else []
         tables = {"full": list(pages.all), "sliding_window": window, "state": list(pages.slots)}

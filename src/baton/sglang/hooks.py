@@ -10,7 +10,9 @@ _DISAGGREGATION = "sglang.srt.disaggregation"
 _PREFILL_QUEUE = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue"
 _DECODE_QUEUE = f"{_DISAGGREGATION}.decode.DecodePreallocQueue"
 _MIXIN = f"{_DISAGGREGATION}.prefill.SchedulerDisaggregationPrefillMixin"
-_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+# Then the scheduler looks for new requests.
+_REST_S = 0.0005
 
 
 def install() -> None:
@@ -34,7 +36,8 @@ def install() -> None:
         (f"{_DECODE_QUEUE}._create_receiver_and_enqueue", _bind_receiver, HookType.AFTER),
         (f"{_MIXIN}.get_next_disagg_prefill_batch_to_run", _scheduled, HookType.AFTER),
         (f"{_MIXIN}.process_batch_result_disagg_prefill", _stream_first_tokens, HookType.AFTER),
-        (_STATE, _add_identity, HookType.AFTER),
+        (f"{_SCHEDULER}.on_idle", _rest, HookType.AFTER),
+        (f"{_SCHEDULER}.get_internal_state", _add_identity, HookType.AFTER),
     ]
     for target, hook, kind in hooks:
         HookRegistry.register(target, hook, kind)
@@ -109,17 +112,26 @@ def _stream_first_tokens(result: None, scheduler: Any, batch: Any, *args: Any) -
             scheduler.output_streamer.stream_output([request], request.return_logprob)
 
 
+def _manager(scheduler: Any) -> Any:
+    from baton.sglang.conn import BatonKVManager
+
+    queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
+    manager = getattr(queue, "kv_manager", None)
+    return manager if isinstance(manager, BatonKVManager) else None
+
+
+def _rest(result: None, scheduler: Any, *args: Any) -> None:
+    if (manager := _manager(scheduler)) is not None:
+        manager.backend.legs.rest(_REST_S)
+
+
 def _add_identity(answer: Any, scheduler: Any, *args: Any) -> None:
     """A router reads the identity from `/server_info`."""
     import time
 
     import msgspec
 
-    from baton.sglang.conn import BatonKVManager
-
-    queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
-    manager = getattr(queue, "kv_manager", None)
-    if isinstance(manager, BatonKVManager):
+    if (manager := _manager(scheduler)) is not None:
         identity = msgspec.structs.replace(manager.backend.identity, clock=time.monotonic())
         answer.internal_state[NAME] = {
             **msgspec.to_builtins(identity),

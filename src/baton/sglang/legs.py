@@ -6,6 +6,7 @@ says that it failed, so the ranks agree first (`agree`). The scheduler's thread 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import time
@@ -114,6 +115,13 @@ class RankLegs:
                 self._on_event(self._events.get_nowait())
             except queue.Empty:
                 return leg.phase
+
+    def rest(self, seconds: float) -> None:
+        """Wait for the agent's next event, if a leg is in flight: a scheduler that polls without a pause keeps Python's
+        lock from the agent's thread."""
+        if self._legs:
+            with contextlib.suppress(queue.Empty):
+                self._on_event(self._events.get(timeout=seconds))
 
     def agree(self, legs: Sequence[RankLeg], least: Least) -> None:
         """Set `agreed` to the phase, but of a leg that failed on some rank only when it has ended on all; it is given

@@ -39,10 +39,7 @@ class RankPools:
 
 
 def buffers(args: Any, pools: RankPools) -> list[KvBuffer]:
-    """The buffers that `args` (SGLang's `KVArgs`) names: the target's KV, the drafter's, then states.
-
-    Raises `ConfigError` for kinds of caches that the plug-in does not know.
-    """
+    """The buffers that `KVArgs` names: the target's KV, the drafter's, then states. Raises `ConfigError` for others."""
     places = _places(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
     split, target, drafter = len(places) - args.num_draft_entries, pools.target, pools.draft
     found = _attention(places[:split], _full(target), "target", pools)

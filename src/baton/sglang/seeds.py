@@ -21,14 +21,14 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class MetadataRows:
-    """Addresses, and bytes of a row and of the whole of each buffer, in host memory."""
+    """Buffers in host memory: addresses, bytes of a row, and bytes."""
 
     addresses: Sequence[int]
     row_bytes: Sequence[int]
     num_bytes: Sequence[int]
 
     def read(self, row: int) -> Seeds:
-        """Read the row of a request, which P has filled."""
+        """P has filled the row."""
         parts = [ctypes.string_at(address, size) for address, size in self._places(row)]
         token = int.from_bytes(parts[0][:_TOKEN_BYTES], "little")
         return Seeds(first_token=token, drafter_states=msgspec.msgpack.encode(parts))

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from baton.errors import ConfigError
 from baton.kv.spec import Owner
-from baton.models.loading.loader import fingerprint, tokenizer_hash
+from baton.plugin_base.facts import tokenizer_fact, weights_fact
 from baton.plugin_base.ranks import gather_bytes
 from baton.sampling_params import SamplingDefaults
 from baton.vllm.config import FirstStep
@@ -257,37 +255,24 @@ def sampling_defaults(config: Any) -> SamplingDefaults:
 
 
 def facts(config: Any, version: str) -> dict[str, str]:
-    """The facts, by name, that must be equal on P and D. The agent compares geometries itself."""
+    """What must be equal on P and D, besides geometries."""
     model, speculative = config.model_config, config.speculative_config
     known = {
         "engine": f"vllm {version}",
-        "model.weights": _weights(model),
+        "model.weights": weights_fact(model.model, model.hf_config, model.revision),
         "model.dtype": str(model.dtype).removeprefix("torch."),
         "model.rope": repr(getattr(model.hf_text_config, "rope_parameters", None)),
         "model.quantization": str(model.quantization),
         "cache.dtype": str(config.cache_config.cache_dtype),
-        "model.tokenizer": _tokenizer(model),
+        "model.tokenizer": tokenizer_fact(model.tokenizer, model.tokenizer_revision or model.revision),
         "output.eos_token_ids": repr(sorted(set(eos_token_ids(config)))),
         "output.grammars": str(config.structured_outputs_config.backend),
         "output.sampling_defaults": sampling_defaults(config).describe(),
         "drafter.method": "none" if speculative is None else speculative.method,
     }
-    if speculative is not None and speculative.draft_model_config is not None:
-        known["drafter.weights"] = _weights(speculative.draft_model_config)
+    if speculative is not None and (draft := speculative.draft_model_config) is not None:
+        known["drafter.weights"] = weights_fact(draft.model, draft.hf_config, draft.revision)
     return known
-
-
-def _tokenizer(model: Any) -> str:
-    if os.path.isdir(model.tokenizer):
-        return tokenizer_hash(Path(model.tokenizer))
-    return f"{model.tokenizer}@{model.tokenizer_revision or model.revision}"
-
-
-def _weights(model: Any) -> str:
-    if os.path.isdir(model.model):
-        return fingerprint(Path(model.model))
-    # The commit: a branch moves between two hosts' downloads.
-    return f"{model.model}@{getattr(model.hf_config, '_commit_hash', None) or model.revision}"
 
 
 def zeroes_before_preemptions(config: Any) -> bool:

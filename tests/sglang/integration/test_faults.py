@@ -140,8 +140,8 @@ def test_killed_servers_leave_the_other_whole(
 def test_damaged_copies_are_repaired_or_fail_by_name(
     tmp_path: Path, want: tuple[list[list[int]], list[list[int]]]
 ) -> None:
-    """P's writes leave out the last page of one group, but never in three handoffs in a row, after which D gives a peer
-    up; D's reads of another invert a byte, each time."""
+    """Field class K. P's writes leave out the last page of one group, but never in three handoffs in a row, after which
+    D gives a peer up; D's reads of another invert a byte, each time."""
     prefill, decode = pair_configs(tmp_path, settings={"integrity": "full", "lease": 20.0})
     assert prefill.settings is not None
     assert decode.settings is not None

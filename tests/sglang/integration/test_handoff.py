@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from testkit.sglang.servers import MODEL, Mode, Pair, Server, ask, handoff, prompts, serve_pair, session
+from baton.wire import Mode
+from testkit.sglang.servers import (
+    MODEL,
+    Config,
+    Pair,
+    Server,
+    ask,
+    handoff,
+    pair_configs,
+    prompts,
+    serve,
+    session,
+    ticket_key,
+)
 
 pytestmark = pytest.mark.timeout(900)
 NUM = 12
@@ -15,9 +29,11 @@ NUM = 12
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, Server]]:
-    with serve_pair(tmp_path_factory.mktemp("sglang"), alone=()) as (pair, one):
-        assert one is not None
-        yield pair, one
+    """Started by SGLang's own command; other tests' servers are forks of one process."""
+    folder = tmp_path_factory.mktemp("sglang")
+    configs = [replace(config, forked=False) for config in [*pair_configs(folder), Config("one")]]
+    with serve(folder, configs) as (prefill, decode, one):
+        yield Pair(prefill, decode, ticket_key(folder)), one
 
 
 def test_one_server_is_as_exact_as_transformers(servers: tuple[Pair, Server]) -> None:

@@ -9,7 +9,8 @@ from typing import get_args
 import pytest
 
 from baton.wire import Mode
-from testkit.sglang.servers import ROOT, Pair, check_whole, demo_prompts, greedy, outcome, serve_pair, session
+from testkit.sglang.launch import ROOT
+from testkit.sglang.servers import Pair, check_whole, demo_prompts, greedy, outcome, serve_pair, session
 
 pytestmark = pytest.mark.timeout(1800)
 MODEL = ROOT / "models" / "baton-demo-deepseek"

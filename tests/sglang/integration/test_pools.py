@@ -158,12 +158,13 @@ def kv_args(target: Any, draft: Any, page: int) -> Any:
     return args
 
 
-def engine(kind: Kind, side: Side, count: int) -> list[Rank]:
+def engine(kind: Kind, side: Side, count: int, data_rank: int = 0) -> list[Rank]:
     found = []
     for number in range(count):
         target, draft = make_pools(kind, HEADS // count, side.page)
         pools = RankPools(target, draft, number, count, {"target": HEADS, "draft": HEADS}, WINDOW)
-        layout = describe_buffers(buffers(kv_args(target, draft, side.page), pools), side.page, number, host_region)
+        described, turn = buffers(kv_args(target, draft, side.page), pools), data_rank * count + number
+        layout = describe_buffers(described, side.page, number, host_region, turn)
         found.append(Rank(kind, side, number, count, target, draft, layout))
     return found
 
@@ -173,30 +174,44 @@ def pages_of(side: Side) -> RequestPages:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2), (4, 2)])
-def test_every_byte_of_sglangs_pools_arrives(kind: Kind, prefill: int, decode: int) -> None:
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(1, [1]), (2, [1]), (1, [2]), (4, [2]), (1, [1, 1]), (2, [1, 1]), (4, [2, 2])]
+)
+def test_every_byte_of_sglangs_pools_arrives(kind: Kind, prefill: int, decode: list[int]) -> None:
+    """Field class E. Tensor ranks of P, and of each data-parallel rank of D."""
     whole, hit = content(), 0 if kind == "linear attention" else 4
     sides = (SPARSE_SOURCE, SPARSE_DEST) if kind == "sparse attention" else (SOURCE, DEST)
-    sources, dests = (engine(kind, side, count) for side, count in zip(sides, (prefill, decode), strict=True))
+    sources = engine(kind, sides[0], prefill)
     for source in sources:
         for tensor, index, values in source.cells(whole, 0):
             tensor[index] = values
     tables = sources[0].layout.tables(TOKENS, pages_of(sides[0]))
-    for dest in dests:
-        expected: dict[int, torch.Tensor] = {}
-        for tensor, index, values in dest.cells(whole, hit):
-            expected.setdefault(tensor.data_ptr(), torch.zeros_like(tensor))[index] = values
-        wanted, own = dest.layout.wanted(TOKENS, hit), dest.layout.tables(TOKENS, pages_of(sides[1]))
-        for name, geometry in dest.layout.geometries.items():
-            copies = plan_copies(
-                [source.layout.geometries[name] for source in sources], geometry, tables[name], own[name], wanted[name]
-            )
-            for number, copy in copies.items():
-                have = np.asarray(sources[number].layout.regions[copy.source_region])
-                into = np.asarray(dest.layout.regions[copy.dest_region])
-                for start, end, size in zip(copy.source_offset, copy.dest_offset, copy.nbytes, strict=True):
-                    into[end : end + size] = have[start : start + size]
-        cells = list(dest.cells(whole, hit))
-        assert len({tensor.data_ptr() for tensor, _, _ in cells}) == len(cells)
-        for tensor, _, _ in cells:
-            assert torch.equal(tensor, expected[tensor.data_ptr()]), f"{kind}, rank {dest.number}"
+    latents_from = []
+    for data_rank, count in enumerate(decode):
+        for dest in engine(kind, sides[1], count, data_rank):
+            expected: dict[int, torch.Tensor] = {}
+            for tensor, index, values in dest.cells(whole, hit):
+                expected.setdefault(tensor.data_ptr(), torch.zeros_like(tensor))[index] = values
+            latents_from.append(copy_all(sources, tables, dest, sides[1], hit))
+            cells = list(dest.cells(whole, hit))
+            assert len({tensor.data_ptr() for tensor, _, _ in cells}) == len(cells)
+            for tensor, _, _ in cells:
+                assert torch.equal(tensor, expected[tensor.data_ptr()]), f"{kind}, rank {dest.number}"
+    if kind == "latents and a drafter's heads":
+        assert latents_from == [{turn % prefill} for turn in range(sum(decode))]
+
+
+def copy_all(sources: list[Rank], tables: dict[str, list[int]], dest: Rank, side: Side, hit: int) -> set[int]:
+    """Returns the ranks that sent latents."""
+    wanted, own, latents_from = dest.layout.wanted(TOKENS, hit), dest.layout.tables(TOKENS, pages_of(side)), set()
+    for name, geometry in dest.layout.geometries.items():
+        have = [source.layout.geometries[name] for source in sources]
+        copies = plan_copies(have, geometry, tables[name], own[name], wanted[name])
+        if "latent" in name:
+            latents_from |= set(copies)
+        for number, copy in copies.items():
+            source = np.asarray(sources[number].layout.regions[copy.source_region])
+            into = np.asarray(dest.layout.regions[copy.dest_region])
+            for start, end, size in zip(copy.source_offset, copy.dest_offset, copy.nbytes, strict=True):
+                into[end : end + size] = source[start : start + size]
+    return latents_from

@@ -11,9 +11,11 @@ from typing import get_args
 import pytest
 
 from baton.wire import Mode
+from testkit.sglang.launch import ROOT
 from testkit.sglang.servers import (
     Pair,
     check_whole,
+    demo_prompts,
     greedy,
     outcome,
     prompts,
@@ -24,7 +26,9 @@ from testkit.sglang.servers import (
 pytestmark = pytest.mark.timeout(1800)
 NUM = 12
 TWO = ["--tp-size", "2", "--disable-custom-all-reduce"]
-DATA = [*TWO, "--dp-size", "2", "--enable-dp-attention"]
+DATA = [*TWO, "--attn-dp-size", "2"]
+# SGLang's Llama shares heads over all tensor ranks; its DeepSeek knows data-parallel ranks of attention.
+LATENTS = ROOT / "models" / "baton-demo-deepseek"
 
 
 async def answers(pair: Pair, found: list[list[int]], mode: Mode) -> list[list[int] | str]:
@@ -64,9 +68,10 @@ def test_tensor_ranks_hand_over_every_head(tmp_path: Path, prefill: list[str], d
 def test_each_data_parallel_rank_of_attention_is_an_engine(
     tmp_path: Path, prefill: list[str], decode: list[str]
 ) -> None:
-    found = prompts([1, 16, 17, 130], seed=22)
-    want = greedy(found, NUM)
-    with serve_pair(tmp_path, prefill, decode, settings={"integrity": "full"}) as (pair, _):
+    """Field class J: a ticket names the rank, and no number of the request decides."""
+    found = demo_prompts([5, 16, 17, 90], seed=22)
+    want = greedy(found, NUM, LATENTS)
+    with serve_pair(tmp_path, prefill, decode, settings={"integrity": "full"}, model=LATENTS) as (pair, _):
         for rank in range(2):
             chosen = {"prefill": replace(pair.prefill, data_rank=rank)} if prefill else {}
             if decode:

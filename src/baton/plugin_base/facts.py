@@ -1,0 +1,21 @@
+"""The facts of an engine's model and tokenizer, by which P and D know that they have the same."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from baton.models.loading.loader import fingerprint, tokenizer_hash
+
+
+def weights_fact(path: str, config: Any, revision: str | None) -> str:
+    """Of a checkpoint from a hub, name and commit: a branch moves between two hosts' downloads. `config`:
+    transformers'."""
+    if os.path.isdir(path):
+        return fingerprint(Path(path))
+    return f"{path}@{getattr(config, '_commit_hash', None) or revision}"
+
+
+def tokenizer_fact(path: str, revision: str | None) -> str:
+    return tokenizer_hash(Path(path)) if os.path.isdir(path) else f"{path}@{revision}"

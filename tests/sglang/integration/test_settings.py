@@ -1,0 +1,29 @@
+"""What the plug-in reads of SGLang's settings."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.sglang import compat
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of imports
+
+
+def test_settings_are_those_that_sglang_has_decided_on() -> None:
+    """SGLang keeps its arguments as they were given: without `--device` it is None there, and MTP's name is NEXTN."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    given = SimpleNamespace(
+        device=None,
+        speculative_algorithm="NEXTN",
+        enable_multi_layer_eagle=False,
+        enable_pd_role_switch=False,
+        disaggregation_decode_allocation_policy="early",
+    )
+    declare_resolution(given, "test", device="cuda", speculative_algorithm="EAGLE")
+    with pytest.raises(ConfigError, match="got None"):
+        compat.check_server(given, SimpleNamespace())
+    compat.check_server(compat.resolved(given), SimpleNamespace())
