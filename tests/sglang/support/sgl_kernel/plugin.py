@@ -48,6 +48,14 @@ def _attend_to_latents() -> None:
         return original(*args) if args[5] is not None else get_rope(*args[:-1])
 
     HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", made, HookType.AROUND)
+    # SGLang's own waits for a CUDA device.
+    share = "sglang.srt.models.deepseek_v2.DeepseekV2ForCausalLM.set_embed_and_head"
+    HookRegistry.register(share, _share, HookType.REPLACE)
+
+
+def _share(model: Any, embed: Any, head: Any) -> None:
+    """MTP's module uses the target's embeddings and head."""
+    model.model.embed_tokens.weight, model.lm_head.weight = embed, head
 
 
 def _create(
