@@ -108,11 +108,11 @@ def main(
     false: list[str] = []
     for seed in range(seeds):
         traffic, alarms = HealthyTraffic(seed), AcceptanceAlarms()
-        seen: dict[str, None] = {}
+        seen: dict[str, str] = {}
         for _ in range(requests):
             alarms.observe(traffic.request())
-            seen |= {alarm.describe(): None for alarm in alarms.alarms()}
-        false += [f"seed {seed}: {text}" for text in seen]
+            seen |= {alarm.suspect: alarm.describe() for alarm in alarms.alarms()}
+        false += [f"seed {seed}: {text}" for text in seen.values()]
     print(f"healthy: {len(false)} alarms in {seeds} times {requests} requests", *false, sep="\n")
     failed = bool(false)
     for share in (1.0, 0.6, 0.2):

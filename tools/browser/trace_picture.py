@@ -33,7 +33,8 @@ async def _request(up: Deployment) -> None:
         for _ in range(4):
             await stream_completion(session, up.url, body)
         other = [20 + (7 * i) % 200 for i in range(600)]  # no prefix hit
-        long = asyncio.create_task(stream_completion(session, up.url, {**body, "prompt": other, "max_tokens": 300}))
+        asked = {**body, "prompt": other, "max_tokens": 1500, "ignore_eos": True}
+        long = asyncio.create_task(stream_completion(session, up.url, asked))
         while True:
             async with session.get(f"{up.url}/status") as response:
                 engines = (await response.json())["engines"]

@@ -37,11 +37,11 @@ _OF_PAIR: tuple[tuple[Part, Reference], ...] = (
 
 @dataclass(slots=True)
 class _Comparison:
-    """The detectors of one part of a subject's requests against one reference, one per figure."""
+    """One part of a subject's requests against one reference."""
 
     part: Part
     reference: Reference
-    detectors: tuple[DropDetector, ...] = field(default_factory=lambda: tuple(DropDetector() for _ in range(3)))
+    detector: DropDetector = field(default_factory=DropDetector)
     observed: float = 0.0
     expected: float = 0.0
 
@@ -52,17 +52,16 @@ class _Comparison:
         self.observed += weight * (observed.first_draft - self.observed)
         self.expected += weight * (reference.first_draft - self.expected)
         share = OWN_SHARE if self.reference == "itself" else SHARE
-        for detector, mine, other in zip(self.detectors, observed.all(), reference.all(), strict=True):
-            detector.observe(mine, share * other)
+        self.detector.observe(observed.any_accepted, share * reference.any_accepted)
         return self.alarmed != before
 
     @property
     def alarmed(self) -> bool:
-        return any(detector.alarmed for detector in self.detectors)
+        return self.detector.alarmed
 
     @property
     def num_compared(self) -> int:
-        return self.detectors[0].num_observed
+        return self.detector.num_observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ class Alarm:
 
     def describe(self) -> str:
         than = {
-            "local": "for requests computed on one engine",
+            "local": f"for requests that {self.subject.decode} computed alone",
             "other_engines": "on other engines",
             "itself": "in the same requests' other verifications",
         }[self.reference]
@@ -150,15 +149,15 @@ class AcceptanceAlarms:
 
     def _reference(self, comparison: _Comparison, subject: Subject, sample: Sample) -> Figures | None:
         part, pool = comparison.part, self._pool(sample.group.route)
+        local = self._pool(_LOCAL).mean(part, of=Subject("", subject.decode))
         match comparison.reference:
             case "local":
-                return self._pool(_LOCAL).mean(part)
+                return local
             case "other_engines":
                 return pool.mean(part, without=subject)
             case "itself":
-                if self._pool(_LOCAL).mean(part) is not None or pool.mean(part, without=subject) is not None:
-                    return None
-                return pool.mean(_OTHER[part], of=subject)
+                alone = local is None and pool.mean(part, without=subject) is None
+                return pool.mean(_OTHER[part], of=subject) if alone else None
 
     def _pool(self, name: str) -> SamplePool:
         pool = self._pools.get(name)

@@ -19,11 +19,10 @@ _MIN_SAMPLES = 4
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Of one request's verifications, or means over requests, each in [0, 1]: whether any of the first three accepted
-    a draft, the share that accepted one, and the share of accepted drafts."""
+    a draft, which depends little on the prompt, and the share that accepted one."""
 
     any_accepted: float
     first_draft: float
-    all_drafts: float
 
     @classmethod
     def of(cls, accepted: Sequence[int], drafted: Sequence[int]) -> Figures | None:
@@ -34,11 +33,7 @@ class Figures:
         return cls(
             float(any(a for a, _ in pairs[:_ANY_OF])),
             sum(a > 0 for a, _ in pairs) / len(pairs),
-            sum(a for a, _ in pairs) / sum(d for _, d in pairs),
         )
-
-    def all(self) -> tuple[float, float, float]:
-        return self.any_accepted, self.first_draft, self.all_drafts
 
 
 class Subject(NamedTuple):
@@ -75,13 +70,11 @@ class _Sums:
     count: int = 0
     any_accepted: float = 0.0
     first_draft: float = 0.0
-    all_drafts: float = 0.0
 
     def add(self, figures: Figures, sign: int) -> None:
         self.count += sign
         self.any_accepted += sign * figures.any_accepted
         self.first_draft += sign * figures.first_draft
-        self.all_drafts += sign * figures.all_drafts
 
 
 _NONE = _Sums()
@@ -115,7 +108,6 @@ class SamplePool:
         return Figures(
             (found.any_accepted - left_out.any_accepted) / count,
             (found.first_draft - left_out.first_draft) / count,
-            (found.all_drafts - left_out.all_drafts) / count,
         )
 
     def _count(self, sample: Sample, sign: int) -> None:
