@@ -15,7 +15,10 @@ from tools.prose.names import page as page_of_names
 from tools.prose.names import public_names
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("*.md", "docs/**/*.md", "docs/**/*.svg", "docs/**/*.webp", "benchmarks/results/*", "models/*/README.md")
+PAGES = (
+    *("*.md", "docs/**/*.md", "docs/**/*.svg", "docs/**/*.webp"),
+    *("benchmarks/results/*.md", "benchmarks/results/pictures/*", "models/*/README.md"),
+)
 
 
 def copy_pages(target: Path) -> None:

@@ -2,14 +2,16 @@
 
     python -m benchmarks.vllm.first_tokens --vllm-python $(python3 tools/install_vllm.py)/bin/python
 
-Without speculation, then with EAGLE-3: one server and a pair for each connector run together, and each round sends the
-same new prompt to all, one at a time in changing order (`benchmarks.vllm.handoffs`). Ratios are taken within rounds.
+Without speculation, then with EAGLE-3: one server and a pair for each connector run together (7 servers, 1.3 GB each).
+Each round sends the same new prompt to all, one at a time in changing order (`benchmarks.vllm.handoffs`). Ratios are
+taken within rounds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -19,17 +21,17 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
-from benchmarks.vllm.handoffs import FLAGS, MODEL, PEERS, Deployment, Row, baton_pair, nixl_pair, rounds
+from baton.vllm.config import FirstStep
+from benchmarks.vllm.handoffs import FLAGS, MODEL, PEERS, Deployment, Row, baton_servers, nixl_servers, rounds
 from benchmarks.vllm.legs import Single
 from benchmarks.vllm.servers import ServerConfig, serve
 
 DRAFTER = "models/baton-demo-eagle3"
 TOKENS = {1: "1st", 2: "2nd", 10: "10th"}
-PEER = f"{PEERS[0]} at its best"
 # With an executor in the engine's process nothing spins after an answer.
 SLEEP_S = 0.3
 # By default each server writes zeros into a gigabyte.
@@ -39,22 +41,25 @@ DRAWS = 2000
 
 @contextlib.contextmanager
 def deployments(
-    python: str, model: str, folder: Path, peers: Sequence[str], drafter: str | None
+    python: str, model: str, folder: Path, drafter: str | None, first_steps: Sequence[FirstStep], peers: Sequence[str]
 ) -> Iterator[tuple[Deployment, list[Deployment]]]:
-    """One server, and the pairs; with a drafter `BatonConnector` with each `first_step`."""
+    """One server, and the pairs, all started at once. With a drafter there is a pair of `BatonConnector` for each of
+    `first_steps`; without one vLLM verifies nothing.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     flags: tuple[str, ...] = SMALL
     if drafter is not None:
         method = {"method": "eagle3", "model": drafter, "num_speculative_tokens": 3}
         flags = (*SMALL, "--speculative-config", json.dumps(method))
-    with contextlib.ExitStack() as stack:
-        (server,) = stack.enter_context(serve(python, model, folder, [ServerConfig("one", (*FLAGS, *flags))]))
-        pairs = list(stack.enter_context(baton_pair(python, model, folder, flags)))
-        if drafter is not None:
-            pairs += stack.enter_context(baton_pair(python, model, folder, flags, "verify"))
-        for connector in peers:
-            pairs.append(stack.enter_context(nixl_pair(python, model, folder, connector, True, flags)))
-        yield Deployment("one vLLM", Single(server.url), (server,)), pairs
+    started = [
+        *(baton_servers(folder, flags, step) for step in (first_steps if drafter is not None else ("recompute",))),
+        *(nixl_servers(connector, True, flags) for connector in peers),
+    ]
+    configs = [ServerConfig("one", (*FLAGS, *flags)), *(config for configs, _ in started for config in configs)]
+    with serve(python, model, folder, configs) as (server, *others):
+        pairs = zip(others[::2], others[1::2], strict=True)
+        found = [each for (_, deploy), (p, d) in zip(started, pairs, strict=True) for each in deploy(p, d)]
+        yield Deployment("one vLLM", Single(server.url), (server,)), found
 
 
 def times_of(row: Row) -> dict[int, list[float]]:
@@ -110,24 +115,30 @@ def first_tokens_command(
     drafter: Annotated[str, typer.Option(help="Its EAGLE-3 drafter; empty: without speculation only.")] = DRAFTER,
     plain: Annotated[bool, typer.Option(help="Without speculation too.")] = True,
     lengths: Annotated[str, typer.Option(help="Prompt lengths.")] = "512,2000",
-    num_rounds: Annotated[int, typer.Option(help="Rounds for each length.")] = 16,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 96,
+    num_rounds: Annotated[int, typer.Option(help="Rounds for each length.")] = 14,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 64,
+    first_steps: Annotated[str, typer.Option(help="Values of first_step, with the drafter.")] = "verify",
     peers: Annotated[str, typer.Option(help="vLLM's own connectors to measure too.")] = ",".join(PEERS),
+    in_turns: Annotated[bool, typer.Option(help="One of `--peers` after the other: 5 servers at a time.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="Keep the servers' logs here.")] = None,
     json_output: Annotated[Path | None, typer.Option("--json", help="Write every time that was taken here.")] = None,
 ) -> None:
     """Times of the first, second and tenth token, and the gap to the second over TPOT."""
-    connectors, results = [name for name in peers.split(",") if name], dict[str, Any]()
-    for method in ([None] if plain else []) + ([drafter] if drafter else []):
-        label = "EAGLE-3" if method else "no speculation"
+    names = [name for name in peers.split(",") if name]
+    steps = [step for step in get_args(FirstStep) if step in first_steps.split(",")]
+    beside = [[name] for name in names] if in_turns else [names]
+    results: dict[str, Any] = {}
+    for method, connectors in itertools.product(([None] if plain else []) + ([drafter] if drafter else []), beside):
+        peer = f"{connectors[0]} at its best" if connectors else ""
+        label = ", ".join(["EAGLE-3" if method else "no speculation", *(connectors if in_turns else [])])
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as scratch:
-            folder = (log_dir or Path(scratch)) / label.replace(" ", "-")
-            with deployments(vllm_python, model, folder, connectors, method) as (one, pairs):
+            folder = (log_dir or Path(scratch)) / label.replace(", ", "-").replace(" ", "-")
+            with deployments(vllm_python, model, folder, method, steps, connectors) as (one, pairs):
                 for length in (int(each) for each in lengths.split(",")):
                     rows = asyncio.run(rounds(one, pairs, length, num_rounds, max_tokens, False, SLEEP_S))
                     results[f"{label}, {length}"] = {name: asdict(row) for name, row in rows.items()}
                     print(f"\n{label}, {length} tokens, {num_rounds} rounds, {max_tokens} tokens each:")
-                    print("\n".join(table(rows, one.name, PEER)), flush=True)
+                    print("\n".join(table(rows, one.name, peer)), flush=True)
                     if json_output is not None:
                         json_output.write_text(json.dumps(results))
 

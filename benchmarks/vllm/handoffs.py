@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -33,6 +33,7 @@ from baton.errors import BatonError
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.vllm.config import FirstStep
+from baton.wire import Mode
 from benchmarks.vllm.legs import Answer, Baton, Legs, NixlPull, NixlPush, Single
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve
 
@@ -41,6 +42,7 @@ SHIPPED_FLAGS = ("--no-enable-prefix-caching", "--block-size", "32", "--no-enabl
 FLAGS = (*SHIPPED_FLAGS, *ONE_PROCESS)
 ROLES = (("P", "kv_producer"), ("D", "kv_consumer"))
 PEERS = ("NixlConnector", "NixlPushConnector")
+MODES: tuple[Mode, ...] = ("push", "pull")
 WARM_UP = 2
 # As shipped, vLLM's workers spin for a second after the last message.
 SLEEP_S = 1.3
@@ -93,11 +95,13 @@ def _transfer(connector: str, role: str, name: str, best: bool = False, **extra:
     return config | {"kv_connector_module_path": "benchmarks.vllm.peers"} if best else config
 
 
-@contextlib.contextmanager
-def baton_pair(
-    python: str, model: str, folder: Path, flags: Sequence[str] = (), first_step: FirstStep = "recompute"
-) -> Iterator[list[Deployment]]:
-    """One pair, used with push and with pull."""
+Deploy = Callable[[VllmServer, VllmServer], list[Deployment]]
+
+
+def baton_servers(
+    folder: Path, flags: Sequence[str] = (), first_step: FirstStep = "recompute"
+) -> tuple[list[ServerConfig], Deploy]:
+    """A prefill and a decode server, used with push and with pull."""
     keys = folder / f"keys-{first_step}"
     make_keys(keys, [name for name, _ in ROLES])
     key = load_or_create_key(ticket_key_file(keys))
@@ -106,32 +110,44 @@ def baton_pair(
         transfer = _transfer("BatonConnector", role, name, keys=str(keys), first_step=first_step)
         configs.append(ServerConfig(f"baton-{first_step}-{name}", (*FLAGS, *flags), transfer))
     note = "" if first_step == "recompute" else f", {first_step}"
-    with serve(python, model, folder, configs) as (p, d):
-        yield [Deployment(f"BatonConnector {m}{note}", Baton(p.url, d.url, key, m), (p, d)) for m in ("push", "pull")]
+
+    def deploy(p: VllmServer, d: VllmServer) -> list[Deployment]:
+        return [Deployment(f"BatonConnector {m}{note}", Baton(p.url, d.url, key, m), (p, d)) for m in MODES]
+
+    return configs, deploy
 
 
-@contextlib.contextmanager
-def nixl_pair(
-    python: str, model: str, folder: Path, connector: str, best: bool, more: Sequence[str] = ()
-) -> Iterator[Deployment]:
-    """A pair over one of vLLM's own connectors."""
+def nixl_servers(connector: str, best: bool, more: Sequence[str] = ()) -> tuple[list[ServerConfig], Deploy]:
+    """A prefill and a decode server with one of vLLM's own connectors."""
     label = f"{connector} {'at its best' if best else 'as shipped'}"
-    environments: list[dict[str, str]] = []
     ports = [free_port(), free_port()]
-    for port in ports:
-        environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-        environments.append(environment if best else environment | {"VLLM_CPU_OMP_THREADS_BIND": "auto"})
     tag = label.replace(" ", "-")
     flags = (*(FLAGS if best else SHIPPED_FLAGS), *more)
-    configs = [
-        ServerConfig(f"{tag}-{name}", flags, _transfer(connector, role, f"{tag}-{name}", best), environment)
-        for (name, role), environment in zip(ROLES, environments, strict=True)
-    ]
-    with serve(python, model, folder, configs) as (p, d):
+    configs = []
+    for (name, role), port in zip(ROLES, ports, strict=True):
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        if not best:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "auto"
+        configs.append(
+            ServerConfig(f"{tag}-{name}", flags, _transfer(connector, role, f"{tag}-{name}", best), environment)
+        )
+
+    def deploy(p: VllmServer, d: VllmServer) -> list[Deployment]:
         legs: Legs = NixlPull(p.url, d.url)
         if connector == "NixlPushConnector":
             legs = NixlPush(p.url, d.url, f"{tag}-P", ports[0])
-        yield Deployment(label, legs, (p, d))
+        return [Deployment(label, legs, (p, d))]
+
+    return configs, deploy
+
+
+@contextlib.contextmanager
+def serve_pair(
+    python: str, model: str, folder: Path, configs: Sequence[ServerConfig], deploy: Deploy
+) -> Iterator[list[Deployment]]:
+    """Start a pair."""
+    with serve(python, model, folder, configs) as (p, d):
+        yield deploy(p, d)
 
 
 def _stop(deployments: Sequence[Deployment], number: signal.Signals) -> None:
@@ -280,13 +296,15 @@ def vllm_command(
                 others: list[Deployment] = []
                 for first in get_args(FirstStep):
                     if first in first_steps.split(","):
-                        others += pairs.enter_context(baton_pair(vllm_python, model, folder, more, first))
+                        pair = baton_servers(folder, more, first)
+                        others += pairs.enter_context(serve_pair(vllm_python, model, folder, *pair))
                 for connector in connectors:
-                    others.append(pairs.enter_context(nixl_pair(vllm_python, model, folder, connector, True, more)))
+                    pair = nixl_servers(connector, True, more)
+                    others += pairs.enter_context(serve_pair(vllm_python, model, folder, *pair))
                 compare(others, num_rounds, max_tokens, pause=False)
         for connector in connectors if num_rounds_shipped else ():
-            with nixl_pair(vllm_python, model, folder, connector, False, more) as shipped:
-                compare([shipped], num_rounds_shipped, max_tokens_shipped, pause=True)
+            with serve_pair(vllm_python, model, folder, *nixl_servers(connector, False, more)) as shipped:
+                compare(shipped, num_rounds_shipped, max_tokens_shipped, pause=True)
     if json_output is not None:
         json_output.write_text(json.dumps(results))
 
