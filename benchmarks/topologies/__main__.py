@@ -21,7 +21,7 @@ import torch
 from baton.engine.config import KVTransferConfig
 from benchmarks.parity import trial
 from benchmarks.parity.cases import Case, block_sizes, cases
-from benchmarks.parity.models import MakeTarget, louder
+from benchmarks.parity.models import MakeTarget, louder, written
 from benchmarks.parity.trial import Cell, Trial
 from benchmarks.topologies.agents import bytes_of_equal_ranks, least_bytes, shaped
 from benchmarks.topologies.data_rank import beside
@@ -40,6 +40,13 @@ MODELS = {
     "Mamba-2 hybrid": ("granitemoehybrid", "none"),
     "Gated delta nets, MTP": ("qwen3_5_text", "mtp"),
     "GQA target, hybrid draft model": ("llama", "draft_model, states"),
+    "Sparse MLA target, MTP": ("glm_moe_dsa", "mtp"),
+    "DeepSeek-V4, MTP": ("deepseek_v4", "mtp"),
+    "Nemotron-H, MTP": ("nemotron_h", "mtp"),
+    "Kimi Linear, EAGLE-3": ("kimi_linear", "eagle3"),
+    "MiniMax-M2, EAGLE-3": ("minimax_m2", "eagle3"),
+    "GQA target, DFlash": ("llama", "dflash"),
+    "GQA target, DSpark": ("llama", "dspark"),
 }
 # Played with data-parallel ranks only: for tensor ranks they add nothing to the models above.
 MORE = {
@@ -53,6 +60,8 @@ MAKERS: dict[str, MakeTarget] = {
     "Gated delta nets, MTP": lambda path, seed: louder(
         make_qwen_hybrid(path, seed=seed, with_mtp=True, linear_num_key_heads=4)
     ),
+    "DeepSeek-V4, MTP": written("deepseek_v4", o_groups=4),
+    "Nemotron-H, MTP": written("nemotron_h", mamba_num_heads=8, n_groups=4),
     "Mamba-2 hybrid": lambda path, seed: louder(make_granite(path, seed, mamba_n_heads=8)),
     "Mamba-2 hybrid with experts": lambda path, seed: louder(
         make_granite(path, seed, mamba_n_heads=8, num_local_experts=4)

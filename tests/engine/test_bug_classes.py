@@ -248,6 +248,10 @@ def send_no_entries(patch: Patch, two: Pair) -> None:
     want_otherwise(patch, lambda found, cache, name: _cut(found.wanted[name], 1 << 20), "compressed")
 
 
+def send_no_kv_of_the_drafter(patch: Patch, two: Pair) -> None:
+    want_otherwise(patch, lambda found, cache, name: _cut(found.wanted[name], 1 << 20), "draft")
+
+
 def send_a_scratch_slot(patch: Patch, two: Pair) -> None:
     """A slot that a verification would write is sent instead of the state."""
     original = KVCache.offered
@@ -294,6 +298,10 @@ MUTANTS = [
     Mutant("C", begin_with_placeholders),
     Mutant("C", compute_the_last_token_again, EVERY_KIND),
     Mutant("C", hold_the_drafters_last_entry),
+    # vllm#47466: the last prompt token ran as a verification over a delta net's state (GSM8K 0.15).
+    Mutant("C", compute_the_last_token_again, "qwen3_5_text", "mtp"),
+    # vllm#54926: with Gemma 4's assistant D did not begin with drafts.
+    Mutant("C", begin_without_the_drafts, "gemma4_text", "assistant"),
     Mutant("D", the_drafter_has_the_targets_heads, drafter=OTHER_HEADS, before=True),
     Mutant("D", the_drafter_has_the_targets_pages, sizes="per group", before=True),
     Mutant("E", send_full_attention_alone, "mistral, window"),
@@ -301,6 +309,11 @@ MUTANTS = [
     Mutant("E", send_no_latents, EVERY_KIND),
     Mutant("E", send_a_scratch_slot, EVERY_KIND),
     Mutant("E", send_no_state, "nemotron_h", "mtp"),
+    # vllm#43765: states in groups of their own, beside those of the attention layers.
+    Mutant("E", send_no_state, "qwen3_5_text", "mtp"),
+    # sglang#36140: D begins with nothing of a block drafter.
+    Mutant("E", send_no_kv_of_the_drafter, "llama", "dflash"),
+    Mutant("E", send_no_kv_of_the_drafter, "llama", "dspark"),
     Mutant("E", send_no_latents, "kimi_linear"),
     Mutant("E", send_no_entries, "deepseek_v4", "mtp"),
     Mutant("E", send_full_attention_alone, "deepseek_v4", "mtp"),

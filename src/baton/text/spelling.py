@@ -57,7 +57,7 @@ class Spelling:
             return bytes([self.byte_values[token_id]])
         if self.in_bytes or self.mixed:
             # As in the decoder: a token with any character outside the alphabet is plain text.
-            known = [_ALPHABET.get(character) for character in token]
+            known = [ALPHABET.get(character) for character in token]
             return token.encode() if None in known else bytes(value for value in known if value is not None)
         if self._anchor is None:
             return self._text(token_id).encode()
@@ -102,4 +102,4 @@ def _alphabet() -> dict[str, int]:
     return {chr(value): value for value in own} | {chr(0x100 + n): value for n, value in enumerate(others)}
 
 
-_ALPHABET = _alphabet()
+ALPHABET = _alphabet()

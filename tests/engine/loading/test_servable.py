@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from baton.engine.config import EngineConfig, SpeculativeConfig
-from baton.errors import CheckpointError, ConfigError
+from baton.errors import CheckpointError
 from baton.text import Tokenizer
 
 CONFIG = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
@@ -43,7 +43,8 @@ def lora(path: Path) -> None:
 
 def gguf(path: Path) -> None:
     (path / "model.safetensors").unlink()
-    (path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    for name in ("model-Q4_K_M.gguf", "model-Q8_0.gguf"):
+        (path / name).write_bytes(b"GGUF")
 
 
 def truncated(path: Path) -> None:
@@ -68,7 +69,7 @@ def architecture(name: str) -> Callable[[Path], None]:
 REFUSED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "adapter": (file("adapter_config.json"), ["adapter_config.json", "beside the model", "merge_and_unload"]),
     "adapter alone": (lora, ["adapter_config.json", "'org/base'", "merge_and_unload"]),
-    "gguf": (gguf, ["model-Q4_K_M.gguf", "llama.cpp", "safetensors"]),
+    "gguf": (gguf, ["model-Q4_K_M.gguf, model-Q8_0.gguf", "2 GGUF files", "name one"]),
     "mistral": (mistral, ["consolidated.safetensors", "Mistral's own format"]),
     "sentence-transformers": (file("modules.json"), ["modules.json", "makes embeddings", "generate text"]),
     "classifier": (architecture("Qwen2ForSequenceClassification"), ["Qwen2ForSequenceClassification", "reranker"]),
@@ -141,11 +142,6 @@ def test_a_quantized_file_that_is_not_used_does_not_matter(directory: Path) -> N
     (directory / "model.safetensors").rename(directory / "other.safetensors")
     (directory / "kept.safetensors").rename(directory / "model.safetensors")
     EngineConfig(model=str(directory)).check().located()
-
-
-def test_a_gguf_file_is_refused_with_the_format() -> None:
-    with pytest.raises(ConfigError, match=r"model: /models/x\.gguf is in llama\.cpp's format"):
-        EngineConfig(model="/models/x.gguf").check().located()
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json"])

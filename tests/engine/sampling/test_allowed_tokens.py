@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from baton.engine.llm import LLM
 from baton.errors import RequestError
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
-from testkit.engines import EAGLE3, TARGET
+from testkit.checkpoints.common import make_checkpoint
+from testkit.engines import EAGLE3, TARGET, request, stepped
 from testkit.inside import engine_of
 
 PROMPTS = [list(range(20, 20 + n)) for n in (1, 5, 40)]
@@ -44,6 +47,24 @@ def test_no_other_token_is_chosen() -> None:
             (made,) = llm.generate([PROMPTS[1]], params)
             assert set(made.outputs[0].token_ids) <= digits | ends
             assert len(made.outputs[0].text) == 6
+
+
+def test_beside_a_grammar_in_a_vocabulary_that_ends_within_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_checkpoint(tmp_path, "llama", vocab_size=260, num_hidden_layers=1)
+    ways = [
+        SamplingParams(max_tokens=4, temperature=0.0, structured_outputs=StructuredOutputsParams(regex="[a-z]{9}")),
+        SamplingParams(max_tokens=4, temperature=0.0, allowed_token_ids=(7, 259)),
+        SamplingParams(max_tokens=4, temperature=0.0, bad_words=("a",)),
+    ]
+    with stepped(model=str(model), speculative_config=None, kv_cache_memory=4 << 20) as one:
+        alone = [one.run(f"alone-{i}", PROMPTS[1], params).result for i, params in enumerate(ways)]
+        together = [one.add(request(f"{i}", PROMPTS[1], params)) for i, params in enumerate(ways)]
+        while not all(stream.ended for stream in together):
+            one.step()
+    assert [stream.result for stream in together] == alone
+    assert "failed" not in caplog.text
 
 
 @pytest.mark.parametrize("ids", [(), (2048,), (-1,)])

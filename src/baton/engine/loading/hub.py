@@ -1,11 +1,13 @@
-"""Checkpoints from the Hugging Face hub."""
+"""Where a checkpoint is: a directory, a GGUF file, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
+from pathlib import Path
 
+from baton.engine.loading.gguf_directory import gguf_directory, lone_gguf
 from baton.errors import ConfigError
 
 # Weights in other formats are not downloaded.
@@ -17,16 +19,19 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def checkpoint_directory(model: str, revision: str | None = None, field: str = "model") -> str:
     """`model` itself if it is a directory; else the directory of `ORG/NAME` in the hub's cache, downloaded if needed.
+    Of a GGUF file, or a directory with nothing else, the directory made for it.
 
     `revision`: a branch, tag or commit. `huggingface_hub` reads its own settings (`HF_HOME`, `HF_TOKEN`,
-    `HF_HUB_OFFLINE`) from the environment. Raises `ConfigError` naming `field` and the model, in one line.
+    `HF_HUB_OFFLINE`) from the environment. Raises `ConfigError` naming `field` and the model, in one line, and
+    `CheckpointError` for a GGUF file that cannot be served.
     """
-    if os.path.isdir(model):
+    is_directory = os.path.isdir(model)
+    if is_directory or model.endswith(".gguf"):
         if revision is not None:
-            raise ConfigError("revision", f"is for a model of the hub, and {model} is a directory")
-        return model
-    if model.endswith(".gguf"):
-        raise ConfigError(field, f"{model} is in llama.cpp's format: name the model's checkpoint in safetensors")
+            what = "directory" if is_directory else "file"
+            raise ConfigError("revision", f"is for a model of the hub, and {model} is a {what}")
+        file = lone_gguf(Path(model)) if is_directory else Path(model)
+        return model if file is None else gguf_directory(file, field)
     if _NAME.fullmatch(model) is None:
         raise ConfigError(field, f"must be a directory in Hugging Face format or ORG/NAME on the hub, got {model!r}")
     import huggingface_hub

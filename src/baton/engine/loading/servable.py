@@ -15,6 +15,7 @@ from typing import Any
 from baton.errors import CheckpointError
 from baton.models.config import ROPE_TYPES
 from baton.models.loading.config_json import text_config
+from baton.models.loading.gguf_names import GGUF_FILE
 from baton.models.loading.quantization import quantization_of
 
 # Suffixes of names of architectures that generate no text.
@@ -31,6 +32,7 @@ _OTHER_TASKS = {
 _QUANTIZED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _GENERATE = "Baton serves models that generate text"
 _FULL = "serve the checkpoint in full precision"
+_SHOWN = 4
 _MAX_HEADER_BYTES = 100 << 20
 _LFS = b"version https://git-lfs"
 
@@ -51,11 +53,13 @@ def _why(directory: Path, config: Mapping[str, Any]) -> str | None:
         merge = "merge it (merge_and_unload of peft) and serve the result"
         return f"adapter_config.json is of an adapter, which {where}: {merge}"
     weights = fnmatch.filter(names, "*.safetensors")
-    if not weights:
-        for ending, what in ((".gguf", "llama.cpp's format"), (".pth", "pickles, which are not opened")):
-            found = next((name for name in names if name.endswith(ending)), None)
-            if found is not None:
-                return f"{found} is in {what}: serve the model's checkpoint in safetensors"
+    if not weights and GGUF_FILE not in names:
+        files = fnmatch.filter(names, "*.gguf")
+        if files:
+            return f"{', '.join(files[:_SHOWN])}: {len(files)} GGUF files: name one of them as the model"
+        found = next((name for name in names if name.endswith(".pth")), None)
+        if found is not None:
+            return f"{found} is in pickles, which are not opened: serve the model's checkpoint in safetensors"
     if weights and not config and "params.json" in names:
         return f"{weights[0]} is in Mistral's own format, without a config.json: serve the one in Hugging Face's format"
     is_plain = not text_config(config).get("quantization_config")

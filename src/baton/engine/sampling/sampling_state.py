@@ -184,7 +184,10 @@ def _masks(asked: Sequence[SamplingRows]) -> Masks:
             rows += range(first, first + len(one.allowed.bits))
             bits.append(one.allowed.bits)
         first += 1 + len(one.drafts)
-    return Masks(np.array(rows, dtype=np.int64), np.concatenate(bits[1:]) if rows else bits[0])
+    # A grammar's bits end with a word of 32, others with a byte.
+    width = max(part.shape[1] for part in bits)
+    wide = [np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in bits]
+    return Masks(np.array(rows, dtype=np.int64), np.concatenate(wide))
 
 
 def _entries(by_row: Sequence[ForTokens | None]) -> TokenValues:

@@ -27,8 +27,9 @@ from baton.models.layers.linear import Build, Linear, WeightCut
 from baton.models.layers.parallel import SINGLE_RANK, Share, Stage, TensorRank
 from baton.models.loading.config_json import read_config, text_config
 from baton.models.loading.dtypes import check_quantization, dtype_name, resolve_dtype
+from baton.models.loading.gguf_config import gguf_form
 from baton.models.loading.quantized import QuantizedWeights, scheme_of
-from baton.models.loading.stored import StoredTensors, open_safetensors, weight_files
+from baton.models.loading.stored import StoredTensors, open_weights, weight_files
 from baton.models.loading.tensor_names import layer_index
 from baton.models.registry import model_class
 
@@ -176,11 +177,11 @@ def _expert_of(name: str) -> str | None:
 def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor, float]]:
     """The tensors of a file that `rename` keeps, each with the share of them that is then read. The mapped part of an
     open file counts as this process's memory: it is reopened now and then."""
-    with open_safetensors(file) as tensors:
+    with open_weights(file) as tensors:
         names = [name for name in tensors.keys() if rename(name) is not None]  # noqa: SIM118 - not a mapping
     number = 0
     while number < len(names):
-        with open_safetensors(file) as tensors:
+        with open_weights(file) as tensors:
             num_bytes = 0
             while number < len(names) and num_bytes < _MAPPED_SIZE:
                 tensor = tensors.get_tensor(names[number])
@@ -246,11 +247,9 @@ def load_model(
     def rename(name: str) -> str | None:
         return None if name in unused else _of_stage(model.stored_name(stored.name(name)), ranks.stage, own)
 
-    if quantized is not None:
+    if form := gguf_form(raw) if quantized is None else quantized.scheme:
         size = sum(place.tensor.nbytes for place in weight_table(model).values())
-        logger.info(
-            "%s: weights in %s become %s, %.1f GiB", path, quantized.scheme, dtype_name(chosen), size / (1 << 30)
-        )
+        logger.info("%s: weights in %s become %s, %.1f GiB", path, form, dtype_name(chosen), size / (1 << 30))
     fill_module(model, path, rename, model.unpack, quantized)
     if ranks.rank == ranks.stage.index == 0:
         stored.log_unused(unused)

@@ -18,6 +18,7 @@ from baton.models.config import ModelConfig
 from baton.models.loading.config_json import read_json
 from baton.models.loading.deepseek_names import MARK as DEEPSEEK_V4
 from baton.models.loading.deepseek_names import usual_name as deepseek_name
+from baton.models.loading.gguf_names import GGUF_FILE
 from baton.models.loading.tensor_names import LAYER, layer_index
 
 log = logging.getLogger(__name__)
@@ -39,8 +40,8 @@ _Config = TypeVar("_Config", bound=ModelConfig)
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """Sorted by name. As in transformers, a single file takes precedence over an index, which may be stale. Raises
-    `CheckpointError`."""
+    """Sorted by name. As in transformers, a single file takes precedence over an index, which may be stale. Without
+    either, the GGUF file. Raises `CheckpointError`."""
     directory = Path(path)
     if not (directory / SINGLE).is_file() and (index := directory / INDEX).is_file():
         weight_map = read_json(index).get("weight_map")
@@ -50,7 +51,7 @@ def weight_files(path: str | Path) -> list[Path]:
         if any(Path(name).name != name or name == ".." for name in names):
             raise CheckpointError(f"{index}: weight_map names a file outside the checkpoint directory")
     else:
-        names = [SINGLE]
+        names = [SINGLE if (directory / SINGLE).is_file() or not (directory / GGUF_FILE).is_file() else GGUF_FILE]
     for name in names:
         if not (directory / name).is_file():
             pickled = sorted(p.name for p in directory.glob("*.bin")) if name == SINGLE else []
@@ -62,8 +63,12 @@ def weight_files(path: str | Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def open_safetensors(file: Path) -> Any:
-    """Raises `CheckpointError` naming the file."""
+def open_weights(file: Path) -> Any:
+    """An open file of weights with the interface of `safe_open`. Raises `CheckpointError` naming the file."""
+    if file.suffix == ".gguf":
+        from baton.models.loading.gguf_weights import GgufWeights
+
+        return GgufWeights(file)
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -74,7 +79,7 @@ def stored_tensors(path: str | Path) -> dict[str, Path]:
     """The file of each tensor. Raises `CheckpointError` if two files have the same tensor."""
     found: dict[str, Path] = {}
     for file in weight_files(path):
-        with open_safetensors(file) as tensors:
+        with open_weights(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 if name in found:
                     raise CheckpointError(f"{file}: tensor {name} is in {found[name].name} too")
@@ -116,7 +121,7 @@ class StoredTensors:
         return replace(config, tie_word_embeddings=False)
 
     def _are_equal(self, one: str, other: str, dtype: torch.dtype) -> bool:
-        with open_safetensors(self._files[one]) as file, open_safetensors(self._files[other]) as other_file:
+        with open_weights(self._files[one]) as file, open_weights(self._files[other]) as other_file:
             first, second = file.get_slice(one), other_file.get_slice(other)
             if first.get_shape() != second.get_shape():
                 return False

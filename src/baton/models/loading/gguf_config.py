@@ -1,0 +1,181 @@
+"""The `config.json` of a GGUF file, as transformers reads it, without torch. Unlike transformers 5.23, it keeps the
+size of a head, scaling of rotary embedding, and biases."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from baton.errors import CheckpointError
+from baton.models.config import RawConfig
+from baton.models.loading.gguf_header import GgufHeader
+from baton.models.loading.gguf_names import EMBEDDING, HEAD, ROPE_FACTORS, model_name
+
+MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+_INSTEAD = "serve the model's checkpoint in safetensors"
+# Fields of an architecture that change its computation, with their only supported values.
+_ORDINARY: dict[str, Any] = {
+    "attention.causal": True,
+    "attention.scale": None,
+    "attention.sliding_window": 0,
+    "embedding_scale": 1,
+    "logit_scale": 1,
+    "pooling_type": 0,
+    "residual_scale": 1,
+    "rope.scale_linear": 1,
+    "use_parallel_residual": False,
+}
+# `gguf`'s types of numbers that are not in blocks, and the dtype they mean.
+FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
+_FLOAT32 = 0
+# Of Llama 3.1 and later, whose factors alone are stored.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def gguf_config(header: GgufHeader) -> dict[str, Any]:
+    """Raises `CheckpointError` with the key or tensor that is not supported."""
+    return _Metadata(header).config()
+
+
+def gguf_form(raw: RawConfig) -> str | None:
+    """None if the weights are not quantised."""
+    types = raw.get("gguf_types")
+    return f"GGUF ({', '.join(types)})" if types else None
+
+
+class _Metadata:
+    def __init__(self, header: GgufHeader) -> None:
+        self._header, self._all = header, header.metadata
+        what = self._all.get("general.type", "model")
+        if what != "model":
+            raise self._error(f"general.type is {what!r}, expected a model")
+        self._architecture = str(self._all.get("general.architecture"))
+        if self._architecture not in MODEL_TYPES:
+            known = ", ".join(MODEL_TYPES)
+            raise self._error(f"general.architecture is {self._architecture!r}, expected one of {known}: {_INSTEAD}")
+
+    def config(self) -> dict[str, Any]:
+        import gguf
+
+        for name, ordinary in _ORDINARY.items():
+            if self._get(name, ordinary) != ordinary:
+                raise self._error(f"{self._architecture}.{name} is {self._get(name)!r}, which is not supported")
+        tensors = self._header.tensors
+        self._check_tensors()
+        heads, size = self._need("attention.head_count"), self._need("embedding_length")
+        turned = self._need("rope.dimension_count", size // max(heads, 1))
+        head_dim = self._need("attention.key_length", turned)
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if self._get(name, head_dim) != head_dim:
+                raise self._error(f"{self._architecture}.{name} is {self._get(name)}, heads have {head_dim}")
+        model_type = MODEL_TYPES[self._architecture]
+        quantised = sorted({one.kind for one in tensors.values()} - FLOATS.keys())
+        return {
+            "model_type": model_type,
+            "vocab_size": tensors[EMBEDDING].shape[0],
+            "hidden_size": size,
+            "intermediate_size": self._need("feed_forward_length"),
+            "num_hidden_layers": self._need("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._need("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "rms_norm_eps": self._need("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": self._need("context_length"),
+            "rope_theta": self._need("rope.freq_base", 10000.0),
+            "rope_scaling": self._rope(head_dim),
+            "tie_word_embeddings": HEAD not in tensors,
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+            "dtype": "bfloat16" if quantised else FLOATS[tensors[EMBEDDING].kind],
+            "gguf_types": [gguf.GGMLQuantizationType(kind).name for kind in quantised],
+            **(self._experts() if model_type == "qwen3_moe" else {}),
+            **{f"{name}_token_id": self._all.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")},
+        }
+
+    def _experts(self) -> dict[str, Any]:
+        return {
+            "num_experts": self._need("expert_count"),
+            "num_experts_per_tok": self._need("expert_used_count"),
+            "moe_intermediate_size": self._need("expert_feed_forward_length"),
+            # As in llama.cpp, whose files do not say so.
+            "norm_topk_prob": True,
+        }
+
+    def _check_tensors(self) -> None:
+        import gguf
+        import numpy as np
+
+        tensors = self._header.tensors
+        if EMBEDDING not in tensors:
+            raise self._error(f"no tensor {EMBEDDING}")
+        for name in tensors:
+            if name != ROPE_FACTORS and model_name(name) is None:
+                raise self._error(f"unexpected tensor {name}")
+        for kind in map(gguf.GGMLQuantizationType, {tensor.kind for tensor in tensors.values()} - FLOATS.keys()):
+            try:
+                gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+            except NotImplementedError:
+                named = next(name for name, tensor in tensors.items() if tensor.kind == kind)
+                raise self._error(f"tensor {named} is {kind.name}, which gguf cannot dequantise") from None
+
+    def _rope(self, head_dim: int) -> dict[str, Any] | None:
+        kind = self._get("rope.scaling.type", "none")
+        if kind == "none":
+            return self._llama3(head_dim)
+        if kind not in ("linear", "yarn"):
+            raise self._error(f"{self._architecture}.rope.scaling.type is {kind!r}, expected linear or yarn")
+        found = {"rope_type": kind, "factor": self._need("rope.scaling.factor")}
+        if kind == "yarn":
+            found["original_max_position_embeddings"] = self._need("rope.scaling.original_context_length")
+        beside = {f"{self._architecture}.rope.scaling.{name}" for name in ("type", "factor", "finetuned")}
+        beside.add(f"{self._architecture}.rope.scaling.original_context_length")
+        for name in self._all:
+            if name.startswith(f"{self._architecture}.rope.scaling.") and name not in beside:
+                raise self._error(f"{name} is not supported")
+        return found
+
+    def _llama3(self, head_dim: int) -> dict[str, Any] | None:
+        """Llama 3.1's scaling, of which the file has only the factors of the wavelengths."""
+        stored = self._header.tensors.get(ROPE_FACTORS)
+        if stored is None:
+            return None
+        if stored.kind != _FLOAT32:
+            raise self._error(f"{ROPE_FACTORS} is not in float32")
+        with self._header.path.open("rb") as file:
+            file.seek(stored.start)
+            factors = struct.unpack(f"<{stored.num_bytes // 4}f", file.read(stored.num_bytes))
+        section: dict[str, Any] = {"rope_type": "llama3", "factor": max(factors, default=1.0), **_LLAMA3}
+        expected = _llama3_factors(section, self._need("rope.freq_base", 10000.0), head_dim)
+        if len(factors) != len(expected) or not all(map(_are_close, factors, expected)):
+            raise self._error(f"{ROPE_FACTORS} holds other factors than Llama 3.1's: {_INSTEAD}")
+        return section if section["factor"] > 1 else None
+
+    def _need(self, name: str, default: Any = None) -> Any:
+        found = self._get(name, default)
+        if isinstance(found, int | float):
+            return found
+        why = (
+            "differs between layers, which is not supported" if isinstance(found, list) else f"is {found!r}, no number"
+        )
+        raise self._error(f"{self._architecture}.{name} {'is missing' if found is None else why}")
+
+    def _get(self, name: str, default: Any = None) -> Any:
+        return self._all.get(f"{self._architecture}.{name}", default)
+
+    def _error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._header.path}: {what}")
+
+
+def _llama3_factors(section: dict[str, Any], theta: float, head_dim: int) -> list[float]:
+    """Source: llama.cpp's convert_hf_to_gguf.py, `generate_extra_tensors`."""
+    low, high, found = section["low_freq_factor"], section["high_freq_factor"], []
+    for i in range(0, head_dim, 2):
+        turns = section["original_max_position_embeddings"] / (2 * math.pi * theta ** (i / head_dim))
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)
+        found.append(1 / ((1 - share) / section["factor"] + share))
+    return found
+
+
+def _are_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-4)

@@ -1,0 +1,202 @@
+"""GGUF files as models: served like any checkpoint, and refused by name before weights are read."""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+pytest.importorskip("gguf")
+
+from baton import LLM, SamplingParams
+from baton.engine.config import EngineConfig
+from baton.engine.loading.gguf_directory import gguf_directory
+from baton.errors import CheckpointError, ConfigError
+from baton.models.loading.gguf_weights import GgufWeights
+from testkit.checkpoints.common import make_checkpoint
+from testkit.checkpoints.gguf_files import Type, byte_level, write_gguf
+from testkit.engines import pair, random_prompt, stepped
+
+SIZE = len(byte_level()["tokenizer.ggml.tokens"])
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    plain = make_checkpoint(tmp_path / "plain", "llama", 3, vocab_size=SIZE, intermediate_size=96)
+
+    def make(name: str = "tiny.gguf", **more: Any) -> Path:
+        (tmp_path / "files").mkdir(exist_ok=True)
+        return write_gguf(tmp_path / "files" / name, plain, **more)
+
+    return make
+
+
+def located(path: Path) -> EngineConfig:
+    return EngineConfig(model=str(path), kv_cache_memory=4 << 20).check().located()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_quantised_file_is_handed_over_like_its_dequantised_weights(write: Write, tmp_path: Path) -> None:
+    file = write(kind=Type.Q8_0)
+    config = located(file)
+    assert config.served_model_name == str(file)
+    assert config.located() == config
+    plain = tmp_path / "dequantised"
+    plain.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (plain / name).write_bytes((Path(config.model) / name).read_bytes())
+    with GgufWeights(Path(config.model) / "model.gguf") as stored:
+        save_file({name: stored.get_tensor(name) for name in stored.keys()}, plain / "model.safetensors")  # noqa: SIM118
+    prompts = [random_prompt(length) for length in (1, 7, 33)]
+    common = {"speculative_config": None, "kv_cache_memory": 4 << 20}
+    with stepped(model=str(plain), **common) as one:
+        whole = one.all_of(prompts, GREEDY)
+    with pair(tmp_path, {"block_size": "7"}, model=config.model, **common) as two:
+        two.check_handoffs(whole, prompts, GREEDY)
+
+
+def test_it_is_a_model_by_its_path_or_by_its_directory(write: Write) -> None:
+    file = write()
+    directory = located(file).model
+    assert located(file.parent).model == directory
+    with LLM(str(file), kv_cache_memory=4 << 20) as llm:
+        result = llm.generate(["the pages"], GREEDY)[0]
+    assert len(result.outputs[0].token_ids) == 8
+    assert result.outputs[0].text
+
+
+def test_another_file_at_the_same_path_is_read_anew(write: Write) -> None:
+    directory = Path(located(write()).model)
+    (directory / "tokenizer.json").write_text("{")
+    before = (directory / "config.json").stat().st_mtime_ns
+    located(write())
+    assert len((directory / "tokenizer.json").read_text()) > 1
+    assert (directory / "config.json").stat().st_mtime_ns == before
+    located(write(kind=Type.F16))
+    assert '"float16"' in (directory / "config.json").read_text()
+    assert sorted(os.listdir(directory)) == [
+        "config.json",
+        "generation_config.json",
+        "model.gguf",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+def patched(file: Path, offset: int, content: bytes) -> Path:
+    whole = bytearray(file.read_bytes())
+    whole[offset : offset + len(content)] = content
+    file.write_bytes(whole)
+    return file
+
+
+def shorter(write: Write) -> Path:
+    file = write()
+    file.write_bytes(file.read_bytes()[:-5])
+    return file
+
+
+def header_alone(write: Write) -> Path:
+    file = write()
+    file.write_bytes(file.read_bytes()[:300])
+    return file
+
+
+def other_content(content: bytes) -> Callable[[Write], Path]:
+    def make(write: Write) -> Path:
+        file = write()
+        file.write_bytes(content)
+        return file
+
+    return make
+
+
+REFUSED: dict[str, tuple[Callable[[Write], Path], list[str]]] = {
+    "architecture": (
+        lambda write: patched(write(), write().read_bytes().index(b"\x05\0\0\0\0\0\0\0llama") + 8, b"bloom"),
+        ["general.architecture is 'bloom'", "llama, qwen2, qwen3, qwen3moe", "safetensors"],
+    ),
+    "adapter": (lambda write: write(**{"general.type": "adapter"}), ["general.type is 'adapter'"]),
+    "parts": (lambda write: write(**{"split.count": 3}), ["one of 3 files", "llama-gguf-split --merge"]),
+    "rope": (lambda write: write(**{"llama.rope.scaling.type": "longrope"}), ["rope.scaling.type is 'longrope'"]),
+    "rope parameter": (
+        lambda write: write(
+            **{"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0},
+            **{"llama.rope.scaling.attn_factor": 3.0},
+        ),
+        ["llama.rope.scaling.attn_factor is not supported"],
+    ),
+    "partial rotation": (lambda write: write(**{"llama.rope.dimension_count": 8}), ["rope.dimension_count is 8", "16"]),
+    "scale": (lambda write: write(**{"llama.logit_scale": 0.5}), ["llama.logit_scale is 0.5"]),
+    "window": (lambda write: write(**{"llama.attention.sliding_window": 64}), ["attention.sliding_window is 64"]),
+    "heads by layer": (lambda write: write(**{"llama.attention.head_count": [4, 4, 2]}), ["differs between layers"]),
+    "field": (lambda write: write(**{"llama.block_count": None}), ["llama.block_count is missing"]),
+    "vocabulary": (lambda write: write(**{"tokenizer.ggml.pre": "bloom"}), ["tokenizer.ggml.pre is 'bloom'"]),
+    "truncated": (shorter, ["truncated, its last 5 bytes", "download it again"]),
+    "header": (header_alone, ["truncated or no GGUF file"]),
+    "pointer": (other_content(b"version https://git-lfs.github.com/spec/v1\n"), ["version https://git-lf", "no GGUF"]),
+    "empty": (other_content(b""), ["no GGUF file"]),
+    "version": (lambda write: patched(write(), 4, struct.pack("<I", 1)), ["has version 1, expected 2 or 3"]),
+    "big-endian": (lambda write: patched(write(), 4, struct.pack(">I", 3)), ["is big-endian"]),
+    "counts": (lambda write: patched(write(), 16, struct.pack("<Q", 1 << 60)), ["truncated or no GGUF file"]),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused_by_name(make: Callable[[Write], Path], words: list[str], write: Write) -> None:
+    file = make(write)
+    with pytest.raises(CheckpointError) as caught:
+        located(file)
+    message = str(caught.value)
+    assert message.startswith(f"{file}: ")
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [("blk.0.attn_q.weight", 99, "has the unknown type 99"), ("blk.0.attn_q.weight", 16, "no whole blocks")],
+)
+def test_tensors_of_other_types_are_refused_by_name(name: str, kind: int, words: str, write: Write) -> None:
+    file = write()
+    at = file.read_bytes().index(name.encode()) + len(name) + 4 + 2 * 8
+    with pytest.raises(CheckpointError, match=f"tensor {name} .*{words}"):
+        located(patched(file, at, struct.pack("<I", kind)))
+
+
+def test_unknown_tensors_are_refused_by_name(write: Write) -> None:
+    file = write()
+    at = file.read_bytes().index(b"blk.2.ffn_up.weight")
+    with pytest.raises(CheckpointError, match=r"unexpected tensor blk\.2\.ffn_pu\.weight"):
+        located(patched(file, at, b"blk.2.ffn_pu.weight"))
+
+
+def test_of_several_files_one_is_to_be_named(write: Write) -> None:
+    one, _ = write("one.gguf"), write("two.gguf")
+    with pytest.raises(CheckpointError, match=r"one\.gguf, two\.gguf: 2 GGUF files: name one of them"):
+        located(one.parent)
+
+
+def test_what_the_file_needs_is_named(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"^model: /models/x\.gguf: no such file"):
+        EngineConfig(model="/models/x.gguf").check().located()
+    file = write()
+    with pytest.raises(ConfigError, match=r"^revision: is for a model of the hub"):
+        EngineConfig(model=str(file), revision="main").check().located()
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
+    with pytest.raises(ConfigError, match=r"^model: .*XDG_CACHE_HOME"):
+        gguf_directory(file, "model")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match=r"pip install 'baton-serve\[gguf\]'"):
+        gguf_directory(file, "model")
