@@ -73,11 +73,11 @@ class EngineCore:
         self.mailbox.post(call)
 
     def stop(self) -> None:
-        """Thread-safe."""
+        """Make `run` return. Thread-safe."""
         self.mailbox.stop()
 
     def run(self) -> None:
-        """Raises an error that was posted: the ranks' memory may hold anything then."""
+        """Run turns until `stop`. Raises an error that was posted: the ranks' memory may hold anything then."""
         while not (self.mailbox.stopping and self.peers.ended):
             self.turn()
 
@@ -292,7 +292,7 @@ class EngineCore:
         return min((self.cache.num_final(name, known, computed, drafted) for name in paged), default=computed)
 
     def _committed(self, request: Request, seeds: Seeds) -> None:
-        """The first step verifies the received drafts."""
+        """Start to decode a received request. Its first step verifies the received drafts."""
         request.num_computed = request.num_drafted = request.prefill_len
         if request.draft_prefix_len is not None:
             if self.steps.drafts_from_tokens:
@@ -317,7 +317,7 @@ class EngineCore:
         self._enter(request)
 
     def _finished_elsewhere(self, request: Request, seeds: Seeds) -> None:
-        """The request ended on P with its first token."""
+        """End a decode leg whose request ended on P with its first token."""
         _, reason, stop_reason = until_stop(
             request, [seeds.first_token], self.limits.eos_ids, self.limits.max_model_len
         )

@@ -21,7 +21,7 @@ _CHANNELS = 128
 
 @functools.cache
 def has_kernels(kind: str) -> bool:
-    """CUDA, with Triton."""
+    """Whether a kind of device has kernels: CUDA has, with Triton."""
     return kind == "cuda" and importlib.util.find_spec("triton") is not None
 
 

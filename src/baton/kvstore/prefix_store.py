@@ -72,7 +72,7 @@ class PrefixStore:
         self._post, self._on_failure = post, on_failure
 
     def close(self) -> None:
-        """Finishes pending writes."""
+        """Finish pending writes, and stop."""
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
         self._kv = {}

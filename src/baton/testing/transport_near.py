@@ -47,7 +47,7 @@ class NearSide:
             side.close()
 
     def soon(self, holds: Callable[[], bool]) -> bool:
-        """False after `WAIT_S`."""
+        """Wait for a condition. False after `WAIT_S`."""
         deadline = time.monotonic() + WAIT_S
         while not holds():
             if time.monotonic() > deadline:
@@ -62,7 +62,7 @@ class NearSide:
 
 
 def require(holds: bool, what: str) -> None:
-    """Raises `AssertionError`."""
+    """Raise `AssertionError` unless `holds`. A plain `assert` would be left out by `python -O`."""
     if not holds:
         raise AssertionError(f"expected that {what}")
 

@@ -40,7 +40,7 @@ class ThreadWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Any thread."""
+        """Stop watching. Any thread."""
         self._closing.set()
 
     def look(self) -> str | None:

@@ -35,7 +35,7 @@ class ControlChannel(Protocol):
     def malformed(self) -> int: ...
 
     def dial(self, address: str) -> Connection:
-        """Raises `ProtocolError` for an address that cannot be dialled."""
+        """Open a session. Raises `ProtocolError` for an address that cannot be dialled."""
         ...
 
     def drop(self, connection: Connection) -> None: ...
@@ -45,7 +45,7 @@ class ControlChannel(Protocol):
         ...
 
     def wake(self) -> None:
-        """Any thread; never blocks."""
+        """Have the agent's thread poll soon. Any thread; never blocks."""
         ...
 
 

@@ -82,7 +82,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def load(self) -> EngineLoad:
-        """Raises `EngineUnavailableError` or `ProtocolError`."""
+        """The engine's load now. Raises `EngineUnavailableError` or `ProtocolError`."""
 
     async def metrics_text(self) -> str:
         """Raises `EngineUnavailableError`, or `ProtocolError` for text that is not UTF-8."""
