@@ -170,6 +170,9 @@ async def test_the_router_makes_the_spans_of_sglang_servers_too(directory: Path)
         "baton.recovery",
     }
     assert {span.trace_id.hex() for span in collector.spans} == {ID}
+    prefills = [span.span_id for span in collector.spans if span.name == "baton.prefill_leg"]
+    queued = [span.parent_span_id for span in collector.spans if span.name == "baton.queue"]
+    assert sorted(queued) == sorted(prefills), "the decode server's queue is the handoff"
     assert names.count("baton.recovery") == 1
     (recovery,) = [span for span in collector.spans if span.name == "baton.recovery"]
     assert "payload is not completed" in attributes(recovery)["baton.recovery.cause"]
