@@ -77,30 +77,39 @@ def _multiply_pairs(num_rows: int, left: Any, row_bytes: int, right: Any, steps:
 
 
 @jit
+def _add_own(
+    row: int, first: Any, last: Any, scores: Any, values: Any, factors: Any, out: Any, width: int
+) -> None:  # fmt: skip
+    """Add tokens [first, last) of the tile for one vector, of scratch row `row`, to its sums at `out`."""
+    score_bytes, value_bytes = F32_BYTES * TILE, F32_BYTES * width
+    _multiply(
+        1, scores + row * score_bytes + first * F32_BYTES, score_bytes, values + first * value_bytes, value_bytes,
+        last - first, factors + row * F32_BYTES, out, value_bytes, width,
+    )  # fmt: skip
+
+
+@jit
 def attend_tile(
     base: int, window: int, seen: Any, queries: Any, pairs: Any, keys: Any, values: Any, sums: Any, maxima: Any,
     totals: Any, scores: Any, factors: Any, edges: Any, scale: Any,
 ) -> None:  # fmt: skip
     """Add the tile of tokens [base, base + 64) to the `sums` [N, P], `maxima` [N] and `totals` [N] of all vectors.
 
-    `seen` int64 [N]: the position of each vector, which sees the last `window` tokens up to it (`window` 0: all
-    tokens). queries [N, D], keys [D, 64] and values [64, P] are float32. Scratch space: `scores` [4, 64], `factors`
-    [4], `edges` int64 [2, 4]. Tokens that a vector does not see do not reach its sums, even if they are not finite.
-
-    `pairs` [N, D]: queries as bfloat16, used instead of `queries`. Their scores are multiplied by `scale`, and keys
-    are pairs of bfloat16 [D / 2, 64, 2]. [0, D] for none.
+    `seen` int64 [N]: the vectors' positions; each sees the last `window` tokens up to its own (0: all). queries [N, D],
+    keys [D, 64] and values [64, P] are float32. Scratch space: `scores` [4, 64], `factors` [4], `edges` int64 [2, 4].
+    Tokens that a vector does not see do not reach its sums, even if they are not finite. `pairs` [N, D], or [0, D]:
+    bfloat16 to use instead of `queries`; scores are then multiplied by `scale`, and keys are bfloat16 [D / 2, 64, 2].
     """
     count, size, padded = queries.shape[0], queries.shape[1], values.shape[1]
     # Addresses of arguments only, which the caller keeps alive.
-    keys_at, values_at = np.int64(keys.ctypes.data), np.int64(values.ctypes.data)
+    keys_at, values_at, sums_at = np.int64(keys.ctypes.data), np.int64(values.ctypes.data), np.int64(sums.ctypes.data)
     scores_at, factors_at = np.int64(scores.ctypes.data), np.int64(factors.ctypes.data)
-    queries_at, sums_at = np.int64(queries.ctypes.data), np.int64(sums.ctypes.data)
-    pairs_at = np.int64(pairs.ctypes.data)
+    queries_at, pairs_at = np.int64(queries.ctypes.data), np.int64(pairs.ctypes.data)
     score_bytes, sum_bytes, low, high = F32_BYTES * TILE, F32_BYTES * padded, edges[0], edges[1]
     for i in range(0, count, ROW_BLOCK):
         num_rows = min(ROW_BLOCK, count - i)
         # [first, last): the tokens that all of these vectors see.
-        first, last, any_sees, all_see = 0, TILE, False, True
+        first, last, any_sees, all_see, ragged = 0, TILE, False, True, False
         for j in range(num_rows):
             low[j] = max(seen[i + j] - window + 1 - base, 0) if window > 0 else 0
             high[j] = min(seen[i + j] + 1 - base, TILE)
@@ -108,48 +117,35 @@ def attend_tile(
             any_sees, all_see = any_sees or low[j] < high[j], all_see and low[j] < high[j]
         if not any_sees:
             continue
-        left = queries_at + i * size * F32_BYTES
         if HAS_BF16_PAIRS and len(pairs) > 0:
             _multiply_pairs(num_rows, pairs_at + i * size * 2, size * 2, keys_at, size // 2, scale, scores_at)
         else:
+            left = queries_at + i * size * F32_BYTES
             _multiply(num_rows, left, size * F32_BYTES, keys_at, score_bytes, size, 0, scores_at, score_bytes, TILE)
         if not all_see or first >= last:
             first, last = TILE, TILE
-        ragged = False
         for j in range(num_rows):
-            if low[j] >= high[j]:
-                continue
-            at = scores_at + j * score_bytes
-            factors[j] = _ONE
-            peak = max(maxima[i + j], largest(at, low[j], high[j]))
-            if maxima[i + j] < peak:
-                factors[j] = exp32(maxima[i + j] - peak) if maxima[i + j] > MINUS_INFINITY else _ZERO
-                maxima[i + j] = peak
-            totals[i + j] = totals[i + j] * factors[j] + exponentials(at, low[j], high[j], peak)
-            ragged = ragged or low[j] < first or high[j] > last
+            if low[j] < high[j]:
+                at = scores_at + j * score_bytes
+                factors[j] = _ONE
+                peak = max(maxima[i + j], largest(at, low[j], high[j]))
+                if maxima[i + j] < peak:
+                    factors[j] = exp32(maxima[i + j] - peak) if maxima[i + j] > MINUS_INFINITY else _ZERO
+                    maxima[i + j] = peak
+                totals[i + j] = totals[i + j] * factors[j] + exponentials(at, low[j], high[j], peak)
+                ragged = ragged or low[j] < first or high[j] > last
         # Each vector sums its own tokens, in order. A masked token is skipped: 0 times NaN or infinity would be NaN.
-        if ragged:
-            for j in range(num_rows):
-                steps = min(first, high[j]) - low[j]
-                if steps > 0:
-                    at, value_at = scores_at + j * score_bytes + low[j] * F32_BYTES, values_at + low[j] * sum_bytes
-                    _multiply(
-                        1, at, score_bytes, value_at, sum_bytes, steps, factors_at + j * F32_BYTES,
-                        sums_at + (i + j) * sum_bytes, sum_bytes, padded,
-                    )  # fmt: skip
-                    factors[j] = _ONE
+        for j in range(num_rows if ragged else 0):
+            stop = min(first, high[j])
+            if low[j] < stop:
+                _add_own(j, low[j], stop, scores_at, values_at, factors_at, sums_at + (i + j) * sum_bytes, padded)
+                factors[j] = _ONE
         if first < last:
             _multiply(
                 num_rows, scores_at + first * F32_BYTES, score_bytes, values_at + first * sum_bytes, sum_bytes,
                 last - first, factors_at, sums_at + i * sum_bytes, sum_bytes, padded,
             )  # fmt: skip
-        if ragged:
-            for j in range(num_rows):
-                factors[j] = _ONE
-                steps = high[j] - last
-                if steps > 0:
-                    at, value_at = scores_at + j * score_bytes + last * F32_BYTES, values_at + last * sum_bytes
-                    _multiply(
-                        1, at, score_bytes, value_at, sum_bytes, steps, factors_at + j * F32_BYTES,
-                        sums_at + (i + j) * sum_bytes, sum_bytes, padded,
-                    )  # fmt: skip
+        for j in range(num_rows if ragged else 0):
+            factors[j] = _ONE
+            if last < high[j]:
+                _add_own(j, last, high[j], scores_at, values_at, factors_at, sums_at + (i + j) * sum_bytes, padded)
