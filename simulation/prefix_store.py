@@ -34,7 +34,8 @@ class SimPrefixStore:
         for name, pool in self._engine.cache.pools.items():
             if not pool.enable_caching:
                 return
-            pages[name] = request.kv.pages[name][: num_final // pool.page_size]
+            table = request.kv.pages[name]
+            pages[name] = table[: min(num_final // pool.page_size, pool.num_computed(table))]
             pool.share(pages[name])
 
         def written() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.session.config import AgentConfig
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD
+from baton.kv.moved_prefix import prefix_multiple
 from baton.wire import EngineInfo, LegRole
 from simulation.engine import Engine
 from simulation.modelled.memory import GroupMemory, RankMemory
@@ -155,6 +156,7 @@ class Process:
             max_model_len=self.engine.longest,
             kv_tokens=min(memory.num_pages * memory.page_size for memory in self.memories),
             prefix_step=1,
+            prefix_multiple=prefix_multiple(self.engine.cache),
             max_num_seqs=self.engine.scheduler.max_num_seqs if self.world.settings.tells_seqs else 0,
             batch_invariant=True,
         )

@@ -53,6 +53,7 @@ class Stream:
     error: str | None = None
     recoverable: bool = False
     num_cached: int = 0
+    window_start: int = 0
     ended: bool = False
 
     def push(self, chunk: TokenChunk, last: bool) -> None:
@@ -62,6 +63,7 @@ class Stream:
             self.positions += range(chunk.position, chunk.position + len(chunk.token_ids))
         self.token_ids += chunk.token_ids
         self.num_cached = chunk.num_cached_tokens or self.num_cached
+        self.window_start = chunk.window_start or self.window_start
         self.logprobs += chunk.logprobs or []
         self.accepted += chunk.accepted
         self.finish_reason = chunk.finish_reason or self.finish_reason
@@ -199,15 +201,22 @@ class Pair:
         """
         signed = self.signed(prefix_digest(prompt, salt), mode, back=True)
 
-        def leg(role: LegRole, num_tokens: int) -> GenerateRequest:
-            params = HandoffParams(role=role, ticket=signed, prefix_len=num_tokens)
+        def leg(role: LegRole, num_tokens: int, window_start: int = 0) -> GenerateRequest:
+            params = HandoffParams(
+                role=role,
+                ticket=signed,
+                prefix_len=num_tokens,
+                window_start=window_start,
+                prefix_multiple=self.prefill.engine.info.prefix_multiple,
+            )
             wire = request(name, prompt, SamplingParams(temperature=0.0), handoff=params)
             return msgspec.structs.replace(wire, cache_salt=salt, max_prefill_tokens=most_missing)
 
         source = self.decode.add(leg("prefill", most or len(prompt) - 1))
         if source.ended:
             return Moved(source, None, 0)
-        return Moved(source, self.prefill.add(leg("decode", source.num_cached)), source.num_cached)
+        destination = self.prefill.add(leg("decode", source.num_cached, source.window_start))
+        return Moved(source, destination, source.num_cached)
 
     def step_until(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
         deadline = time.monotonic() + limit_s

@@ -205,6 +205,5 @@ DRAFTERS: Mapping[str, DrafterEntry] = {
     "draft_model": whole(tiny("llama", num_hidden_layers=1, num_key_value_heads=1)),
     "draft_model, window": DrafterEntry(lambda path, target, seed: windowed_draft_model(path)),
     "draft_model, latents": whole(tiny_moe("deepseek_v3", num_hidden_layers=2)),
-    # Prompts are shorter than the usual interval of state checkpoints.
-    "draft_model, states": whole(lambda path, seed: louder(make_granite(path, seed)), mamba_block_size=16),
+    "draft_model, states": whole(lambda path, seed: louder(make_granite(path, seed))),
 }

@@ -32,10 +32,11 @@ class Report:
             self._conditions[condition].update(counts)
         rates = [f"{count / outcome.rounds:.2f}" for count in outcome.accepted] if outcome.rounds else ["-"]
         moved = sum(cell.num_bytes for cell in outcome.cells.values())
-        self._row(target, drafter, *cells, " ".join(rates), f"{moved:,}")
+        back = sum(cell.num_handed_back for cell in outcome.cells.values())
+        self._row(target, drafter, *cells, " ".join(rates), f"{moved:,}", f"{back:,}")
 
     def leave_out(self, target: str, drafter: str, reason: str) -> None:
-        self._row(target, drafter, *["-"] * (len(MODES) * len(ALL_SIZES)), reason, "-")
+        self._row(target, drafter, *["-"] * (len(MODES) * len(ALL_SIZES)), reason, "-", "-")
 
     def _row(self, *columns: str) -> None:
         self.rows.append(f"| {' | '.join(columns)} |")
@@ -43,8 +44,11 @@ class Report:
     def text(self) -> str:
         names = [f"{mode} {sizes}" for mode in MODES for sizes in ALL_SIZES]
         lines = [
-            _line("target", "drafter", *names, "accepted at 1, 2, 3", "bytes sent, all of them wanted"),
-            _line(*["---"] * (len(names) + 4)),
+            _line(
+                *("target", "drafter", *names, "accepted at 1, 2, 3"),
+                *("bytes sent, all of them wanted", "prompt tokens handed back"),
+            ),
+            _line(*["---"] * (len(names) + 5)),
             *self.rows,
             "",
             _line("condition", "what it is", "identical"),

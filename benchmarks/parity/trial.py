@@ -86,6 +86,7 @@ class Trial:
             "dtype": dtype,
             "kv_cache_memory": _KV_BYTES,
             "max_model_len": MAX_MODEL_LEN,
+            "mamba_block_size": 16,  # prompts are shorter than the usual interval of state checkpoints
             **DRAFTERS[drafter].settings,
         }
 

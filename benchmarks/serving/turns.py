@@ -66,6 +66,13 @@ class TurnsReport:
     def later(self) -> list[float]:
         return [second for turn in self.ttft_s[1:] for second in turn]
 
+    def over(self, one: TurnsReport) -> str:
+        """Ratios to one engine's: median TTFT of later turns, and computed tokens."""
+        ttft = statistics.median(self.later()) / statistics.median(one.later())
+        later = sum(self.computed[1:]) / sum(one.computed[1:])
+        whole = sum(self.computed) / sum(one.computed)
+        return f"over one engine: TTFT {ttft:.2f}, computed {whole:.3f}, later {later:.3f}"
+
     def line(self, name: str) -> str:
         later = sorted(self.later())
         p50, p99 = statistics.median(later) * 1e3, later[min(len(later) - 1, int(len(later) * 0.99))] * 1e3
@@ -139,12 +146,14 @@ def main() -> None:
     parser.add_argument("--handed-off", action="store_true")
     options = vars(parser.parse_args())
     model, ways, handed_off = options.pop("model"), options.pop("ways").split(","), options.pop("handed_off")
-    load, wanted = Load(**options), None
+    load, first = Load(**options), None
     for way in ways:
         report = measure(model, way, load, handed_off)
-        answers = sorted(report.answers)
-        wanted = answers if wanted is None else wanted
-        print(report.line(way), "" if answers == wanted else "; ANSWERS DIFFER", flush=True)
+        first = first or report
+        same = sorted(report.answers) == sorted(first.answers)
+        print(report.line(way), "" if same else "; ANSWERS DIFFER", flush=True)
+        if ways[0] == "one" and report is not first:
+            print(f"{'':12s} {report.over(first)}", flush=True)
 
 
 if __name__ == "__main__":

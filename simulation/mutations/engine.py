@@ -12,6 +12,7 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.step import StepRunner
 from baton.kv import pool, prefix
 from baton.kv.cache import KVCache
+from baton.kv.hits import look_up
 from baton.kv.interval import Rules
 from baton.kv.tables import BlockTables
 from simulation.mutations.registry import Patch, around_method, mutation
@@ -60,7 +61,7 @@ def _first_token_before_draft() -> list[Patch]:
 @mutation("an engine that computes starts where all its groups can")
 def _hit_not_common() -> list[Patch]:
     def attach(self: KVCache, tables: BlockTables, tokens: Sequence[int], num_tokens: int, num_rows: int) -> int | None:
-        found = self._look_up(tables, tokens, num_tokens - 1)
+        found = look_up(self.pools, tables, tokens, num_tokens - 1)
         hits = {name: hit.num_tokens for name, hit in found.items()}
         start = min(hits.values())
         stop = max(start + min(num_rows, num_tokens - start), *hits.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from baton.engine import prefix_legs
@@ -10,7 +10,9 @@ from baton.engine.prefix_legs import PrefixLegs
 from baton.engine.request import Request
 from baton.kv import moved_prefix
 from baton.kv.cache import KVCache
+from baton.kv.moved_prefix import SharedPrefix
 from baton.kv.tables import BlockTables, Destination
+from baton.kv.windows import WindowPool
 from simulation.mutations.registry import Patch, mutation
 
 
@@ -30,11 +32,11 @@ def _prefixes_are_found_early() -> list[Patch]:
     original = moved_prefix.attach_prefix
 
     def attach_prefix(
-        cache: KVCache, tables: BlockTables, tokens: Sequence[int], num_tokens: int
+        cache: KVCache, tables: BlockTables, tokens: Sequence[int], prefix: SharedPrefix
     ) -> Destination | None:
-        found = original(cache, tables, tokens, num_tokens)
+        found = original(cache, tables, tokens, prefix)
         if found is not None:
-            moved_prefix.enter_prefix(cache, tables, tokens, num_tokens)
+            moved_prefix.enter_prefix(cache, tables, tokens, prefix.num_tokens)
         return found
 
     return [(prefix_legs, "attach_prefix", attach_prefix)]
@@ -58,9 +60,9 @@ def _prefixes_begin_a_page_late() -> list[Patch]:
     original = moved_prefix.attach_prefix
 
     def attach_prefix(
-        cache: KVCache, tables: BlockTables, tokens: Sequence[int], num_tokens: int
+        cache: KVCache, tables: BlockTables, tokens: Sequence[int], prefix: SharedPrefix
     ) -> Destination | None:
-        found = original(cache, tables, tokens, num_tokens)
+        found = original(cache, tables, tokens, prefix)
         if found is None:
             return None
         late = {
@@ -71,3 +73,28 @@ def _prefixes_begin_a_page_late() -> list[Patch]:
         return replace(found, wanted=late)
 
     return [(prefix_legs, "attach_prefix", attach_prefix)]
+
+
+@mutation("a page in which a received window begins is no page of a prefix")
+def _windows_begin_within_a_page() -> list[Patch]:
+    original = KVCache.attach_destination
+
+    def attach(
+        self: KVCache,
+        tables: BlockTables,
+        tokens: Sequence[int],
+        num_tokens: int,
+        sent_groups: Container[str] | None = None,
+    ) -> Destination | None:
+        found = original(self, tables, tokens, num_tokens, sent_groups)
+        tables.entered = {
+            name: first if self.rules[name].window is None else 0 for name, first in tables.entered.items()
+        }
+        return found
+
+    return [(KVCache, "attach_destination", attach)]
+
+
+@mutation("a hit that begins with missing pages has a whole window, wherever the request starts")
+def _windows_are_cut_short() -> list[Patch]:
+    return [(WindowPool, "_least", lambda *_: 0)]

@@ -57,13 +57,18 @@ class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `ticket` names the engine as both P and D.
 
     `prefix_len`: only cached KV moves, from the engine with role `prefill` into the prefix cache of the one with role
-    `decode`, and nothing is computed: at most this many tokens of the prompt, fewer than all. The first says with its
-    first chunk how many it holds; the second takes so many.
+    `decode`, and nothing is computed. The first sends at most this many tokens of the prompt, and says with its first
+    chunk how many it holds; the second takes so many. Less than the prompt's length. None: a leg of a request.
+
+    `window_start`: for the second, the first chunk's `window_start`. `prefix_multiple`: for the first: the prefix ends
+    at a multiple of it.
     """
 
     role: Literal["prefill", "decode", "alone"]
     ticket: TicketText
     prefix_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    window_start: Annotated[int, msgspec.Meta(ge=0)] = 0
+    prefix_multiple: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,6 +144,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     - `accepted`, `drafted`: accepted and proposed drafts of each verification that ended in this chunk.
     - `queued_s`: how long the prompt waited. Sent once, with the first token.
     - `num_cached_tokens`: prompt tokens that were found in the prefix cache; with a `prefix_len`, those that are there.
+    - `window_start`: of a prefix's source: the first entry that it has of its windows.
     - `timings`: if requested; once, with the first tokens of a leg.
     - `error`: `"<reason>: <message>"`, only with `finish_reason == "error"`. `recoverable`: another engine may be able
       to continue.
@@ -154,6 +160,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_cached_tokens: int = 0
+    window_start: int = 0
     queued_s: float | None = None
     timings: LegTimings | None = None
     error: str | None = None
@@ -191,6 +198,7 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     - `kv_tokens`: the tokens that its pages hold.
     - `prefix_step`: prefix hits come in multiples of this many tokens; 0: none. A decode engine's are those on prompts
       that were handed to it, other engines' those on prompts that they computed.
+    - `prefix_multiple`: prefixes that come from another engine must end at multiples of this many tokens.
     - `max_num_seqs`: 0 if unknown.
     - `default_seed`: None: each request without a seed gets a random one.
     - `kv_events_port`, `kv_events_replay_port`: where it publishes KV events, at the host of its URL; 0: nowhere.
@@ -204,6 +212,7 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     max_model_len: int
     kv_tokens: int = 0
     prefix_step: int = 0
+    prefix_multiple: int = 1
     max_num_seqs: int = 0
     batch_invariant: bool
     default_seed: int | None = None

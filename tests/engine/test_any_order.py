@@ -162,8 +162,10 @@ class Engine:
 
     def save(self, request: Request, num_final: int) -> None:
         pools = self.memory.cache.pools
-        pages = {name: request.kv.pages[name][: num_final // pool.page_size] for name, pool in pools.items()}
-        assert all(page for table in pages.values() for page in table)
+        pages: dict[str, list[int]] = {}
+        for name, pool in pools.items():
+            table = request.kv.pages[name]
+            pages[name] = table[: min(num_final // pool.page_size, pool.num_computed(table))]
         for name, table in pages.items():
             pools[name].share(table)
         self.saved.append((pages, list(request.token_ids)))

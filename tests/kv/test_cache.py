@@ -196,7 +196,7 @@ def test_a_drafter_that_sees_tokens_alone_is_hit_as_the_target_is() -> None:
     assert found.wanted["draft"] == Interval(24, 24)
 
 
-def test_pages_before_a_window_are_null_and_enter_no_prefix_cache() -> None:
+def test_pages_before_a_window_are_null() -> None:
     memory = Memory()
     tokens, tables = list(range(30)), BlockTables()
     found = memory.cache.attach_destination(tables, tokens, 20)
@@ -206,10 +206,71 @@ def test_pages_before_a_window_are_null_and_enter_no_prefix_cache() -> None:
     assert 0 not in tables.pages["window"][5:]
     assert list(tables.tables["window"]) == tables.pages["window"]
     memory.cache.advance(tables, tokens, 20, 20)
-    assert memory.cache.pools["window"].lookup(tokens, 20).num_tokens == 0
+    assert memory.cache.pools["window"].lookup(tokens, 20).num_tokens == 0, "the page in which it begins is not whole"
     assert memory.cache.pools["target"].lookup(tokens, 20).num_tokens == 20
     memory.cache.release(tables)
     assert all(pool.num_referenced == 0 for pool in memory.cache.pools.values())
+
+
+def received(memory: Memory, tokens: list[int], num: int) -> BlockTables:
+    """A request whose first `num` tokens come by a handoff, and which computes the others."""
+    tables = BlockTables()
+    found = memory.cache.attach_destination(tables, tokens[:num], num)
+    assert found is not None
+    for name, wanted in found.wanted.items():
+        size = memory.cache.pools[name].page_size
+        for entry in range(wanted.start, wanted.stop):
+            page = tables.pages[name][entry // size]
+            memory.cells[name, page, entry % size] = memory.truth(name, tokens, entry)
+    memory.cache.advance(tables, tokens[: num + 1], num, num - 1)
+    assert memory.cache.reserve(tables, len(tokens))
+    for at in range(num, len(tokens) - 1):
+        memory.check(tables, tokens, at)
+        memory.compute(tables, tokens, at, at + 1)
+        memory.cache.advance(tables, tokens, at + 1, at + 1)
+        memory.cache.slide(tables, len(tokens), at + 1, at + 1)
+    return tables
+
+
+@pytest.mark.parametrize("num", range(12, 24))
+def test_a_prefix_hit_needs_the_end_of_a_window_alone(num: int) -> None:
+    """A request that came by a handoff is found again after some tokens more, at every slot of a page."""
+    memory, tokens = Memory(num_pages=30), list(range(40))
+    memory.cache.release(received(memory, tokens, num))
+    assert memory.cache.pools["window"].lookup(tokens, 12).num_tokens == 0
+    first = BlockTables()
+    assert memory.cache.attach(first, tokens[:num], num, num) == 0, "the window's first page is not whole"
+    memory.cache.release(first)
+    starts = set()
+    for length in range(num + 10, 40):
+        tables = BlockTables()
+        start = memory.cache.attach(tables, tokens[:length], length, length)
+        assert start is not None
+        starts.add(start)
+        memory.check(tables, tokens, start)
+        memory.compute(tables, tokens, start, length)
+        memory.cache.release(tables)
+    assert min(starts) > num
+    assert max(starts) == 36, "whole pages of all groups"
+    assert all(pool.num_referenced == 0 for pool in memory.cache.pools.values())
+
+
+def test_a_hit_is_cut_to_where_its_window_is_whole() -> None:
+    memory, tokens = Memory(num_pages=30), list(range(40))
+    memory.cache.release(received(memory, tokens, 20))
+    window = memory.cache.pools["window"]
+    hits = {most: window.lookup(tokens, most) for most in range(18, 40)}
+    assert {most for most, hit in hits.items() if not hit.num_tokens} == set(range(18, 22))
+    for most, hit in hits.items():
+        if most >= 22:
+            assert (hit.num_tokens, hit.least) == (most, 3 * hit.pages.count(0) + WINDOW - 1)
+            assert hit.least <= most
+    spared = window.lookup(tokens, 39, None, 100)
+    assert (spared.pages.count(0), spared.least) == (6, 22), "as many as there are"
+    memory.cache.pools["draft"].forget(memory.cache.pools["draft"].lookup(tokens, 39).pages[4:])
+    assert memory.cache.attach(BlockTables(), tokens, 39, 39) == 24, "the drafter has no more, and the window has 24"
+    memory.cache.pools["draft"].forget(memory.cache.pools["draft"].lookup(tokens, 39).pages[3:])
+    assert memory.cache.attach(BlockTables(), tokens, 39, 39) == 0, "nor a window at 18"
 
 
 def test_a_window_that_slides_gives_its_pages_back() -> None:
@@ -274,7 +335,7 @@ def test_quarantined_pages_come_back_with_what_is_proven() -> None:
     memory.cache.leave_quarantine(held, tokens, {"target": 21, "window": 21, "draft": 13})
     assert all(pool.num_quarantined == pool.num_referenced == 0 for pool in memory.cache.pools.values())
     found_again = {name: pool.lookup(tokens, 25).num_tokens for name, pool in memory.cache.pools.items()}
-    # The rest of a window is no prefix, however much of it is proven.
+    # A window is no prefix if one of its entries is not proven.
     assert found_again == {"target": 20, "window": 6, "draft": 12}
 
 

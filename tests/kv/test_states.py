@@ -226,7 +226,7 @@ def test_a_drafter_that_starts_cold_begins_at_a_state_with_all_its_layers() -> N
     cache.release(tables)
     found = cache.attach_destination(BlockTables(), tokens, 12, {"kv", "state"})
     assert found is not None
-    assert found.hits == {"kv": 9, "state": 0, "draft": 6, "draft.1": 6}
+    assert found.hits == {"kv": 9, "state": 0, "draft": 9, "draft.1": 9}
     assert found.wanted.keys() == {"kv", "state"}
 
 
@@ -318,9 +318,9 @@ class Kept:
 
 @pytest.mark.parametrize("chunk", [1, 5, 6, 7, 1000])
 def test_a_prompt_starts_at_the_last_checkpoint_that_it_shares(chunk: int) -> None:
-    """At multiples of whole pages of all groups, with any chunks."""
+    """At multiples of whole pages of all groups, with any chunks, and at the last whole pages."""
     kept, tokens = Kept(), list(range(40))
-    assert kept.cache.checkpoint_interval == 6
+    assert (kept.cache.checkpoint_interval, kept.cache.whole_pages) == (6, 3)
     tables, hit = kept.prefill(tokens, chunk)
     assert hit == 0
     kept.cache.release(tables)
@@ -328,7 +328,7 @@ def test_a_prompt_starts_at_the_last_checkpoint_that_it_shares(chunk: int) -> No
         again = (tokens + [-1] * 9)[:length]
         tables, hit = BlockTables(), kept.cache.attach(other := BlockTables(), again, length, length)
         # At least one row is computed.
-        assert hit == min(length - 1, 40) // 6 * 6
+        assert hit == (39 if length >= 40 else (length - 1) // 6 * 6)
         assert not hit or kept.seen[other.slots("state")[0]] == hit
         kept.cache.release(other)
     diverged = tokens[:20] + [99] * 20
@@ -408,7 +408,7 @@ def test_a_hit_needs_no_more_slots_than_none(destination: bool) -> None:
 def test_one_free_slot_is_enough_for_a_checkpoint() -> None:
     kept, tokens = Kept(num_slots=1 + 4 + 1), list(range(40))
     kept.cache.release(kept.prefill(tokens)[0])
-    assert kept.cache.pools["state"].lookup(tokens, 40).num_tokens == 36
+    assert kept.cache.pools["state"].lookup(tokens, 40).num_tokens == 39
 
 
 def test_a_checkpoint_outlives_those_before_it_and_others_of_the_prompt() -> None:
@@ -416,9 +416,33 @@ def test_a_checkpoint_outlives_those_before_it_and_others_of_the_prompt() -> Non
     kept.cache.release(kept.prefill(tokens, chunk=6)[0])
     pool = kept.cache.pools["state"]
     assert pool.num_cached == 1
-    assert pool.lookup(tokens, 40).num_tokens == 36
-    assert pool.lookup(tokens, 35).num_tokens == 0
-    assert kept.prefill(tokens)[1] == 36
+    assert pool.lookup(tokens, 40).num_tokens == 39
+    assert pool.lookup(tokens, 38).num_tokens == 0
+    assert kept.prefill(tokens)[1] == 39
+
+
+@pytest.mark.parametrize("num_prompt", range(7, 20))
+def test_the_last_whole_pages_of_an_answer_have_the_only_checkpoint(num_prompt: int) -> None:
+    """Wherever the answer begins and ends, and whatever is accepted: the earlier ones make room."""
+    kept, tokens = Kept(interval=300), list(range(num_prompt))
+    tables, _ = kept.prefill(tokens)
+    pool = kept.cache.pools["state"]
+    assert pool.lookup(tokens, num_prompt).num_tokens == num_prompt // 3 * 3
+    computed = num_prompt
+    for step in range(12):
+        num_accepted = step % (NUM_DRAFTS + 1)
+        computed += num_accepted + 1
+        for row, slot in enumerate(tables.slots("state")[1]):
+            kept.seen[slot] = computed - num_accepted + row
+        tokens += range(len(tokens), computed + 1)
+        assert kept.cache.reserve(tables, len(tokens))
+        kept.cache.accept(tables, num_accepted, computed)
+        kept.cache.advance(tables, tokens, computed, computed)
+        hit = pool.lookup(tokens, computed)
+        assert (hit.num_tokens, pool.num_cached) == (computed // 3 * 3, 1)
+        assert kept.seen[hit.pages[0]] == hit.num_tokens
+    kept.cache.release(tables)
+    assert kept.prefill([*tokens, 7, 8, 9])[1] == computed // 3 * 3, "the next turn"
 
 
 def test_without_prefix_caching_no_state_is_kept() -> None:
@@ -440,3 +464,20 @@ def test_a_stored_checkpoint_names_the_one_before_it() -> None:
         (told[0][0], tokens[3:6]),
         (told[1][0], tokens[6:]),
     ]
+
+
+def test_an_end_without_a_slot_makes_no_room_later() -> None:
+    """Other requests hold all slots when a checkpoint is due; when the next is, there is none to replace."""
+    kept, tokens = Kept(num_slots=1 + 2 * (NUM_DRAFTS + 2) + 1, interval=300), list(range(8))
+    tables, _ = kept.prefill(tokens)
+    pool = kept.cache.pools["state"]
+    held = pool.allocate(pool.num_available)
+    for computed in range(9, 13, 3):
+        tokens += range(len(tokens), computed + 1)
+        if computed == 12:
+            pool.release(held)
+        assert kept.cache.reserve(tables, len(tokens))
+        kept.seen[tables.slots("state")[1][0]] = computed
+        kept.cache.accept(tables, 0, computed)
+        kept.cache.advance(tables, tokens, computed, computed)
+    assert pool.lookup(tokens, 12).num_tokens == 12

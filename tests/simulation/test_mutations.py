@@ -53,6 +53,8 @@ FOUND_AT = {
     "unknown_is_quiet": 16,
     "unproven_is_kept": 17,
     "whoever_lives_agrees": 28,
+    "windows_are_cut_short": 16,
+    "windows_begin_within_a_page": 28,
 }
 
 

@@ -24,12 +24,12 @@ def test_vllm_decodes_batons_events() -> None:
     batch = msgspec.msgpack.decode(payload, type=vllm_events.KVEventBatch)
     first, second, removed = batch.events
     assert (batch.ts, batch.data_parallel_rank) == (1.5, 1)
-    assert first.block_hashes == [b"a", b"b"]
+    assert first.block_hashes == [97, 98], "as vLLM tells its own"
     assert first.token_ids == [1, 2, 3, 4]
     assert (first.block_size, first.medium, first.group_idx) == (2, "GPU", 0)
     assert first.extra_keys == [(b"tenant".hex(),), None]
     assert (second.kv_cache_spec_kind, second.kv_cache_spec_sliding_window) == ("sliding_window", 8)
-    assert (removed.block_hashes, removed.group_idx) == ([b"b"], 0)
+    assert (removed.block_hashes, removed.group_idx) == ([98], 0)
 
 
 def test_baton_decodes_vllms_events() -> None:

@@ -121,6 +121,10 @@ class _Computing:
     facts: dict[str, str]
 
 
+def _scheduler(config: EngineConfig, cache: KVCache) -> Scheduler:
+    return Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_tokens_with_decodes)
+
+
 def _build(
     config: EngineConfig, emit: EmitChunk, progress: Callable[[str], None], undo: contextlib.ExitStack
 ) -> Engine:
@@ -146,7 +150,7 @@ def _build(
         config.mamba_block_size,
     )
     events = _events(config, cache, computing.whole, undo)
-    scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
+    scheduler = _scheduler(config, cache)
     spec, eos_ids = config.speculative_config, frozenset(loaded.tokenizer.eos_token_ids)
     rejection = spec is not None and spec.verifier == "rejection"
     limits = DecodingLimits(eos_ids, pool.size.max_model_len, config.num_drafts, rejection)

@@ -143,7 +143,7 @@ class EngineCore:
         self._note_arrival(request)
         self.legs.open_leg(request)
         if request.role == "prefill":
-            self._tell(request, False, num_cached_tokens=request.prefix_len)
+            self._tell(request, False, num_cached_tokens=request.prefix_len, window_start=request.window_start)
 
     def _loaded(self, request: Request, num_tokens: int) -> None:
         self.metrics.num_loaded_tokens += num_tokens

@@ -7,6 +7,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.loading.checkpoints import Loaded
 from baton.engine.memory.pool_size import PoolSize
 from baton.kv.cache import KVCache
+from baton.kv.moved_prefix import prefix_multiple
 from baton.kvevents.publisher import EventPublisher
 from baton.transports.registry import transport_name
 from baton.wire import EngineInfo
@@ -26,8 +27,9 @@ def engine_info(
     spec = config.speculative_config
     moves_all = spec is None or spec.draft_kv == "require"
     kinds = {rules.kind for rules in cache.rules.values()}
-    # A handoff moves only the part of a window or state that decoding needs: no prefix.
-    refound = moves_all and kinds <= {"full", "mla", "compressed"}
+    # A state is handed over at the end of a prompt, where there is no checkpoint. Those at ends of answers are told by
+    # KV events only.
+    refound = moves_all and "state" not in kinds
     step = cache.checkpoint_interval if "state" in kinds else 1
     return EngineInfo(
         engine_id=config.engine_id,
@@ -38,6 +40,7 @@ def engine_info(
         max_model_len=size.max_model_len,
         kv_tokens=size.num_tokens,
         prefix_step=step if config.enable_prefix_caching and (refound or config.role != "decode") else 0,
+        prefix_multiple=prefix_multiple(cache),
         max_num_seqs=config.max_num_seqs,
         vocab_size=loaded.model.vocab_size,
         eos_token_ids=list(loaded.tokenizer.eos_token_ids),

@@ -13,7 +13,7 @@ from baton.handoff.agent.calls import Agent
 from baton.handoff.protocol.events import Declared, DecodeCommitted, Sampled
 from baton.handoff.protocol.messages import Seeds
 from baton.kv.cache import KVCache
-from baton.kv.moved_prefix import attach_prefix, enter_prefix, share_prefix
+from baton.kv.moved_prefix import SharedPrefix, attach_prefix, enter_prefix, share_prefix
 
 
 class PrefixLegs:
@@ -25,15 +25,18 @@ class PrefixLegs:
     # ------------------------------------------------------------ the source
 
     def hold(self, request: Request) -> bool:
-        """Share the pages of what is cached of the prompt, and set `prefix_len` to its length. Returns False if there
-        is nothing, or more than `max_prefill_tokens` are missing."""
+        """Share the pages of what is cached of the prompt, and set `prefix_len` to its length, and `window_start`.
+        Returns False if there is nothing, or more than `max_prefill_tokens` are missing."""
         assert request.prefix_len is not None
-        num_tokens = share_prefix(self._cache, request.kv, request.token_ids, request.prefix_len)
-        lacking, most = request.num_prompt - num_tokens, request.max_prefill_tokens
-        if not num_tokens or (most is not None and lacking > most):
+        most, multiple = request.prefix_len, request.prefix_multiple
+        shared = share_prefix(self._cache, request.kv, request.token_ids, most, multiple)
+        num_tokens = shared.num_tokens
+        lacking, limit = request.num_prompt - num_tokens, request.max_prefill_tokens
+        if not num_tokens or (limit is not None and lacking > limit):
             self._cache.release(request.kv)
             return False
         request.prefix_len = request.prefill_len = num_tokens
+        request.window_start = shared.window_start
         return True
 
     def offer(self, request: Request) -> None:
@@ -64,9 +67,11 @@ class PrefixLegs:
         assert request.prefix_len is not None
         if leg.sent_groups is not None and not leg.sent_groups >= set(self._cache.pools):
             return [RequestFailed(request, "prefix_refused: the source does not send the KV of all groups")]
-        destination = attach_prefix(self._cache, request.kv, request.token_ids, request.prefix_len)
+        prefix = SharedPrefix(request.prefix_len, request.window_start)
+        destination = attach_prefix(self._cache, request.kv, request.token_ids, prefix)
         if destination is None:
-            return [RequestFailed(request, "prefix_refused: no pages are free, or it ends at no checkpoint")]
+            why = "no pages are free, it ends at no checkpoint, or a window begins too late"
+            return [RequestFailed(request, f"prefix_refused: {why}")]
         request.prefill_len = request.prefix_len
         request.transition(RequestStatus.RECEIVING)
         leg.wanted = destination.wanted

@@ -78,6 +78,8 @@ class Request:
         self.ticket = ticket
         # If set, it only moves so many cached tokens of its prompt.
         self.prefix_len = wire.handoff.prefix_len if wire.handoff else None
+        self.window_start = wire.handoff.window_start if wire.handoff else 0
+        self.prefix_multiple = wire.handoff.prefix_multiple if wire.handoff else 1
         self.max_prefill_tokens = wire.max_prefill_tokens
         self._status = RequestStatus.WAITING
         self.arrival = 0  # the order of arrival at this engine
@@ -154,9 +156,13 @@ class Request:
 
     @property
     def queue_key(self) -> tuple[bool, int, float, int]:
-        """Requests that have started first, then by priority, then by when the first token is due, counted from the
-        beginning on whichever engine."""
-        return not self.started, self.priority, self.queued_at - self.waited_s + self.due_after_s, self.arrival
+        """Requests that have started first, then by `turn`."""
+        return not self.started, *self.turn
+
+    @property
+    def turn(self) -> tuple[int, float, int]:
+        """By class; in it, those whose first token is due first, counted from when they began on whichever engine."""
+        return self.priority, self.queued_at - self.waited_s + self.due_after_s, self.arrival
 
     @property
     def num_output(self) -> int:

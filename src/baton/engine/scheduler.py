@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from baton.engine.request import Request, RequestStatus
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval
 from baton.kv.tables import BlockTables, Destination
+
+# How many waiting prompts are looked at for short ones, beside a long one.
+_LOOKED_AT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +31,19 @@ class ScheduledRows:
 
 
 class Scheduler:
-    """Not thread-safe."""
+    """Not thread-safe.
 
-    def __init__(self, cache: KVCache, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    `max_prefill_tokens`: prompt tokens of a step with decodes; None: what the budget leaves.
+    """
+
+    def __init__(
+        self, cache: KVCache, max_num_batched_tokens: int, max_num_seqs: int, max_prefill_tokens: int | None = None
+    ) -> None:
         self.cache = cache
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
+        self.max_prefill_tokens = max_prefill_tokens
+        self._limit = max_num_batched_tokens  # of this step
         self.waiting: deque[Request] = deque()
         self.receive_queue: deque[Request] = deque()
         self.announced: dict[Request, None] = {}  # not admitted by P yet
@@ -54,39 +65,112 @@ class Scheduler:
         queue.insert(at, request)
 
     def schedule(self) -> list[ScheduledRows]:
-        """Verifications first, then prefill chunks in order of arrival."""
-        budget = self.max_num_batched_tokens
+        """The rows of the next step: verifications first, then prefill chunks in order of arrival. A prompt that does
+        not fit into the step leaves half of it to later ones that do, also to those that wait, then to one that lacks
+        less than itself, and gets what they leave. Others wait for their turn."""
         scheduled: dict[Request, ScheduledRows] = {}
-        for prefilling in (False, True):
-            for request in list(self.running):
-                if request.status is not RequestStatus.RUNNING or request.is_prefilling is not prefilling:
-                    continue
-                if prefilling:
-                    num_rows = min(budget, request.prefill_len - request.num_computed)
-                else:
-                    num_rows = 1 + len(request.draft_ids)
-                if num_rows == 0 or num_rows > budget:
-                    continue
-                if not self._reserve_or_preempt(request, num_rows, scheduled):
-                    continue
-                scheduled[request] = ScheduledRows(request, request.num_computed, num_rows)
-                budget = self.max_num_batched_tokens - sum(rows.num_rows for rows in scheduled.values())
-        while self.waiting and budget > 0 and self._num_active < self.max_num_seqs:
-            request = self.waiting[0]
-            # Neither queue overtakes the other, so neither starves.
-            if self.receive_queue and self.receive_queue[0].queue_key < request.queue_key:
-                break
-            if not self._admit(request, budget):
-                break
-            self.waiting.popleft()
-            num_rows = min(budget, request.prefill_len - request.num_computed)
-            scheduled[request] = ScheduledRows(request, request.num_computed, num_rows)
-            budget -= num_rows
+        self._limit = self.max_num_batched_tokens
+        for request in list(self.running):
+            if request.status is RequestStatus.RUNNING and not request.is_prefilling:
+                self._schedule(request, 1 + len(request.draft_ids), scheduled)
+        if scheduled and self.max_prefill_tokens is not None:
+            num_decoded = self.max_num_batched_tokens - self._budget(scheduled)
+            self._limit = min(self._limit, num_decoded + self.max_prefill_tokens)
+        long = self._continue_prompts(scheduled)
+        self._admit_waiting(scheduled, long is not None)
+        if long is not None and long in scheduled:
+            self._share(scheduled[long], scheduled)
+            self._extend(scheduled[long], scheduled)
         for rows in scheduled.values():
             if rows.request.is_prefilling:
                 request, stop = rows.request, rows.start + rows.num_rows
                 self.cache.plan_checkpoints(request.kv, request.token_ids, rows.start, stop)
         return list(scheduled.values())
+
+    def _budget(self, scheduled: Mapping[Request, ScheduledRows]) -> int:
+        return self._limit - sum(rows.num_rows for rows in scheduled.values())
+
+    def _schedule(self, request: Request, num_rows: int, scheduled: dict[Request, ScheduledRows]) -> None:
+        """Schedule rows of a running request if there is room for them."""
+        if 0 < num_rows <= self._budget(scheduled) and self._reserve_or_preempt(request, num_rows, scheduled):
+            scheduled[request] = ScheduledRows(request, request.num_computed, num_rows)
+
+    def _continue_prompts(self, scheduled: dict[Request, ScheduledRows]) -> Request | None:
+        """Schedule the prompts that are being computed. Returns the long one that has got a part of the step: of all,
+        the one whose turn it is."""
+        prefilling = sorted((one for one in self.running if one.is_prefilling), key=lambda one: one.turn)
+        long: Request | None = None
+        if prefilling and self.waiting and self.waiting[0].turn < prefilling[0].turn:
+            first, budget = self.waiting[0], self._budget(scheduled)  # a shorter one has shared with one before it
+            if self._start(first, scheduled, budget - budget // 2) and self._lacking(first, scheduled):
+                long = first
+        for request in prefilling:
+            if request.status is not RequestStatus.RUNNING:
+                continue  # it has just been preempted
+            num_rows, budget = request.prefill_len - request.num_computed, self._budget(scheduled)
+            if num_rows > budget:
+                others = len(prefilling) > 1 or bool(self.waiting)
+                num_rows = 0 if long is not None else budget - (budget // 2 if others else 0)
+                long = long or request
+            self._schedule(request, num_rows, scheduled)
+        return long
+
+    def _admit_waiting(self, scheduled: dict[Request, ScheduledRows], only_short: bool) -> None:
+        """Admit in order. `only_short`: a long prompt is being computed, so others that do not fit are passed over."""
+        most = _LOOKED_AT if only_short else max(self.max_num_seqs - self._num_active, 0)
+        for request in list(islice(self.waiting, most)):
+            if only_short and self.missing(request) > self._budget(scheduled):
+                continue
+            if not self._start(request, scheduled, self._budget(scheduled)):
+                break
+
+    def _start(self, request: Request, scheduled: dict[Request, ScheduledRows], budget: int) -> bool:
+        """Admit a waiting request with at most `budget` rows. Returns False if it must wait."""
+        if budget <= 0 or self._num_active >= self.max_num_seqs:
+            return False
+        # Neither queue overtakes the other, so neither starves.
+        if self.receive_queue and self.receive_queue[0].queue_key < request.queue_key:
+            return False
+        if not self._admit(request, budget):
+            return False
+        self.waiting.remove(request)
+        num_rows = min(budget, request.prefill_len - request.num_computed)
+        scheduled[request] = ScheduledRows(request, request.num_computed, num_rows)
+        return True
+
+    def _share(self, long: ScheduledRows, scheduled: dict[Request, ScheduledRows]) -> None:
+        """Give what is left of the step to one other prompt of the long one's class, the shortest, if it lacks less.
+        One that is being computed already comes first."""
+        if self._budget(scheduled) <= 0:
+            return
+        lacking = {
+            request: request.prefill_len - request.num_computed
+            for request in self.running
+            if request.is_prefilling and request not in scheduled
+        } or {request: self.missing(request) for request in islice(self.waiting, _LOOKED_AT)}
+        if not lacking:
+            return
+        other = min(lacking, key=lambda request: (request.priority, lacking[request]))
+        left = self._lacking(long.request, scheduled)
+        if (other.priority, lacking[other]) >= (long.request.priority, left):
+            return
+        if other.status is RequestStatus.RUNNING:
+            num_rows = min(self._budget(scheduled), lacking[other])
+            if self.cache.reserve(other.kv, other.num_computed + num_rows):  # nobody is preempted for it
+                scheduled[other] = ScheduledRows(other, other.num_computed, num_rows)
+        else:
+            self._start(other, scheduled, self._budget(scheduled))
+
+    def _lacking(self, request: Request, scheduled: Mapping[Request, ScheduledRows]) -> int:
+        """How many rows of a prompt the next steps must compute."""
+        return request.prefill_len - scheduled[request].start - scheduled[request].num_rows
+
+    def _extend(self, rows: ScheduledRows, scheduled: dict[Request, ScheduledRows]) -> None:
+        """Give a prompt what is left of the step, if there are pages for it."""
+        request, stop = rows.request, rows.start + rows.num_rows
+        more = min(self._budget(scheduled), request.prefill_len - stop)
+        if more > 0 and self.cache.reserve(request.kv, stop + more):
+            scheduled[request] = ScheduledRows(request, rows.start, rows.num_rows + more)
 
     @property
     def _num_active(self) -> int:

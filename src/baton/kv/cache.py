@@ -10,11 +10,13 @@ from collections.abc import Callable, Container, Mapping, Sequence
 
 from baton.errors import CapacityError
 from baton.kv.geometry import NULL_PAGE
+from baton.kv.hits import agreed, cut, look_up
 from baton.kv.interval import Interval
-from baton.kv.pool import PagePool, PrefixHit
+from baton.kv.pool import PrefixHit
 from baton.kv.spec import GroupSpec, Owner
 from baton.kv.states import StatePool
 from baton.kv.tables import BlockTables, Destination
+from baton.kv.windows import page_pool
 
 CopyPage = Callable[[str, int, int], None]
 
@@ -40,10 +42,12 @@ class KVCache:
     ) -> None:
         self.rules = {group.name: group.rules for group in groups}
         # Token counts at which every group has only full pages.
-        self._whole_pages = math.lcm(*(group.page_size for group in groups))
-        self.checkpoint_interval = -(-checkpoint_tokens // self._whole_pages) * self._whole_pages
+        self.whole_pages = math.lcm(*(group.page_size for group in groups))
+        self.checkpoint_interval = -(-checkpoint_tokens // self.whole_pages) * self.whole_pages
         self._states = {
-            group.name: StatePool(num_pages[group.name], self.checkpoint_interval, enable_prefix_caching)
+            group.name: StatePool(
+                num_pages[group.name], self.checkpoint_interval, enable_prefix_caching, self.whole_pages
+            )
             for group in groups
             if group.kind == "state"
         }
@@ -52,8 +56,7 @@ class KVCache:
             for owner in OWNERS
         }
         self.pools = {
-            group.name: self._states.get(group.name)
-            or PagePool(num_pages[group.name], group.page_size, group.rules.reach, enable_prefix_caching)
+            group.name: self._states.get(group.name) or page_pool(group, num_pages[group.name], enable_prefix_caching)
             for group in groups
         }
         self.num_lookahead_slots = num_lookahead_slots
@@ -81,24 +84,19 @@ class KVCache:
         """
         found = self.find(tables, tokens, num_tokens)
         common = min(hit.num_tokens for hit in found.values())
-        # If there is no page to copy a partly hit page into, use the hit's whole pages only.
-        for start in dict.fromkeys((common, common // self._whole_pages * self._whole_pages)):
-            if self._take(tables, found, dict.fromkeys(self.pools, start), start + min(num_rows, num_tokens - start)):
+        # If there is no page to copy a partly hit page into, use the hit's whole pages only, or none.
+        for most in dict.fromkeys((common, common // self.whole_pages * self.whole_pages, 0)):
+            hits = cut(self.pools, tables, tokens, found, most)
+            start = min(most, *(hit.num_tokens for hit in hits.values()))
+            if self._take(tables, hits, dict.fromkeys(self.pools, start), start + min(num_rows, num_tokens - start)):
                 return start
         return None
 
-    def find(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> dict[str, PrefixHit]:
-        """The prefix hits of `attach`. It starts from the shortest."""
-        return self._agreed(tables, tokens, self._look_up(tables, tokens, num_tokens - 1))
-
-    def _agreed(self, tables: BlockTables, tokens: Sequence[int], found: dict[str, PrefixHit]) -> dict[str, PrefixHit]:
-        """`found`, with the hits of states cut to the last checkpoint within the hits of all these groups."""
-        states = {name: pool for name, pool in self._states.items() if name in found}
-        common = min(hit.num_tokens for hit in found.values())
-        while any(found[name].num_tokens > common for name in states):
-            found |= {name: pool.lookup(tokens, common, tables.chains[name]) for name, pool in states.items()}
-            common = min(hit.num_tokens for hit in found.values())
-        return found
+    def find(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, spare: int = 0) -> dict[str, PrefixHit]:
+        """The prefix hits that `attach` would start from now. The shortest is common to all groups. `spare`: entries
+        of windows before those that the next query sees."""
+        found = look_up(self.pools, tables, tokens, num_tokens - 1, spare)
+        return agreed(self.pools, tables, tokens, found, spare)
 
     def attach_destination(
         self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, sent_groups: Container[str] | None = None
@@ -112,13 +110,13 @@ class KVCache:
         Pages that the handoff writes are exclusive; pages before a window's first wanted entry are null. Returns None,
         without changes, if there are too few pages.
         """
-        found = self._look_up(tables, tokens, num_tokens)
+        found = look_up(self.pools, tables, tokens, num_tokens)
         cold = [name for name in self.pools if sent_groups is not None and name not in sent_groups]
         hits = {name: rules.hit(found[name].num_tokens, num_tokens) for name, rules in self.rules.items()}
         lost = {name for name in cold if self.rules[name].module is not None}
         hits |= dict.fromkeys(lost, 0)
         if alone := [name for name in cold if name not in lost]:
-            found |= self._agreed(tables, tokens, {name: found[name] for name in alone})
+            found |= agreed(self.pools, tables, tokens, {name: found[name] for name in alone})
             hits |= dict.fromkeys(alone, min(found[name].num_tokens for name in alone))
         whole = {name: hit - hit % self.pools[name].page_size for name, hit in hits.items()}
         if not self._take(tables, found, hits, num_tokens + 1):
@@ -129,21 +127,10 @@ class KVCache:
         wanted = {name: self.rules[name].wanted(num_tokens, hits[name]) for name in self.pools if name not in cold}
         for name in self._windowed:
             if name in wanted and wanted[name].start > hits[name]:
-                # The group's prefix is not complete.
-                tables.uncached.add(name)
+                # The page in which it begins is not whole.
+                tables.entered[name] = -(-wanted[name].start // self.pools[name].page_size)
                 self._free_before(tables, name, wanted[name].start)
         return Destination(hits, wanted)
-
-    def _look_up(self, tables: BlockTables, tokens: Sequence[int], limit: int) -> dict[str, PrefixHit]:
-        """Reuses the last lookup while the prefix cache has not changed."""
-        hits: dict[str, PrefixHit] = {}
-        for name, pool in self.pools.items():
-            asked = pool.version, limit, len(tokens)
-            last = tables.found.get(name)
-            if last is None or last[0] != asked:
-                last = tables.found[name] = asked, pool.lookup(tokens, limit, tables.chains[name])
-            hits[name] = last[1]
-        return hits
 
     def _take(
         self, tables: BlockTables, found: Mapping[str, PrefixHit], hits: Mapping[str, int], num_tokens: int
@@ -173,7 +160,7 @@ class KVCache:
                 pages = held
                 pool.forget(held)
             else:
-                pages = held[:whole] + pool.allocate(num_fresh, held[whole - 1] if whole else None)
+                pages = held[:whole] + pool.allocate(num_fresh, (held[whole - 1] or None) if whole else None)
                 for source in held[whole:]:
                     self._copy_page(name, source, pages[whole])
                     pool.copied(source, pages[whole])
@@ -199,25 +186,42 @@ class KVCache:
     def plan_checkpoints(
         self, tables: BlockTables, tokens: Sequence[int], start: int, stop: int, owner: Owner = "target"
     ) -> None:
-        """Allocate slots for the checkpoints within rows [start, stop) of known tokens.
+        """Allocate slots for the checkpoints within rows [start, stop) of known tokens: at multiples of the interval,
+        and at the last whole pages if the known tokens end there. A drafter's rows are known at each step.
 
         They take at most half of the slots that are free or hold older checkpoints (or the only one), latest first.
         """
         for name, pool in self._states_of[owner].items():
             chain = tables.chains[name]
-            due = [count for count in pool.due(start + 1, stop) if not pool.holds(tokens, count, chain)]
+            ends = pool.last(start + 1, stop + 1) if owner == "draft" or stop == len(tokens) else []
+            wanted = sorted({*pool.due(start + 1, stop), *ends} - {stop})
+            due = [count for count in wanted if not pool.holds(tokens, count, chain)]
+            if due and due[-1:] == ends:
+                self._replace_end(tables, name, due[-1])
             # `accept` takes the checkpoint after the last row, when the step has ended.
-            spare = pool.num_available - len(pool.due(stop, stop + 1))
+            spare = pool.num_available - len(pool.last(stop, stop + 1))
             most = max(min(spare, 1), pool.num_available // 2)
             due = due[max(0, len(due) - most) :]
             tables.checkpoints[name] |= zip(due, pool.allocate(len(due)), strict=True)
+
+    def _replace_end(self, tables: BlockTables, group: str, num_tokens: int) -> None:
+        """The request gets a checkpoint after so many tokens, in place of the last that is at no multiple of the
+        interval."""
+        pool, chain = self._states[group], tables.chains[group]
+        before = tables.ends.pop(group, 0) // pool.step
+        if 0 < before <= len(chain):  # otherwise there was no slot for it
+            pool.forget_chain([chain[before - 1]])
+        if num_tokens % pool.interval:
+            tables.ends[group] = num_tokens
 
     def accept(self, tables: BlockTables, num_accepted: int, num_computed: int, owner: Owner = "target") -> None:
         """Update the states after a step. `num_accepted`: drafts, 0 for a prefill and for a drafter. The state that
         has seen `num_computed` tokens becomes the request's; all other slots are scratch."""
         for name, pool in self._states_of[owner].items():
             scratch, pages = tables.scratch[name], tables.pages[name]
-            for count in pool.due(num_computed - num_accepted, num_computed + 1):
+            first, stop = num_computed - num_accepted, num_computed + 1
+            for count in sorted({*pool.due(first, stop), *pool.last(first, stop)}):
+                self._replace_end(tables, name, count)
                 if pool.num_available:
                     (slot,) = pool.allocate(1)
                     self._copy_page(name, scratch[count - num_computed + num_accepted], slot)
@@ -295,7 +299,7 @@ class KVCache:
         """Release a request's pages, but keep those from the first wanted token on out of use, in the tables
         returned."""
         held = BlockTables()
-        held.chains, held.uncached = tables.chains, set(tables.uncached)
+        held.chains, held.uncached, held.entered = tables.chains, set(tables.uncached), dict(tables.entered)
         self._release_scratch(tables)
         for name, pages in tables.take().items():
             pool = self.pools[name]
@@ -309,13 +313,13 @@ class KVCache:
         return held
 
     def leave_quarantine(self, held: BlockTables, tokens: Sequence[int], proven: Mapping[str, int]) -> None:
-        """No peer writes the pages any more. Those within the first `proven` entries of a group are final and enter the
-        prefix cache, for a recomputation."""
-        uncached = held.uncached  # `take` clears it
+        """The pages are quiet. Those within the first `proven` entries of a group are final and enter the prefix
+        cache, for a recomputation."""
+        uncached, entered = held.uncached, held.entered  # `take` clears them
         for name, pages in held.take().items():
             pool = self.pools[name]
             if name not in uncached and name not in self._states:
-                pool.cache(tokens, pages, held.chains[name], proven.get(name, 0))
+                pool.cache(tokens, pages, held.chains[name], proven.get(name, 0), entered.get(name, 0))
             pool.receive(pages)
             pool.leave_quarantine(pages)
 

@@ -7,60 +7,118 @@ the prompt goes on after the prefix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from baton.kv.cache import KVCache
+from baton.kv.geometry import NULL_PAGE
 from baton.kv.interval import Interval
+from baton.kv.pool import PagePool
 from baton.kv.states import StatePool
 from baton.kv.tables import BlockTables, Destination
+from baton.kv.windows import WindowPool
+
+# How many entries of a window the source shares, if it has them, besides those that the next query sees. The
+# destination starts where all of its groups have whole pages, which is earlier, and its own page begins earlier still.
+SPARE_TOKENS = 256
 
 
-def share_prefix(cache: KVCache, tables: BlockTables, tokens: Sequence[int], most: int) -> int:
-    """Give `tables` the cached pages of the longest prefix of at most `most` tokens that all groups hold. Returns its
-    length in tokens. `most` is less than the number of `tokens`."""
-    found = cache.find(tables, tokens, most + 1)
-    num_tokens = min(hit.num_tokens for hit in found.values())
-    if num_tokens:
-        for name, pool in cache.pools.items():
-            pages = found[name].pages[: cache.rules[name].num_pages(num_tokens, pool.page_size)]
-            pool.share(pages)
-            tables.set_pages(name, pages)
-    return num_tokens
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A prefix that a source holds. `window_start`: of its windows it has entries from this one on; 0: all."""
+
+    num_tokens: int
+    window_start: int = 0
 
 
-def attach_prefix(cache: KVCache, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> Destination | None:
-    """Give `tables` the cached pages of a prefix of `num_tokens` tokens, and exclusive ones for what is missing: only
-    whole pages, and a state only at a checkpoint. A window's entries are all wanted, because a prefix hit needs them.
+def prefix_multiple(cache: KVCache) -> int:
+    """Prefixes that come from another engine must end at multiples of this many tokens."""
+    has_states = any(isinstance(pool, StatePool) for pool in cache.pools.values())
+    return cache.whole_pages if has_states else 1
 
-    A prefix takes at most half of the pages that are free or evictable. Returns None, without changes, if that is too
-    little, or if the prefix ends where this engine has no checkpoint.
-    """
-    hits: dict[str, int] = {}
-    wanted: dict[str, Interval] = {}
-    held: dict[str, list[int]] = {}
-    fresh: dict[str, int] = {}
+
+def share_prefix(
+    cache: KVCache, tables: BlockTables, tokens: Sequence[int], most: int, multiple: int = 1
+) -> SharedPrefix:
+    """Give `tables` the cached pages of the longest prefix of at most `most` tokens, a multiple of `multiple`, that all
+    groups hold. If it is empty, nothing is changed. `most` is less than the number of `tokens`."""
+    num_tokens, rest = most, 1
+    while rest:
+        found = cache.find(tables, tokens, num_tokens + 1, SPARE_TOKENS)
+        num_tokens = min(hit.num_tokens for hit in found.values())
+        rest = num_tokens % multiple
+        num_tokens -= rest
+    if not num_tokens:
+        return SharedPrefix(0)
+    window_start = 0
     for name, pool in cache.pools.items():
-        if isinstance(pool, StatePool):
-            if num_tokens % pool.interval:
-                return None
-            hit = pool.lookup(tokens, num_tokens, tables.chains[name])
-            is_held = hit.num_tokens == num_tokens
-            hits[name], held[name], fresh[name] = num_tokens * is_held, hit.pages * is_held, int(not is_held)
-            wanted[name] = Interval(int(is_held), 1)
-        else:
-            size = pool.page_size
-            num_held = pool.lookup(tokens, num_tokens, tables.chains[name]).num_tokens // size
-            hits[name], fresh[name] = num_held * size, num_tokens // size - num_held
-            held[name] = pool.lookup(tokens, hits[name], tables.chains[name]).pages
-            wanted[name] = Interval(hits[name], num_tokens // size * size)
-        if fresh[name] > (pool.num_available - pool.count_evictable(held[name])) // 2:
-            return None
-    for name, pool in cache.pools.items():
-        pool.share(held[name])
-        pages = held[name] + pool.allocate(fresh[name], held[name][-1] if held[name] else None)
+        pages = found[name].pages[: cache.rules[name].num_pages(num_tokens, pool.page_size)]
+        window_start = max(window_start, pages.count(NULL_PAGE) * pool.page_size)
+        pool.share(pages)
         tables.set_pages(name, pages)
-        tables.entered[name] = len(held[name])
-    return Destination(hits, wanted)
+    return SharedPrefix(num_tokens, window_start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a destination does about a prefix in one group: `held` pages that it has (null: that it needs not), how
+    many `fresh` ones it takes after them, and the entries that it wants."""
+
+    held: list[int]
+    fresh: int
+    wanted: Interval
+
+
+def attach_prefix(
+    cache: KVCache, tables: BlockTables, tokens: Sequence[int], prefix: SharedPrefix
+) -> Destination | None:
+    """Give `tables` the cached pages of a prefix, and exclusive ones for what is missing: only whole pages, and a state
+    only at a checkpoint. Of a window it wants what a request needs that starts where all groups have whole pages.
+
+    Requests come first: a prefix takes at most half of the pages that are free or evictable. Returns None, without
+    changes, if that is too little, if the prefix ends where this engine has no checkpoint, or if the source lacks a
+    part of a window.
+    """
+    parts: dict[str, _Part] = {}
+    for name, pool in cache.pools.items():
+        part = _part(cache, name, tables, tokens, prefix)
+        if part is None or part.fresh > (pool.num_available - pool.count_evictable(part.held)) // 2:
+            return None
+        parts[name] = part
+    for name, pool in cache.pools.items():
+        part = parts[name]
+        pool.share(part.held)
+        last = part.held[-1] if part.held else NULL_PAGE
+        tables.set_pages(name, part.held + pool.allocate(part.fresh, last or None))
+        tables.entered[name] = len(part.held)
+    wanted = {name: part.wanted for name, part in parts.items()}
+    return Destination({name: interval.start for name, interval in wanted.items()}, wanted)
+
+
+def _part(cache: KVCache, name: str, tables: BlockTables, tokens: Sequence[int], prefix: SharedPrefix) -> _Part | None:
+    pool, chain = cache.pools[name], tables.chains[name]
+    num_tokens, size = prefix.num_tokens, pool.page_size
+    if isinstance(pool, StatePool):
+        if num_tokens % pool.step:
+            return None
+        hit = pool.lookup(tokens, num_tokens, chain)
+        is_held = hit.num_tokens == num_tokens
+        return _Part(hit.pages * is_held, int(not is_held), Interval(int(is_held), 1))
+    stop = num_tokens // size
+    if isinstance(pool, WindowPool):
+        first = cache.rules[name].first_needed(_whole_pages(cache.pools.values(), num_tokens)) // size
+        held = [NULL_PAGE] * first + pool.held_from(tokens, first, stop, chain)
+        if len(held) * size < prefix.window_start and len(held) < stop:
+            return None
+    else:
+        num_held = pool.lookup(tokens, num_tokens, chain).num_tokens // size
+        held = pool.lookup(tokens, num_held * size, chain).pages
+    return _Part(held, stop - len(held), Interval(len(held) * size, stop * size))
+
+
+def _whole_pages(pools: Iterable[PagePool], num_tokens: int) -> int:
+    """The end of the whole pages that all groups have of `num_tokens` tokens."""
+    return min(num_tokens // pool.page_size * pool.page_size for pool in pools)
 
 
 def enter_prefix(cache: KVCache, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> int:

@@ -31,11 +31,13 @@ class PrefixHit:
     """Cached pages that hold a prefix of a token list, oldest first.
 
     If `num_tokens`, the valid entries, are not a multiple of the page size, the last page is partly hit and must be
-    copied before anything is written after the hit.
+    copied before anything is written after the hit. A request may also start after fewer tokens, but not after less
+    than `least`.
     """
 
     pages: list[int] = field(default_factory=list)
     num_tokens: int = 0
+    least: int = 0
 
 
 class PagePool:
@@ -104,8 +106,9 @@ class PagePool:
 
     def share(self, pages: Iterable[int]) -> None:
         for page in pages:
-            self._evictable.pop(page, None)
-            self._refs[page] = self._refs.get(page, 0) + 1
+            if page:
+                self._evictable.pop(page, None)
+                self._refs[page] = self._refs.get(page, 0) + 1
 
     def release(self, pages: Iterable[int], quarantine: bool = False) -> None:
         """Drop one reference to each page except null pages. With `quarantine`, pages without references stay out of
@@ -149,8 +152,8 @@ class PagePool:
             self._received.add(page)
 
     def num_computed(self, pages: Sequence[int]) -> int:
-        """How many of these pages come before the first that was received."""
-        return next((i for i, page in enumerate(pages) if page in self._received), len(pages))
+        """How many of these pages come before the first that was received, or is missing."""
+        return next((i for i, page in enumerate(pages) if not page or page in self._received), len(pages))
 
     def forget(self, pages: Iterable[int]) -> None:
         """Remove pages from the prefix cache, so that holders of a reference may write them."""
@@ -209,9 +212,9 @@ class PagePool:
         self._cached[page] = (parent, own, identity)
         insort(self._children.setdefault(parent, []), (identity, page))
 
-    def lookup(self, tokens: Sequence[int], max_tokens: int, digests: Chain | None = None) -> PrefixHit:
+    def lookup(self, tokens: Sequence[int], max_tokens: int, digests: Chain | None = None, spare: int = 0) -> PrefixHit:
         """The longest cached prefix of at most `max_tokens` entries. `digests`: as `chain` of `cache`; a waiting prompt
-        is hashed only once."""
+        is hashed only once. `spare`: for hits that begin with null pages."""
         pages: list[int] = []
         known = Chain() if digests is None else digests
         parent, index, size = known.root, 0, self.page_size
@@ -241,6 +244,16 @@ class PagePool:
                 pages.append(best)
                 num_tokens = min(num_tokens + best_len, max_tokens)
         return PrefixHit(pages, num_tokens)
+
+    def extend(self, tokens: Sequence[int], num_pages: int, chain: Chain) -> int:
+        """Extend the digests to those of the first `num_pages` pages. Returns of how many they are known; less if
+        tokens are missing."""
+        while len(chain) < num_pages:
+            identity = page_identity(tokens, len(chain), self.page_size, self.reach)
+            if identity is None:
+                break
+            chain.append(chain_hash(chain[-1] if chain else chain.root, identity))
+        return min(len(chain), num_pages)
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -19,22 +19,24 @@ class BlockTables:
     `pages`: page ids in token order, null where a window has freed them; `tables` holds the same as int32 arrays. The
     one page of a state group is the request's slot. `scratch`: state slots that the next step writes, the first of
     which gets the state after the last known token. `checkpoints`: slots that receive a checkpoint in this step, by
-    token count. `uncached`: groups without a complete prefix, whose pages may not enter the prefix cache.
+    token count. `ends`: the token count of the last checkpoint that makes room for the next. `uncached`: groups that
+    lack entries which are never computed, whose pages may not enter the prefix cache.
 
     Hash chains survive when the pages are released, because tokens are only appended.
     """
 
-    __slots__ = ("chains", "checkpoints", "entered", "found", "pages", "scratch", "slid", "tables", "uncached")
+    __slots__ = ("chains", "checkpoints", "ends", "entered", "found", "pages", "scratch", "slid", "tables", "uncached")
 
     def __init__(self, root: bytes = ROOT) -> None:
         self.chains: defaultdict[str, Chain] = defaultdict(lambda: Chain(root))
-        self.found: dict[str, tuple[tuple[int, int, int], PrefixHit]] = {}  # the last lookup's key and result
+        self.found: dict[str, tuple[tuple[int, int, int, int], PrefixHit]] = {}  # the last lookup: its key and result
         self._clear()
 
     def _clear(self) -> None:
         self.pages: dict[str, list[int]] = {}
         self.scratch: dict[str, list[int]] = {}
         self.checkpoints: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        self.ends: dict[str, int] = {}
         self.tables: dict[str, npt.NDArray[np.int32]] = {}
         self.entered: dict[str, int] = {}  # pages already offered to the prefix cache
         self.slid: dict[str, int] = {}  # pages freed after the window passed

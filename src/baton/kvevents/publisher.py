@@ -74,7 +74,7 @@ class EventPublisher:
     def watch(self, cache: KVCache, groups: Sequence[GroupSpec]) -> None:
         for index, group in enumerate(groups):
             pool = cache.pools[group.name]
-            size = pool.interval if isinstance(pool, StatePool) else pool.page_size
+            size = pool.step if isinstance(pool, StatePool) else pool.page_size
             told = RecordedGroup(index, _KINDS[group.kind], group.window, size)
             pool.on_stored = functools.partial(self.recorder.stored, told)
             pool.on_removed = functools.partial(self.recorder.removed, told)

@@ -10,6 +10,8 @@ from typing import Any
 from baton.kv.prefix import ROOT
 from baton.kvevents.messages import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
+_HASH_MASK = (1 << 64) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
@@ -41,8 +43,8 @@ class EventRecorder:
         extra: list[tuple[Any, ...] | None] | None = [(root.hex(),)] if parent is None and root != ROOT else None
         self._add(
             BlockStored(
-                block_hashes=[own],
-                parent_block_hash=parent,
+                block_hashes=[_told(own)],
+                parent_block_hash=None if parent is None else _told(parent),
                 token_ids=list(tokens[:size]),
                 block_size=size,
                 lora_id=None,
@@ -57,7 +59,7 @@ class EventRecorder:
         )
 
     def removed(self, group: RecordedGroup, own: bytes) -> None:
-        self._add(BlockRemoved(block_hashes=[own], medium=MEDIUM_GPU, group_idx=group.index))
+        self._add(BlockRemoved(block_hashes=[_told(own)], medium=MEDIUM_GPU, group_idx=group.index))
 
     def _add(self, event: KVEvent) -> None:
         if len(self._events) >= self._limit:
@@ -86,6 +88,11 @@ class EventRecorder:
             else:
                 found.append(event)
         return found
+
+
+def _told(digest: bytes) -> int:
+    """As vLLM tells its hashes, unless it is set up otherwise: consumers such as Dynamo's take no bytes."""
+    return int.from_bytes(digest, "big") & _HASH_MASK
 
 
 def _follows(event: BlockStored, last: BlockStored) -> bool:

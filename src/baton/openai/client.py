@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import aiohttp
 import msgspec
@@ -22,6 +22,7 @@ from baton.errors import (
     ProtocolError,
 )
 from baton.openai.answers import ChatCompletion, Completion, Model, Models, decode_answer, printable_line, read_error
+from baton.openai.http.lines import AnswerBody
 from baton.sampling_params import TokenId
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -30,6 +31,19 @@ PLAIN = {"Accept-Encoding": "identity"}
 _MAX_REFUSAL_BYTES = 2**16
 _EVENT, _DONE = b"data:", b"[DONE]"
 _COMPLETIONS = msgspec.json.Decoder(Completion)
+
+
+class NotConnectedError(aiohttp.ClientConnectionError):
+    """The server was not reached, so it has no request."""
+
+
+class ServerAnswer(Protocol):
+    """An answer whose body is to be read: aiohttp's, or another."""
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def content(self) -> AnswerBody: ...
 
 
 class _Tokens(msgspec.Struct, frozen=True):
@@ -49,7 +63,7 @@ def convert_errors(where: str, unreached: type[EngineUnavailableError] = EngineL
     `ProtocolError` (its response is malformed)."""
     try:
         yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, NotConnectedError) as error:
         raise unreached(f"{where}: {error_line(error)}") from None
     except asyncio.TimeoutError:
         raise EngineLostError(f"{where}: no answer in time") from None
@@ -64,7 +78,7 @@ def error_line(error: Exception) -> str:
     return printable_line(str(error) or type(error).__name__)
 
 
-async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def read_body(response: ServerAnswer, limit: int) -> bytes:
     """Raises `ProtocolError` for a body longer than `limit` bytes."""
     body = await _read_start(response, limit)
     if len(body) > limit:
@@ -72,7 +86,8 @@ async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
     return body
 
 
-async def read_refusal(response: aiohttp.ClientResponse) -> bytes:
+async def read_refusal(response: ServerAnswer) -> bytes:
+    """An error's body, cut to `_MAX_REFUSAL_BYTES`."""
     return (await _read_start(response, _MAX_REFUSAL_BYTES))[:_MAX_REFUSAL_BYTES]
 
 
@@ -190,9 +205,9 @@ async def _refused(response: aiohttp.ClientResponse, url: str) -> EngineUnavaila
     return OverloadedError(message) if status == 429 else EngineUnavailableError(message, status)
 
 
-async def _read_start(response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def _read_start(response: ServerAnswer, limit: int) -> bytes:
     body = bytearray()
-    async for part in response.content.iter_any():
+    while part := await response.content.readany():
         body += part
         if len(body) > limit:
             break

@@ -134,9 +134,10 @@ class ChoiceOutput:
             delta.finish_reason, delta.stop_reason = chunk.finish_reason, chunk.stop_reason
         if chunk.logprobs is not None:
             delta.logprobs = list(chunk.logprobs[:num_used])
-        num_rounds = _rounds_used(chunk, num_used)
-        self.accepted += chunk.accepted[:num_rounds]
-        self.drafted += chunk.drafted[:num_rounds]
+        if chunk.accepted:
+            num_rounds = _rounds_used(chunk, num_used)
+            self.accepted += chunk.accepted[:num_rounds]
+            self.drafted += chunk.drafted[:num_rounds]
         self._add(delta)
         return delta
 

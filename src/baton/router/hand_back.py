@@ -119,7 +119,8 @@ class HandBacks:
             limit_s = min(_LIMIT_S, max(_LEAST_LIMIT_S, 4.0 * computing))
         try:
             async with timeout(limit_s):
-                leg = self._connector.prefix_leg(request, back.source, prefill, mode)
+                expected = back.held + back.num_tokens
+                leg = self._connector.prefix_leg(request, back.source, prefill, mode, expected)
                 num_tokens = await self._move(leg, len(request.prompt_token_ids), back.held, drain)
         except HandoffError as error:
             self._failed(error.reason)
@@ -144,8 +145,8 @@ class HandBacks:
             self._compute_pace(prefill).measure(max(seconds - (first.queued_s or 0.0), 0.0), num_computed)
 
     async def _move(self, leg: PrefixLeg, num_prompt: int, held: int, drain: Callable[[Chunks], None]) -> int:
-        """Returns how many tokens more than `held` the destination then holds."""
-        source = leg("prefill", num_prompt - 1, num_prompt - held - max(1, self._config.min_hand_back_length))
+        """Move what the source holds. Returns by how many tokens the destination holds more than `held`."""
+        source = leg("prefill", num_prompt - 1, 0, num_prompt - held - max(1, self._config.min_hand_back_length))
         ended = False
         try:
             offer = await source.__anext__()
@@ -153,7 +154,7 @@ class HandBacks:
                 ended = True
                 raise error_of_chunk(offer.error)
             found = 0
-            async with contextlib.aclosing(leg("decode", offer.num_cached_tokens, None)) as chunks:
+            async with contextlib.aclosing(leg("decode", offer.num_cached_tokens, offer.window_start, None)) as chunks:
                 async for chunk in chunks:
                     if chunk.finish_reason not in ("length", None):
                         raise error_of_chunk(chunk.error)

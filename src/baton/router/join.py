@@ -64,10 +64,11 @@ class Joined:
             raise ProtocolError(f"tokens came for position {start}, but position {known} is next")
         if start + len(chunk.token_ids) > self.request.sampling_params.max_tokens:
             raise ProtocolError("more tokens came than were asked for")
-        for position, (sent, said) in enumerate(zip(self.token_ids[start:], chunk.token_ids, strict=False), start):
-            if sent != said:
-                raise TokenMismatch(position, sent, said)
         num_known = known - start
+        if num_known:
+            for position, (sent, said) in enumerate(zip(self.token_ids[start:], chunk.token_ids, strict=False), start):
+                if sent != said:
+                    raise TokenMismatch(position, sent, said)
         if num_known >= len(chunk.token_ids):
             if chunk.finish_reason is None:
                 return None

@@ -17,6 +17,7 @@ from baton.errors import ForbiddenError, RequestError
 from baton.handoff.protocol.ticket import prefix_digest
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, HandoffParams
+from benchmarks.parity.trial import Trial as Parity
 from testkit.checkpoints import kinds
 from testkit.checkpoints.granite import make_granite
 from testkit.engines import Mode, Moved, Pair, Stepped, Stream, pair, request, stepped
@@ -92,23 +93,26 @@ def test_latents_windows_and_states_at_checkpoints_come_too(trial: Trial, drafte
             found = two.hand_back(f"b{number}", second, mode)
             two.settle()
             rest = turn(two, f"s{number}", second, GREEDY, mode)
-            whole = single.run(f"s{number}", second, GREEDY)
-            assert rest.token_ids == whole.token_ids == expected[number]
-            assert rest.accepted == whole.accepted
-            assert two.prefill.streams[f"s{number}"].num_cached == whole.num_cached == found.num_tokens
-            assert found.num_tokens == (60 if len(first) >= 59 else 0)
+            alone = single.run(f"s{number}", second, GREEDY)
+            assert rest.token_ids == alone.token_ids == expected[number]
+            assert rest.accepted == alone.accepted
+            assert two.prefill.streams[f"s{number}"].num_cached == alone.num_cached == found.num_tokens
+            whole = two.decode.core.cache.whole_pages
+            assert found.num_tokens == (len(second) - 12) // whole * whole, "the last of the answer is not computed"
         two.settle()
 
 
-def test_a_state_goes_back_that_was_saved_in_an_answer(tmp_path: Path) -> None:
-    """D has the first turn by handoff, so the only checkpoint that it can have is one within its answer."""
+@pytest.mark.parametrize(("interval", "size"), [(48, 16), (256, 16), (48, 4)])
+def test_a_state_goes_back_that_was_saved_in_an_answer(interval: int, size: int, tmp_path: Path) -> None:
+    """D has the first turn by handoff, so the only checkpoint that it can have is one within its answer: at a multiple
+    of the interval, or at the last whole pages. P's have 16 tokens, and so it is the former if D's are smaller."""
     settings: dict[str, Any] = {
         "model": str(make_granite(tmp_path / "target")),
         "speculative_config": None,
         "skip_tokenizer_init": True,
-        "mamba_block_size": 48,
+        "mamba_block_size": interval,
     }
-    with stepped(**settings) as single, pair(tmp_path, **settings) as two:
+    with stepped(**settings) as single, pair(tmp_path, {"block_size": size}, **settings) as two:
         for length in (40, 46, 47):
             mode, name, first = MODES[length % 2], str(length), prompt_of(length, salt=length)
             whole, rest = single.run(name, first, GREEDY), turn(two, name, first, GREEDY, mode)
@@ -118,6 +122,30 @@ def test_a_state_goes_back_that_was_saved_in_an_answer(tmp_path: Path) -> None:
             whole, rest = single.run(f"{name}+", second, GREEDY), turn(two, f"{name}+", second, GREEDY, mode)
             assert rest.token_ids == whole.token_ids
             assert two.prefill.streams[f"{name}+"].num_cached == whole.num_cached == 48
+        two.settle()
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "sizes"),
+    [("qwen3, full and window", "eagle3", "7"), ("mistral, window", "eagle", "16"), ("gpt_oss", "none", "5")],
+)
+def test_a_window_goes_back_that_came_by_a_handoff(target: str, drafter: str, sizes: str, tmp_path: Path) -> None:
+    """D has the end of the first prompt's windows alone, and those of its answer."""
+    settings = Parity(target, drafter, tmp_path, 3).settings
+    answered = SamplingParams(max_tokens=44, temperature=0.0, ignore_eos=True)
+    with stepped(**settings) as single, pair(tmp_path, {"block_size": sizes}, **settings) as two:
+        for length in range(30, 47, 3):
+            mode, name, first = MODES[length % 2], str(length), prompt_of(length, salt=length)
+            whole, rest = single.run(name, first, answered), turn(two, name, first, answered, mode)
+            assert rest.token_ids == whole.token_ids
+            second = first + whole.token_ids + prompt_of(9, salt=length)
+            found = moved(two, f"{name}back", second, mode)
+            assert found.num_tokens > length + 43 - int(sizes)
+            assert found.destination is not None
+            assert found.destination.num_cached > found.num_tokens - 16
+            whole, rest = single.run(f"{name}+", second, GREEDY), turn(two, f"{name}+", second, GREEDY, mode)
+            assert (rest.token_ids, rest.accepted) == (whole.token_ids, whole.accepted)
+            assert two.prefill.streams[f"{name}+"].num_cached == found.destination.num_cached
         two.settle()
 
 

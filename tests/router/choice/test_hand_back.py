@@ -35,8 +35,8 @@ class Script(Connector):
         self.chunks, self.log = chunks, list[str]()
 
     def prefix_leg(self, *_: Any) -> PrefixLeg:
-        def leg(role: LegRole, prefix_len: int, most_missing: int | None) -> Chunks:
-            self.log.append(f"{role} {prefix_len} {most_missing}")
+        def leg(role: LegRole, prefix_len: int, window_start: int, most_missing: int | None) -> Chunks:
+            self.log.append(f"{role} {prefix_len} {most_missing}" + f" from {window_start}" * (window_start > 0))
             return self.run(role)
 
         return leg
@@ -202,6 +202,12 @@ async def test_whatever_fails_the_prefill_engine_computes(
     assert (backs.counts, backs.failures) == ({"failed": 1}, {reason: 1})
     held = pool.decode[0].known.num_tokens(PromptBlocks(NEXT))
     assert held == (0 if reason == "prefix_missing" else 320), "what it denied is not expected again"
+
+
+async def test_the_destination_is_told_where_windows_begin(directory: Path) -> None:
+    script = Script(prefill=[chunk(304, window_start=208)], decode=[chunk(304, finish_reason="length")])
+    await moved(script, directory)
+    assert script.log[:2] == ["prefill 359 344", "decode 304 None from 208"]
 
 
 async def test_a_client_that_leaves_ends_both_legs(directory: Path) -> None:

@@ -50,6 +50,13 @@ class StepSettings:
         int | str, Setting("Tokens per KV page; of groups that differ: 16,draft=8,mla=32.", parse=str, metavar="<str>")
     ] = 16
     max_num_batched_tokens: Annotated[int, Setting("Token budget of one step.")] = 2048
+    max_prefill_tokens_with_decodes: Annotated[
+        int | None,
+        Setting(
+            "Most prompt tokens in a step that decodes too; default: the budget.",
+            rule=at_least(1),
+        ),
+    ] = None
     max_num_seqs: Annotated[int, Setting("Most sequences in one step.", rule=in_range(1, 4096))] = 64
     dtype: Annotated[str, Setting("auto, float32, bfloat16, or float16: computed in float32.", rule=one_of(DTYPES))] = (
         "auto"
@@ -95,8 +102,8 @@ class ServingSettings(StepSettings):
     """Settings of engines that serve.
 
     `max_model_len` None: the checkpoint's, or what fits into the memory. Prefix hits of a model with states end at
-    multiples of `mamba_block_size` tokens. `override_generation_config` has priority
-    (`engine/loading/generation_config.py`).
+    multiples of `mamba_block_size` tokens, or where a request's known tokens end. `override_generation_config` has
+    priority (`engine/loading/generation_config.py`).
     """
 
     revision: Annotated[str | None, Setting("Branch, tag or commit of the model on the hub.")] = None

@@ -94,11 +94,22 @@ class ClientConnection(web.RequestHandler):
         if before > self._limits.stream_bytes:
             self.cut_off()
             raise ConnectionResetError("the client does not read its answer")
-        await writer.write(data, drain=False)
+        if writer.chunked and writer.output_size:  # the headers have been sent
+            self._send_chunk(writer, data)
+        else:
+            await writer.write(data, drain=False)
         if before:
             after = self.num_unread()
             self._added += after - before
             self._unread.waits(self, after)
+
+    def _send_chunk(self, writer: StreamWriter, data: bytes) -> None:
+        """What `writer.write` does for a chunk, in a quarter of its time."""
+        if self.transport is None or self.transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        chunk = b"%x\r\n%b\r\n" % (len(data), data)
+        writer.output_size += len(chunk)
+        self.transport.write(chunk)
 
     def num_unread(self) -> int:
         return 0 if self._sending is None else self._sending.get_write_buffer_size()
@@ -213,12 +224,16 @@ class Stream(web.StreamResponse):
     """Parts are sent when they are made, not when they are read; the headers in one packet with the first part: each
     packet costs the reader a turn of its event loop."""
 
-    _send_headers_immediately = False  # older versions of aiohttp ignore it
+    _send_headers_immediately = False  # an attribute of aiohttp's `Response`; older versions ignore it
+    _to: tuple[ClientConnection, StreamWriter] | None = None
 
     async def send(self, request: web.Request, data: bytes) -> None:
         """Raises the errors of `ClientConnection.send`."""
-        if not self.prepared:
-            await self.prepare(request)
-        assert isinstance(request.writer, StreamWriter)
-        assert isinstance(request.protocol, ClientConnection)
-        await request.protocol.send(request.writer, data)
+        if self._to is None:
+            if not self.prepared:
+                await self.prepare(request)
+            assert isinstance(request.writer, StreamWriter)
+            assert isinstance(request.protocol, ClientConnection)
+            self._to = request.protocol, request.writer
+        connection, writer = self._to
+        await connection.send(writer, data)

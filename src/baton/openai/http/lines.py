@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from aiohttp import StreamReader
+from typing import Protocol
+
 from aiohttp.http_exceptions import LineTooLong
 
 _SHOWN = 100
+
+
+class AnswerBody(Protocol):
+    """A body that comes in pieces, such as aiohttp's `StreamReader`."""
+
+    async def readany(self) -> bytes:
+        """What has come, at least one byte; nothing at the end."""
+        ...
 
 
 class LineReader:
@@ -15,7 +24,7 @@ class LineReader:
     come together.
     """
 
-    def __init__(self, content: StreamReader, max_bytes: int) -> None:
+    def __init__(self, content: AnswerBody, max_bytes: int) -> None:
         self._content, self._max = content, max_bytes
         self._rest = b""
         self.is_cut = False
@@ -31,6 +40,8 @@ class LineReader:
                 rest, self._rest = self._rest, b""
                 self.is_cut = self.is_cut or bool(rest)
                 return [rest] if rest else []
+            if not self._rest and data.find(b"\n") == len(data) - 1 and len(data) <= self._max:
+                return [data[:-1]]  # one line, as for most tokens
             *lines, self._rest = (self._rest + data).split(b"\n")
             if max(map(len, (self._rest, *lines))) > self._max:
                 raise LineTooLong(max([self._rest, *lines], key=len)[:_SHOWN] + b"...", self._max)

@@ -25,9 +25,9 @@ _NOT_SEEDED = {
     **{"seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
     **{"stop": (), "bad_words": (), "structured_outputs": None},
 }
-# Makes a leg that moves cached KV, of its role, its `prefix_len`, and how many tokens the source may lack (None: any
-# number).
-PrefixLeg = Callable[[LegRole, int, int | None], Chunks]
+# Makes a leg that moves cached KV: its role, its `HandoffParams.prefix_len` and `window_start`, and how many tokens of
+# the prompt the source may lack (None: any number).
+PrefixLeg = Callable[[LegRole, int, int, int | None], Chunks]
 HandoffOutcome = Literal["completed", "finished_early", "aborted", "failed"]
 _T = TypeVar("_T")
 
@@ -91,9 +91,10 @@ class Connector(ABC):
         return engine.client.generate(request)
 
     def prefix_leg(
-        self, request: GenerateRequest, source: PooledEngine, destination: PooledEngine, mode: Mode
+        self, request: GenerateRequest, source: PooledEngine, destination: PooledEngine, mode: Mode, expected: int
     ) -> PrefixLeg:
-        """Sign a ticket by which cached KV of the request's prompt goes from `source` to `destination`.
+        """Sign a ticket by which cached KV of the request's prompt goes from `source`, which is expected to hold so
+        many tokens of it, to `destination`.
 
         Raises `EngineUnavailableError`.
         """
@@ -140,6 +141,14 @@ def in_turn(
         return None if needed is None else then(needed)
 
     return {"prefill": prefill(), "decode": decode}
+
+
+async def read_to_end(leg: Chunks) -> None:
+    """Raises `EngineUnavailableError` if the leg ends with an error."""
+    async with contextlib.aclosing(leg):
+        async for chunk in leg:
+            if chunk.finish_reason in ("error", "abort"):
+                raise EngineUnavailableError(chunk.error or "the engine gave the request up")
 
 
 async def errors_only(leg: Chunks) -> Chunks:

@@ -64,16 +64,23 @@ class EngineConnector(Connector):
         return engine.client.generate(request)
 
     def prefix_leg(
-        self, request: GenerateRequest, source: PooledEngine, destination: PooledEngine, mode: Mode
+        self, request: GenerateRequest, source: PooledEngine, destination: PooledEngine, mode: Mode, expected: int
     ) -> PrefixLeg:
         digest = prefix_digest(request.prompt_token_ids, request.cache_salt)
         ticket = self._ticket(request, source, destination, mode, digest)
+        multiple = 1 if destination.info is None else destination.info.prefix_multiple
         wire = msgspec.structs.replace(
             request, request_id=f"{request.request_id}.prefix"[-256:], sampling_params=_NOTHING, num_prompt_tokens=None
         )
 
-        def leg(role: LegRole, prefix_len: int, most_missing: int | None) -> Chunks:
-            params = HandoffParams(role=role, ticket=ticket, prefix_len=prefix_len)
+        def leg(role: LegRole, prefix_len: int, window_start: int, most_missing: int | None) -> Chunks:
+            params = HandoffParams(
+                role=role,
+                ticket=ticket,
+                prefix_len=prefix_len,
+                window_start=window_start,
+                prefix_multiple=multiple if role == "prefill" else 1,
+            )
             engine = source if role == "prefill" else destination
             return engine.client.generate(
                 msgspec.structs.replace(wire, handoff=params, max_prefill_tokens=most_missing)

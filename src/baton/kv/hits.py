@@ -1,0 +1,44 @@
+"""Prefix hits of all groups together: what each holds, cut to where all can begin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from baton.kv.pool import PagePool, PrefixHit
+from baton.kv.tables import BlockTables
+
+Hits = dict[str, PrefixHit]
+
+
+def look_up(
+    pools: Mapping[str, PagePool], tables: BlockTables, tokens: Sequence[int], limit: int, spare: int = 0
+) -> Hits:
+    """The hit of each group. Reuses the last lookup while the prefix cache has not changed."""
+    hits: Hits = {}
+    for name, pool in pools.items():
+        asked = pool.version, limit, len(tokens), spare
+        last = tables.found.get(name)
+        if last is None or last[0] != asked:
+            last = tables.found[name] = asked, pool.lookup(tokens, limit, tables.chains[name], spare)
+        hits[name] = last[1]
+    return hits
+
+
+def agreed(
+    pools: Mapping[str, PagePool], tables: BlockTables, tokens: Sequence[int], found: Hits, spare: int = 0
+) -> Hits:
+    """`found`, such that a request can start after the shortest of the hits."""
+    return cut(pools, tables, tokens, found, min(hit.num_tokens for hit in found.values()), spare)
+
+
+def cut(
+    pools: Mapping[str, PagePool], tables: BlockTables, tokens: Sequence[int], found: Hits, most: int, spare: int = 0
+) -> Hits:
+    """`found`, such that a request can start after `most` tokens or the shortest hit. Those with which it cannot are
+    looked up again."""
+    found = dict(found)
+    while later := [name for name, hit in found.items() if hit.least > most]:
+        for name in later:
+            found[name] = pools[name].lookup(tokens, most, tables.chains[name], spare)
+        most = min(most, *(hit.num_tokens for hit in found.values()))
+    return found
