@@ -93,3 +93,14 @@ def test_faults_are_counted_by_kind() -> None:
     told = count_faults([lost, DECODE], {"short": 100}, wrong, NOW)
     assert told == {"lost_engine": 1, "not_handed_off": 1, "slow_handoffs": 1, "failed_requests": 1}
     assert set(count_faults(HEALTHY, {"handed_off": 100}, recent(ended(0.04)), NOW).values()) == {0}
+
+
+def test_what_a_full_decode_engine_causes_is_not_told_beside_it() -> None:
+    full = [dataclasses.replace(engine, kv_usage=0.99) for engine in HEALTHY]
+    slow = recent(*(ended(0.5) for _ in range(50)))
+    assert find_faults(full, {}, slow, NOW) == ["decode engine decode-0 is full: 99% of its KV is in use"]
+    assert find_faults([full[0], DECODE], {}, recent(), NOW) == [
+        "prefill engine prefill-0 is full: 99% of its KV is in use"
+    ]
+    (told,) = find_faults(HEALTHY, {}, slow, NOW)
+    assert told.startswith("handoffs are slow")

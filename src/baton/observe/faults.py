@@ -46,11 +46,13 @@ def find_faults(
     engines: Sequence[EngineView], last_routes: Mapping[str, int], recent: RecentRequests, now: float
 ) -> list[str]:
     """`last_routes`: of the last requests, how many took which route. `now`: monotonic seconds."""
+    # A full decode engine makes handoffs wait, and prefill engines keep what it cannot take.
+    full = list(_full([engine for engine in engines if engine.role == "decode"]))
     return [
         *_lost(engines),
-        *_full(engines),
+        *(full or _full(engines)),
         *_not_handed_off(engines, last_routes),
-        *_slow_handoffs(recent, now),
+        *(() if full else _slow_handoffs(recent, now)),
         *_failed(recent),
     ]
 
