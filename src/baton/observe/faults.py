@@ -46,7 +46,7 @@ def find_faults(
     engines: Sequence[EngineView], last_routes: Mapping[str, int], recent: RecentRequests, now: float
 ) -> list[str]:
     """`last_routes`: of the last requests, how many took which route. `now`: monotonic seconds."""
-    # A full decode engine makes handoffs wait, and prefill engines keep what it cannot take.
+    # It delays handoffs and fills prefill engines.
     full = list(_full([engine for engine in engines if engine.role == "decode"]))
     return [
         *_lost(engines),
