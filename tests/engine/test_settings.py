@@ -375,7 +375,7 @@ def test_every_file_of_a_checkpoint_has_a_row() -> None:
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and node.value.endswith((".json", ".jinja", ".safetensors"))
-        and not node.value.startswith("*")  # patterns of hub downloads
+        and not node.value.startswith(("*", "."))  # patterns of hub downloads, and suffixes
     }
     assert found == set(FILES)
 
