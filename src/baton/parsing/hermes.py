@@ -13,8 +13,6 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(MarkedParser):
-    """Parses calls and content in any order."""
-
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(_OPEN)
         self._calls = JsonCalls(self._content)

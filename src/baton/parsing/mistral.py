@@ -24,8 +24,6 @@ def _begins(marker: str, text: str) -> bool:
 
 
 class MistralParser(MarkedParser):
-    """Parses content and calls in any order."""
-
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(_OPEN)
         self._calls = JsonCalls(self._content)

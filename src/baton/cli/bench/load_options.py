@@ -11,8 +11,6 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """The server."""
-
     base_url: Annotated[str, typer.Option(help="Server or router.")] = "http://127.0.0.1:8000"
     model: Annotated[str | None, typer.Option(help="Name to ask for; default: the first that is served.")] = None
     served_model_name: Annotated[str | None, typer.Option(help="Name to ask for, where --model is a path.")] = None
@@ -27,8 +25,6 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    """The prompts."""
-
     dataset_name: Annotated[Literal["random", "prefix_repetition"], typer.Option(help="Kind of prompts.")] = "random"
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 1000
     seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and arrivals.")] = 0
@@ -44,8 +40,6 @@ class DatasetOptions:
 
 @dataclass(frozen=True, slots=True)
 class TrafficOptions:
-    """The schedule of requests."""
-
     request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = math.inf
     sweep: Annotated[str | None, typer.Option(help="Rates one after the other, instead: '2,4,8'.")] = None
     sweep_duration_s: Annotated[
@@ -60,8 +54,6 @@ class TrafficOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """The figures, and where they are written."""
-
     percentile_metrics: Annotated[
         str, typer.Option(help="Of ttft, tpot, itl, e2el, client_queue_time, handoff, handoff_overhead.")
     ] = "ttft,tpot,itl"

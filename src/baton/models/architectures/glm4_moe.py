@@ -25,8 +25,6 @@ _DEFAULTS = {
 
 
 class Glm4Moe(CausalLM):
-    """MTP modules, stored as layers after the last, are not loaded."""
-
     @classmethod
     def parse_config(cls, raw: RawConfig) -> ModelConfig:
         raw = {**_DEFAULTS, **raw}
