@@ -125,7 +125,9 @@ def _environment(*folders: Path) -> dict[str, str]:
 def _announce(folder: Path) -> Path:
     """A folder for PYTHONPATH with the entry points."""
     found = folder / "entry" / "baton_serve-0.dist-info"
-    found.mkdir(parents=True, exist_ok=True)
+    if found.exists():
+        return found.parent  # a server may be reading
+    found.mkdir(parents=True)
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: baton-serve\nVersion: 0\n")
     (found / "entry_points.txt").write_text("[sglang.srt.plugins]\nbaton = baton.sglang:register\n" + KERNELS)
     return found.parent

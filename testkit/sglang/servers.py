@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import secrets
 import signal
 import socket
 import time
@@ -164,10 +165,12 @@ def _start(folder: Path, config: Config, model: Path) -> Server:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Below those that the system hands out, since SGLang takes others near it."""
+    while True:
+        port = secrets.choice(range(10_000, 30_000, 100))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _wait_ready(server: Server) -> None:
@@ -220,6 +223,9 @@ async def outcome(
         answer = await ask(http, pair.decode, prompt, num, **more)
     except aiohttp.ClientError as error:
         answer = f"connection: {type(error).__name__}"
+    except asyncio.CancelledError:  # the client leaves
+        first.cancel()
+        raise
     good = "output_ids" in answer and answer["meta_info"]["finish_reason"]["type"] != "abort"
     if not good:
         first.cancel()

@@ -46,12 +46,15 @@ def known(
 
 
 def data_ranks(pair: Pair, prefill: list[str], decode: list[str]) -> Iterator[Pair]:
+    """Field class J: each data-parallel rank is an engine, which the ticket names."""
     if DATA not in (prefill, decode):
         yield pair
         return
     for rank in range(2):
         name = "prefill" if prefill == DATA else "decode"
-        yield replace(pair, **{name: replace(getattr(pair, name), data_rank=rank)})
+        server = replace(getattr(pair, name), data_rank=rank)
+        assert server.identity().engine_id == f"{server.name}_dp{rank}"
+        yield replace(pair, **{name: server})
 
 
 @pytest.mark.parametrize(("prefill", "decode"), RANKS.values(), ids=RANKS)

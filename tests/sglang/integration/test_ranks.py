@@ -1,21 +1,18 @@
-"""Servers with tensor ranks and with data-parallel ranks of attention, whose numbers differ on both sides."""
+"""Servers with different numbers of tensor ranks."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from baton.wire import Mode
-from testkit.sglang.launch import ROOT
 from testkit.sglang.servers import (
     Pair,
     check_whole,
-    demo_prompts,
     greedy,
     outcome,
     prompts,
@@ -26,9 +23,6 @@ from testkit.sglang.servers import (
 pytestmark = pytest.mark.timeout(1800)
 NUM = 12
 TWO = ["--tp-size", "2", "--disable-custom-all-reduce"]
-DATA = [*TWO, "--attn-dp-size", "2"]
-# SGLang's Llama shares heads over all tensor ranks; its DeepSeek knows data-parallel ranks of attention.
-LATENTS = ROOT / "models" / "baton-demo-deepseek"
 
 
 async def answers(pair: Pair, found: list[list[int]], mode: Mode) -> list[list[int] | str]:
@@ -62,24 +56,3 @@ def test_tensor_ranks_hand_over_every_head(tmp_path: Path, prefill: list[str], d
         for answer, known in zip(asyncio.run(kill()), want, strict=True):
             assert isinstance(answer, str) or answer == known
         check_whole(alive)
-
-
-@pytest.mark.parametrize(("prefill", "decode"), [(DATA, []), ([], DATA)], ids=["2 to 1", "1 to 2"])
-def test_each_data_parallel_rank_of_attention_is_an_engine(
-    tmp_path: Path, prefill: list[str], decode: list[str]
-) -> None:
-    """Field class J: a ticket names the rank, and no number of the request decides."""
-    found = demo_prompts([5, 16, 17, 90], seed=22)
-    want = greedy(found, NUM, LATENTS)
-    with serve_pair(tmp_path, prefill, decode, settings={"integrity": "full"}, model=LATENTS) as (pair, _):
-        for rank in range(2):
-            chosen = {"prefill": replace(pair.prefill, data_rank=rank)} if prefill else {}
-            if decode:
-                chosen["decode"] = replace(pair.decode, data_rank=rank)
-            one = replace(pair, **chosen)
-            for server, flags in ((one.prefill, prefill), (one.decode, decode)):
-                identity = server.identity()
-                assert identity.engine_id == (f"{server.name}_dp{rank}" if flags else server.name)
-                assert len(identity.control_addresses) == 1
-            for mode in get_args(Mode):
-                assert asyncio.run(answers(one, found, mode)) == want

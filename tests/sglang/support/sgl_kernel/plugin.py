@@ -41,7 +41,8 @@ def _attend_to_latents() -> None:
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    AttentionBackendRegistry.register("torch_native", lambda attn, batch: AttnForwardMethod.MLA)
+    for name in ("torch_native", "triton"):  # "triton" for names that have no handler, such as the drafter's
+        AttentionBackendRegistry.register(name, lambda attn, batch: AttnForwardMethod.MLA)
 
     def made(original: Callable[..., Any], *args: Any) -> Any:
         # On a CPU SGLang knows DeepSeek's scaling alone. The last argument is the device.
