@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import random
-import secrets
 import signal
 import socket
 import time
@@ -164,10 +163,14 @@ def _start(folder: Path, config: Config, model: Path) -> Server:
     return Server(config.name, f"http://127.0.0.1:{port}", process, log)
 
 
+_PORTS = list(range(10_000, 32_000, 50))
+random.SystemRandom().shuffle(_PORTS)
+
+
 def free_port() -> int:
-    """Below those that the system hands out, since SGLang takes others near it."""
+    """Each once, and below those that the system hands out: SGLang takes others near it, by fixed steps."""
     while True:
-        port = secrets.choice(range(10_000, 30_000, 100))
+        port = _PORTS.pop()
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
