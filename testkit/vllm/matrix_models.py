@@ -1,0 +1,77 @@
+"""The rows of `testkit.vllm.matrix`: models with drafters, and the ranks of the servers that hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from testkit.vllm.checkpoints import MLA, deepseek_experts, glm4_moe, qwen3_next
+
+# Requests grow concurrently in small pools, and are admitted regardless of their later demand.
+TIGHT = ["--max-model-len", "1024", "--no-scheduler-reserve-full-isl"]
+IN_CHUNKS = ["--long-prefill-token-threshold", "64"]
+TENSOR = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
+DATA = ["--data-parallel-size", "2", "--enable-expert-parallel"]
+# vLLM's own message.
+MLA_ON_CPUS = "MLA is enabled on a non-GPU platform; forcing chunked prefill and prefix caching to be disabled."
+DELTA_NETS = ["--dtype", "bfloat16", "--mamba-ssm-cache-dtype", "float32", "--no-enable-prefix-caching"]
+
+
+def mtp(num: int, **more: Any) -> dict[str, Any]:
+    """vLLM's speculative configuration."""
+    return {"method": "mtp", "num_speculative_tokens": num, **more}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """`residues`: prompt lengths with every remainder of a block, or of what a handoff moves at once. `chunks`: lengths
+    that are computed in several steps. `crowd`: lengths that together need more blocks than there are. `no_hits`,
+    `no_chunks`: why there are none.
+    """
+
+    make: Callable[[Path], None]
+    spec: dict[str, Any]
+    flags: Sequence[str]
+    residues: Sequence[int]
+    chunks: Sequence[int] = ()
+    crowd: Sequence[int] = tuple(range(190, 610, 42))
+    no_hits: str = ""
+    no_chunks: str = ""
+
+
+HEADS = {
+    "flags": [*TIGHT, *IN_CHUNKS, "--block-size", "32", "--num-gpu-blocks-override", "48"],
+    "residues": [2, 3, *range(33, 65), 96, 97],
+    "chunks": [127, 128, 129, 130, 191, 300, 511, 700],
+}
+MODELS: dict[str, Model] = {
+    "MoE + MTP": Model(glm4_moe, mtp(3), **HEADS),
+    "several MTP modules": Model(partial(glm4_moe, num_modules=2), mtp(4), **HEADS),
+    "MLA + MoE + MTP": Model(
+        deepseek_experts,
+        mtp(3, attention_backend=MLA),
+        [*TIGHT, "--attention-backend", MLA, "--num-gpu-blocks-override", "72"],
+        [2, 3, *range(17, 33), 48, 49, 300, 700],
+        no_hits=MLA_ON_CPUS,
+        no_chunks=MLA_ON_CPUS,
+    ),
+    "GDN + MTP": Model(
+        partial(qwen3_next, experts_per_token=1),
+        mtp(3),
+        [*TIGHT, *DELTA_NETS, "--long-prefill-token-threshold", "128", "--num-gpu-blocks-override", "20"],
+        [*range(66, 129), 193],
+        # vLLM ends if the last chunk is one token.
+        [200, 256, 258, 300, 448, 700],
+        [*range(262, 286), *range(560, 590, 6)],
+        no_hits="the connector refuses prefix caching of states",
+    ),
+}
+RANKS: dict[str, tuple[str, str]] = {
+    "one rank": ("ONE", "OTHER"),
+    "TP 1 -> 2": ("ONE", "TWO"),
+    "TP 2 -> 1": ("TWO", "ONE"),
+    "DP 2 EP": ("ZERO", "FIRST"),
+}
