@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,29 +36,47 @@ class LayerKind:
 
 def make_layers(kind: LayerKind, hidden: int, heads: tuple[int, int, int], inner: int, seed: int) -> list[DecoderLayer]:
     """`heads`: query heads, key heads, size."""
-    config = ModelConfig(
-        vocab_size=64, hidden_size=hidden, intermediate_size=inner, num_layers=len(kind.windows), num_heads=heads[0],
-        num_kv_heads=heads[1], head_dim=heads[2], rms_eps=1e-5, max_position=512, rope=ROPE, windows=kind.windows,
-        qkv_bias=kind.bias, o_bias=kind.bias, mlp_bias=kind.bias, qk_norm=kind.qk_norm, rotary_dim=kind.rotary_dim,
-    )  # fmt: skip
-    build = Build(kind.dtype, torch.device("cpu"), kind.batch_invariant, quantization=kind.quantization)
-    generator = torch.Generator().manual_seed(seed)
-    layers = [DecoderLayer(config, index, build) for index in range(len(kind.windows))]
-    for module in nn.ModuleList(layers).modules():
-        for parameter in module.parameters(recurse=False):
-            scale = 0.3 if isinstance(module, Linear) else 1.0
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-        if isinstance(module, Linear):
-            module.pack()
+    config = config_of(kind, hidden, heads, inner)
+    layers = [DecoderLayer(config, index, build_of(kind)) for index in range(len(kind.windows))]
+    fill(nn.ModuleList(layers), seed)
     return layers
+
+
+def config_of(
+    kind: LayerKind, hidden: int, heads: tuple[int, int, int], inner: int, vocab_size: int = 64
+) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab_size, hidden_size=hidden, intermediate_size=inner, num_layers=len(kind.windows),
+        num_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2], rms_eps=1e-5, max_position=512, rope=ROPE,
+        windows=kind.windows, qkv_bias=kind.bias, o_bias=kind.bias, mlp_bias=kind.bias, qk_norm=kind.qk_norm,
+        rotary_dim=kind.rotary_dim,
+    )  # fmt: skip
+
+
+def build_of(kind: LayerKind) -> Build:
+    return Build(kind.dtype, torch.device("cpu"), kind.batch_invariant, quantization=kind.quantization)
+
+
+def fill(module: nn.Module, seed: int) -> None:
+    """Random weights."""
+    generator = torch.Generator().manual_seed(seed)
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            scale = 0.3 if isinstance(part, Linear) else 1.0
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+        if isinstance(part, Linear):
+            part.pack()
 
 
 class PagedRequests:
     """Rows [start, stop) of some requests (`spans`), in a region for each window. Earlier tokens are random, and slots
     of no token NaN."""
 
-    def __init__(self, kind: LayerKind, heads: tuple[int, int, int], spans: Sequence[tuple[int, int]], seed: int):
-        columns = -(-max(stop for _, stop in spans) // PAGE_SIZE)
+    def __init__(
+        self, kind: LayerKind, heads: tuple[int, int, int], spans: Sequence[tuple[int, int]], seed: int, ahead: int = 0
+    ) -> None:
+        """`ahead`: slots after the rows of each request."""
+        columns = -(-(ahead + max(stop for _, stop in spans)) // PAGE_SIZE)
         generator = torch.Generator().manual_seed(seed)
         order = np.random.default_rng(seed)
         self._kind, self._backend, self._groups = (
@@ -93,7 +112,17 @@ class PagedRequests:
         batch, window = self.batches[region], self._kind.windows[layer_id]
         return self._backend.write_and_attend(self.kv[region], index, rows, batch, window)
 
+    def write(self, layer_id: int, k: Tensor, v: Tensor) -> None:
+        self(layer_id, k, k, v, 1.0)
+
+    def bind(self, requests: np.ndarray, positions: np.ndarray, query_start: np.ndarray) -> PagedRequests:
+        """As `drafters.base.Pages`."""
+        bound = copy.copy(self)
+        bound.positions = positions
+        bound.batches = [AttnBatch(query_start, positions, batch.page_table[requests]) for batch in self.batches]
+        return bound
+
     def regions(self) -> KVRegions:
         found = tuple(KVRegion(kv, batch.page_table) for kv, batch in zip(self.kv, self.batches, strict=True))
-        layers = {i: (*self._place(i), window or 0) for i, window in enumerate(self._kind.windows)}
+        layers = np.array([(*self._place(i), window or 0) for i, window in enumerate(self._kind.windows)])
         return KVRegions(self.batches[0].query_start, self.positions, found, layers)

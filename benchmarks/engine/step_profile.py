@@ -44,7 +44,7 @@ class Pages:
         self._kv, self._batch = kv, batch
 
     def regions(self) -> KVRegions:
-        batch, layers = self._batch, {layer: (0, layer, 0) for layer in range(self._kv.shape[1])}
+        batch, layers = self._batch, np.array([(0, layer, 0) for layer in range(self._kv.shape[1])])
         return KVRegions(batch.query_start, batch.positions, (KVRegion(self._kv, batch.page_table),), layers)
 
 
@@ -122,7 +122,7 @@ def main(
             clock.spent.clear()
             parts.append((forward(attend_layer), clock.spent["linears"], clock.spent["attention"]))
         pages: Any = Pages(kv, batch)
-        is_fused = target.model.fused is not None and target.model.fused.regions(target.model.embed_tokens(ids), pages)
+        is_fused = target.model.fused is not None and target.model.fused.regions(len(ids), pages)
         fused = [forward(pages) for _ in range(repeat + 1)][1:] if is_fused else []
         total, linears, attention = (statistics.median(column) * 1e3 for column in zip(*parts[1:], strict=True))
         work = 2 * ((numbers - head) * requests * rows + head * requests)

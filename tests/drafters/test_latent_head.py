@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.drafters.registry import load_drafter
 from baton.engine.attention.base import AttnBatch
-from baton.engine.attention.paged_cache import LayerPlace, PagedCache
+from baton.engine.attention.paged_cache import LayerMap, LayerPlace, PagedCache
 from baton.engine.attention.registry import get_backend
 from baton.engine.memory.group_memory import GroupMemory
 from baton.kv.spec import GroupSpec, latent_planes
@@ -84,7 +84,7 @@ def _run(drafter: Any, ids: Tensor, features: Tensor, chunks: list[int]) -> tupl
     for size in chunks:
         positions = np.arange(start, start + size)
         batch = AttnBatch(np.array([0, size], dtype=np.int32), positions, table)
-        cache = PagedCache(get_backend(None, "cpu"), {0: (LayerPlace(memory, 0, None),)}, {"draft": batch}, {})
+        cache = PagedCache(get_backend(None, "cpu"), LayerMap({0: [LayerPlace(memory, 0, None)]}), {"draft": batch}, {})
         rows = slice(start, start + size)
         parts.append(drafter(ids[rows], features[rows], torch.from_numpy(positions), cache, True))
         start += size

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -57,9 +56,8 @@ def one_by_one(layers: list[DecoderLayer], x: Tensor, cos_sin: Any, cache: Paged
     return seen
 
 
-def rotary_of(layers: list[DecoderLayer], kind: LayerKind, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-    tables = Rotary(ROPE, kind.rotary_dim or HEADS[2], 512, kind.dtype, torch.device("cpu"))
-    return tables.at(torch.from_numpy(positions))
+def rotary_of(kind: LayerKind) -> Rotary:
+    return Rotary(ROPE, kind.rotary_dim or HEADS[2], 512, kind.dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -73,12 +71,12 @@ def test_rows_and_pages_have_the_bits_of_layers_one_by_one(kind: str, batch: str
     cache = PagedRequests(made, HEADS, BATCHES[batch], seed=5)
     other = copy.deepcopy(cache)
     x = torch.randn(len(cache.positions), HIDDEN, generator=torch.Generator().manual_seed(7)).bfloat16()
-    cos_sin = rotary_of(layers, made, cache.positions)
-    expected = one_by_one(layers, x, cos_sin, other)
-    regions = fused.regions(x, cache)  # type: ignore[arg-type]
+    rotary = rotary_of(made)
+    expected = one_by_one(layers, x, rotary.at(torch.from_numpy(cache.positions)), other)
+    regions = fused.regions(len(x), cache)  # type: ignore[arg-type]
     assert regions is not None
     kept, out = {0: torch.empty_like(x), 1: torch.empty_like(x)}, x.clone()
-    fused.run(out, [cos_sin], regions, kept)
+    fused.run(out, [rotary], regions, kept)
     assert torch.equal(out, expected[-1])
     assert torch.equal(kept[0], expected[0])
     assert torch.equal(kept[1], expected[1])
@@ -97,7 +95,7 @@ def test_a_slot_that_does_not_exist_is_an_error_and_nothing_is_written(threads: 
     before = cache.kv[0].clone()
     x = torch.zeros(3, HIDDEN, dtype=torch.bfloat16)
     with pytest.raises(BatonError, match="null page"):
-        fused.run(x, [rotary_of(layers, kind, cache.positions)], cache.regions(), {})
+        fused.run(x, [rotary_of(kind)], cache.regions(), {})
     assert torch.equal(cache.kv[0].view(torch.int16), before.view(torch.int16))
 
 

@@ -23,9 +23,12 @@ from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.index_scores import score
 from baton.kernels.cpu.scalar import as_array
 from baton.kv.geometry import CopyList
+from baton.models.fused_head import FusedHead
 from baton.models.fused_layers import FusedLayers
+from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import Rotary
 from baton.transports.copying import copy_runs
+from testkit.heads import HeadKind, make_batch, make_head, one_by_one
 from testkit.layers import ROPE, LayerKind, PagedRequests, make_layers
 
 Random = np.random.Generator
@@ -341,9 +344,62 @@ def layers(random: Random) -> None:
         expected.append(layer(expected[-1], cos_sin, copy.deepcopy(cache)))
     with guard:
         out = x.clone()
-        fused.run(out, [cos_sin], cache.regions(), kept)
+        fused.run(out, [rotary], cache.regions(), kept)
     if not (torch.equal(out, expected[2]) and torch.equal(kept[1], expected[1])):
         raise AssertionError("other bits than those of the layers one by one")
+
+
+def likeliest(random: Random) -> None:
+    """An LM head and the choice of its greatest logits: those of the products, which another family checks."""
+    quantization = "int8" if random.random() < 0.3 else None
+    build = Build(torch.bfloat16, torch.device("cpu"), quantization=quantization)
+    lm_head = Linear(64 * int(random.integers(1, 6)), 64 * int(random.integers(1, 12)), build)
+    assert lm_head.weight is not None
+    lm_head.weight.copy_(_normal(random, *lm_head.weight.shape))
+    lm_head.pack()
+    hidden = _normal(random, int(random.integers(1, 40)), lm_head.in_features, dtype=torch.bfloat16)
+    expected = lm_head(hidden).float().argmax(dim=-1).tolist()
+    if random.random() < 0.3:
+        hidden[-1], expected[-1] = math.nan, -1
+    head = FusedHead.of(lm_head)
+    with guard:
+        made = None if head is None else head.likeliest(hidden)
+    if made is None or made.tolist() != expected:
+        raise AssertionError("other tokens than those of the logits")
+
+
+def drafts(random: Random) -> None:
+    """Passes of an EAGLE-3 head in one call: the drafts and the keys of its modules one by one."""
+    kv_heads, size = 2 * int(random.integers(1, 3)), int(random.choice([32, 64]))
+    heads, hidden = kv_heads * int(random.integers(1, 4)), 64 * int(random.integers(1, 4))
+    shape = heads, kv_heads, size
+    layers = LayerKind(
+        quantization="int8" if random.random() < 0.3 else None,
+        bias=random.random() < 0.3,
+        windows=(None, 20) if random.random() < 0.3 else (None,),
+    )
+    kind = HeadKind(
+        layers,
+        draft_vocab=64 * int(random.integers(1, 5)) if random.random() < 0.7 else None,
+        norm_before_residual=random.random() < 0.5,
+        norm_output=random.random() < 0.5,
+    )
+    head = make_head(kind, hidden, shape, 64 * int(random.integers(1, 5)), int(random.integers(1 << 30)))
+    stops = [int(random.integers(1, 150)) for _ in range(int(random.integers(1, 7)))]
+    spans = [(max(0, stop - int(random.choice([1, 1, 4, 10]))), stop) for stop in stops]
+    pages = PagedRequests(layers, shape, spans, int(random.integers(1 << 30)), ahead=4)
+    counts = [int(random.integers(0, 5)) for _ in spans]
+    temperatures = [float(random.choice([0.0, 0.7])) for _ in spans]
+    batch = make_batch(head, pages, counts, temperatures, int(random.integers(1 << 30)))
+    other = copy.deepcopy(pages)
+    expected = one_by_one(head, batch, other)
+    with guard:
+        made = head.extend(batch)
+    if not isinstance(made, list):
+        raise AssertionError("the passes were not fused")
+    same = [torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(pages.kv, other.kv, strict=True)]
+    if made != expected or not all(same):
+        raise AssertionError("other drafts or keys than those of the modules one by one")
 
 
 def states(random: Random) -> None:
@@ -517,6 +573,7 @@ def copies(random: Random) -> None:
         raise AssertionError("bytes differ")
 
 
+_OF_PAIRS = {"products": products, "int8": int8, "layers": layers, "likeliest": likeliest, "drafts": drafts}
 FAMILIES: dict[str, Callable[[Random], None]] = {
     "paged": paged,
     "latent": latent,
@@ -526,5 +583,9 @@ FAMILIES: dict[str, Callable[[Random], None]] = {
     "states": states,
     "deltas": deltas,
     "copies": copies,
-    **({"products": products, "int8": int8, "layers": layers} if HAS_BF16_PAIRS else {}),
+    **(
+        {"products": products, "int8": int8, "layers": layers, "likeliest": likeliest, "drafts": drafts}
+        if HAS_BF16_PAIRS
+        else {}
+    ),
 }

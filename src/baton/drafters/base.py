@@ -17,6 +17,8 @@ from torch import Tensor
 from baton.drafters.chain import IntArray, ModuleChain
 from baton.models.cache import LayerCache, LayerSpec
 
+FloatArray = npt.NDArray[np.float64]
+
 
 class Pages(Protocol):
     """The KV and states that the drafter keeps for a batch's requests."""
@@ -43,6 +45,12 @@ class Choose(Protocol):
         ...
 
 
+class DraftNoise(Protocol):
+    def __call__(self, requests: IntArray, step: int) -> tuple[FloatArray, Sequence[FloatArray | None]] | None:
+        """Temperatures [R] and noise by target id of draft `step`; None for greedy requests, or if all are."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
     """New rows whose next token is known; drafts are proposed after each request's last row.
@@ -50,7 +58,8 @@ class DraftBatch:
     Row i of a request has the target's features of position i, and token x_{i+1}. `features_TF` is None if the drafter
     takes none. `contexts`: all known tokens per request, int64, empty unless the drafter `needs_contexts`. `chain`:
     inputs of the modules after the first, None for a single module. `target_pages`: the target's entries, of all
-    positions up to each request's last row, for a `TargetReader`.
+    positions up to each request's last row, for a `TargetReader`. `noise`: what `choose` goes by, None if that is more
+    than noise.
     """
 
     next_ids: IntArray  # [T]
@@ -63,6 +72,7 @@ class DraftBatch:
     choose: Choose
     chain: ModuleChain | None = None
     target_pages: Pages | None = None
+    noise: DraftNoise | None = None
 
 
 class Drafter(Protocol):

@@ -12,11 +12,14 @@ tensor shows whether the last one is set.
 
 from __future__ import annotations
 
+import functools
 import logging
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from baton.drafters.base import DraftBatch
 from baton.drafters.head import (
     HeadDrafter,
     attention_layers,
@@ -26,36 +29,19 @@ from baton.drafters.head import (
     target_ids,
 )
 from baton.drafters.head_config import LAYER_IDS, eagle_flag, nested, read_head
+from baton.drafters.passes import draft_passes
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig, RawConfig, get_int
-from baton.models.layers.decoder_layer import MLP, Attention, DecoderLayer
+from baton.models.fused_drafts import MAX_ROWS, DraftHead, FusedDrafts
+from baton.models.fused_layers import FusedLayers
+from baton.models.layers.decoder_layer import Attention, DecoderLayer, FusionLayer
 from baton.models.layers.latent import LatentAttention
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear
 
 log = logging.getLogger(__name__)
-
-
-class FusionLayer(nn.Module):
-    """The first layer: from an embedding and a hidden state, [T, E] each, to the residual stream [T, E]."""
-
-    def __init__(self, config: ModelConfig, norm_before_residual: bool, build: Build) -> None:
-        super().__init__()
-        self._norm_before_residual = norm_before_residual
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_eps, build)
-        self.self_attn = _attention(config, 0, build, 2 * config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, build)
-
-    def forward(self, embeds: Tensor, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], attend: LayerCache) -> Tensor:
-        normed = self.hidden_norm(hidden)
-        residual = normed if self._norm_before_residual else hidden
-        joined = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
-        x = residual + self.self_attn(joined, cos_sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
 def _attention(config: ModelConfig, layer_id: int, build: Build, in_features: int) -> nn.Module:
@@ -78,7 +64,8 @@ class Eagle3(HeadDrafter):
         self.feature_size = target.hidden_size * (len(self.aux_layers) or 1)
         self.fc = Linear(self.feature_size, hidden, build, bias="fc.bias" in names) if self.aux_layers else None
         self._add_norms(raw, target.hidden_size, config.rms_eps, build)
-        first = FusionLayer(config, eagle_flag(raw, "norm_before_residual"), build)
+        attention = _attention(config, 0, build, 2 * hidden)
+        first = FusionLayer(config, eagle_flag(raw, "norm_before_residual"), attention, build)
         self.layers = nn.ModuleList([first, *(_layer(config, i, build) for i in range(1, config.num_layers))])
         self.norm = RMSNorm(hidden, config.rms_eps, build)
         draft_vocab = get_int(raw, "draft_vocab_size", config.vocab_size)
@@ -130,6 +117,46 @@ class Eagle3(HeadDrafter):
     def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
         return torch.cat(aux, dim=-1) if self.aux_layers else hidden_TE
 
+    @functools.cached_property
+    def _fused(self) -> FusedDrafts | None:
+        embedding, lm_head = self.embedding_and_head()
+        if lm_head is None:
+            return None
+        head = DraftHead(embedding, self.fc, self.norm, self._norm_output, lm_head, self.draft_to_target)
+        return FusedDrafts.of(FusedLayers.of(self.layers, [0] * len(self.layers)), self.rotary, head)
+
+    def extend(self, batch: DraftBatch) -> tuple[Tensor, Tensor] | list[list[int]]:  # type: ignore[override]
+        """The drafts, if all passes run in one call."""
+        fused, features = self._fused, batch.features_TF
+        assert features is not None
+        # Nobody reads what other rows return.
+        last_only = len(batch.positions) > MAX_ROWS and len(self.layers) == 1
+        passes = None if fused is None else draft_passes(batch, fused.regions, last_only)
+        if fused is None or passes is None:
+            return super().extend(batch)
+        drafts: list[list[int]] = [[] for _ in batch.num_drafts]
+        ids = batch.next_ids
+        if last_only:
+            self._write(batch, features)
+            last = batch.query_start[1:].astype(np.int64)[np.flatnonzero(batch.num_drafts)] - 1
+            ids, features = ids[last], features[self._tensor(last)]
+        if passes:
+            chosen = fused.run(ids, self._normed(features).contiguous(), [one for one, _ in passes])
+            for (_, going), tokens in zip(passes, chosen, strict=True):
+                for request, token in zip(going.tolist(), tokens.tolist(), strict=True):
+                    drafts[request].append(token)
+        return drafts
+
+    def _write(self, batch: DraftBatch, features_TF: Tensor) -> None:
+        cache = batch.pages.bind(np.arange(len(batch.num_drafts)), batch.positions, batch.query_start)
+        embeds, cos_sin = self._embed(self._tensor(batch.next_ids)), self.rotary.at(self._tensor(batch.positions))
+        first = self.layers[0]
+        assert isinstance(first, FusionLayer)
+        first.write(embeds, self._fuse(features_TF), cos_sin, cache)
+
+    def draft(self, batch: DraftBatch, extended: tuple[Tensor, Tensor] | list[list[int]]) -> list[list[int]]:
+        return extended if isinstance(extended, list) else super().draft(batch, extended)
+
     def forward(
         self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: LayerCache, first: bool
     ) -> tuple[Tensor, Tensor]:
@@ -143,13 +170,17 @@ class Eagle3(HeadDrafter):
 
     def _fuse(self, features_TF: Tensor) -> Tensor:
         """One hidden state [T, E] from the features of all target layers [T, F]."""
+        x = self._normed(features_TF)
+        return x if self.fc is None else self.fc(x)
+
+    def _normed(self, features_TF: Tensor) -> Tensor:
         x = features_TF
         if self.input_norm is not None:
             x = self.input_norm(x)
         if self.fc_norm is not None:
             parts = x.chunk(len(self.fc_norm), dim=-1)
             x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return x if self.fc is None else self.fc(x)
+        return x
 
 
 def aux_layer_ids(raw: RawConfig, num_layers: int) -> tuple[int, ...]:

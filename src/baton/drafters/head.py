@@ -59,6 +59,7 @@ class HeadDrafter(nn.Module, ABC):
         # unscaled embeddings, even if the target scales its own.
         self._embed: Callable[[Tensor], Tensor] = partial(F.embedding, weight=target.model.embed_tokens.weight)
         self._head: Callable[[Tensor], Tensor] = target.project
+        self._target = (target,)
         own_embed = "embed_tokens.weight" in names
         if own_embed:
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
@@ -74,6 +75,14 @@ class HeadDrafter(nn.Module, ABC):
     def add_head(self, hidden_size: int, draft_vocab: int, build: Build) -> None:
         self.lm_head = Linear(hidden_size, draft_vocab, build)
         self._head = self.lm_head.forward
+
+    def embedding_and_head(self) -> tuple[Tensor, Linear | None]:
+        """The embedding's weight [V, E], and the LM head unless each rank has a part."""
+        (target,), own = self._target, self._modules
+        embed, lm_head = own.get("embed_tokens", target.model.embed_tokens), own.get("lm_head", target.whole_head())
+        assert isinstance(embed, Embedding)
+        assert lm_head is None or isinstance(lm_head, Linear)
+        return embed.weight, lm_head
 
     def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:
         """As `Drafter.combine`. By default, the target's final-norm states."""

@@ -60,9 +60,10 @@ _SCORED_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class TargetResult:
-    """`logits` [N, V]: of the rows to sample."""
+    """`logits` [N, V]: of the rows to sample, unless their `choices` are known."""
 
     logits: Tensor | None
+    choices: IntArray | None
     features: np.ndarray
     scores: list[TokenLogprobs | None]
 
@@ -84,15 +85,19 @@ class LocalExecutor:
         output = self._output = self.runner.forward(plan.rows, written)
         features = _on_host(output.features_TF, plan.feature_rows)
         scores = [one for block, logits in self._scored(plan, output) for one in prompt_logprobs(logits, block)]
-        return TargetResult(
-            self.runner.logits(output, plan.sample_rows) if len(plan.sample_rows) else None, features, scores
-        )
+        choices = None
+        if plan.sampling is None and not len(plan.logit_rows):
+            choices = self.runner.likeliest(output, plan.sample_rows)
+        wanted = choices is None and len(plan.sample_rows) > 0
+        logits = self.runner.logits(output, plan.sample_rows) if wanted else None
+        return TargetResult(logits, choices, features, scores)
 
     @torch.inference_mode()
     def sample(self, plan: StepPlan, computed: TargetResult) -> StepResult:
         """Only rank 0 chooses tokens."""
-        logits_NV = computed.logits
-        choices = plan.sample_rows if logits_NV is None else choose_tokens(logits_NV, plan.sampling)
+        logits_NV, choices = computed.logits, computed.choices
+        if choices is None:
+            choices = plan.sample_rows if logits_NV is None else choose_tokens(logits_NV, plan.sampling)
         result = StepResult(choices, _on_host(logits_NV, plan.logit_rows), computed.features, computed.scores)
         self._settle()
         return result

@@ -19,10 +19,11 @@ from baton.engine.attention.paged_cache import LayerMap, PagedCache, layer_map
 from baton.engine.attention.scan import StateBatch
 from baton.engine.memory.draft_states import DraftStates
 from baton.engine.memory.group_memory import GroupMemory
-from baton.engine.plan import DraftPlan, DraftResult, Int32Array, IntArray, PlanSpec, Rows, Written
+from baton.engine.plan import NOT_FINITE, DraftPlan, DraftResult, Int32Array, IntArray, PlanSpec, Rows, Written
 from baton.engine.sampling.sampler import DraftSampler
 from baton.kv.spec import GroupSpec, Owner
 from baton.models.base import CausalLM
+from baton.models.fused_head import FusedHead
 from baton.structured import Constrained, DraftMatchers, Grammars
 
 
@@ -99,12 +100,14 @@ class ModelRunner:
         self._draft_layers = layer_map(draft_groups, kv, drafter.kv_layers if drafter else ())
         self._aux_layers = drafter.aux_layers if drafter else tuple(aux_layers)
         self.spec = plan_spec(groups, drafter)
+        plain = isinstance(model, CausalLM) and type(model).compute_logits is CausalLM.compute_logits
+        self._head = FusedHead.of(model.whole_head()) if plain else None
 
     def release(self) -> None:
         """Drop pages and weights: reference cycles may keep the runner alive."""
         for held in (self.kv, self._target_layers, self._draft_layers):
             held.clear()
-        del self.model, self.drafter
+        del self.model, self.drafter, self._head
 
     def forward(self, rows: Rows, written: Written | None = None) -> TargetOutput:
         batches = {
@@ -125,6 +128,19 @@ class ModelRunner:
             return self.model.compute_logits(output.hidden_TE)
         return self.model.compute_logits(output.hidden_TE[self._tensor(rows)])
 
+    def likeliest(self, output: TargetOutput, rows: IntArray) -> IntArray | None:
+        """As `choose_tokens`. None: it needs logits."""
+        head = self._head
+        if head is None or not len(rows):
+            return None
+        hidden_TE = output.hidden_TE
+        if len(rows) < len(hidden_TE):
+            hidden_TE = hidden_TE[self._tensor(rows)]
+        chosen = head.likeliest(hidden_TE.contiguous())
+        if chosen is not None:
+            chosen[chosen < 0] = NOT_FINITE
+        return chosen
+
     def draft(self, plan: DraftPlan, output: TargetOutput) -> DraftResult:
         """Raises `ValueError` for invalid drafts."""
         drafter, rows = self.drafter, plan.rows
@@ -134,7 +150,8 @@ class ModelRunner:
             features = features[self._tensor(plan.feature_rows)]
         # The token after the last row is known: the first draft is two positions after the row.
         first = rows.positions[rows.query_start[1:] - 1] + 2
-        states = DraftStates(plan)
+        states, constrained = DraftStates(plan), self._constrained(plan)
+        choose = DraftSampler(plan.noise, first, self.model.vocab_size, constrained)
         batch = DraftBatch(
             next_ids=rows.token_ids,
             positions=rows.positions,
@@ -143,9 +160,10 @@ class ModelRunner:
             num_drafts=plan.num_drafts,
             contexts=plan.contexts,
             pages=_DraftPages(self, self._draft_layers, rows.tables, plan.first_entry, states),
-            choose=DraftSampler(plan.noise, first, self.model.vocab_size, self._constrained(plan)),
+            choose=choose,
             chain=plan.chain,
             target_pages=_DraftPages(self, self._target_layers, rows.tables, plan.first_entry[:0], states),
+            noise=choose.noise if constrained is None else None,
         )
         extended = drafter.extend(batch)
         for group, source, destination in states.left_out():

@@ -62,13 +62,13 @@ class Decoder(nn.Module):
         else:
             before = stage_layers(num_layers, stage.index - 1, stage.count)
             x = self._receive(len(input_ids_T), [a for a in wanted if a < before.stop], stage.index - 1, seen)
-        cos_sin = [rotary.at(positions_T) for rotary in self.rotaries]
         inputs = self.layer_inputs(input_ids_T, x)
-        regions = None if inputs or self.fused is None else self.fused.regions(x, cache)
+        regions = None if inputs or self.fused is None else self.fused.regions(len(x), cache)
         if regions is not None and self.fused is not None:
             seen = {layer_id: torch.empty_like(x) for layer_id in aux_layers if layer_id < num_layers}
-            self.fused.run(x, cos_sin, regions, seen)
+            self.fused.run(x, self.rotaries, regions, seen)
         else:
+            cos_sin = [rotary.at(positions_T) for rotary in self.rotaries]
             for name, layer in self.layers.items():
                 layer_id = int(name)
                 if layer_id in aux_layers:
@@ -202,6 +202,10 @@ class CausalLM(nn.Module, ABC):
     def compute_logits(self, hidden_TE: Tensor) -> Tensor:
         """Logits [T, V] in float32 of final-norm hidden states [T, E]."""
         return self.project(hidden_TE).float()
+
+    def whole_head(self) -> Linear | None:
+        """None if it is on another stage, or each rank has a part."""
+        return self.lm_head if self.build.ranks.stage.index == 0 and not self._is_cut else None
 
     def project(self, hidden_TE: Tensor) -> Tensor:
         """The LM head's output [T, V] for rows [T, E]. A collective: all ranks call it."""

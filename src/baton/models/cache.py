@@ -175,13 +175,13 @@ class KVRegion:
 
 @dataclass(frozen=True, slots=True)
 class KVRegions:
-    """Keys and values for a kernel that runs several layers in one call; slots are not checked. `layers`: each layer's
-    region, its index in it, and its window (0: none)."""
+    """Keys and values for a kernel that runs several layers in one call; slots are not checked. `layers` [layers, 3]:
+    each layer's region, its index in it, and its window (0: none)."""
 
     query_start: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int64]
     regions: tuple[KVRegion, ...]
-    layers: Mapping[int, tuple[int, int, int]]
+    layers: npt.NDArray[np.int64]
 
 
 @runtime_checkable

@@ -1,5 +1,4 @@
-"""A model's decoder layers over a few rows in one call (see `decoder_layers`), with the bits of the layers one by
-one."""
+"""Decoder layers over a few rows in one call (see `kernels.cpu.fused`), with the bits of the layers one by one."""
 
 from __future__ import annotations
 
@@ -10,160 +9,215 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from baton.kernels.cpu import decoder_layers as kernel
+from baton.kernels.cpu.fused import fields as at
+from baton.kernels.cpu.fused.passes import RUN
+from baton.kernels.cpu.fused.products import BLOCK, SCRATCH_BYTES
+from baton.kernels.cpu.fused.stages import STAGE_BYTES
 from baton.kernels.cpu.omp import arguments, float_bits, threads_for
 from baton.kernels.cpu.small_gemm import MAX_ROWS
-from baton.kernels.cpu.stages import STAGE_BYTES
 from baton.models.cache import InPlaceCache, KVRegions, LayerCache, slot_error
-from baton.models.layers.decoder_layer import MLP, Attention, DecoderLayer
+from baton.models.layers.decoder_layer import MLP, Attention, DecoderLayer, FusionLayer
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Linear
+from baton.models.layers.rotary import Rotary
 
 # Weights of a layer per thread.
 _PARALLEL_WEIGHTS = 1 << 17
 
-CosSin = tuple[Tensor, Tensor]
+Int64 = npt.NDArray[np.int64]
+Layer = DecoderLayer | FusionLayer
+
+
+class Work:
+    """Memory of a call; `fields` has its addresses."""
+
+    def __init__(self, fields: Int64, capacity: int, threads: int, widths: Mapping[int, int]) -> None:
+        self.capacity, self.threads, self.fields = capacity, threads, fields.copy()
+        self._scratch = torch.empty(threads * capacity * SCRATCH_BYTES, dtype=torch.uint8)
+        self._rows = {name: torch.empty(capacity, width, dtype=torch.bfloat16) for name, width in widths.items()}
+        self.fields[at.SCRATCH] = self._scratch.data_ptr()
+        for name, tensor in self._rows.items():
+            self.fields[name] = tensor.data_ptr()
 
 
 class FusedLayers:
-    """`layers`: those of a whole model."""
+    """`layers`: those of a whole model or drafter."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], rotary_of: Sequence[int]) -> None:
-        first, mlp = layers[0].self_attn, layers[0].mlp
-        assert isinstance(first, Attention)
+    def __init__(self, layers: Sequence[Layer], rotary_of: Sequence[int]) -> None:
+        first, mlp = _attention(layers[0]), layers[0].mlp
         assert isinstance(mlp, MLP)
-        self._layers, self._rotary_of = layers, np.array(rotary_of)
-        self._heads, self._kv_heads, self._size, self._scale = (
-            first.num_heads,
-            first.num_kv_heads,
-            first.head_dim,
-            first.scale,
-        )
-        self._hidden, self._inner = first.qkv_proj.in_features, mlp.down_proj.in_features
-        self._merged, self._eps = first.qkv_proj.out_features, _norms(layers[0])[0].eps
+        self.hidden, inner = first.o_proj.out_features, mlp.down_proj.in_features
+        self.eps = eps_of(layers[0].post_attention_layernorm)
+        self._shape = first.num_kv_heads, first.head_dim
+        # A drafter's first layer reads two rows side by side.
+        wide = max(_attention(layer).qkv_proj.in_features for layer in layers)
+        self.widths = {
+            at.NORMED: wide,
+            at.MERGED: first.qkv_proj.out_features,
+            at.ATTENDED: first.num_heads * first.head_dim,
+            at.INNERS: inner,
+        }
         self._linears = [linear for layer in layers for linear in _linears(layer)]
-        self._table = np.array([_columns(layer) for layer in layers], dtype=np.int64)
+        self._table = np.array([_columns(*one) for one in zip(layers, rotary_of, strict=True)], dtype=np.int64)
+        self._no_features = np.zeros(len(layers), dtype=np.int64)
         self._num_weights = sum(linear.in_features * linear.out_features for linear in _linears(layers[0]))
+        self.fields = np.zeros(at.NUM_FIELDS, dtype=np.int64)
+        self._work: Work | None = None
+        for name, value in {
+            at.NUM_LAYERS: len(layers),
+            at.HIDDEN: self.hidden,
+            at.HEADS: first.num_heads,
+            at.KV_HEADS: first.num_kv_heads,
+            at.SIZE: first.head_dim,
+            at.INNER: inner,
+            at.EPS: float_bits(self.eps),
+            at.SCALE: float_bits(first.scale),
+            at.LAYERS: int(self._table.ctypes.data),
+            at.FEATURES: int(self._no_features.ctypes.data),
+        }.items():
+            self.fields[name] = value
 
     @classmethod
     def of(cls, layers: Iterable[nn.Module], rotary_of: Sequence[int]) -> FusedLayers | None:
         """None if a layer is of another kind, or a weight is not packed."""
-        found = [layer for layer in layers if isinstance(layer, DecoderLayer)]
+        found = [layer for layer in layers if isinstance(layer, Layer)]
         if len(found) < len(rotary_of) or not all(map(_is_usual, found)):
             return None
-        made = cls(found, rotary_of)
-        return made if all(_shape(layer) == _shape(found[0]) for layer in found) else None
+        return cls(found, rotary_of) if len({_shape(layer) for layer in found}) == 1 else None
 
-    def regions(self, x: Tensor, cache: LayerCache) -> KVRegions | None:
-        """Keys and values for rows x [T, E]. None: the layers must run one by one."""
-        if not isinstance(cache, InPlaceCache) or not 0 < len(x) <= MAX_ROWS or x.dtype is not torch.bfloat16:
+    def regions(self, num_rows: int, cache: LayerCache) -> KVRegions | None:
+        """Keys and values for the rows. None: the layers must run one by one."""
+        if not 0 < num_rows <= MAX_ROWS or not isinstance(cache, InPlaceCache):
             return None
-        if not all(linear.few_rows_match() for linear in self._linears[:4]):
+        if not all(linear.few_rows_match() for linear in self._linears[:8]):
             return None
         regions = cache.regions()
-        shape = self._kv_heads, self._size
-        if regions is None or any(r.kv.dtype is not x.dtype or r.kv.shape[4:] != shape for r in regions.regions):
+        if regions is None or any(
+            r.kv.dtype is not torch.bfloat16 or r.kv.shape[4:] != self._shape for r in regions.regions
+        ):
             return None
         return regions
 
-    def run(self, x: Tensor, cos_sin: Sequence[CosSin], regions: KVRegions, kept: Mapping[int, Tensor]) -> None:
+    def run(self, x: Tensor, rotaries: Sequence[Rotary], regions: KVRegions, kept: Mapping[int, Tensor]) -> None:
         """Replaces contiguous rows x [T, E] by the last layer's output. `kept`: tensors [T, E] that get the input of
         these layers. Raises `BatonError` for a slot in the null page or outside the page table."""
-        num_rows, num_layers = len(x), len(self._layers)
+        work = self.take_work(len(x))
+        fields = work.fields.copy()
+        features = self._no_features.copy()
+        for layer, tensor in kept.items():
+            features[layer] = tensor.data_ptr()
+        fields[at.X], fields[at.FEATURES] = x.data_ptr(), features.ctypes.data
+        tables = rotary_tables(rotaries, int(regions.positions.max()))
+        self.call(work, fields[None], self.place(fields, regions, regions.positions, tables))
+
+    def place(self, fields: Int64, regions: KVRegions, angles: Int64, rotaries: RotaryTables) -> object:
+        """Set where a pass's rows are. Returns what holds the arrays."""
+        found = np.array(
+            [
+                (
+                    region.kv.data_ptr(),
+                    *region.kv.shape[:2],
+                    region.kv.shape[3],
+                    region.page_table.ctypes.data,
+                    region.page_table.shape[1],
+                )
+                for region in regions.regions
+            ],
+            dtype=np.int64,
+        )
+        fields[at.NUM_ROWS], fields[at.NUM_REQUESTS] = len(angles), len(regions.query_start) - 1
+        fields[at.POSITIONS], fields[at.ANGLES] = regions.positions.ctypes.data, angles.ctypes.data
+        fields[at.QUERY_START], fields[at.PLACES] = regions.query_start.ctypes.data, regions.layers.ctypes.data
+        fields[at.REGIONS], fields[at.ROTARIES] = found.ctypes.data, rotaries[0].ctypes.data
+        return found, regions, angles, rotaries
+
+    def take_work(self, num_rows: int) -> Work:
         threads = threads_for(self._num_weights, _PARALLEL_WEIGHTS)
-        table = self._filled(cos_sin, regions, kept)
-        stages = np.zeros(num_layers * kernel.STAGES_PER_LAYER * STAGE_BYTES // 8, dtype=np.int64)
-        scratch = torch.empty(threads * num_rows * kernel.SCRATCH_BYTES, dtype=torch.uint8)
-        widths = self._hidden, self._merged, self._heads * self._size, self._inner
-        normed, merged, attended, inners = (x.new_empty(num_rows, width) for width in widths)
-        given = arguments(
-            0, num_rows, len(regions.query_start) - 1, num_layers,
-            self._hidden, self._heads, self._kv_heads, self._size, self._inner,
-            float_bits(self._eps), float_bits(self._scale),
-            int(regions.positions.ctypes.data), int(regions.query_start.ctypes.data),
-            int(table.ctypes.data), int(stages.ctypes.data), scratch.data_ptr(),
-            x.data_ptr(), normed.data_ptr(), merged.data_ptr(), attended.data_ptr(), inners.data_ptr(),
-        )  # fmt: skip
-        kernel.LAYERS.call(given, threads)
-        if given[kernel.FAULT]:
+        work, self._work = self._work, None
+        if work is None or work.capacity < num_rows or work.threads < threads:
+            work = Work(self.fields, num_rows, threads, self.widths)
+        return work
+
+    def call(self, work: Work, passes: Int64, *held: object) -> None:
+        """`held`: what `passes` [P, NUM_FIELDS] have addresses of. Raises `BatonError` for a bad slot."""
+        per_pass = (len(self._table) * at.STAGES_PER_LAYER + at.STAGES_OF_DRAFTS) * STAGE_BYTES
+        stages = np.zeros(len(passes) * per_pass // 8, dtype=np.int64)
+        passes[:, at.STAGES] = stages.ctypes.data + per_pass * np.arange(len(passes))
+        threads = min(work.threads, threads_for(self._num_weights, _PARALLEL_WEIGHTS))
+        RUN.call(arguments(len(passes), passes.ctypes.data), threads)
+        self._work = work
+        if passes[:, at.FAULT].any():
             raise slot_error()
 
-    def _filled(
-        self, cos_sin: Sequence[CosSin], regions: KVRegions, kept: Mapping[int, Tensor]
-    ) -> npt.NDArray[np.int64]:
-        table: npt.NDArray[np.int64] = self._table.copy()
-        places = np.array([regions.layers[i] for i in range(len(self._layers))])
-        found = [
-            (
-                region.kv.data_ptr(),
-                *region.kv.shape[:2],
-                region.kv.shape[3],
-                int(region.page_table.ctypes.data),
-                region.page_table.shape[1],
-            )
-            for region in regions.regions
-        ]
-        table[:, kernel.KV : kernel.PAGE_COLUMNS + 1] = np.array(found)[places[:, 0]]
-        table[:, kernel.KV_INDEX : kernel.WINDOW + 1] = places[:, 1:]
-        rotaries = [(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in cos_sin]
-        table[:, kernel.COS : kernel.HALF + 1] = np.array(rotaries)[self._rotary_of]
-        for layer, tensor in kept.items():
-            table[layer, kernel.FEATURES] = tensor.data_ptr()
-        return table
+
+RotaryTables = tuple[Int64, list[tuple[Tensor, Tensor]]]
 
 
-def _linears(layer: DecoderLayer) -> list[Linear]:
-    attention, mlp = layer.self_attn, layer.mlp
-    assert isinstance(attention, Attention)
+def rotary_tables(rotaries: Sequence[Rotary], last: int) -> RotaryTables:
+    tables = [rotary.tables(last) for rotary in rotaries]
+    rows = [(cos.data_ptr(), sin.data_ptr(), cos.shape[1], len(cos)) for cos, sin in tables]
+    return np.array(rows, dtype=np.int64), tables
+
+
+def _attention(layer: Layer) -> Attention:
+    assert isinstance(layer.self_attn, Attention)
+    return layer.self_attn
+
+
+def _linears(layer: Layer) -> list[Linear]:
+    attention, mlp = _attention(layer), layer.mlp
     assert isinstance(mlp, MLP)
     return [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
 
 
-def _norms(layer: DecoderLayer) -> list[RMSNorm]:
-    attention = layer.self_attn
-    assert isinstance(attention, Attention)
-    norms = layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm
-    return [norm for norm in norms if isinstance(norm, RMSNorm)]
+def _norms(layer: Layer) -> dict[int, nn.Module | None]:
+    attention = _attention(layer)
+    return {
+        at.INPUT_NORM: layer.input_layernorm,
+        at.POST_NORM: layer.post_attention_layernorm,
+        at.Q_NORM: attention.q_norm,
+        at.K_NORM: attention.k_norm,
+        at.HIDDEN_NORM: layer.hidden_norm if isinstance(layer, FusionLayer) else None,
+    }
 
 
-def _is_usual(layer: DecoderLayer) -> bool:
-    """Whether the kernel computes this layer, on this machine."""
+def _is_usual(layer: Layer) -> bool:
+    """Whether the kernel computes what this layer computes, on this machine."""
     attention, mlp = layer.self_attn, layer.mlp
-    if type(layer) is not DecoderLayer or type(attention) is not Attention or type(mlp) is not MLP:
+    kinds = type(layer) in (DecoderLayer, FusionLayer), type(attention) is Attention, type(mlp) is MLP
+    if not all(kinds) or layer.input_layernorm is None or _attention(layer).sinks is not None:
         return False
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-    if attention.sinks is not None or not all(
-        type(norm) is RMSNorm and norm.weight.dtype is torch.bfloat16 for norm in norms
-    ):
+    norms = [norm for norm in _norms(layer).values() if norm is not None]
+    if not all(type(norm) is RMSNorm and norm.weight.dtype is torch.bfloat16 for norm in norms):
         return False
-    sizes = [attention.qkv_proj.out_features, attention.o_proj.out_features, mlp.down_proj.in_features]
-    return not any(size % kernel.BLOCK for size in sizes) and all(
+    if len(set(map(eps_of, norms))) > 1:
+        return False
+    qkv, out, _, down = _linears(layer)
+    return not any(size % BLOCK for size in (qkv.out_features, out.out_features, down.in_features)) and all(
         linear.in_place() is not None for linear in _linears(layer)
     )
 
 
-def _shape(layer: DecoderLayer) -> tuple[float, ...]:
-    """Equal for all layers of a call."""
-    attention = layer.self_attn
-    assert isinstance(attention, Attention)
+def _shape(layer: Layer) -> tuple[float, ...]:
+    """What all layers of a call must share."""
+    attention = _attention(layer)
     sizes = [size for linear in _linears(layer) for size in (linear.in_features, linear.out_features)]
     heads = attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.scale
-    return (*sizes, *heads, *(float(norm.eps) for norm in _norms(layer)))
+    return (*sizes[1:], *heads, eps_of(layer.post_attention_layernorm))
 
 
-def _columns(layer: DecoderLayer) -> list[int]:
-    """A layer's row of the kernel's table, as far as forwards do not change it."""
-    attention, row = layer.self_attn, [0] * kernel.NUM_COLUMNS
-    assert isinstance(attention, Attention)
-    for column, linear in zip((kernel.QKV, kernel.OUT, kernel.GATE_UP, kernel.DOWN), _linears(layer), strict=True):
+def eps_of(norm: nn.Module) -> float:
+    assert isinstance(norm, RMSNorm)
+    return float(norm.eps)
+
+
+def _columns(layer: Layer, rotary: int) -> list[int]:
+    """A layer's row of the kernel's table."""
+    row = [0] * at.NUM_COLUMNS
+    for column, linear in zip((at.QKV, at.OUT, at.GATE_UP, at.DOWN), _linears(layer), strict=True):
         row[column : column + 3] = linear.in_place() or ()
-    norms = {
-        kernel.INPUT_NORM: layer.input_layernorm,
-        kernel.POST_NORM: layer.post_attention_layernorm,
-        kernel.Q_NORM: attention.q_norm,
-        kernel.K_NORM: attention.k_norm,
-    }
-    for column, norm in norms.items():
-        row[column] = 0 if norm is None else norm.weight.data_ptr()
+    for column, norm in _norms(layer).items():
+        row[column] = norm.weight.data_ptr() if isinstance(norm, RMSNorm) else 0
+    row[at.ROTARY] = rotary
+    row[at.ADDS_NORMED] = int(isinstance(layer, FusionLayer) and layer.norm_before_residual)
     return row

@@ -5,9 +5,12 @@ Shapes: T rows of the step, H query heads, G KV heads, D head size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
@@ -31,12 +34,29 @@ class LayerPlace:
     window: int | None
 
 
-# A layer has a place in each of its groups.
-LayerMap = dict[int, list[LayerPlace]]
+class LayerMap(dict[int, list[LayerPlace]]):
+    """A layer has a place in each of its groups."""
+
+    @functools.cached_property
+    def in_place(self) -> tuple[dict[str, Tensor], npt.NDArray[np.int64]] | None:
+        """Keys and values by group, and `KVRegions.layers`."""
+        groups: dict[str, Tensor] = {}
+        rows: list[tuple[int, int, int]] = []
+        for layer_id, places in sorted(self.items()):
+            kv, name = places[0].memory.kv, places[0].memory.spec.name
+            if layer_id != len(rows) or len(places) > 1 or kv is None or not kv.is_contiguous():
+                return None
+            groups[name] = kv
+            rows.append((list(groups).index(name), places[0].index, places[0].window or 0))
+        return (groups, np.array(rows, dtype=np.int64)) if rows else None
+
+    def clear(self) -> None:
+        super().clear()
+        self.__dict__.clear()
 
 
 def layer_map(groups: Sequence[GroupSpec], kv: Mapping[str, GroupMemory], specs: Sequence[LayerSpec]) -> LayerMap:
-    places: LayerMap = {}
+    places = LayerMap()
     for group in groups:
         for index, layer in enumerate(group.layer_ids):
             place = LayerPlace(kv[group.name], index, getattr(specs[layer], "window", None))
@@ -75,26 +95,14 @@ class PagedCache:
         return out
 
     def regions(self) -> KVRegions | None:
-        if self._written is not None or not isinstance(self._backend, PagedCpuBackend):
+        found = self._layers.in_place
+        if found is None or self._written is not None or not isinstance(self._backend, PagedCpuBackend):
             return None
-        numbers: dict[str, int] = {}
-        found: list[KVRegion] = []
-        layers: dict[int, tuple[int, int, int]] = {}
-        batch: BatchAddresses | None = None
-        for layer_id, places in self._layers.items():
-            place = places[0]
-            kv, name = place.memory.kv, place.memory.spec.name
-            if len(places) > 1 or kv is None or not kv.is_contiguous():
-                return None
-            if name not in numbers:
-                numbers[name] = len(found)
-                batch = BatchAddresses.of(self._batches[name])
-                found.append(KVRegion(kv, batch.arrays[2]))
-            layers[layer_id] = numbers[name], place.index, place.window or 0
-        if batch is None:
-            return None
-        positions, query_start, _ = batch.arrays
-        return KVRegions(query_start, positions, tuple(found), layers)
+        groups, layers = found
+        batches = {name: BatchAddresses.of(self._batches[name]) for name in groups}
+        regions = tuple(KVRegion(kv, batches[name].arrays[2]) for name, kv in groups.items())
+        positions, query_start, _ = next(iter(batches.values())).arrays
+        return KVRegions(query_start, positions, regions, layers)
 
     def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         # Rows that see only themselves cost next to nothing.

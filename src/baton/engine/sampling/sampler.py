@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.plan import NOT_FINITE, FloatArray, IntArray, Noise, Sampling
-from baton.engine.sampling.noise import gumbel_rows, uniform
+from baton.engine.sampling.noise import gumbel, gumbel_rows, uniform
 from baton.engine.sampling.nonfinite import rows_not_finite
 from baton.engine.sampling.verifier import rejection_choice
 from baton.structured.drafting import Constrained
@@ -176,6 +176,15 @@ class DraftSampler:
         for request, token in zip(requests.tolist(), chosen.tolist(), strict=True):
             self._constrained.chose(request, token)
         return chosen
+
+    def noise(self, requests: IntArray, step: int) -> tuple[FloatArray, list[FloatArray | None]] | None:
+        """As `drafters.base.DraftNoise`, without what a grammar allows."""
+        if self._greedy:
+            return None
+        own, position = self._noise.take(requests), self._first[requests] + step
+        words = zip(own.seed.tolist(), own.sample_index.tolist(), position.tolist(), own.temperature, strict=True)
+        noise = [gumbel(*word, self._vocab_size) if temperature else None for *word, temperature in words]
+        return own.temperature, noise
 
     def _choose(self, logits_RV: Tensor, requests: IntArray, step: int, target_ids: Tensor | None) -> IntArray:
         if self._greedy:

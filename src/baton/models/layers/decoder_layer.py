@@ -1,7 +1,8 @@
-"""A decoder layer and its usual parts: SwiGLU MLP and grouped-query attention."""
+"""A decoder layer and its usual parts: SwiGLU MLP, grouped-query attention; the first layer of an EAGLE-3 head."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from baton.kernels.cpu import elementwise
 from baton.kernels.cpu.elementwise import silu_mul
 from baton.kernels.cpu.scalar import supports
-from baton.models.cache import Attend
+from baton.models.cache import Attend, LayerCache
 from baton.models.config import ModelConfig
-from baton.models.layers.layernorm import make_norm
+from baton.models.layers.layernorm import RMSNorm, make_norm
 from baton.models.layers.linear import Build, MergedLinear, WeightCut
 from baton.models.layers.rotary import rotate
 from baton.models.layers.row_linear import RowLinear
@@ -72,16 +73,24 @@ class Attention(nn.Module):
         self.cuts: dict[str, WeightCut] = {"sinks": (0, heads)}
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
+        q, k, v = self._heads(x, cos_sin)
+        sinks = () if self.sinks is None else (self.sinks,)
+        out = attend(self._layer_id, q, k, v, self.scale, *sinks)
+        return self.o_proj(out.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
+
+    def write(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, cache: LayerCache) -> None:
+        """Without output."""
+        _, k, v = self._heads(x, cos_sin)
+        cache.write(self._layer_id, k, v)
+
+    def _heads(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> Sequence[Tensor]:
         heads = self.qkv_proj(x).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = heads.split_with_sizes(self._split, dim=1)
             heads = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
         if cos_sin is not None:
             heads = rotate(heads, self.num_heads + self.num_kv_heads, *cos_sin)
-        q, k, v = heads.split_with_sizes(self._split, dim=1)
-        sinks = () if self.sinks is None else (self.sinks,)
-        out = attend(self._layer_id, q, k, v, self.scale, *sinks)
-        return self.o_proj(out.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
+        return heads.split_with_sizes(self._split, dim=1)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
@@ -107,3 +116,28 @@ class DecoderLayer(nn.Module):
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
         x, normed = self.post_attention_layernorm.add_and_norm(x, self.self_attn(normed, cos_sin, attend))
         return x + self.mlp(normed)  # type: ignore[no-any-return]
+
+
+class FusionLayer(nn.Module):
+    """An EAGLE-3 head's first layer: from an embedding and a hidden state, [T, E] each, to the residual stream."""
+
+    def __init__(self, config: ModelConfig, norm_before_residual: bool, attention: nn.Module, build: Build) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_eps, build)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps, build)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, build)
+
+    def forward(self, embeds: Tensor, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        joined = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+        x = residual + self.self_attn(joined, cos_sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+    def write(self, embeds: Tensor, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> None:
+        assert isinstance(self.self_attn, Attention)
+        joined = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
+        self.self_attn.write(joined, cos_sin, cache)

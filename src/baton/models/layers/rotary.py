@@ -122,13 +122,20 @@ class Rotary:
 
         self._cos, self._sin, self._rows = table(np.cos(wide)), table(np.sin(wide)), rows
 
+    def _reach(self, last: int) -> None:
+        if last >= self._rows:
+            self._grow(min(max(last + 1, 2 * self._rows), max(self._max_position, last + 1)))
+
+    def tables(self, last: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [rows, R/2] up to position `last` at least."""
+        self._reach(last)
+        return self._cos, self._sin
+
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) at int64 positions [T], each [T, 1, R/2] in the model's dtype."""
         # Only while the table may be too short: reading costs a sync on a GPU.
         if self._rows < self._max_position and positions_T.numel():
-            needed = int(positions_T.max()) + 1
-            if needed > self._rows:
-                self._grow(min(max(needed, 2 * self._rows), max(self._max_position, needed)))
+            self._reach(int(positions_T.max()))
         return self._cos[positions_T].unsqueeze(1), self._sin[positions_T].unsqueeze(1)
 
 

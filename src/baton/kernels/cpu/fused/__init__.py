@@ -1,0 +1,1 @@
+"""Whole forwards of few rows in one parallel region."""

@@ -1,0 +1,108 @@
+"""An LM head and the choice of tokens: the greatest of logits, or of logits over temperature plus noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]
+
+from baton.kernels.cpu.fused.fields import (
+    BESTS,
+    CHECKS,
+    CHOSEN,
+    HEAD,
+    HIDDEN,
+    NOISES,
+    NUM_SAMPLED,
+    OUTPUTS,
+    TARGET_IDS,
+    TEMPERATURES,
+    VOCAB,
+)
+from baton.kernels.cpu.fused.products import BLOCK_BYTES, multiply, outputs_in, pieces_of
+from baton.kernels.cpu.fused.rows import BF16, number_at
+from baton.kernels.cpu.fused.stages import finish, take_piece
+from baton.kernels.cpu.jit_cache import jit
+from baton.kernels.cpu.omp import pointer
+from baton.kernels.cpu.scalar import to_f32
+
+_SIGN, _INFINITE = 0x8000, 0x7F80
+_MINUS_INFINITY = -np.inf
+
+
+@jit
+def _order(bits: Any) -> Any:
+    """Ordered as the bfloat16 numbers are."""
+    return np.int64(bits) if bits < _SIGN else _SIGN - np.int64(bits)
+
+
+@jit
+def _likeliest(logits: Any, first: int, checks: int) -> tuple[float, int]:
+    """The greatest logit's order, and its number; with `checks` -1 if one is not finite."""
+    best, magnitude = np.int64(-_SIGN), np.int64(0)
+    for i in range(len(logits)):
+        best = max(best, _order(logits[i]))
+        magnitude = max(magnitude, np.int64(logits[i] & (_SIGN - 1)))
+    if checks != 0 and magnitude >= _INFINITE:
+        return np.inf, -1
+    place = 0
+    while place < len(logits) - 1 and _order(logits[place]) < best:
+        place += 1
+    return np.float64(best), first + place
+
+
+@jit
+def _noisiest(a: Any, n: int, noise_at: int, logits: Any, first: int) -> tuple[float, int]:
+    temperature = carray(pointer(a[TEMPERATURES], np.float64(0.0)), (n + 1,))[n]
+    best, place = _MINUS_INFINITY, first
+    for i in range(len(logits)):
+        token = number_at(a[TARGET_IDS], first + i) if a[TARGET_IDS] != 0 else first + i
+        noise = carray(pointer(noise_at, np.float64(0.0)), (token + 1,))[token]
+        score = np.float64(to_f32(logits[i])) / temperature + noise
+        if score > best:
+            best, place = score, first + i
+    return best, place
+
+
+@jit
+def head(a: Any, scratch: int, stage: int) -> None:
+    """Each piece of the logits keeps the best."""
+    num_rows, vocab, weight = a[NUM_SAMPLED], a[VOCAB], a[HEAD : HEAD + 3]
+    total, mine = pieces_of(weight, vocab), 0
+    bests = carray(pointer(a[BESTS], np.float64(0.0)), (num_rows, total))
+    places = carray(pointer(a[BESTS] + 8 * num_rows * total, np.int64(0)), (num_rows, total))
+    piece = take_piece(stage)
+    while piece < total:
+        first, count = outputs_in(weight, vocab, piece)
+        multiply(num_rows, a[OUTPUTS], a[HIDDEN], weight, vocab, piece, scratch, BLOCK_BYTES)
+        for n in range(num_rows):
+            logits = carray(pointer(scratch + n * BLOCK_BYTES, BF16), (count,))
+            noise_at = number_at(a[NOISES], n) if a[NOISES] != 0 else 0
+            if noise_at == 0:
+                bests[n, piece], places[n, piece] = _likeliest(logits, first, a[CHECKS])
+            else:
+                bests[n, piece], places[n, piece] = _noisiest(a, n, noise_at, logits, first)
+        mine += 1
+        piece = take_piece(stage)
+    finish(stage, mine, total)
+
+
+@jit
+def choose(a: Any, stage: int) -> None:
+    num_rows, weight = a[NUM_SAMPLED], a[HEAD : HEAD + 3]
+    pieces, mine = pieces_of(weight, a[VOCAB]), 0
+    bests = carray(pointer(a[BESTS], np.float64(0.0)), (num_rows, pieces))
+    places = carray(pointer(a[BESTS] + 8 * num_rows * pieces, np.int64(0)), (num_rows, pieces))
+    chosen = carray(pointer(a[CHOSEN], np.int64(0)), (num_rows,))
+    n = take_piece(stage)
+    while n < num_rows:
+        best = 0
+        for piece in range(1, pieces):
+            if bests[n, piece] > bests[n, best]:
+                best = piece
+        token = places[n, best]
+        chosen[n] = number_at(a[TARGET_IDS], token) if a[TARGET_IDS] != 0 and token >= 0 else token
+        mine += 1
+        n = take_piece(stage)
+    finish(stage, mine, num_rows)

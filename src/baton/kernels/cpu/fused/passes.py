@@ -1,0 +1,119 @@
+"""Passes of few rows of bfloat16 through decoder layers in one parallel region. A drafter's pass ends with the choice
+of tokens, with which the next one begins. A pass may be an LM head alone.
+
+Few rows are limited by reading weights. One region, with stages that take a fraction of a microsecond to change
+(`stages`), keeps memory busy from the first weight to the last. Each stage calls the functions of the kernel that does
+the same alone (`elementwise`, `small_gemm`, `int8_gemm`, `paged_attention`), and rounds where they round: the bits are
+theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]
+
+from baton.kernels.cpu.fused.attention import attend
+from baton.kernels.cpu.fused.choice import choose, head
+from baton.kernels.cpu.fused.fields import (
+    ATTENDED,
+    DOWN,
+    EMBEDDING,
+    FC,
+    FEATURES,
+    FEATURES_IN,
+    FEATURES_WIDTH,
+    FINAL_NORM,
+    GATE_UP,
+    HEADS,
+    HIDDEN,
+    HIDDEN_NORM,
+    INNER,
+    INNERS,
+    INPUT_NORM,
+    KV_HEADS,
+    LAYERS,
+    MERGED,
+    NORMED,
+    NUM_ARGUMENTS,
+    NUM_COLUMNS,
+    NUM_FIELDS,
+    NUM_LAYERS,
+    NUM_PASSES,
+    NUM_ROWS,
+    NUM_SAMPLED,
+    OUT,
+    PASSES,
+    PLACES,
+    POST_NORM,
+    QKV,
+    SCRATCH,
+    SIZE,
+    STAGES,
+    STAGES_PER_LAYER,
+    STATES,
+)
+from baton.kernels.cpu.fused.products import SCRATCH_BYTES, gate, project
+from baton.kernels.cpu.fused.rows import final_norms, join, norms, number_at
+from baton.kernels.cpu.fused.stages import STAGE_BYTES
+from baton.kernels.cpu.jit_cache import jit
+from baton.kernels.cpu.omp import Kernel, pointer, take
+
+
+@jit
+def _layer(a: Any, number: int, layer: Any, scratch: int, is_last: bool) -> bool:
+    """Returns False for a slot or page that does not exist."""
+    hidden, inner, columns = a[HIDDEN], a[INNER], a[HIDDEN]
+    queries = a[HEADS] * a[SIZE]
+    merged = queries + 2 * a[KV_HEADS] * a[SIZE]
+    stage = a[STAGES] + number * STAGES_PER_LAYER * STAGE_BYTES
+    if layer[HIDDEN_NORM] != 0:
+        join(a, layer, stage)
+        columns = 2 * hidden
+    else:
+        norms(a, layer[INPUT_NORM], number_at(a[FEATURES], number), stage)
+    project(a, layer[QKV : QKV + 3], a[NORMED], columns, merged, a[MERGED], scratch, stage + STAGE_BYTES)
+    place = carray(pointer(a[PLACES] + 8 * 3 * number, np.int64(0)), (3,))
+    # A drafter's rows that are not sampled need no output.
+    is_wanted = not is_last or a[EMBEDDING] == 0 or a[NUM_SAMPLED] > 0
+    if not attend(a, layer, place, is_wanted, stage + 2 * STAGE_BYTES):
+        return False
+    if is_wanted:
+        project(a, layer[OUT : OUT + 3], a[ATTENDED], queries, hidden, 0, scratch, stage + 4 * STAGE_BYTES)
+        norms(a, layer[POST_NORM], 0, stage + 5 * STAGE_BYTES)
+        gate(a, layer[GATE_UP : GATE_UP + 3], scratch, stage + 6 * STAGE_BYTES)
+        project(a, layer[DOWN : DOWN + 3], a[INNERS], inner, hidden, 0, scratch, stage + 7 * STAGE_BYTES)
+    return True
+
+
+@jit
+def _pass(a: Any, thread: int) -> bool:
+    """Returns False for a slot or page that does not exist."""
+    num_layers, scratch = a[NUM_LAYERS], a[SCRATCH] + thread * a[NUM_ROWS] * SCRATCH_BYTES
+    layers = carray(pointer(a[LAYERS], np.int64(0)), (num_layers, NUM_COLUMNS))
+    stage = a[STAGES] + num_layers * STAGES_PER_LAYER * STAGE_BYTES
+    if a[FEATURES_IN] != 0:
+        weight, last = a[FC : FC + 3], stage + 3 * STAGE_BYTES
+        project(a, weight, a[FEATURES_IN], a[FEATURES_WIDTH], a[HIDDEN], a[STATES], scratch, last)
+    for number in range(num_layers):
+        if not _layer(a, number, layers[number], scratch, number + 1 == num_layers):
+            return False
+    if a[NUM_SAMPLED] > 0:
+        if a[FINAL_NORM] != 0:
+            final_norms(a, stage)
+        head(a, scratch, stage + STAGE_BYTES)
+        choose(a, stage + 2 * STAGE_BYTES)
+    return True
+
+
+def _run_passes(arguments: Any) -> None:
+    given = carray(arguments, NUM_ARGUMENTS)
+    thread = take(arguments)
+    passes = carray(pointer(given[PASSES], np.int64(0)), (given[NUM_PASSES], NUM_FIELDS))
+    for number in range(given[NUM_PASSES]):
+        if not _pass(passes[number], thread):
+            return
+
+
+RUN = Kernel(_run_passes)

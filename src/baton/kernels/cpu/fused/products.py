@@ -1,0 +1,79 @@
+"""Products with weights, and what follows on their outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.kernels.cpu.elementwise import add_row, gate_row
+from baton.kernels.cpu.fused.fields import HIDDEN, INNER, INNERS, NORMED, NUM_ROWS, X
+from baton.kernels.cpu.fused.rows import BF16, ELEMENT_BYTES
+from baton.kernels.cpu.fused.stages import finish, take_piece
+from baton.kernels.cpu.int8_gemm import multiply_block
+from baton.kernels.cpu.jit_cache import jit
+from baton.kernels.cpu.simd import CHUNKS, LANES
+from baton.kernels.cpu.small_gemm import multiply_piece, num_pieces, outputs_of
+
+BLOCK = CHUNKS * LANES
+BLOCK_BYTES = BLOCK * ELEMENT_BYTES
+# Bytes per thread and row: a block of gates and one of ups.
+SCRATCH_BYTES = 2 * BLOCK_BYTES
+
+
+@jit
+def pieces_of(weight: Any, outputs: int) -> int:
+    return num_pieces(outputs) if weight[1] == 0 else outputs // BLOCK
+
+
+@jit
+def outputs_in(weight: Any, outputs: int, piece: int) -> tuple[int, int]:
+    """A piece's first output, and how many there are."""
+    return outputs_of(outputs, piece) if weight[1] == 0 else (piece * BLOCK, BLOCK)
+
+
+@jit
+def multiply(
+    num_rows: int, x: int, columns: int, weight: Any, outputs: int, piece: int, out: int, out_bytes: int
+) -> None:
+    """A piece of x [T, K] times a weight (address, scale, bias). `out`: the address of its first output in row 0."""
+    if weight[1] == 0:
+        multiply_piece(num_rows, x, columns, weight[0], outputs, piece, weight[2], out, out_bytes)
+    else:
+        multiply_block(num_rows, x, columns, weight[0], weight[1], piece, weight[2], out, out_bytes)
+
+
+@jit
+def project(a: Any, weight: Any, x: int, columns: int, outputs: int, out: int, scratch: int, stage: int) -> None:
+    """x [T, K] times a weight: stored at `out`, or if that is 0 added to the residual stream."""
+    num_rows, row_bytes, total, mine = a[NUM_ROWS], outputs * ELEMENT_BYTES, pieces_of(weight, outputs), 0
+    piece = take_piece(stage)
+    while piece < total:
+        at, count = outputs_in(weight, outputs, piece)
+        if out != 0:
+            multiply(num_rows, x, columns, weight, outputs, piece, out + at * ELEMENT_BYTES, row_bytes)
+        else:
+            multiply(num_rows, x, columns, weight, outputs, piece, scratch, BLOCK_BYTES)
+            for t in range(num_rows):
+                to = a[X] + t * row_bytes + at * ELEMENT_BYTES
+                add_row(BF16, to, scratch + t * BLOCK_BYTES, count, to)
+        mine += 1
+        piece = take_piece(stage)
+    finish(stage, mine, total)
+
+
+@jit
+def gate(a: Any, weight: Any, scratch: int, stage: int) -> None:
+    """silu(gate) * up. A piece is a block of gates and the same one of ups."""
+    num_rows, inner = a[NUM_ROWS], a[INNER]
+    blocks, total, mine = inner // BLOCK, inner // BLOCK, 0
+    ups = scratch + num_rows * BLOCK_BYTES
+    piece = take_piece(stage)
+    while piece < total:
+        multiply(num_rows, a[NORMED], a[HIDDEN], weight, 2 * inner, piece, scratch, BLOCK_BYTES)
+        multiply(num_rows, a[NORMED], a[HIDDEN], weight, 2 * inner, blocks + piece, ups, BLOCK_BYTES)
+        for t in range(num_rows):
+            row = t * BLOCK_BYTES
+            to = a[INNERS] + (t * inner + piece * BLOCK) * ELEMENT_BYTES
+            gate_row(BF16, scratch + row, ups + row, BLOCK, to)
+        mine += 1
+        piece = take_piece(stage)
+    finish(stage, mine, total)

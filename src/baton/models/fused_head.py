@@ -1,0 +1,57 @@
+"""The likeliest tokens of a few rows without logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from baton.kernels.cpu.fused import fields as at
+from baton.kernels.cpu.fused.passes import RUN
+from baton.kernels.cpu.fused.products import BLOCK, SCRATCH_BYTES
+from baton.kernels.cpu.fused.stages import STAGE_BYTES
+from baton.kernels.cpu.omp import arguments, threads_for
+from baton.kernels.cpu.small_gemm import MAX_ROWS
+from baton.models.layers.linear import Linear
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+# Weights per thread.
+_PARALLEL_WEIGHTS = 1 << 16
+# Of a piece's best logit and its number.
+BEST_BYTES = 16
+
+
+class FusedHead:
+    def __init__(self, lm_head: Linear) -> None:
+        self._lm_head, fields = lm_head, np.zeros(at.NUM_FIELDS, dtype=np.int64)
+        fields[at.HIDDEN], fields[at.VOCAB] = lm_head.in_features, lm_head.out_features
+        fields[at.HEAD : at.HEAD + 3] = lm_head.in_place() or ()
+        fields[at.CHECKS] = 1
+        self._fields, self._num_pieces = fields, lm_head.out_features // BLOCK + 1
+
+    @classmethod
+    def of(cls, lm_head: Linear | None) -> FusedHead | None:
+        """None if the weight is not packed."""
+        return cls(lm_head) if lm_head is not None and lm_head.in_place() is not None else None
+
+    def likeliest(self, hidden_NE: Tensor) -> npt.NDArray[np.int64] | None:
+        """The token of each contiguous row's greatest logit, of equal ones the first; -1 if some are not finite. None:
+        logits must be made."""
+        num_rows = len(hidden_NE)
+        if not 0 < num_rows <= MAX_ROWS or not self._lm_head.few_rows_match():
+            return None
+        threads = threads_for(self._lm_head.in_features * self._lm_head.out_features, _PARALLEL_WEIGHTS)
+        scratch = torch.empty(threads * num_rows * SCRATCH_BYTES, dtype=torch.uint8)
+        bests = torch.empty(num_rows * self._num_pieces * BEST_BYTES, dtype=torch.uint8)
+        stages = np.zeros(at.STAGES_OF_DRAFTS * STAGE_BYTES // 8, dtype=np.int64)
+        fields, chosen = self._fields.copy(), np.empty(num_rows, dtype=np.int64)
+        fields[at.NUM_ROWS] = fields[at.NUM_SAMPLED] = num_rows
+        fields[at.SCRATCH], fields[at.BESTS] = scratch.data_ptr(), bests.data_ptr()
+        fields[at.OUTPUTS], fields[at.STAGES] = hidden_NE.data_ptr(), stages.ctypes.data
+        fields[at.CHOSEN] = chosen.ctypes.data
+        RUN.call(arguments(1, fields.ctypes.data), threads)
+        return chosen
