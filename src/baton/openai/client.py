@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
@@ -22,7 +22,6 @@ from baton.errors import (
     ProtocolError,
 )
 from baton.openai.answers import ChatCompletion, Completion, Model, Models, decode_answer, printable_line, read_error
-from baton.openai.http.lines import AnswerBody
 from baton.sampling_params import TokenId
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -31,19 +30,6 @@ PLAIN = {"Accept-Encoding": "identity"}
 _MAX_REFUSAL_BYTES = 2**16
 _EVENT, _DONE = b"data:", b"[DONE]"
 _COMPLETIONS = msgspec.json.Decoder(Completion)
-
-
-class NotConnectedError(aiohttp.ClientConnectionError):
-    """The server was not reached, so it has no request."""
-
-
-class ServerAnswer(Protocol):
-    """An answer whose body is to be read: aiohttp's, or another."""
-
-    @property
-    def status(self) -> int: ...
-    @property
-    def content(self) -> AnswerBody: ...
 
 
 class _Tokens(msgspec.Struct, frozen=True):
@@ -63,7 +49,7 @@ def convert_errors(where: str, unreached: type[EngineUnavailableError] = EngineL
     `ProtocolError` (its response is malformed)."""
     try:
         yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, NotConnectedError) as error:
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise unreached(f"{where}: {error_line(error)}") from None
     except asyncio.TimeoutError:
         raise EngineLostError(f"{where}: no answer in time") from None
@@ -78,7 +64,7 @@ def error_line(error: Exception) -> str:
     return printable_line(str(error) or type(error).__name__)
 
 
-async def read_body(response: ServerAnswer, limit: int) -> bytes:
+async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
     """Raises `ProtocolError` for a body longer than `limit` bytes."""
     body = await _read_start(response, limit)
     if len(body) > limit:
@@ -86,7 +72,7 @@ async def read_body(response: ServerAnswer, limit: int) -> bytes:
     return body
 
 
-async def read_refusal(response: ServerAnswer) -> bytes:
+async def read_refusal(response: aiohttp.ClientResponse) -> bytes:
     """An error's body, cut to `_MAX_REFUSAL_BYTES`."""
     return (await _read_start(response, _MAX_REFUSAL_BYTES))[:_MAX_REFUSAL_BYTES]
 
@@ -205,7 +191,7 @@ async def _refused(response: aiohttp.ClientResponse, url: str) -> EngineUnavaila
     return OverloadedError(message) if status == 429 else EngineUnavailableError(message, status)
 
 
-async def _read_start(response: ServerAnswer, limit: int) -> bytes:
+async def _read_start(response: aiohttp.ClientResponse, limit: int) -> bytes:
     body = bytearray()
     while part := await response.content.readany():
         body += part

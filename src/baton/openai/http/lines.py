@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
+from aiohttp import StreamReader
 from aiohttp.http_exceptions import LineTooLong
 
 _SHOWN = 100
-
-
-class AnswerBody(Protocol):
-    """A body that comes in pieces, such as aiohttp's `StreamReader`."""
-
-    async def readany(self) -> bytes:
-        """What has come, at least one byte; nothing at the end."""
-        ...
 
 
 class LineReader:
@@ -24,7 +15,7 @@ class LineReader:
     come together.
     """
 
-    def __init__(self, content: AnswerBody, max_bytes: int) -> None:
+    def __init__(self, content: StreamReader, max_bytes: int) -> None:
         self._content, self._max = content, max_bytes
         self._rest = b""
         self.is_cut = False

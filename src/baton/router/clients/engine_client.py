@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import ClassVar, TypeVar
 
 import aiohttp
@@ -24,12 +23,11 @@ from baton.errors import (
     ShortageError,
 )
 from baton.openai.answers import decode_answer, read_error
-from baton.openai.client import PLAIN, ServerAnswer, convert_errors, error_line, read_body, read_refusal
+from baton.openai.client import PLAIN, convert_errors, error_line, read_body, read_refusal
 from baton.openai.http.errors import DRAINING, ENGINE_STALLED
 from baton.openai.http.lines import LineReader
 from baton.openai.http.tracing import TRACE
 from baton.router.clients.address import split_rank
-from baton.router.clients.leg_connections import LegConnections
 from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
@@ -39,8 +37,6 @@ _SCORE_BYTES = 80
 _MAX_ASK_BYTES = 2**20
 _MAX_METRICS_BYTES = 2**24
 _PIECE_BYTES = 2**16
-# Shorter than servers' own limits (vLLM's is 5 s): a connection that is just being closed must not get a request.
-_KEEP_S = 3.0
 _CHUNKS = msgspec.json.Decoder(TokenChunk)
 # Connecting fails with these while this process has no descriptor, port or memory left.
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
@@ -48,22 +44,11 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAD
 T = TypeVar("T")
 
 
-class LegConnector(aiohttp.TCPConnector):
-    """Closes the connections of legs too."""
-
-    def __init__(self) -> None:
-        super().__init__(limit=0, keepalive_timeout=_KEEP_S)
-        self.legs = LegConnections(_KEEP_S)
-
-    async def close(self, *, abort_ssl: bool = False) -> None:
-        self.legs.close()
-        await super().close()
-
-
 def new_session() -> aiohttp.ClientSession:
     """A session for `EngineClient`s: unlimited connections, no cookies, no compression."""
     return aiohttp.ClientSession(
-        connector=LegConnector(),
+        # Shorter than servers' own limits (vLLM's is 5 s): no request must meet a connection that closes.
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers=PLAIN,
         auto_decompress=False,
@@ -117,39 +102,25 @@ class EngineClient(ABC):
     @contextlib.asynccontextmanager
     async def _answer(
         self, path: str, body: Sequence[bytes], timeout: aiohttp.ClientTimeout, line_bytes: int
-    ) -> AsyncIterator[ServerAnswer]:
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """POST, with the current trace's headers, and yield a response with status 200. Raises the errors of
         `generate`."""
         trace = TRACE.get()
-        headers = {"Content-Type": "application/json", "Content-Length": str(sum(map(len, body))), **self._headers}
+        size = sum(map(len, body))
+        headers = {"Content-Type": "application/json", "Content-Length": str(size), **self._headers}
         headers |= trace.headers() if trace is not None else {}
         with convert_errors(f"engine {self.url}", EngineUnavailableError):
-            async with self._post(path, body, headers, timeout, line_bytes) as response:
+            async with self._session.post(
+                self._base + path,
+                data=_pieces(body) if size > _PIECE_BYTES else b"".join(body),  # small: one packet with the headers
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
+                read_bufsize=line_bytes,
+            ) as response:
                 if response.status != 200:
                     raise error_of_response(self.url, response.status, await read_refusal(response))
                 yield response
-
-    def _post(
-        self,
-        path: str,
-        body: Sequence[bytes],
-        headers: Mapping[str, str],
-        timeout: aiohttp.ClientTimeout,
-        line_bytes: int,
-    ) -> AbstractAsyncContextManager[ServerAnswer]:
-        connector = self._session.connector
-        if isinstance(connector, LegConnector) and timeout.total is None and self._base.startswith("http://"):
-            wanted = {**PLAIN, **headers}
-            return connector.legs.post(self._base, path, wanted, body, timeout.sock_connect, line_bytes)
-        is_small = sum(map(len, body)) <= _PIECE_BYTES
-        return self._session.post(
-            self._base + path,
-            data=b"".join(body) if is_small else _pieces(body),  # small: one packet with the headers
-            headers=headers,
-            timeout=timeout,
-            allow_redirects=False,
-            read_bufsize=line_bytes,
-        )
 
     async def _get(self, path: str, limit: int, timeout: aiohttp.ClientTimeout | None = None) -> bytes:
         try:

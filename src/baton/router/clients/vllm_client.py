@@ -17,7 +17,7 @@ import msgspec
 from baton.comparison import token_identity
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, IncompatiblePeerError, ProtocolError
 from baton.openai.answers import Completion, Model, Models, decode_answer
-from baton.openai.client import ServerAnswer, convert_errors, read_body, read_event, read_samples
+from baton.openai.client import convert_errors, read_body, read_event, read_samples
 from baton.openai.http.lines import LineReader
 from baton.router.clients.engine_client import EngineClient, error_of_response
 from baton.router.clients.vllm_api import completion_body, render_bodies, rendered_defaults, to_chunk, with_metrics
@@ -277,7 +277,7 @@ class VllmClient(EngineClient):
 
     def _completion(
         self, body: dict[str, Any], timeout: aiohttp.ClientTimeout
-    ) -> AbstractAsyncContextManager[ServerAnswer]:
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         # A line may be as long as a body: the first event repeats the prompt.
         return self._answer("/v1/completions", [msgspec.json.encode(body)], timeout, _MAX_BODY_BYTES)
 
