@@ -23,7 +23,8 @@ import aiohttp
 
 from testkit.vllm.answers import Answer, same, same_acceptance
 from testkit.vllm.checks import alone_in_turn, leave_at_random
-from testkit.vllm.matrix_models import DATA, MODELS, RANKS, TENSOR, Model
+from testkit.vllm.limits import RIGHT, outcome
+from testkit.vllm.matrix_models import DATA, LIMITS, MODELS, RANKS, TENSOR, Model
 from testkit.vllm.quiet import small_servers
 from testkit.vllm.servers import Mode, Pair, Server, demo_prompts, handoff, outcomes, serve, wait_idle
 
@@ -203,6 +204,16 @@ def run_model(name: str, folder: Path, ranks: Sequence[str]) -> list[tuple[str, 
     return rows
 
 
+def without_servers(name: str) -> dict[str, Cell]:
+    """The row of what vLLM cannot do itself, on any ranks, in any mode."""
+    alone, _ = outcome(LIMITS[name])
+    row = {column: Cell(note=f"vLLM: {alone}" if column == COLUMNS[0] else "") for column in COLUMNS}
+    if alone.startswith(RIGHT):
+        row[COLUMNS[0]].wrong.append("vLLM can do this")
+    print(line(name, "all", "both", row), flush=True)
+    return row
+
+
 def line(*parts: Any) -> str:
     """A row in Markdown. The last part is the cells, by column."""
     *names, row = parts
@@ -212,13 +223,17 @@ def line(*parts: Any) -> str:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
+    names = [*MODELS, *LIMITS]
+    parser.add_argument("--models", nargs="+", default=names, choices=names)
     parser.add_argument("--ranks", nargs="+", default=[*RANKS], choices=[*RANKS])
     arguments = parser.parse_args()
     incomplete, began = 0, time.monotonic()
     print(line("model", "ranks", "mode", dict(zip(COLUMNS, COLUMNS, strict=True))))
     print(f"|{'---|' * (3 + len(COLUMNS))}")
     for name in arguments.models:
+        if name in LIMITS:
+            incomplete += sum(not cell.whole for cell in without_servers(name).values())
+            continue
         with tempfile.TemporaryDirectory(prefix="baton-matrix-") as directory, small_servers(Path(directory) / "quiet"):
             for _, _, row in run_model(name, Path(directory), arguments.ranks):
                 incomplete += sum(not cell.whole for cell in row.values())

@@ -69,6 +69,8 @@ MODELS: dict[str, Model] = {
         no_hits="the connector refuses prefix caching of states",
     ),
 }
+# What vLLM itself cannot do, on any number of ranks: a case of `testkit.vllm.limits`.
+LIMITS = {"Mamba-2 + draft model": "Mamba-2 with a draft model"}
 RANKS: dict[str, tuple[str, str]] = {
     "one rank": ("ONE", "OTHER"),
     "TP 1 -> 2": ("ONE", "TWO"),
