@@ -28,7 +28,7 @@ def test_pods_of_the_manifest_serve_and_drain(tmp_path: Path) -> None:
     uri_of("nixl", tmp_path)  # skips if it cannot run here
     with Cluster(read_manifest("kubernetes-pd.yaml"), tmp_path, HERE).run() as pods:
         router, decode = pods["router"], pods["decode"]
-        body = {"model": "model", "prompt": list(range(10, 150)), "max_tokens": 8}
+        body = {"model": "model", "prompt": list(range(10, 150)), "max_tokens": 8, "ignore_eos": True}
         body["model"] = call(router, "/v1/models")["data"][0]["id"]
         assert call(router, "/v1/completions", body)["usage"]["completion_tokens"] == 8
         status = call(router, "/status")
