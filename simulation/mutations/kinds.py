@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +41,8 @@ def _window_wanted_too_late() -> list[Patch]:
     return [(Rules, "wanted", wanted)]
 
 
-@mutation("tokens that D holds say nothing of a state")
-def _state_clipped_by_hit() -> list[Patch]:
+def _attaching(alter: Callable[[KVCache, BlockTables, Destination | None], Destination | None]) -> list[Patch]:
+    """`alter` gets the cache, the request's tables and what `attach_destination` found, and returns it altered."""
     original = KVCache.attach_destination
 
     def attach(
@@ -52,13 +52,31 @@ def _state_clipped_by_hit() -> list[Patch]:
         num_tokens: int,
         sent_groups: Container[str] | None = None,
     ) -> Destination | None:
-        found = original(self, tables, tokens, num_tokens, sent_groups)
-        if found is None or not any(found.hits.values()):
-            return found
-        clipped = {name: Interval(1, 1) for name, rules in self.rules.items() if rules.kind == "state"}
-        return Destination(found.hits, found.wanted | clipped)
+        return alter(self, tables, original(self, tables, tokens, num_tokens, sent_groups))
 
     return [(KVCache, "attach_destination", attach)]
+
+
+@mutation("tokens that D holds say nothing of a state")
+def _state_clipped_by_hit() -> list[Patch]:
+    def clip(cache: KVCache, tables: BlockTables, found: Destination | None) -> Destination | None:
+        if found is None or not any(found.hits.values()):
+            return found
+        clipped = {name: Interval(1, 1) for name, rules in cache.rules.items() if rules.kind == "state"}
+        return Destination(found.hits, found.wanted | clipped)
+
+    return _attaching(clip)
+
+
+@mutation("a page in which a received window begins is no page of a prefix")
+def _windows_begin_within_a_page() -> list[Patch]:
+    def enter(cache: KVCache, tables: BlockTables, found: Destination | None) -> Destination | None:
+        tables.entered = {
+            name: first if cache.rules[name].window is None else 0 for name, first in tables.entered.items()
+        }
+        return found
+
+    return _attaching(enter)
 
 
 @mutation("slots that a verification writes are shown to nobody")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.engine import prefix_legs
@@ -73,26 +73,6 @@ def _prefixes_begin_a_page_late() -> list[Patch]:
         return replace(found, wanted=late)
 
     return [(prefix_legs, "attach_prefix", attach_prefix)]
-
-
-@mutation("a page in which a received window begins is no page of a prefix")
-def _windows_begin_within_a_page() -> list[Patch]:
-    original = KVCache.attach_destination
-
-    def attach(
-        self: KVCache,
-        tables: BlockTables,
-        tokens: Sequence[int],
-        num_tokens: int,
-        sent_groups: Container[str] | None = None,
-    ) -> Destination | None:
-        found = original(self, tables, tokens, num_tokens, sent_groups)
-        tables.entered = {
-            name: first if self.rules[name].window is None else 0 for name, first in tables.entered.items()
-        }
-        return found
-
-    return [(KVCache, "attach_destination", attach)]
 
 
 @mutation("a hit that begins with missing pages has a whole window, wherever the request starts")

@@ -1,4 +1,4 @@
-"""A fake SGLang prefill and decode server with Baton's plug-in, behind a router."""
+"""Fake SGLang servers with Baton's plug-in, one for prefill and one for decode, and a router in front of them."""
 
 from __future__ import annotations
 

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from types import SimpleNamespace
-from typing import Any
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
-from baton.sampling_params import SamplingParams
-from baton.wire import GenerateRequest
+from testkit.arrivals import arriving
 from tests.kv.test_cache import Memory
 
 BUDGET = 16
-NUMBERS = itertools.count(1)
-
-
-def arriving(scheduler: Scheduler, length: int, **fields: Any) -> Request:
-    number = next(NUMBERS)  # no prompt begins as another
-    prompt = [100 * number + token for token in range(length)]
-    wire = GenerateRequest(request_id=f"{number}", prompt_token_ids=prompt, sampling_params=SamplingParams(), **fields)
-    sampler: Any = SimpleNamespace(advance=lambda tokens: None)
-    request = Request(wire, sampler)
-    request.arrival = number
-    scheduler.enqueue(request)
-    return request
 
 
 def step(scheduler: Scheduler) -> dict[Request, int]:

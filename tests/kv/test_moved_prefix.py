@@ -16,7 +16,7 @@ TOKENS = list(range(40))
 
 
 def move(source: Memory, shared: BlockTables, other: Memory, moved: BlockTables, wanted: dict[str, Interval]) -> None:
-    """Copy the wanted entries, all of which the source must have."""
+    """Copy the wanted entries. The source must have them all."""
     for name, interval in wanted.items():
         size, theirs = other.cache.pools[name].page_size, source.cache.pools[name].page_size
         for entry in range(interval.start, interval.stop):

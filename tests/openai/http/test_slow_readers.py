@@ -225,7 +225,7 @@ async def test_who_trickles_is_cut_off_and_who_keeps_up_is_not(readers: Callable
 async def test_a_slow_reader_has_time_for_each_byte_and_no_less() -> None:
     """A reader that is always late, but never by `write_s`, is not cut off."""
     transport = Mock(spec=asyncio.Transport)
-    writer = Mock(spec=StreamWriter, chunked=False)
+    writer = Mock(spec=StreamWriter)
     waiting = 0
 
     async def write(data: bytes, drain: bool) -> None:

@@ -136,7 +136,7 @@ class _Metadata:
         return found
 
     def _llama3(self, head_dim: int) -> dict[str, Any] | None:
-        """Llama 3.1's scaling, of which the file has only the factors of the wavelengths."""
+        """Llama 3.1's rope scaling. The file has only the factors of the wavelengths."""
         stored = self._header.tensors.get(ROPE_FACTORS)
         if stored is None:
             return None

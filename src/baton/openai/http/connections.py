@@ -94,22 +94,11 @@ class ClientConnection(web.RequestHandler):
         if before > self._limits.stream_bytes:
             self.cut_off()
             raise ConnectionResetError("the client does not read its answer")
-        if writer.chunked and writer.output_size:  # the headers have been sent
-            self._send_chunk(writer, data)
-        else:
-            await writer.write(data, drain=False)
+        await writer.write(data, drain=False)
         if before:
             after = self.num_unread()
             self._added += after - before
             self._unread.waits(self, after)
-
-    def _send_chunk(self, writer: StreamWriter, data: bytes) -> None:
-        """What `writer.write` does for a chunk, in a quarter of its time."""
-        if self.transport is None or self.transport.is_closing():
-            raise ConnectionResetError("the client is gone")
-        chunk = b"%x\r\n%b\r\n" % (len(data), data)
-        writer.output_size += len(chunk)
-        self.transport.write(chunk)
 
     def num_unread(self) -> int:
         return 0 if self._sending is None else self._sending.get_write_buffer_size()
