@@ -1,7 +1,7 @@
 """Compare this tree with another commit: TTFT, TPOT, the duration of `baton verify` and figures of `baton bench`,
 interleaved.
 
-    python -m benchmarks.before_after COMMIT --launches 6 --pairs 60 --prompt 512 --output 64 --bench-rounds 10
+    python -m benchmarks.before_after COMMIT --launches 6 --pairs 60 --copy-rounds 100 --step-rounds 10
 
 Both trees serve the same checkpoint by `baton up`, with one prefill and one decode engine each, side by side. Each
 prompt is sent to both, in a random order, and the tokens must be equal. The servers start afresh for each launch,
@@ -125,16 +125,20 @@ def verify_s(tree: Path, target: str, speculative: dict[str, Any] | None) -> flo
     return time.monotonic() - began
 
 
-def bench(tree: Path) -> dict[str, float]:
-    """Copies over shared memory, planning, and the engine's step, by `baton bench` in fresh processes."""
-    sizes = ["--size", "1M,16M", "--run-size", "32K"]
-    transport = _bench(tree, ["transport", "--kv-transport", "shm", *sizes])
+def copies(tree: Path) -> dict[str, float]:
+    """Copies over shared memory and planning, by `baton bench transport` in a fresh process."""
+    transport = _bench(tree, ["transport", "--kv-transport", "shm", "--size", "1M,16M", "--run-size", "32K"])
     found = {name: value for name, value in transport.items() if name.startswith("plan_") and name.endswith("_ms")}
     for row in transport["copies"]:
         if row["transport"] == "shm":
             found[f"shm {row['nbytes'] >> 20}M"] = row["ms"]
+    return found
+
+
+def step(tree: Path) -> dict[str, float]:
+    """The engine's step, by `baton bench engine` in a fresh process."""
     engine = _bench(tree, ["engine", str(ROOT / TARGET)])
-    return found | {name: engine[name] for name in ("step_ms", "step_over_forward")}
+    return {name: engine[name] for name in ("step_ms", "step_over_forward")}
 
 
 def _bench(tree: Path, arguments: Sequence[str]) -> dict[str, Any]:
@@ -175,7 +179,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--verify-rounds", type=int, default=5)
-    parser.add_argument("--bench-rounds", type=int, default=0)
+    parser.add_argument("--copy-rounds", type=int, default=0, help="of `baton bench transport`; 2 seconds each")
+    parser.add_argument("--step-rounds", type=int, default=0, help="of `baton bench engine`")
     options = parser.parse_args()
     target = options.model or str(ROOT / TARGET)
     speculative = None if options.model else {**SPECULATIVE, "model": str(ROOT / str(SPECULATIVE["model"]))}
@@ -197,9 +202,10 @@ def main() -> None:
                 print_row(name, "ms", [[(figure(a), figure(b)) for a, b in pairs] for pairs in answers])
         if times := _alternate(options.verify_rounds, trees, lambda tree: verify_s(tree, target, speculative)):
             print_row("verify", "s ", [times])
-        if figures := _alternate(options.bench_rounds, trees, bench):
-            for name in figures[0][0]:
-                print_row(name, "ms", [[(before[name], after[name]) for before, after in figures]])
+        for rounds, measure in ((options.copy_rounds, copies), (options.step_rounds, step)):
+            if figures := _alternate(rounds, trees, measure):
+                for name in figures[0][0]:
+                    print_row(name, "ms", [[(before[name], after[name]) for before, after in figures]])
 
 
 if __name__ == "__main__":
