@@ -18,7 +18,9 @@ from typing import Any
 from baton.errors import EngineUnavailableError
 from baton.parent import die_with_parent
 from baton.transports.process import stat_of
+from testkit.processes.forks import Process
 
+API_SERVER = "vllm.entrypoints.openai.api_server"
 START_TIMEOUT_S = 400.0
 _STOP_TIMEOUT_S = 30.0
 _TRACKER_TIMEOUT_S = 10.0
@@ -57,7 +59,7 @@ class VllmServer:
 
     name: str
     url: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
 
     def signal(self, number: signal.Signals) -> None:
@@ -135,22 +137,40 @@ def serve(python: str, model: str, folder: Path, configs: Sequence[ServerConfig]
                 server.kill()
 
 
+def environment_of(own: Mapping[str, str]) -> dict[str, str]:
+    """What a server with these variables of its own has besides this process's environment."""
+    found = {**ENVIRONMENT, **own}
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join(p for p in (found.get("PYTHONPATH"), str(root / "src"), str(root)) if p)
+    return {**found, "PYTHONPATH": path}
+
+
+def spawn(python: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    """Start vLLM's own command as the leader of a session. `environment`: besides this process's."""
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            [python, "-m", API_SERVER, *arguments],
+            env={**os.environ, **environment},
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+
+# How servers start; tests have another way.
+launch = spawn
+
+
 def _start(python: str, model: str, folder: Path, config: ServerConfig) -> VllmServer:
     flags = list(config.flags)
     port = int(flags[flags.index("--port") + 1]) if "--port" in flags else free_port()
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--model", model, "--served-model-name", "demo", *FLAGS, *config.flags]
+    arguments = ["--host", "127.0.0.1", "--port", str(port), "--model", model, "--served-model-name", "demo"]
+    arguments += [*FLAGS, *config.flags]
     if config.kv_transfer_config is not None:
-        command += ["--kv-transfer-config", json.dumps(dict(config.kv_transfer_config))]
-    root = Path(__file__).parents[2]
-    own = {**ENVIRONMENT, **config.environment}
-    path = os.pathsep.join(p for p in (own.get("PYTHONPATH"), str(root / "src"), str(root)) if p)
-    environment = {**os.environ, **own, "PYTHONPATH": path}
+        arguments += ["--kv-transfer-config", json.dumps(dict(config.kv_transfer_config))]
     log = folder / f"{config.name}.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, env=environment, stdout=out, stderr=out, start_new_session=True, preexec_fn=die_with_parent
-        )
+    process = launch(python, arguments, environment_of(config.environment), log)
     return VllmServer(config.name, f"http://127.0.0.1:{port}", process, log)
 
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
-
-import msgspec
 
 from baton.parent import die_with_parent
-from testkit.sglang.forks import Order
+from testkit.processes.forks import Launcher, Order, Process
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "sglang" / "support"
@@ -39,61 +35,10 @@ ENVIRONMENT = {
 KERNELS = "baton_test_kernels = sgl_kernel.plugin:register\n"
 
 
-class Process(Protocol):
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None:
-        """None while it runs."""
-
-    def wait(self) -> int: ...
-
-
-class Forked:
-    """A child of `forks`, which does not reap it, so `pid` stays its own."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._handle = os.pidfd_open(pid)
-
-    def poll(self) -> int | None:
-        return 1 if select.select([self._handle], [], [], 0)[0] else None
-
-    def wait(self) -> int:
-        select.select([self._handle], [], [])
-        os.close(self._handle)
-        return 1
-
-
-class Launcher:
-    """The process of `forks`, which ends with this one."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "testkit.sglang.forks"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=_environment(),
-            preexec_fn=die_with_parent,
-        )
-        self._answer()
-
-    def start(self, order: Order) -> Forked:
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(order) + b"\n")
-        self._process.stdin.flush()
-        return Forked(int(self._answer()))
-
-    def _answer(self) -> bytes:
-        assert self._process.stdout is not None
-        found = self._process.stdout.readline()
-        assert found, "the process that starts SGLang has ended"
-        return found
-
-
 @functools.cache
 def launcher() -> Launcher:
-    return Launcher()
+    """Of all servers of this process."""
+    return Launcher([sys.executable, "-m", "testkit.sglang.forks"], _environment())
 
 
 def start(

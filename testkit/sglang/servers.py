@@ -23,7 +23,8 @@ from baton.handoff.protocol.ticket import Ticket, load_or_create_key, sign_ticke
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.sglang.legs import prompt_digest
 from baton.wire import Mode, SglangIdentity
-from testkit.sglang.launch import ROOT, Process, start
+from testkit.processes.forks import Process
+from testkit.sglang.launch import ROOT, start
 
 MODEL = ROOT / "models" / "baton-demo-llama"
 # These only end a hang. Starting takes 25 s on an idle machine, and minutes on a busy one.

@@ -1,5 +1,5 @@
-"""`python -m testkit.vllm.limits`: configurations with drafters that vLLM itself cannot run on CPUs, and that
-`BatonConnector` therefore refuses. Needs vLLM's environment (`tools/install_vllm.py`).
+"""`python -m testkit.vllm.limits`: configurations with drafters that vLLM itself cannot run on CPUs, or that
+`BatonConnector` refuses. Needs vLLM's environment (`tools/install_vllm.py`).
 
 Starts each one without Baton, and prints what vLLM says, and what the connector says to the same configuration.
 """
@@ -13,12 +13,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-from testkit.vllm.checkpoints import mamba2, shallow
+from testkit.vllm.limit_cases import CASES, Arguments
 from testkit.vllm.servers import MODEL, demo_prompts
 
 # With the engine's core in the first process its errors come as they are.
@@ -33,32 +31,6 @@ LIMIT_S = 400.0  # only ends a hang
 _ERROR = re.compile(r"\b((?:[A-Z]\w*)?(?:Error|Exception)(?:: .+)?)$")
 RUNS = "runs; "
 RIGHT = f"{RUNS}0 of "  # how `outcome` begins if vLLM can do it
-Arguments = dict[str, Any]
-
-
-def spec(method: str, **more: Any) -> Arguments:
-    """vLLM's speculative configuration."""
-    return {"speculative_config": {"method": method, "num_speculative_tokens": 3, **more}}
-
-
-def with_draft_model(folder: Path, num_layers: int = 1) -> Arguments:
-    """The demo model's first layers draft for it."""
-    shallow(folder / "draft", num_layers)
-    return spec("draft_model", model=str(folder / "draft"))
-
-
-def states_with_draft_model(folder: Path, mamba_layers: int = 3, draft_layers: int = 1) -> Arguments:
-    """Mamba-2 with experts, and by default with more layers of it than of attention."""
-    mamba2(folder / "model", 4, (*["mamba"] * mamba_layers, "attention") * 2)
-    return {"model": str(folder / "model"), "enable_prefix_caching": False, **with_draft_model(folder, draft_layers)}
-
-
-CASES: dict[str, Callable[[Path], Arguments]] = {
-    "Mamba-2 with a draft model": states_with_draft_model,
-    "as many layers of Mamba-2 as of attention, with a draft model": lambda folder: states_with_draft_model(
-        folder, 1, 3
-    ),
-}
 
 
 def engine_arguments(name: str, folder: Path) -> Arguments:

@@ -17,7 +17,7 @@ TENSOR = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
 DATA = ["--data-parallel-size", "2", "--enable-expert-parallel"]
 # vLLM's own message.
 MLA_ON_CPUS = "MLA is enabled on a non-GPU platform; forcing chunked prefill and prefix caching to be disabled."
-DELTA_NETS = ["--dtype", "bfloat16", "--mamba-ssm-cache-dtype", "float32", "--no-enable-prefix-caching"]
+DELTA_NETS = ["--dtype", "bfloat16", "--no-enable-prefix-caching", "--num-gpu-blocks-override", "20"]
 
 
 def mtp(num: int, **more: Any) -> dict[str, Any]:
@@ -47,6 +47,22 @@ HEADS = {
     "residues": [2, 3, *range(33, 65), 96, 97],
     "chunks": [127, 128, 129, 130, 191, 300, 511, 700],
 }
+
+
+def delta_nets(states: str) -> Model:
+    """Gated delta nets, experts, one MTP module; `states`: the type in which states are kept."""
+    return Model(
+        partial(qwen3_next, experts_per_token=1),
+        mtp(3),
+        [*TIGHT, *DELTA_NETS, "--mamba-ssm-cache-dtype", states, "--long-prefill-token-threshold", "128"],
+        [*range(66, 129), 193],
+        # vLLM ends if the last chunk is one token.
+        [200, 256, 258, 300, 448, 700],
+        [*range(262, 286), *range(560, 590, 6)],
+        no_hits="the connector refuses prefix caching of states",
+    )
+
+
 MODELS: dict[str, Model] = {
     "MoE + MTP": Model(glm4_moe, mtp(3), **HEADS),
     "several MTP modules": Model(partial(glm4_moe, num_modules=2), mtp(4), **HEADS),
@@ -58,16 +74,8 @@ MODELS: dict[str, Model] = {
         no_hits=MLA_ON_CPUS,
         no_chunks=MLA_ON_CPUS,
     ),
-    "GDN + MTP": Model(
-        partial(qwen3_next, experts_per_token=1),
-        mtp(3),
-        [*TIGHT, *DELTA_NETS, "--long-prefill-token-threshold", "128", "--num-gpu-blocks-override", "20"],
-        [*range(66, 129), 193],
-        # vLLM ends if the last chunk is one token.
-        [200, 256, 258, 300, 448, 700],
-        [*range(262, 286), *range(560, 590, 6)],
-        no_hits="the connector refuses prefix caching of states",
-    ),
+    "GDN + MTP": delta_nets("float32"),
+    "GDN + MTP, states in bfloat16": delta_nets("bfloat16"),
 }
 # What vLLM itself cannot do, on any number of ranks: a case of `testkit.vllm.limits`.
 LIMITS = {"Mamba-2 + draft model": "Mamba-2 with a draft model"}

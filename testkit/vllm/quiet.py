@@ -1,5 +1,5 @@
-"""vLLM servers for tests: small ones, with waits that do not spin, by a vLLM plug-in, which vLLM loads in each of its
-processes.
+"""vLLM servers for tests: small ones that start soon (`testkit.vllm.forks`), with waits that do not spin, by a vLLM
+plug-in, which vLLM loads in each of its processes.
 
 On CPUs vLLM's processes spin while they wait for each other: tensor ranks and stages in a collective until the other
 arrives, an engine until its workers answer a step, a worker for a second after each step. Two servers of two ranks are
@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from benchmarks.vllm import servers
+from testkit.vllm.forks import Forks
 
 NAME = "baton_tests_quiet"
 AWAKE_S = 0.002
@@ -27,10 +28,16 @@ AS_WRITTEN = {"TORCHDYNAMO_DISABLE": "1"}
 
 @contextlib.contextmanager
 def small_servers(folder: Path) -> Iterator[None]:
-    """Limit the memory and CPU of servers that are started meanwhile (vLLM 0.32). `folder` is for the plug-in."""
+    """Limit the memory and CPU of servers that are started meanwhile (vLLM 0.32), and end them. `folder` is for the
+    plug-in.
+    """
     environment = servers.ENVIRONMENT | AS_WRITTEN | {"PYTHONPATH": announce(folder)}
     del environment["VLLM_CPU_KVCACHE_SPACE"]  # it would take precedence
-    with patch.multiple(servers, FLAGS=[*servers.FLAGS, *KV_CACHE], ENVIRONMENT=environment):
+    with (
+        patch.multiple(servers, FLAGS=[*servers.FLAGS, *KV_CACHE], ENVIRONMENT=environment),
+        contextlib.closing(Forks()) as forks,
+        patch.object(servers, "launch", forks.launch),
+    ):
         yield
 
 

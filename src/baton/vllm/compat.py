@@ -27,6 +27,9 @@ FIRST_DRAFTS = ("0.32",)  # whose scheduler's output is tested
 # two parts has the bits of a whole one.
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 DELTA_CHUNK = 64
+# Types of their states that vLLM's kernel for CPUs rounds to after each of these, wherever a prompt is cut; its kernel
+# for GPUs rounds at the end of a step alone.
+ROUNDED_BY_CHUNK = ("float32", "bfloat16", "float16")
 FORWARD_METHODS = ("eagle", "eagle3", "mtp", "draft_model")
 DRAFT_METHODS = (*FORWARD_METHODS, "ngram")
 # GPUs store these as one contiguous row per (token, head), without separate scales.
@@ -96,10 +99,12 @@ def _check_states(config: Any) -> None:
         return
     if _delta_nets(config) is None or config.speculative_config.method != "mtp":
         raise ConfigError(field, "a model with state layers (Mamba) cannot be handed off with speculation")
-    if (dtype := config.cache_config.mamba_ssm_cache_dtype) != "float32":
+    exact = ROUNDED_BY_CHUNK if config.device_config.device_type == "cpu" else ("float32",)
+    if (dtype := config.cache_config.mamba_ssm_cache_dtype) not in exact:
         raise ConfigError(
             "mamba_ssm_cache_dtype",
-            f"with speculation states must be float32: others are rounded where they are handed off, got {dtype!r}",
+            f"with speculation states must be {' or '.join(exact)}: others are rounded where they are handed off, "
+            f"got {dtype!r}",
         )
 
 
