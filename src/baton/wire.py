@@ -231,11 +231,21 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     `identify`: asks for the server's `VllmIdentity`. `cancel`: nobody will fetch the prefill leg's KV.
     `seed_first_token`: P hands over the whole prompt, and the decode leg's prompt ends with the token that P sampled.
+    `prefix`: a leg of a hand-back. P gives it up if its prefix cache lacks more of the prompt than two blocks; D's
+    response contains a `VllmPrefix`.
     """
 
     role: Literal["prefill", "decode", "identify", "cancel"]
     ticket: str = ""
     seed_first_token: bool = False
+    prefix: bool = False
+
+
+class VllmPrefix(msgspec.Struct, frozen=True):
+    """`kv_transfer_params["baton"]` of the response to a decode leg of a hand-back. `num_tokens`: tokens of the prompt
+    that the server did not have to compute."""
+
+    num_tokens: int
 
 
 class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
@@ -244,7 +254,8 @@ class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
     `truncate_prefill`: its prefill legs must come without the tokens that are not handed over. `prefill_multiple`: a
     handoff moves a multiple of so many tokens. `tile`: tokens that its kernels store as one opaque piece, equal on all
     peers; 0: unknown. `adapter`: NAME@DIGEST of the LoRA adapter that the request named as its model, and that its
-    tickets' digest contains; empty: none, or one that cannot be handed off.
+    tickets' digest contains; empty: none, or one that cannot be handed off. `moves_prefixes`: it has a prefix cache
+    whose KV can be handed back.
     """
 
     truncate_prefill: bool
@@ -252,6 +263,7 @@ class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
     prefill_multiple: int = 1
     tile: int = 0
     adapter: str = ""
+    moves_prefixes: bool = False
 
     def handed_over(self, num_tokens: int) -> int:
         """With a multiple, at least two of a prompt's tokens are left: vLLM would compute one as a verification."""

@@ -38,9 +38,10 @@ def event(tokens: Sequence[int], finish: str | None = None, **more: Any) -> dict
 
 @dataclass
 class Shared:
-    """State shared by two servers: finished prefill legs, by ticket or by request id."""
+    """State shared by two servers: finished prefill legs, by ticket or by request id, and those given up."""
 
     finished: dict[str, asyncio.Event] = field(default_factory=dict)
+    given_up: set[str] = field(default_factory=set)
 
     def of(self, name: str) -> asyncio.Event:
         return self.finished.setdefault(name, asyncio.Event())
@@ -60,7 +61,8 @@ class FakeVllm:
     requests. `defaults`: its sampling defaults, and `limit`, the most tokens of any request; None: it does not tell
     them, like vLLM without --enable-scale-out. `outcome`: in its metrics, how its connector ended each decode leg.
     `block_size`: of its metrics. `metrics`: of the last event of a stream. `adapter`: how its connector describes the
-    adapter `lora`.
+    adapter `lora`. `lacks_prefixes`: its prefix cache has nothing of what is to be handed back.
+    `loses_prefixes`: what is handed back does not arrive.
     """
 
     root: Path
@@ -96,6 +98,8 @@ class FakeVllm:
     block_size: int | None = None
     metrics: Any = None
     adapter: str = ""
+    lacks_prefixes: bool = False
+    loses_prefixes: bool = False
     identity: Callable[[], dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -143,6 +147,7 @@ class FakeVllm:
             "eos_token_ids": [EOS],
             "num_speculative_tokens": self.num_drafts,
             "sampling_defaults": dict(self.defaults or {}),
+            "moves_prefixes": True,
             # As on two hosts, one of which has been up for longer.
             "clock": float(1000 * ord(self.name[0])),
         }
@@ -226,6 +231,11 @@ class FakeVllm:
             return web.json_response(event([97], "length") | {"kv_transfer_params": {"baton": identity}})
         if role == "decode":
             await self._handed(body)
+        leg = (body.get("kv_transfer_params") or {}).get("baton", {})
+        if role == "prefill" and leg.get("prefix") and self.lacks_prefixes:
+            self.shared.given_up.add(leg["ticket"])
+            self.shared.of(leg["ticket"]).set()
+            await asyncio.Event().wait()  # until the client leaves
         tokens, finish = self._output(body)
         logprobs = [self._logprobs(token, body) for token in tokens]
         if not body.get("stream"):
@@ -239,6 +249,10 @@ class FakeVllm:
             answer["metrics"] = self.metrics
             if role == "prefill":
                 answer["kv_transfer_params"] = self._finish(body)
+            elif leg.get("prefix"):
+                lost = self.loses_prefixes or leg["ticket"] in self.shared.given_up
+                got = 0 if lost else len(body["prompt"]) - 1
+                answer["kv_transfer_params"] = {"baton": {"num_tokens": got}}
             return web.json_response(answer)
         response = web.StreamResponse()
         await response.prepare(request)

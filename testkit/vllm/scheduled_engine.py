@@ -42,10 +42,14 @@ def scaled_layer(cache_dtype: str, *scales: float) -> SimpleNamespace:
 
 class ScheduledEngine:
     """One engine. `caches`: [blocks, heads, tokens, K then V] by layer, in float32, or with `scale` the bytes of FP8
-    numbers that each layer scales so; the last layer is the drafter's."""
+    numbers that each layer scales so; the last layer is the drafter's. With a `window` there is no drafter, the second
+    of two layers has it, and tokens are moved one by one, as on GPUs."""
 
-    def __init__(self, folder: Path, name: str, role: str, scale: float | None = None) -> None:
+    def __init__(
+        self, folder: Path, name: str, role: str, scale: float | None = None, window: int | None = None
+    ) -> None:
         extra = {"keys": str(folder / "keys"), "kv_transport": f"file://{folder}/kv", "kv_stream": "chunk"}
+        extra["granularity"] = "page" if window is None else "token"
         transfer = KVTransferConfig(
             kv_connector="BatonConnector",
             kv_connector_module_path="baton.vllm",
@@ -61,17 +65,24 @@ class ScheduledEngine:
             max_model_len=512,
             max_num_batched_tokens=BUDGET,
             block_size=BLOCK,
-            speculative_config=EAGLE3,
+            speculative_config=EAGLE3 if window is None else None,
             kv_transfer_config=transfer,
             kv_cache_dtype="auto" if scale is None else "fp8",
         ).create_engine_config()
         number = self.config.model_config.get_total_num_hidden_layers()
-        self.layers = [f"model.layers.{index}.self_attn.attn" for index in (0, 1, number)]
+        numbers = (0, 1, number) if window is None else (0, 1)
+        self.layers = [f"model.layers.{index}.self_attn.attn" for index in numbers]
         model = self.config.model_config
         heads, width = model.get_total_num_kv_heads(), model.get_head_size()
         dtype = torch.float32 if scale is None else torch.uint8  # as vLLM stores FP8
-        spec = kv.FullAttentionSpec(block_size=BLOCK, num_kv_heads=heads, head_size=width, dtype=dtype)
-        cache_config = kv.KVCacheConfig(NUM_BLOCKS, [], [kv.KVCacheGroupSpec(self.layers, spec)])
+        shape: Any = {"block_size": BLOCK, "num_kv_heads": heads, "head_size": width, "dtype": dtype}
+        groups = [kv.KVCacheGroupSpec(self.layers, kv.FullAttentionSpec(**shape))]
+        if window is not None:
+            windows = kv.SlidingWindowSpec(**shape, sliding_window=window)
+            groups = [kv.KVCacheGroupSpec([self.layers[0]], groups[0].kv_cache_spec)]
+            groups.append(kv.KVCacheGroupSpec([self.layers[1]], windows))
+        self._group = {layer: at for at, group in enumerate(groups) for layer in group.layer_names}
+        cache_config = kv.KVCacheConfig(NUM_BLOCKS, [], groups)
         self.config.cache_config.num_gpu_blocks = NUM_BLOCKS
         module = object() if scale is None else scaled_layer("fp8", scale)
         self.config.compilation_config.static_forward_context = dict.fromkeys(self.layers, module)
@@ -83,15 +94,19 @@ class ScheduledEngine:
         self.half = self.scheduler.get_kv_connector()
         self.half.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
         self.identity = self.half.scheduler.identity
-        self.blocks: dict[str, list[int]] = {}
+        self.blocks: dict[str, list[list[int]]] = {}  # by request and cache group
         self.first_tokens: dict[str, tuple[int, int]] = {}  # of a request's first step: computed before, scheduled
         self.num_drafts: list[int] = []  # that each step with tokens proposes
         self.tokens: dict[str, list[int]] = {}
+        self.told: dict[str, Any] = {}  # the last `kv_transfer_params` of requests
 
-    def add(self, name: str, prompt: list[int], num: int, role: str, ticket: str) -> None:
-        """A leg of a handoff. vLLM's other requests have no `role`."""
+    def add(
+        self, name: str, prompt: list[int], num: int, role: str | None = None, ticket: str = "", **leg: Any
+    ) -> None:
+        """A leg of a handoff. vLLM's other requests have no `role`. `leg`: more of `LegParams`."""
         params = SamplingParams(max_tokens=num, temperature=0, ignore_eos=True)
-        params.extra_args = {"kv_transfer_params": {"baton": {"role": role, "ticket": ticket}}}
+        if role is not None:
+            params.extra_args = {"kv_transfer_params": {"baton": {"role": role, "ticket": ticket, **leg}}}
         init_none_hash(sha256)
         hasher = get_request_block_hasher(BLOCK, sha256)
         self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
@@ -120,22 +135,25 @@ class ScheduledEngine:
         for name, tokens in zip(requests, sampled, strict=True):
             self.tokens.setdefault(name, []).extend(tokens)
         places = {name: index for index, name in enumerate(requests)}
-        self.scheduler.update_from_output(
+        told = self.scheduler.update_from_output(
             scheduled, ModelRunnerOutput(requests, places, sampled, kv_connector_output=output)
         )
-        drafted = [name for name, tokens in zip(requests, sampled, strict=True) if tokens]
-        self.scheduler.update_draft_token_ids(DraftTokenIds(drafted, [[6, 7, 8] for _ in drafted]))
+        self.told |= {one.request_id: one.kv_transfer_params for each in told.values() for one in each.outputs}
+        if self.config.speculative_config is not None:
+            drafted = [name for name, tokens in zip(requests, sampled, strict=True) if tokens]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(drafted, [[6, 7, 8] for _ in drafted]))
 
     def _note(self, scheduled: Any) -> None:
         if scheduled.total_num_scheduled_tokens:
             self.num_drafts.append(scheduled.num_spec_tokens_to_schedule)
         for new in scheduled.scheduled_new_reqs:
-            self.blocks[new.req_id] = list(new.block_ids[0])
+            self.blocks[new.req_id] = [list(table) for table in new.block_ids]
             count = scheduled.num_scheduled_tokens[new.req_id]
             self.first_tokens[new.req_id] = (new.num_computed_tokens, count)
         cached = scheduled.scheduled_cached_reqs
         for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            self.blocks[name] += more[0] if more else []
+            for table, blocks in zip(self.blocks[name], more or (), strict=False):
+                table += blocks
 
     def _range(self, scheduled: Any, name: str) -> range:
         """The positions of the tokens that a step computes for a request."""
@@ -153,7 +171,7 @@ class ScheduledEngine:
                 found = entries[name][layer]
                 for token in self._range(scheduled, name):
                     block, at = divmod(token, BLOCK)
-                    self.caches[layer][self.blocks[name][block], :, at] = found[:, token]
+                    self.caches[layer][self.blocks[name][self._group[layer]][block], :, at] = found[:, token]
 
     def step_until(self, entries: Any, other: ScheduledEngine, name: str, num: int) -> None:
         """Run steps of this engine and of its peer until a request has `num` tokens."""
@@ -165,7 +183,7 @@ class ScheduledEngine:
 
     def read(self, name: str, layer: str, num_tokens: int) -> torch.Tensor:
         """A request's first entries of a layer: [heads, tokens, elements]."""
-        pages = self.caches[layer][self.blocks[name]]
+        pages = self.caches[layer][self.blocks[name][self._group[layer]]]
         return pages.transpose(0, 1).flatten(1, 2)[:, :num_tokens]
 
 

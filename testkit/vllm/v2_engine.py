@@ -116,7 +116,7 @@ def config(folder: Path, name: str, role: str, model: Model, rank: int, size: in
             draft_model_config=checkpoint("drafter", 1, model.heads[1]),
         ),
         device_config=SimpleNamespace(device_type="cpu"),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True),
         structured_outputs_config=SimpleNamespace(backend="auto"),
         model_config=checkpoint("target", 2, model.heads[0]),
         compilation_config=SimpleNamespace(

@@ -74,7 +74,8 @@ class Engine:
         self.random = Random(seed)
         self.memory = Memory(num_pages=self.random.choice([14, 16, 30]))
         assert self.memory.cache.fits(CONTEXT)
-        self.scheduler = Scheduler(self.memory.cache, self.random.choice([6, 16]), self.random.choice([2, 8]))
+        sizes = [self.random.choice(most) for most in ([6, 16], [2, 8], [None, 3])]
+        self.scheduler = Scheduler(self.memory.cache, *sizes)
         metrics = EngineMetrics()
         recovery: Any = self.random.choice(["full", "full", "none"])
 
@@ -118,12 +119,23 @@ class Engine:
         if name in self.by_id and not self.ended[self.by_id[name]]:
             return
         handoff = HandoffParams(role=role, ticket="t" * 200) if role else None
-        wire = GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params, handoff=handoff)
+        moves = handoff is not None and len(prompt) > 1 and random.random() < 0.4
+        if moves:
+            start = random.choice([0, 0, random.randint(0, len(prompt))])
+            length = random.randint(1, len(prompt) - 1)
+            handoff = HandoffParams(role=role, ticket="t" * 200, prefix_len=length, window_start=start)
+        wire = GenerateRequest(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling_params=params,
+            handoff=handoff,
+            priority=random.choice([0, 0, -1, 1]),
+        )
         sampler: Any = SimpleNamespace(advance=lambda tokens: None)
         ticket: Any = SimpleNamespace(key=AttemptKey(random.randbytes(16), 0, "p", "d")) if role else None
         request = Request(wire, sampler, ticket)
         known = whole(request)
-        if random.random() < 0.3:
+        if random.random() < 0.3 and not moves:
             count = random.randint(0, len(known) - len(prompt) - 1)
             wire = GenerateRequest(
                 request_id=name,
@@ -131,6 +143,7 @@ class Engine:
                 sampling_params=params,
                 handoff=handoff,
                 num_prompt_tokens=len(prompt),
+                priority=wire.priority,
             )
             request = Request(wire, sampler, ticket)
         self.by_id[name] = request
@@ -222,6 +235,7 @@ class Engine:
         attempt = self.decodes.get(ticket.key)
         if attempt is not None and attempt.state == "admitted":
             attempt.state, attempt.wanted = "placed", dict(wanted)
+            attempt.prompt = attempt.request.token_ids[:prompt_len]
             attempt.pages = {name: list(table) for name, table in pages.items()}
 
     def abort(self, key: AttemptKey, reason: str) -> None:
@@ -284,6 +298,8 @@ class Engine:
     def seeds(self, attempt: Attempt) -> Seeds:
         first = whole(attempt.request)[len(attempt.prompt)]
         wrong = self.random.random() < 0.1
+        if attempt.request.prefix_len is not None:
+            return Seeds(200 if wrong else first)
         return Seeds(200 if wrong else first, None, [self.random.randint(10, 18) for _ in range(LOOKAHEAD)])
 
     # ------------------------------------------------------------ a step

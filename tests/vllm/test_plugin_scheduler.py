@@ -422,6 +422,7 @@ def test_who_the_engine_is() -> None:
         "prefill_multiple": 1,
         "tile": 0,
         "adapter": "",
+        "moves_prefixes": False,
         "vocab_size": 512,
         "eos_token_ids": [2],
         "num_speculative_tokens": 0,

@@ -225,7 +225,7 @@ class HandoffLegs:
                 return [RequestFailed(request, f"handoff_failed: {event.outcome}")]
             return [PagesReleased(request)]
         effects: list[Effect] = []
-        if request.prefix_len is not None and isinstance(event, DecodeCommitted) and self._receives(leg):
+        if request.prefix_len is not None and not isinstance(event, DecodeReleased) and self._receives(leg):
             return self.prefixes.take(leg, event, metrics)
         if isinstance(event, DecodeCommitted):
             metrics.num_handoffs["committed"] += 1

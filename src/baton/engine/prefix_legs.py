@@ -10,7 +10,7 @@ from baton.engine.leg import Effect, Leg, PrefixArrived, RequestFailed
 from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus
 from baton.handoff.agent.calls import Agent
-from baton.handoff.protocol.events import Declared, DecodeCommitted, Sampled
+from baton.handoff.protocol.events import Declared, DecodeCommitted, DecodeFinished, Sampled
 from baton.handoff.protocol.messages import Seeds
 from baton.kv.cache import KVCache
 from baton.kv.moved_prefix import SharedPrefix, attach_prefix, enter_prefix, share_prefix
@@ -79,11 +79,12 @@ class PrefixLegs:
         self._agent.open_decode(ticket, request.prefix_len, leg.wanted, pages)
         return []
 
-    def take(self, leg: Leg, event: DecodeCommitted, metrics: EngineMetrics) -> list[Effect]:
-        """The bytes are in place and proven: they are cached pages from now on."""
+    def take(self, leg: Leg, event: DecodeCommitted | DecodeFinished, metrics: EngineMetrics) -> list[Effect]:
+        """With a commit the bytes are in place and proven: they are cached pages from now on. No honest source sends
+        the end of a request."""
         request = leg.request
         assert request.prefix_len is not None
-        if event.seeds != self._seeds(request):
+        if isinstance(event, DecodeFinished) or event.seeds != self._seeds(request):
             metrics.handoff_failures["bad_seeds"] += 1
             return [RequestFailed(request, "bad_seeds: they are not those of the prompt")]
         num_tokens = enter_prefix(self._cache, request.kv, request.token_ids, request.prefix_len)

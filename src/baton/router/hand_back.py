@@ -27,8 +27,8 @@ from baton.wire import GenerateRequest, Mode, TokenChunk
 _TRY_AGAIN = 16
 # The least number of computed tokens by which to measure.
 _MEASURED_TOKENS = 16
-# How long the prefill leg waits: for a pair that was not measured yet, and at least.
-_LIMIT_S, _LEAST_LIMIT_S = 2.0, 0.25
+# How long the prefill leg waits at least, for a pair that was measured.
+_LEAST_LIMIT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ class HandBacks:
         now = asyncio.get_running_loop().time
         began, num_lacking = now(), len(request.prompt_token_ids) - back.held
         computing = self._saved_s(prefill, num_lacking, back.num_tokens)
-        limit_s = _LIMIT_S
+        limit_s = self._config.hand_back_limit_s
         if computing is not None and self._pace_of(back.source, prefill).num_measured > 1:
-            limit_s = min(_LIMIT_S, max(_LEAST_LIMIT_S, 4.0 * computing))
+            limit_s = min(limit_s, max(_LEAST_LIMIT_S, 4.0 * computing))
         try:
             async with timeout(limit_s):
                 expected = back.held + back.num_tokens

@@ -286,6 +286,10 @@ def zeroes_before_preemptions(config: Any) -> bool:
     return bool(config.use_v2_model_runner)
 
 
+def has_prefix_cache(config: Any) -> bool:
+    return bool(config.cache_config.enable_prefix_caching)
+
+
 def prefill_multiple(config: Any) -> int:
     return 1 if _delta_nets(config) is None else DELTA_CHUNK
 

@@ -246,8 +246,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(news := connector_output.kv_connector_worker_meta, BatonWorkerMetadata):
             self.scheduler.on_admitted(news.admitted)
             self.scheduler.on_first_tokens(news.first_tokens)
+        failed = connector_output.failed_recving or ()
         for request_id in connector_output.finished_recving or ():
-            self.scheduler.on_received(request_id)
+            self.scheduler.on_received(request_id, request_id in failed)
         for request_id in connector_output.finished_sending or ():
             self.scheduler.on_sent(request_id)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from baton.errors import ConfigError
 from baton.kv.interval import Interval, Kind, Rules
@@ -32,9 +33,64 @@ class CacheTable:
     block_size: int
     layers: tuple[str, ...]
 
+    def first_needed(self, num_tokens: int) -> int:
+        """The first token that a query after `num_tokens` tokens sees."""
+        return Rules(self.kind, window=self.window).first_needed(num_tokens)
+
     def first_block(self, num_tokens: int) -> int:
-        """The index in the block table of the first block that a query after `num_tokens` tokens sees."""
-        return Rules(self.kind, window=self.window).first_needed(num_tokens) // self.block_size
+        """The index of its block in the block table."""
+        return self.first_needed(num_tokens) // self.block_size
+
+
+class BlockPool(Protocol):
+    """What is used of vLLM's block pool."""
+
+    blocks: Sequence[Any]
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
+    def evict_blocks(self, block_ids: set[int]) -> None: ...
+
+
+class PartialBlocks:
+    """Blocks in which received windows begin, by request: the entries before the window did not come.
+
+    vLLM enters them into its prefix cache as whole, when it goes on with the request. Another prompt that ends its hit
+    there would see entries that are not there. So they are evicted at the end of that step, before any other request
+    looks for its prefix. `tile`: tokens that come together.
+    """
+
+    def __init__(self, cache_tables: Sequence[CacheTable], pool: BlockPool, tile: int) -> None:
+        self._windows = [cache for cache in cache_tables if cache.window is not None]
+        self._pool, self._tile = pool, tile
+        self._coming: dict[str, set[int]] = {}
+        self._here: dict[str, set[int]] = {}
+
+    @property
+    def waiting(self) -> bool:
+        """Whether vLLM may have entered one."""
+        return bool(self._here)
+
+    def allocated(self, request_id: str, num_tokens: int, hit: int, tables: Sequence[Sequence[int]]) -> None:
+        """A request of `num_tokens` tokens, of which the first `hit` were here, has these block tables."""
+        found = set()
+        for cache in self._windows:
+            first = cache.first_needed(num_tokens) // self._tile * self._tile
+            if first > hit and first % cache.block_size:
+                found.add(tables[cache.table][first // cache.block_size])
+        if found:
+            self._coming[request_id] = found
+
+    def received(self, request_id: str, failed: bool) -> None:
+        blocks = self._coming.pop(request_id, None)
+        if blocks is not None and not failed:
+            self._here[request_id] = blocks
+
+    def evict(self, request_id: str) -> None:
+        """vLLM has scheduled the request, or ends it."""
+        self._coming.pop(request_id, None)
+        if (blocks := self._here.pop(request_id, None)) is not None:
+            self._pool.evict_blocks(blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,7 @@ def _identity(config: Any, kv_transport: str, whole: JoinedWorkers, address: str
         data_parallel_rank=compat.data_parallel_rank(config),
         sampling_defaults=compat.sampling_defaults(config),
         kv_transport=transport_name(kv_transport),
+        moves_prefixes=compat.has_prefix_cache(config) and not whole.has_states,
     )
 
 

@@ -22,9 +22,9 @@ from baton.log_limit import LogLimit
 from baton.sampling_params import SamplingParams
 from baton.vllm.adapters import Adapters
 from baton.vllm.first_step import FirstTokens
-from baton.vllm.groups import CacheTable
+from baton.vllm.groups import BlockPool, CacheTable, PartialBlocks
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
-from baton.wire import BATON_PARAM, LegParams, VllmIdentity
+from baton.wire import BATON_PARAM, LegParams, VllmIdentity, VllmPrefix
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -44,15 +44,6 @@ class VllmRequest(Protocol):
     mm_features: Sequence[Any]
 
 
-class BlockPool(Protocol):
-    """What is used of vLLM's block pool: reference counts of blocks."""
-
-    blocks: Sequence[Any]
-
-    def touch(self, blocks: Sequence[Any]) -> None: ...
-    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Prefill:
     ticket: SignedTicket
@@ -63,6 +54,7 @@ class _Prefill:
     tables: Tables = ()
     lost: bool = False
     pinned: list[Any] = field(default_factory=list)
+    is_prefix: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +63,8 @@ class _Decode:
     num_tokens: int
     admitted: set[int] = field(default_factory=set)  # ranks
     receiving: bool = False
+    is_prefix: bool = False
+    hit: int = 0
 
 
 def handoff_digest(tokens: Sequence[int], adapter: str = "") -> bytes:
@@ -106,6 +100,9 @@ class SchedulerSide:
         self._prefills: dict[str, _Prefill] = {}
         self._held: dict[str, _Prefill] = {}  # finished requests whose blocks are kept
         self._decodes: dict[str, _Decode] = {}
+        self._prefixes: dict[str, int] = {}  # tokens that were not computed, of decode legs of hand-backs
+        self._partial = PartialBlocks(cache_tables, pool, max(identity.tile, 1))
+        self._most_missing = 2 * max((cache.block_size for cache in cache_tables), default=0)
         self._asked: dict[str, str] = {}  # requests that ask for this engine's identity, with their adapters
         self._adapters = Adapters()
         self._step = StepNews()
@@ -128,13 +125,11 @@ class SchedulerSide:
         if adapter is None:
             beside = "a LoRA adapter without a directory here, or with files that have changed"
         if tokens is None or adapter is None or beside is not None:
-            self._refuse(request, f"its KV depends on {beside}, not on token ids alone")
-            self._turn_away(params)
+            self._turn_away(request, params, f"its KV depends on {beside}, not on token ids alone")
             return
         if params.role == "prefill" and request.max_tokens != 1:
             # Further decoding would overwrite the leg's states, and free blocks that its window has left.
-            self._refuse(request, "a prefill leg samples one token")
-            self._turn_away(params)
+            self._turn_away(request, params, "a prefill leg samples one token")
             return
         whole = params.role == "prefill" and (self.identity.truncate_prefill or params.seed_first_token)
         num_tokens = len(tokens) if whole else self.identity.handed_over(len(tokens))
@@ -152,20 +147,21 @@ class SchedulerSide:
         next_token = None if whole else tokens[num_tokens]
         if params.role == "prefill":
             seeded = params.seed_first_token or self._verifies(request)
-            self._prefills[request.request_id] = _Prefill(ticket, num_tokens, seeded)
+            self._prefills[request.request_id] = _Prefill(ticket, num_tokens, seeded, is_prefix=params.prefix)
             self._step.opened.append(OpenPrefill(request.request_id, ticket, num_tokens, next_token, seeded))
         else:
             assert next_token is not None
-            self._decodes[request.request_id] = _Decode(ticket, num_tokens)
+            self._decodes[request.request_id] = _Decode(ticket, num_tokens, is_prefix=params.prefix)
             traceparent = (getattr(request, "trace_headers", None) or {}).get("traceparent")
             self._step.announced.append(AnnounceDecode(request.request_id, ticket, next_token, traceparent))
 
     def _verifies(self, request: VllmRequest) -> bool:
         return self._verify_first and request.sampling_params.temperature == 0
 
-    def _turn_away(self, params: LegParams) -> None:
-        """Tell D at once that a prefill leg is served without a handoff. Does nothing if the ticket is not valid for
-        this engine or was redeemed before."""
+    def _turn_away(self, request: VllmRequest, params: LegParams, why: str) -> None:
+        """Refuse a leg, and tell D at once of a prefill leg, unless the ticket is not valid for this engine or was
+        redeemed before."""
+        self._refuse(request, why)
         if params.role == "prefill":
             with contextlib.suppress(ProtocolError):
                 ticket = self._redeemer.redeem(params.ticket, "prefill", None, self._clock())
@@ -200,13 +196,27 @@ class SchedulerSide:
     # ------------------------------------------------------------ the decode leg
 
     def num_matched(self, request_id: str, num_computed: int) -> int | None:
-        """How many tokens come from P, if the first `num_computed` are here. No side effects. None until all workers
-        report P's admission, which may need the blocks that the leg would hold."""
+        """How many tokens come from P, if the first `num_computed` are here. Called again, it changes nothing. None
+        until all workers report P's admission, which may need the blocks that the leg would hold, while a partial block
+        is in the prefix cache, or for ever."""
+        if self._partial.waiting or self._lacks_prefix(request_id, num_computed):
+            return None
         leg = self._decodes.get(request_id)
         if leg is None or leg.receiving or leg.num_tokens <= num_computed:
             return 0
         everywhere = len(leg.admitted) == len(self.identity.control_addresses)
         return leg.num_tokens - num_computed if everywhere else None
+
+    def _lacks_prefix(self, request_id: str, num_computed: int) -> bool:
+        """Whether this is a prefill leg of a hand-back whose KV is not in the prefix cache. The other engine computes
+        it, not this one, which decodes other requests."""
+        leg = self._prefills.get(request_id)
+        if leg is None or not leg.is_prefix or leg.tables:
+            return False
+        if not leg.cancelled and leg.num_tokens - num_computed > self._most_missing:
+            leg.cancelled = True
+            self._step.missing.append(leg.ticket.key)
+        return leg.cancelled
 
     def on_admitted(self, news: Iterable[tuple[int, str]]) -> None:
         """(rank, request id) of decode legs that were admitted, or have failed: vLLM handles a failure once the leg
@@ -221,14 +231,19 @@ class SchedulerSide:
         if leg is None or leg.receiving:
             return
         leg.receiving = num_external > 0
-        hit = leg.num_tokens - num_external
-        self._step.receives.append(OpenDecode(request_id, leg.ticket, leg.num_tokens, hit, tables, leg.receiving))
-        if not leg.receiving:
-            del self._decodes[request_id]
+        leg.hit = leg.num_tokens - num_external
+        self._step.receives.append(OpenDecode(request_id, leg.ticket, leg.num_tokens, leg.hit, tables, leg.receiving))
+        if leg.receiving:
+            self._partial.allocated(request_id, leg.num_tokens, leg.hit, tables)
+        else:
+            self.on_received(request_id)
 
-    def on_received(self, request_id: str) -> None:
-        """A receive has ended or failed."""
-        self._decodes.pop(request_id, None)
+    def on_received(self, request_id: str, failed: bool = False) -> None:
+        """A receive has ended."""
+        self._partial.received(request_id, failed)
+        leg = self._decodes.pop(request_id, None)
+        if leg is not None and leg.is_prefix:
+            self._prefixes[request_id] = leg.hit if failed else leg.num_tokens
 
     def on_first_tokens(self, tokens: Mapping[str, int]) -> None:
         """Called before `on_received`."""
@@ -241,6 +256,7 @@ class SchedulerSide:
     def on_scheduled(self, request_id: str, num_computed: int, new: Tables | None, replace: bool) -> None:
         """This step computes a request's tokens up to `num_computed`. The `new` blocks are appended to its block
         tables, or `replace` them."""
+        self._partial.evict(request_id)
         leg = self._prefills.get(request_id)
         if leg is None or leg.lost:
             return
@@ -296,6 +312,7 @@ class SchedulerSide:
     def on_finished(self, request: VllmRequest) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether vLLM must keep the blocks for now, and params for the client."""
         self.first_tokens.discard(request.request_id)
+        self._partial.evict(request.request_id)
         adapter = self._asked.pop(request.request_id, None)
         if adapter is not None:
             identity = msgspec.structs.replace(self.identity, clock=self._clock(), adapter=adapter)
@@ -313,7 +330,8 @@ class SchedulerSide:
         decode = self._decodes.pop(request.request_id, None)
         if decode is not None:
             self._step.aborted.append(decode.ticket.key)
-        return False, None
+        found = self._prefixes.pop(request.request_id, None)
+        return False, None if found is None else {BATON_PARAM: msgspec.to_builtins(VllmPrefix(found))}
 
     def take_step(self) -> StepNews:
         step, self._step = self._step, StepNews()

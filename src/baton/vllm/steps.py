@@ -70,7 +70,7 @@ class OpenDecode:
 class StepNews:
     """One step's messages. `turned_away`: prefill legs served without a handoff. `admitted`: prefill legs that now
     have blocks. `aborted`: decode legs that vLLM gave up. `preempted`: prefill legs whose blocks go to other requests.
-    `cancelled`: prefill legs that no decode engine will fetch."""
+    `cancelled`: prefill legs that no decode engine will fetch. `missing`: those of hand-backs that lack it."""
 
     opened: list[OpenPrefill] = field(default_factory=list)
     turned_away: list[SignedTicket] = field(default_factory=list)
@@ -82,7 +82,8 @@ class StepNews:
     aborted: list[AttemptKey] = field(default_factory=list)
     preempted: list[AttemptKey] = field(default_factory=list)
     cancelled: list[AttemptKey] = field(default_factory=list)
+    missing: list[AttemptKey] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         news = (self.opened, self.admitted, self.computed, self.closed, self.announced, self.receives)
-        return any((*news, self.turned_away, self.aborted, self.preempted, self.cancelled))
+        return any((*news, self.turned_away, self.aborted, self.preempted, self.cancelled, self.missing))

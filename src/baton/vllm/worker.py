@@ -137,9 +137,10 @@ class WorkerSide:
         for key in step.aborted:
             if key in self._decodes:
                 self.agent.abort(key, "aborted")
-        for key in step.cancelled:
-            if key in self._prefills:
-                self.agent.abort(key, "cancelled")
+        for reason, keys in (("cancelled", step.cancelled), ("prefix_missing", step.missing)):
+            for key in keys:
+                if key in self._prefills:
+                    self.agent.abort(key, reason)
         if self._layers is not None:
             self._layers.begin(list(self._pushed(step.computed)))
 

@@ -138,9 +138,9 @@ def test_a_pair_that_is_slower_than_computing_is_tried_again_later(directory: Pa
     assert backs.choose(prompt, prefill, pool.engines) is not None
 
 
-async def moved(script: Script, directory: Path) -> tuple[HandBacks, Pool]:
+async def moved(script: Script, directory: Path, **settings: Any) -> tuple[HandBacks, Pool]:
     """A prefill leg with a hand-back before it. Its chunk comes in any case."""
-    pool, backs, drained = Pool(directory), on(script), list[Chunks]()
+    pool, backs, drained = Pool(directory), on(script, **settings), list[Chunks]()
     pool.decode[0].known.learn(PromptBlocks(ANSWERED))
 
     async def leg() -> AsyncGenerator[TokenChunk, None]:
@@ -193,11 +193,9 @@ async def test_whatever_fails_the_prefill_engine_computes(
     reason: str,
     log: list[str],
     directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("baton.router.hand_back._LIMIT_S", 0.01)
     script = Script(prefill=source, decode=destination)
-    backs, pool = await moved(script, directory)
+    backs, pool = await moved(script, directory, hand_back_limit_s=0.01)
     assert script.log[1:] == [*log, "prefill leg"]
     assert (backs.counts, backs.failures) == ({"failed": 1}, {reason: 1})
     held = pool.decode[0].known.num_tokens(PromptBlocks(NEXT))

@@ -22,6 +22,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
       tokens if a prefill engine would have at least `turn_ratio` times as many to compute. 0: never.
     - `hand_back`: a prefill engine gets the KV of a prompt's beginning from the engine that holds it, if that has at
       least `min_hand_back_length` tokens more, and if computing them was not faster before. 0: even if it was.
+    - `hand_back_limit_s`: how long a prefill engine waits for it at most, and for the first between two engines.
     - `overload_num_waiting`, `overload_kv_usage`: an engine that reports at least so many waiting requests, or this
       share of its KV in use, gets no new requests. None: it always does.
     - `tenants`: by name; `*`: all others.
@@ -36,6 +37,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     turn_ratio: float = 1.5
     hand_back: bool = False
     min_hand_back_length: int = 16
+    hand_back_limit_s: float = 2.0
     overload_num_waiting: int | None = None
     overload_kv_usage: float | None = None
     tenants: dict[str, Tenant] = {}

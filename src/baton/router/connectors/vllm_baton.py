@@ -11,12 +11,13 @@ import asyncio
 
 import msgspec
 
-from baton.errors import ProtocolError, RequestError
+from baton.errors import HandoffError, ProtocolError, RequestError
 from baton.handoff.protocol.ticket import adapter_digest, request_digest
 from baton.router.clients.vllm_client import VllmClient
-from baton.router.connectors.base import ConnectorConfig, HandoffOutcome, Legs, errors_only, in_turn
+from baton.router.connectors.base import ConnectorConfig, HandoffOutcome, Legs, PrefixLeg, errors_only, in_turn
 from baton.router.connectors.tickets import mint_ticket
 from baton.router.connectors.vllm import VllmConnector, draws_anew
+from baton.router.connectors.vllm_prefix import VllmPrefixMove, leg_params, prefix_request
 from baton.router.leg_tasks import Chunks, LegSource
 from baton.router.pooled_engine import PooledEngine
 from baton.sampling_params import SamplingParams
@@ -28,6 +29,7 @@ class VllmBatonConnector(VllmConnector):
 
     needs_ticket_key = True
     can_seed = True
+    moves_prefixes = True
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
@@ -41,19 +43,40 @@ class VllmBatonConnector(VllmConnector):
         handed_over = len(tokens) if seeded else self._handed_over(p, len(tokens))
         if not handed_over and self._truncates(p):
             return Legs({"decode": VllmClient.of(decode).leg(request)})
-        # A vLLM server knows only the tokens that are handed over.
-        digest = request_digest(tokens[:handed_over], SamplingParams())
-        if request.adapter is not None:
-            digest = adapter_digest(digest, request.adapter)
-        ticket = mint_ticket(self.config, prefill, decode, kv_mode, digest)
+        ticket = self._ticket(request, prefill, decode, kv_mode, handed_over)
 
         async def on_end(outcome: HandoffOutcome) -> None:
             if outcome in ("failed", "aborted") or (seeded and outcome == "finished_early"):
                 # The decode server may never have seen its leg.
-                await p.tell(_params(LegParams(role="cancel", ticket=ticket)))
+                await p.tell(leg_params(LegParams(role="cancel", ticket=ticket)))
 
         chunks = (self._in_turn if seeded else self._at_once)(request, prefill, decode, ticket)
         return Legs(chunks, on_end=on_end)
+
+    def _ticket(
+        self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode, handed_over: int
+    ) -> str:
+        """A vLLM server can check a ticket only against the tokens that are handed over."""
+        digest = request_digest(request.prompt_token_ids[:handed_over], SamplingParams())
+        if request.adapter is not None:
+            digest = adapter_digest(digest, request.adapter)
+        return mint_ticket(self.config, prefill, decode, kv_mode, digest)
+
+    def prefix_leg(
+        self, request: GenerateRequest, source: PooledEngine, destination: PooledEngine, mode: Mode, expected: int
+    ) -> PrefixLeg:
+        """Raises `HandoffError` if a server does not take its leg."""
+        p, d = VllmClient.of(source), VllmClient.of(destination)
+        for client, role in ((p, "prefill"), (d, "decode")):
+            identity = self._identities.get(client.url)
+            if identity is None or not identity.moves_prefixes:
+                raise HandoffError("no_prefix_cache", f"{client.url} has none, or a model with states")
+            if role not in identity.roles:
+                raise HandoffError("no_such_role", f"{client.url} takes no {role} legs: kv_both would")
+        wire = prefix_request(request, expected + 1)
+        handed_over = self._handed_over(p, expected + 1)
+        ticket = self._ticket(wire, source, destination, mode, handed_over)
+        return VllmPrefixMove(p, d, wire, ticket, handed_over).leg
 
     def _in_turn(
         self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, ticket: str
@@ -62,7 +85,7 @@ class VllmBatonConnector(VllmConnector):
 
         async def first(found: asyncio.Future[list[int] | None]) -> Chunks:
             offered = LegParams(role="prefill", ticket=ticket, seed_first_token=True)
-            async for chunk in p.leg(request, _params(offered), first_only=True):
+            async for chunk in p.leg(request, leg_params(offered), first_only=True):
                 if chunk.token_ids and chunk.finish_reason is None:
                     found.set_result(chunk.token_ids)
                 yield chunk
@@ -73,7 +96,7 @@ class VllmBatonConnector(VllmConnector):
                 request, prompt_token_ids=tokens + sampled, num_prompt_tokens=len(tokens) - known
             )
             offered = LegParams(role="decode", ticket=ticket)
-            return d.leg(more, _params(offered), is_padded=self._computes_one(d))
+            return d.leg(more, leg_params(offered), is_padded=self._computes_one(d))
 
         return in_turn(first, then)
 
@@ -81,9 +104,9 @@ class VllmBatonConnector(VllmConnector):
         self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, ticket: str
     ) -> dict[LegRole, LegSource]:
         p, d = VllmClient.of(prefill), VllmClient.of(decode)
-        tokens, offered = request.prompt_token_ids, _params(LegParams(role="prefill", ticket=ticket))
+        tokens, offered = request.prompt_token_ids, leg_params(LegParams(role="prefill", ticket=ticket))
         wanted = LegParams(role="decode", ticket=ticket)
-        decoding = d.leg(request, _params(wanted), is_padded=self._computes_one(d))
+        decoding = d.leg(request, leg_params(wanted), is_padded=self._computes_one(d))
         if self._truncates(p):
             short = _short(request, self._handed_over(p, len(tokens)))
             return {"prefill": errors_only(p.leg(short, offered, first_only=True)), "decode": decoding}
@@ -95,7 +118,7 @@ class VllmBatonConnector(VllmConnector):
         return {name: adapter for name, adapter in told.items() if adapter}
 
     async def _told(self, client: VllmClient, adapter: str | None = None) -> VllmIdentity:
-        answer = await client.tell(_params(LegParams(role="identify")), adapter)
+        answer = await client.tell(leg_params(LegParams(role="identify")), adapter)
         try:
             return msgspec.convert((answer.kv_transfer_params or {}).get(BATON_PARAM), VllmIdentity)
         except msgspec.ValidationError as error:
@@ -135,7 +158,3 @@ def _short(request: GenerateRequest, handed_over: int) -> GenerateRequest:
     return msgspec.structs.replace(
         request, prompt_token_ids=tokens[:handed_over], num_prompt_tokens=num_prompt, sampling_params=only
     )
-
-
-def _params(leg: LegParams) -> dict[str, object]:
-    return {BATON_PARAM: msgspec.to_builtins(leg)}

@@ -1,0 +1,145 @@
+"""Cached KV of a vLLM decode server goes to the prefill server before it computes the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from baton.kv.prefix import ROOT
+from baton.kvevents.config import KVEventsConfig
+from baton.kvevents.publisher import EventPublisher
+from baton.kvevents.recorder import RecordedGroup
+from baton.router import RouterConfig, build_app
+from baton.router.config.policy_config import PolicyConfig
+from benchmarks.scrape import scrape
+from testkit.servers.fake_serving import KEY, await_engines, served, status_of, until
+from testkit.servers.vllm_pair import QUICK, Pair, complete, said
+
+PROMPT = [10 + place % 200 for place in range(60)]
+HELD = 32  # tokens, by D's events
+SALT = b"tenant".hex()
+GROUP = RecordedGroup(0, "full_attention", None, 16)
+
+
+@contextlib.asynccontextmanager
+async def routed(
+    pair: Pair, tmp_path: Path, salt: str | None = None, limit_s: float = 100.0
+) -> AsyncIterator[tuple[str, Any]]:
+    """A router that D has told by events what it holds of the prompt."""
+    events: dict[str, Any] = {f"{name}endpoint": f"ipc://{tmp_path}/{name}events" for name in ("", "replay_")}
+    root = ROOT if salt is None else bytes.fromhex(salt)
+    async with contextlib.AsyncExitStack() as stack:
+        p, d = [await stack.enter_async_context(server.serve()) for server in (pair.p, pair.d)]
+        publisher = EventPublisher(KVEventsConfig(enable_kv_cache_events=True, **events))
+        stack.callback(publisher.close)
+        for start in range(0, HELD, GROUP.block_size):
+            parent = str(start - GROUP.block_size).encode() if start else None
+            publisher.recorder.stored(
+                GROUP, str(start).encode(), parent, root, PROMPT[start : start + GROUP.block_size]
+            )
+        config = RouterConfig(
+            prefill=(p,),
+            decode=(d,),
+            engine="vllm",
+            seed_first_token=pair.seed,
+            ticket_key=KEY,
+            timers=QUICK,
+            kv_event_source=(f"{d}={events['endpoint']}",),
+            kv_event_replay_source=(f"{d}={events['replay_endpoint']}",),
+            policy_config=PolicyConfig(hand_back=True, hand_back_limit_s=limit_s),
+        )
+        url = await stack.enter_async_context(served(await build_app(config)))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        await await_engines(session, url)
+        while sum(await scrape(session, url, "baton:router_engine_kv_blocks")) < HELD // GROUP.block_size:
+            await asyncio.sleep(0.01)
+        yield url, session
+
+
+async def answered(url: str, session: Any, **body: Any) -> dict[str, Any]:
+    """The router's counts of hand-backs after the prompt, whose answer is one server's whatever happens."""
+    status, answer = await complete(session, url, prompt=PROMPT, **body)
+    assert status == 200, answer
+    assert answer["choices"][0]["token_ids"] == said(6, len(PROMPT))
+    backs: dict[str, Any] = (await status_of(session, url))["hand_backs"]
+    return backs
+
+
+@pytest.mark.parametrize(("seed", "salt"), [(False, None), (True, None), (False, SALT)])
+async def test_a_decode_server_hands_back_what_its_events_say(
+    directory: Path, tmp_path: Path, seed: bool, salt: str | None
+) -> None:
+    pair = Pair(directory, seed=seed)
+    async with routed(pair, tmp_path, salt) as (url, session):
+        backs = await answered(url, session, **({} if salt is None else {"cache_salt": salt}))
+    assert (backs["completed"], backs["failed"], backs["num_tokens"]) == (1, 0, HELD)
+    (sent,), received = pair.d.legs("prefill"), pair.p.legs("decode")[0]
+    assert sent["prompt"] == received["prompt"] == PROMPT[: HELD + 1], (
+        "the last token is computed, the rest handed over"
+    )
+    assert (sent["max_tokens"], received["max_tokens"]) == (1, 1)
+    assert sent.get("cache_salt") == received.get("cache_salt") == salt
+    assert pair.legs()[0] == ["decode", "prefill"], "the prompt's own leg comes afterwards, and nothing is cancelled"
+    assert "cancel" not in pair.legs()[1]
+
+
+@pytest.mark.parametrize("salt", ["another", None])
+async def test_what_another_tenant_holds_is_not_handed_back(directory: Path, tmp_path: Path, salt: str | None) -> None:
+    pair = Pair(directory)
+    async with routed(pair, tmp_path, SALT) as (url, session):
+        backs = await answered(url, session, **({} if salt is None else {"cache_salt": salt}))
+    assert (backs["completed"], backs["failed"]) == (0, 0)
+    assert pair.d.legs("prefill") == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("lacks", "prefix_missing"),
+        ("refuses", "EngineUnavailableError"),
+        ("stays", "timeout"),
+        ("lost", "not_received"),
+    ],
+)
+async def test_whatever_fails_the_prefill_server_computes(
+    directory: Path, tmp_path: Path, fault: str, reason: str
+) -> None:
+    pair = Pair(directory)
+    if fault == "lacks":
+        pair.d.lacks_prefixes = True
+    elif fault == "refuses":
+        pair.d.fail, pair.d.fail_role = "broken", "prefill"
+    elif fault == "stays":
+        pair.d.halted = "prefill"
+    else:
+        pair.p.loses_prefixes = True
+    async with routed(pair, tmp_path, limit_s=0.2 if fault == "stays" else 100.0) as (url, session):
+        backs = await answered(url, session)
+        assert (backs["completed"], backs["num_tokens"], backs["failures"]) == (0, 0, {reason: 1})
+        # The source would hold its blocks for a destination that may never have seen its leg.
+        await until(lambda: pair.d.legs("cancel"))
+        cancelled, sent = pair.d.legs("cancel")[0], pair.d.legs("prefill")[0]
+        assert cancelled["kv_transfer_params"]["baton"]["ticket"] == sent["kv_transfer_params"]["baton"]["ticket"]
+        if fault in ("lacks", "stays"):
+            await until(lambda: "prefill" in pair.d.left)
+
+
+@pytest.mark.parametrize(
+    ("fact", "reason"), [({"roles": ["decode"]}, "no_such_role"), ({"moves_prefixes": False}, "no_prefix_cache")]
+)
+async def test_a_server_that_cannot_hand_back_is_not_asked(
+    directory: Path, tmp_path: Path, fact: dict[str, Any], reason: str
+) -> None:
+    """A server that takes decode legs only (`kv_role` kv_consumer) would compute the prompt without a handoff."""
+    pair = Pair(directory)
+    pair.d.identity = lambda: pair.d.own_identity() | fact
+    async with routed(pair, tmp_path) as (url, session):
+        backs = await answered(url, session)
+    assert (backs["completed"], backs["failures"]) == (0, {reason: 1})
+    assert pair.d.legs("prefill") == []
