@@ -131,6 +131,17 @@ def test_files_exist(text: str) -> None:
     assert not missing
 
 
+def test_the_modules_inside_the_rooms_are_there() -> None:
+    table = (ROOT / "docs/structure.md").read_text().split("## Inside the rooms")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) > 20
+    for where, what in rows:
+        folders = [ROOT / "src/baton" / name for name in re.findall(r"`([a-z_/]+)/`", where)]
+        files = [path for folder in folders for path in (*folder.rglob("*"), *folder.parent.glob("*.py"))]
+        known = {path.stem for path in files} | {"model_type", "auto"}
+        assert [name for name in re.findall(r"`([a-z_]+)(?:\.py)?`", what) if name not in known] == [], where
+
+
 def test_links_lead_somewhere() -> None:
     links = [
         (document, link)

@@ -40,6 +40,7 @@ COMMON = {
     "baton.timeouts",
     "baton.waiting",
     "baton.wire",
+    "baton.zeromq",
 }
 ROOMS: dict[str, set[str]] = {
     "kv": set(),

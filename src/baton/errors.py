@@ -29,6 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+_MAX_QUOTED = 2000
+
 
 class BatonError(Exception):
     """The base class of Baton's errors."""
@@ -43,7 +45,11 @@ class ConfigError(BatonError):
 
 
 class CheckpointError(BatonError):
-    """A checkpoint cannot be read."""
+    """A checkpoint cannot be read. The text may quote its files: it is cut to one printable line."""
+
+    def __init__(self, text: str) -> None:
+        line = "".join(one if one.isprintable() else " " for one in text[: 2 * _MAX_QUOTED])
+        super().__init__(line if len(line) <= _MAX_QUOTED else f"{line[:_MAX_QUOTED]}...")
 
 
 class RequestError(BatonError):

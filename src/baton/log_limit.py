@@ -1,4 +1,4 @@
-"""A limit for log lines that peers can cause. Text that a peer chose stays on one line."""
+"""A rate limit for log lines that peers can cause. Text that a peer chose stays on one line."""
 
 from __future__ import annotations
 

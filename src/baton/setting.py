@@ -38,7 +38,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredSetting:
-    """A setting with what its field says. `default` is None if each object has its own."""
+    """A setting with its field's declaration. `default` is None if each object has its own."""
 
     name: str
     type: Any

@@ -20,7 +20,7 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1, 60
 
 
 class QueueSpeed:
-    """How fast a queue moves, by the times at which its last requests were served."""
+    """How fast a queue moves, from the times at which its last requests were served."""
 
     def __init__(self) -> None:
         self._served: deque[float] = deque(maxlen=_LAST)

@@ -34,7 +34,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-_TINY = {
+TINY = {
     "vocab_size": 260,
     "hidden_size": 64,
     "intermediate_size": 176,
@@ -62,7 +62,7 @@ def make_checkpoint(path: str | Path, model_type: str, seed: int = 0, **override
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     architecture = {"architectures": [_ARCHITECTURES.get(model_type, model_type)], "model_type": model_type}
-    raw = {**architecture, **_TINY, **_OWN.get(model_type, {}), **overrides}
+    raw = {**architecture, **TINY, **_OWN.get(model_type, {}), **overrides}
     cls = model_class(model_type)
     model = cls(cls.parse_config(raw), Build(get_dtype(raw), torch.device("cpu")))
     _save(directory, raw, _random_weights(model, seed))
@@ -89,9 +89,9 @@ def make_drafter(
     directory.mkdir(parents=True, exist_ok=True)
     target, target_raw = load_model(target_path), read_config(target_path)
     # A head is a Llama layer for any target; only the sizes are the target's.
-    inherited = {name: target_raw[name] for name in _TINY if name in target_raw}
+    inherited = {name: target_raw[name] for name in TINY if name in target_raw}
     # A target of experts alone has no such size.
-    inherited.setdefault("intermediate_size", _TINY["intermediate_size"])
+    inherited.setdefault("intermediate_size", TINY["intermediate_size"])
     raw: dict[str, Any] = {**inherited, "model_type": "llama", "num_hidden_layers": 1, **overrides}
     raw.pop("tie_word_embeddings", None)
     extra: dict[str, Tensor] = {}

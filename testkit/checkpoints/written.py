@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from testkit.checkpoints.common import state_model_values, write_tokenizer
 
-_TINY: dict[str, Any] = {
+TINY: dict[str, Any] = {
     "vocab_size": 260,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -160,7 +160,7 @@ def make_written(
     import transformers
 
     directory, (cls, fields) = Path(path), WRITTEN[name]
-    config = getattr(transformers, f"{cls}Config")(**{**_TINY, **fields, **overrides})
+    config = getattr(transformers, f"{cls}Config")(**{**TINY, **fields, **overrides})
     model: Any = getattr(transformers, f"{cls}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import queue
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import zmq
 
+import baton
 from baton.handoff.protocol.events import DecodeFailed, DecodeReleased
 from baton.handoff.protocol.frames import decode_frame, encode_frame
 from baton.handoff.protocol.messages import Bye, Hello
 from baton.handoff.session.curve import as_server
 from baton.handoff.session.keys import TicketKeys
 from baton.kv.interval import Interval
+from baton.kvevents.config import KVEventsConfig
+from baton.kvevents.publisher import EventPublisher
 from simulation.fuzz import sockets
 from simulation.fuzz.http_bytes import HttpMaker
 from simulation.fuzz.zmtp import ZmtpMaker
@@ -64,6 +70,24 @@ def test_without_the_ticket_key_no_frame_arrives(scene: Scene, until: Until) -> 
             assert not sock.poll(50)
             sock.close()
     assert scene.p.agent.stats().frames == before.frames
+
+
+def test_every_router_socket_begins_its_ids_at_random() -> None:
+    """Or the first ids of every process are the same, and a stranger who claims them ends it."""
+    made = [path for path in Path(baton.__file__).parent.rglob("*.py") if "zmq.ROUTER" in path.read_text("utf-8")]
+    assert len(made) >= 2
+    assert [path.name for path in made if "    begin_ids_at_random()\n" not in path.read_text("utf-8")] == []
+
+
+def test_no_stranger_knows_the_ids_of_a_replay_socket() -> None:
+    libc, endpoint = ctypes.CDLL(None), "tcp://127.0.0.1:*"
+    libc.srand(1)
+    with zmq.Context() as context, context.socket(zmq.PUB), context.socket(zmq.ROUTER):
+        known = libc.rand()
+    libc.srand(1)
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=endpoint)
+    with contextlib.closing(EventPublisher(config)):
+        assert libc.rand() != known
 
 
 def test_the_pair_of_a_ticket_key_is_its_own() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
 
 from baton.kvevents.config import KVEventsConfig
-from baton.kvevents.messages import END_SEQUENCE, BlockStored, decode_batch
+from baton.kvevents.messages import END_SEQUENCE, BlockStored, EventBatch, decode_batch, encode_batch
 from baton.kvevents.publisher import EventPublisher
 from baton.kvevents.recorder import RecordedGroup
 from baton.router.index.blocks import BlockIndex
@@ -106,6 +108,52 @@ async def test_a_restarted_engine_begins_anew(tmp_path: Path) -> None:
                         await asyncio.sleep(0.02)
                 held.append(prompt)
         assert [subscriber.index.num_tokens(prompt) for prompt in held] == [0, 4]
+
+
+async def test_a_flood_of_batches_leaves_time_for_others(tmp_path: Path) -> None:
+    """A receive of pyzmq completes at once while a message is there."""
+    settings, empty, num, turns = config(tmp_path, replay=False), encode_batch(EventBatch(1.0, [])), 2000, 0
+    with contextlib.closing(zmq.Context.instance().socket(zmq.PUB)) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.set_hwm(0)
+        socket.bind(settings.endpoint)
+        async with reading(settings) as subscriber, timeout(60):
+            while subscriber.sequence.expected is None:
+                socket.send_multipart([b"", bytes(8), empty])
+                await asyncio.sleep(0.005)
+            for number in range(1, num):
+                socket.send_multipart([b"", number.to_bytes(8, "big"), empty])
+            while subscriber.sequence.expected < num:
+                turns += 1
+                await asyncio.sleep(0)
+    assert turns >= num - 10
+
+
+@pytest.mark.parametrize("number", [-1, -(1 << 63), (1 << 63) - 1])
+async def test_a_reader_outlives_any_number_and_time(tmp_path: Path, number: int) -> None:
+    """Numbers of which no next one exists, and times that no later one exceeds, count as malformed."""
+    settings = config(tmp_path)
+    context = zmq.Context.instance()
+    with (
+        contextlib.closing(context.socket(zmq.PUB)) as socket,
+        contextlib.closing(
+            EventPublisher(msgspec.structs.replace(settings, endpoint=f"ipc://{tmp_path}/other"))
+        ) as real,
+    ):
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(settings.endpoint)
+        prompt = store(real, 5)
+        await until_sent(real, 1)
+        async with reading(settings) as subscriber, timeout(60):
+            await until_held(subscriber, prompt)
+            for ts in (1.0, math.nan, math.inf):
+                before = subscriber.num_malformed
+                while subscriber.num_malformed == before:
+                    frames = [b"", number.to_bytes(8, "big", signed=True), encode_batch(EventBatch(ts, []))]
+                    socket.send_multipart(frames)
+                    await asyncio.sleep(0.005)
+            assert (subscriber.sequence.expected, subscriber.sequence.num_gaps) == (1, 0)
+            assert subscriber.index.num_tokens(prompt) == 4
 
 
 async def test_nothing_but_events_is_believed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import socket
 import ssl
@@ -100,10 +101,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if status == 200:
             self.server.spans += parsed(zlib.decompress(body, 47) if "Content-Encoding" in self.headers else body)[1]
         self.send_response(status)
-        self.send_header("Retry-After", "0")
-        self.send_header("Content-Length", "0")
+        self.send_header("Retry-After", self.server.retry_after)
+        if not self.server.endless:
+            self.send_header("Content-Length", "0")
         self.end_headers()
         self.close_connection = True
+        with contextlib.suppress(OSError):
+            while self.server.endless and self.server.num_written < 1 << 28:
+                self.server.num_written += self.wfile.write(bytes(1 << 16))
 
     def log_message(self, *said: object) -> None:
         pass
@@ -123,6 +128,7 @@ class AnsweringCollector(http.server.ThreadingHTTPServer):
         self.statuses: list[int] = []
         self.heads: list[dict[str, str]] = []
         self.spans: list[Any] = []
+        self.retry_after, self.endless, self.num_written = "0", False, 0
 
     @property
     def endpoint(self) -> str:
@@ -179,6 +185,19 @@ def test_what_may_pass_is_sent_again(
     )
 
 
+def test_an_endless_answer_is_not_read(collector: AnsweringCollector) -> None:
+    collector.statuses, collector.endless = [503], True
+    sent(collector, 1)
+    assert len(collector.heads) == 2
+    assert collector.num_written < 1 << 25
+
+
+def test_a_superscript_is_no_number_of_seconds(collector: AnsweringCollector, caplog: pytest.LogCaptureFixture) -> None:
+    collector.statuses, collector.retry_after = [503], "\u00b2"
+    sent(collector, 1, OTEL_EXPORTER_OTLP_TIMEOUT="0.2")
+    assert [record.message for record in caplog.records] == [f"1 spans were dropped: {collector.endpoint}: HTTP 503"]
+
+
 def test_a_full_queue_drops_spans_and_says_so(collector: AnsweringCollector, caplog: pytest.LogCaptureFixture) -> None:
     sent(collector, 12, OTEL_BSP_MAX_QUEUE_SIZE="5")
     assert [span.name for span in collector.spans] == [f"span {number}" for number in range(5)]
@@ -219,6 +238,18 @@ def test_settings_are_opentelemetrys_variables() -> None:
         ("http://a", {"OTEL_EXPORTER_OTLP_TIMEOUT": "-1"}, "OTEL_EXPORTER_OTLP_TIMEOUT: must be a positive number"),
         ("http://a", {"OTEL_PROPAGATORS": "b3,jaeger"}, "OTEL_PROPAGATORS: must contain tracecontext"),
         ("http://a", {"OTEL_BSP_MAX_QUEUE_SIZE": "many"}, "OTEL_BSP_MAX_QUEUE_SIZE: must be a positive number"),
+        (
+            "http://a",
+            {"OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "0.5"},
+            "BATCH_SIZE: must be .* of at least 1, got '0.5'",
+        ),
+        ("http://a", {"OTEL_EXPORTER_OTLP_HEADERS": "a=b%0D%0Ac: d"}, "OTLP_HEADERS: has the header 'a', which HTTP"),
+        ("http://a", {"OTEL_EXPORTER_OTLP_TRACES_HEADERS": "a b=c"}, "TRACES_HEADERS: has the header 'a b', which"),
+        ("http://a", {"OTEL_EXPORTER_OTLP_HEADERS": "a=%E2%82%AC"}, "OTLP_HEADERS: has the header 'a', which HTTP"),
+        ("http://a:99999", {}, "otlp_traces_endpoint: must be like http://HOST:4318/v1/traces"),
+        ("http://[::1", {}, "otlp_traces_endpoint: must be like http://HOST:4318/v1/traces"),
+        ("http://a/b c", {}, "otlp_traces_endpoint: must be like http://HOST:4318/v1/traces"),
+        ("http://me:secret@a", {}, "otlp_traces_endpoint: must not contain a user: put it into"),
         (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "grpc://a:4317"}, "OTEL_EXPORTER_OTLP_ENDPOINT: must be like http"),
         (None, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "a"}, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT: must be like http"),
     ],

@@ -36,7 +36,7 @@ class Streamed:
 async def stream_completion(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], into: Streamed | None = None
 ) -> Streamed:
-    """If `into` is given, the result is built in it, and is there even if this raises. Raises as
+    """If `into` is given, the result is built in it, and remains if this raises. Raises the errors of
     `OpenAIClient.stream`."""
     result = Streamed() if into is None else into
     started = time.perf_counter()

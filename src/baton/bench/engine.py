@@ -64,7 +64,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
         step_s, bare_s = [], []
         for _ in range(STEPS):
             forward = bare()
-            # Only the engine's step allocates pages.
+            # Exclude steps in which the engine allocates pages.
             if all(r.num_computed % group.page_size for r in running):
                 started = time.perf_counter()
                 forward()
@@ -77,7 +77,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
 
 
 def _decoding(llm: LLM, batch: int) -> tuple[EngineCore, ModelRunner]:
-    """The prompts of `batch` requests are computed."""
+    """Returns when the prompts of `batch` requests are computed."""
     engine = llm._engine
     core = engine.core
     assert isinstance(core.executor, LocalExecutor)

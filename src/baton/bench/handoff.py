@@ -100,7 +100,7 @@ def measure_handoffs(
                 for turn, (name, pages) in turns:
                     one = pair.hand_over(length, pages, pace.chunk, 0.0)
                     other = pair.hand_over(length, pages, pace.chunk, pace.rate)
-                    if turn:  # the first opens sessions and touches memory
+                    if turn:  # the first round opens sessions and touches memory
                         at_once[name].append(one)
                         streamed[name].append(other)
                     shown.update()

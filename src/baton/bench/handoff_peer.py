@@ -1,4 +1,5 @@
-"""The prefill engine of `baton bench handoff`, a process that speaks JSON lines over its pipes. It computes nothing."""
+"""The prefill engine of `baton bench handoff`: a process that reads and writes JSON lines on its pipes, and computes
+nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import verify_ticket
 
-# For D to register before the first chunk.
+# Time for D to register before the first chunk.
 _LEAD_S = 0.005
 
 

@@ -57,7 +57,7 @@ async def run_load(
     headers = {"Accept-Encoding": "identity"}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
-    # A limit would delay requests unnoticed.
+    # A limit would silently delay requests.
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers, auto_decompress=False

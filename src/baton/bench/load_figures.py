@@ -38,7 +38,7 @@ class RequestOutcome:
 
     @property
     def handoff(self) -> float | None:
-        """The time from the first event with tokens to the second: in a P/D deployment the handoff is between them."""
+        """The time from the first event with tokens to the second, which in a P/D deployment contains the handoff."""
         return self.itl[0] if self.itl else None
 
     @property
@@ -154,7 +154,7 @@ def _distribution(metric: str, values: Sequence[float], percentiles: Sequence[fl
 
 
 def _meets(outcome: RequestOutcome, goodput_ms: Mapping[str, float]) -> bool:
-    """An answer of one token meets any `tpot`."""
+    """Answers of one token meet any `tpot`."""
     times = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.latency}
     return all(times[name] * 1e3 <= limit for name, limit in goodput_ms.items())
 

@@ -72,7 +72,7 @@ class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return {name: group.rules.wanted(num_tokens, 0) for name, group in self.groups.items()}
 
     def final(self, num_tokens: int, computed: int, *, seeded: bool = False) -> dict[str, int]:
-        """As `Rules.final`, for a drafter that has computed as much as the target."""
+        """As `Rules.final`, if the drafter has computed as much as the target."""
         return {name: group.rules.final(num_tokens, computed, seeded=seeded) for name, group in self.groups.items()}
 
 
@@ -99,7 +99,7 @@ class ModelledEngine:
             instance = kv.instance(tensor_parallel_size, num_pages, rank)
             regions = [transport.allocate(group, here.geometry.region_bytes) for group, here in instance.here.items()]
             for region in regions:
-                region[:] = rank + 1  # the first touch of memory would be slow
+                region[:] = rank + 1  # the first touch of memory is slow
             descriptor, together = transport.register(regions), self.together
             agent = HandoffAgent(config, instance, transport, descriptor, together.on_event, on_peer=together.on_peer)
             agent.start()

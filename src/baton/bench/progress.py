@@ -1,4 +1,4 @@
-"""How far a benchmark is: a bar on a terminal, and nothing elsewhere."""
+"""Progress of a benchmark: a bar on a terminal, nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
-DELAY_S = 1.0  # a short benchmark shows none
+DELAY_S = 1.0  # none for a short benchmark
 
 
 def progress_bar(total: int, unit: str, delay_s: float = DELAY_S) -> tqdm[None]:
@@ -18,7 +18,7 @@ def progress_bar(total: int, unit: str, delay_s: float = DELAY_S) -> tqdm[None]:
 
 
 def with_progress(items: Sequence[T], unit: str, delay_s: float = DELAY_S) -> Iterator[T]:
-    """The items, each counted when the next one is asked for."""
+    """The items, each counted when the next one is requested."""
     with progress_bar(len(items), unit, delay_s) as one:
         for item in items:
             yield item

@@ -89,7 +89,7 @@ async def _measure(
                 "temperature": 0.0,
                 "ignore_eos": True,
             }
-            # Alternating keeps drift and cache effects out of the ratio.
+            # Alternating order removes drift and cache effects from the ratio.
             for url in (reference, candidate) if index % 2 else (candidate, reference):
                 answer = await stream_completion(session, url, body)
                 if index >= WARM_UP:

@@ -45,7 +45,7 @@ _VLLM_VALUES = (
     "result_filename",
 )
 _VLLM_SWITCHES = ("ignore_eos", "save_result", "save_detailed")
-# Without an equivalent in guidellm and aiperf.
+# Flags without an equivalent in guidellm and aiperf.
 _OURS = (
     "save_result",
     "save_detailed",

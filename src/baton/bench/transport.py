@@ -1,7 +1,7 @@
 """`baton bench transport`: the data plane.
 
-Compares writes to another process of this host with a `memcpy` of as many bytes in this process. Rounds of both
-alternate; ratios are taken within a round.
+Compares writes to another process of this host with a `memcpy` of as many bytes in this process. Rounds alternate;
+ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def measure_copies(
                 source, dest = near.allocate("source", most), near.allocate("dest", most)
                 source[:] = 1
                 near.register([source, dest])
-                far.fill(0, 1)  # the first touch of memory would be slow
+                far.fill(0, 1)  # the first touch of memory is slow
                 peer = near.connect(far.descriptor).result(30)
 
                 def write(copies: CopyList) -> None:

@@ -20,7 +20,7 @@ from baton.errors import ConfigError, EngineUnavailableError
 from baton.openai.http.serving import bind
 
 _LOOK_S = 0.1
-# Tries to find a row of free ports.
+# Attempts to find a row of free ports.
 _TRIES = 50
 
 
@@ -85,7 +85,7 @@ class DataRanks:
                     reports, pending[rank] = read_reports(self._pipes[rank], pending[rank])
                     if reports is None:
                         self._processes[rank].wait()
-                        # The rank at fault may be another one.
+                        # The failed rank may be another one.
                         for other, left in zip(self._pipes, pending, strict=True):
                             _check(read_rest(other, left))
                         raise EngineUnavailableError(self._end_of(rank))
@@ -133,7 +133,7 @@ class DataRanks:
                 process.send_signal(number)
 
     def close(self) -> None:
-        """Kill ranks that got no signal: none can end in order without the others."""
+        """Kill ranks that got no signal: none can end cleanly without the others."""
         for process in self._processes:
             if not self._signalled and process.poll() is None:
                 process.kill()

@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +15,7 @@ import typer
 from baton.cli.logs import log_lines
 from baton.cli.options import AdminOptions, ListenOptions, ProcessOptions, router_config, with_options
 from baton.deployment import Reporter
+from baton.directories import RunDirectory
 from baton.errors import ConfigError
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import ticket_key_file
@@ -101,10 +100,10 @@ def _run_workers(
     from baton.router.workers.processes import WorkerProcesses
 
     table = LoadTable(len(listeners))
-    with tempfile.TemporaryDirectory(prefix="baton-router-") as directory:
+    with contextlib.closing(RunDirectory("router-")) as directory:
 
         def run_worker(number: int, ready: Callable[[], None]) -> None:
-            worker = RouterProcess(number, len(listeners), Path(directory), WorkerLoads(table, number))
+            worker = RouterProcess(number, len(listeners), directory.path, WorkerLoads(table, number))
             own = dataclasses.replace(config, worker=worker)
             for other, listener in enumerate(listeners):
                 if other != number:

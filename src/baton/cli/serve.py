@@ -232,7 +232,7 @@ async def _supervise(supervisor: Supervisor, stop: asyncio.Event, app: web.Appli
         while supervisor.failure is None:
             try:
                 supervisor.look()
-            except OSError as error:  # no memory for a process; the next look counts its end
+            except OSError as error:  # no memory for a process; the next check counts its end
                 logger.error("an engine could not be started again: %s", error)
             await asyncio.sleep(0.5)
         stop.set()

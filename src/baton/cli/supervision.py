@@ -13,7 +13,7 @@ from typing import Protocol
 
 DEFAULT_MAX_RESTARTS = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-# After so many seconds of service, a process gets all its restarts again.
+# After this many seconds of service, a process regains all its restarts.
 _CALM_S = 300.0
 
 
@@ -31,7 +31,7 @@ class Processes(Protocol):
 
 @dataclass(slots=True)
 class _Past:
-    """Since a child was last calm."""
+    """Since a child's last calm period."""
 
     restarts: int = 0
     started: float = 0.0

@@ -260,7 +260,7 @@ def _print_reports(
 
 
 def _warn_of_bos(cases: Sequence[Case], answers: Answers, bos: int | None, texts: bool) -> None:
-    """Both sides answer prompts that begin with BOS twice alike, but worse."""
+    """A prompt that begins with BOS twice gets equal but worse answers on both sides."""
     answered = zip(cases, answers.observed, strict=True)
     num = num_doubled([case.prompt_token_ids or seen.prompt_token_ids or () for case, seen in answered], bos)
     if num:

@@ -1,5 +1,5 @@
-"""Asks a URL what it is: a Baton engine, a router, vLLM or SGLang. Only named fields are read: `/server_info` holds
-secrets too."""
+"""Identifies the server at a URL: a Baton engine, a router, vLLM or SGLang. Only named fields are read: `/server_info`
+also holds secrets."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def ask_server(url: str, timeout_s: float, api_key: str | None = None) -> 
 
 
 async def read_clock(server: Server, timeout_s: float, api_key: str | None = None) -> Reading | None:
-    """Returns None for an engine that does not tell its clock."""
+    """None for an engine that does not report its clock."""
     if not server.clocks:
         return None
     with contextlib.suppress(BatonError):
@@ -207,11 +207,11 @@ async def _version(client: OpenAIClient) -> str | None:
 
 
 class _MissingError(EngineUnavailableError):
-    """The server lacks the route, or has another's."""
+    """The server lacks the route, or has another server's."""
 
 
 class _NotAnEngineError(ProtocolError):
-    """What answers serves no models."""
+    """The server serves no models."""
 
 
 async def _get(client: OpenAIClient, path: str, kind: type[T]) -> T:

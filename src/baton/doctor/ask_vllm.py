@@ -1,5 +1,5 @@
-"""Asks a vLLM server: its connector, by the identity that BatonConnector tells or by NIXL's metrics, and its settings,
-by `/server_info` if it runs with VLLM_SERVER_DEV_MODE=1."""
+"""Asks a vLLM server for its connector, from BatonConnector's identity or NIXL's metrics, and its settings, from
+`/server_info` if it runs with VLLM_SERVER_DEV_MODE=1."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def ask_vllm(client: OpenAIClient, model: Model) -> Server:
     }
     not_told = [] if info is not None else [_NOT_TOLD]
     if identity is None:
-        # BatonConnector tells these in its identity.
+        # BatonConnector reports these in its identity.
         drafts = {sample.labels.get("position") for sample in samples if sample.name == _PER_POSITION}
         defaults = await _sampling_defaults(client, model)
         settings |= {
@@ -128,7 +128,7 @@ def _told_settings(info: Mapping[str, Any] | None, transfer: Mapping[str, Any]) 
 
 
 def _side_channel(info: Mapping[str, Any] | None, url: str, nixl: bool) -> EngineIdentity | None:
-    """NIXL's side channel as a control address, so that its reach is checked alike."""
+    """NIXL's side channel as a control address, so that its reachability is checked alike."""
     env = _dict(info, "vllm_env")
     host, port = env.get("VLLM_NIXL_SIDE_CHANNEL_HOST"), env.get("VLLM_NIXL_SIDE_CHANNEL_PORT")
     if not nixl or host is None or port is None:

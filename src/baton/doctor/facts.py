@@ -22,7 +22,7 @@ _SAME_CLOCK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a server tells nothing or serves nobody. `name`: a finding's."""
+    """Why a server reports nothing or serves nobody. `name`: a finding's."""
 
     name: str
     text: str
@@ -88,7 +88,7 @@ class Server:
         return {} if self.identity is None else facts_of(self.identity.fingerprint)
 
     def is_here(self) -> bool:
-        """As far as its URL and its clock tell: a forwarded port has another clock."""
+        """Judged by its URL and its clock: a forwarded port has another clock."""
         near = not self.clocks or abs(self.clocks[0].offset) < _SAME_CLOCK_S + self.clocks[0].error_s
         return near and is_loopback(self.host)
 

@@ -1,4 +1,4 @@
-"""Checks of what a router says about its engines, and of one handoff tried through it. Pure."""
+"""Checks of a router's report on its engines, and of one handoff tried through it. Pure."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def check_trial(url: str, trial: Trial) -> Iterator[Finding]:
     for reason, count in trial.failures.items():
         setting = f"handoff_failures of {reason!r}"
         yield Finding("handoff_failed", url, setting, str(count), "where 0 were expected", _cure(trial, reason))
-    # Connections are refused of strangers too, and of this check-up's own look at control ports.
+    # Refused connections include strangers' and this check-up's own to control ports.
     refused = {kind: count for kind, count in trial.refused.items() if kind != "connection"}
     if refused and not trial.failures:
         cure = _cure(trial, "")

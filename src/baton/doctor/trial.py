@@ -84,7 +84,7 @@ class _Counts:
 
 
 async def try_handoff(url: str, max_model_len: int | None, timeout_s: float, api_key: str | None) -> Trial:
-    """Sends random ids, which no cache holds. Raises the errors of `OpenAIClient` if the router tells no model or no
+    """Sends random ids, which no cache holds. Raises the errors of `OpenAIClient` if the router reports no model or no
     counters."""
     num_prompt = min(_PROMPT_TOKENS, (max_model_len or _PROMPT_TOKENS) // 2)
     prompt = random.SystemRandom().choices(_IDS, k=max(num_prompt, 2))
@@ -127,7 +127,7 @@ async def _counts(client: OpenAIClient) -> _Counts:
 
 
 async def _settled(client: OpenAIClient) -> _Counts:
-    """Waits until no handoff runs, or for some time."""
+    """Waits until no handoff runs, for a limited time."""
     found = await _counts(client)
     for _ in range(_POLLS):
         if found.status.handoffs.settled:

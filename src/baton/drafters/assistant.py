@@ -72,7 +72,7 @@ class Clusters(nn.Module):
         self.register_buffer("token_ordering", torch.empty(config.vocab_size, dtype=torch.int64, device=build.device))
 
     def masked(self, logits_TV: Tensor, states_TE: Tensor) -> Tensor:
-        """The logits, with less than the least allowed one for all other tokens."""
+        """The logits, with values below the least allowed one for all other tokens."""
         best = self.centroids(states_TE).topk(self._top_k, dim=-1).indices
         by_cluster = self.get_buffer("token_ordering").view(self.centroids.out_features, -1)
         tokens = by_cluster[best].flatten(1)
@@ -105,7 +105,7 @@ class Assistant(nn.Module):
         self.post_projection = Linear(size, target.hidden_size, build)
         self.lm_head = Linear(size, config.vocab_size, build)
         self.masked_embedding = Clusters(raw, config, build) if get_bool(raw, "use_ordered_embeddings") else None
-        # It drafts at all positions of the target, whatever its own config says.
+        # It drafts at all positions of the target, beyond its own config.
         length = max(config.max_position, target.max_position) + 1
         self._rotaries, self._rotary_of = rotaries(replace(config, max_position=length), build)
 
@@ -119,7 +119,7 @@ class Assistant(nn.Module):
             what = "the drafter is on the first stage, and the keys that it reads are on the last"
             raise ConfigError("pipeline_parallel_size", f"must be 1 with method assistant: {what}")
         drafter = cls(config, raw, target, build)
-        # Tokens have the target's embedding: the assistant's own serves its head, if that is not stored.
+        # The assistant's own embedding serves its head, if that is not stored; tokens have the target's.
         embedding = None if _HEAD in stored_tensors(path) else _HEAD
 
         def rename(name: str) -> str | None:
@@ -134,7 +134,7 @@ class Assistant(nn.Module):
         return hidden_TE
 
     def extend(self, batch: DraftBatch) -> None:
-        """Nothing is kept."""
+        """Does nothing: an assistant has no KV."""
 
     def draft(self, batch: DraftBatch, extended: None) -> list[list[int]]:
         assert batch.features_TF is not None
@@ -198,7 +198,7 @@ def _config(raw: RawConfig, target: CausalLM) -> Gemma4Config:
 
 
 def _layers_of(config: Gemma4Config, target: CausalLM) -> tuple[int, ...]:
-    """The target's layer that each of the assistant's reads: the last of its kind with keys of its own. Raises
+    """The target's layer that each of the assistant's reads: the last of its kind with its own keys. Raises
     `CheckpointError` if its heads are others, or its window is wider."""
     known, found = cast(Gemma4Config, target.config), []
     for layer, window in enumerate(config.windows):

@@ -129,7 +129,7 @@ class Eagle3(HeadDrafter):
         """The drafts, if all passes run in one call."""
         fused, features = self._fused, batch.features_TF
         assert features is not None
-        # Nobody reads what other rows return.
+        # Outputs of other rows are unused.
         last_only = len(batch.positions) > MAX_ROWS and len(self.layers) == 1
         passes = None if fused is None else draft_passes(batch, fused.regions, last_only)
         if fused is None or passes is None:

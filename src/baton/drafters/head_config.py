@@ -1,7 +1,7 @@
 """Reads the `config.json` of a head, in the formats of all projects that publish heads.
 
-Ignoring a flag that changes a head's arithmetic would only lower acceptance, so nobody would notice: a flag that is
-set and unknown is refused by name.
+Ignoring a flag that changes a head's arithmetic would only lower acceptance, unnoticed, so a flag that is set and
+unknown is refused by name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _EXPECTED: Mapping[str, object] = {
     "pard_token": None,
     "logit_scale": 1.0,
 }
-# Read, or only descriptive of how a head was trained, saved or served.
+# Read, or descriptive: how a head was trained, saved or served.
 _FLAGS = frozenset(
     {
         "norm_before_residual",

@@ -1,7 +1,8 @@
 """Drafting with a target's own multi-token prediction modules (DeepSeek-V3 and V4, GLM-4.5, Qwen3.5, Nemotron 3),
-stored beside it.
+stored in its checkpoint.
 
-The last module runs again on its own output, as in vLLM with one module (transformers stops at one draft per module).
+The last module runs again on its own output, as in vLLM with one module (transformers stops at one draft per
+module).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from baton.models.loading.config_json import read_config, text_config
 from baton.models.loading.loader import fill_module, quantized_weights
 from baton.models.loading.stored import StoredTensors
 
-# A module's own tensors in DeepSeek's checkpoints; all others belong to its layer.
+# A module's own tensors in DeepSeek's checkpoints; the others belong to its layer.
 _PARTS = ("enorm.", "hnorm.", "eh_proj.")
 # The same tensors in Qwen's.
 _QWEN_PARTS = {"pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm.", "fc.": "eh_proj.", "norm.": "norm."}

@@ -36,7 +36,7 @@ def draft_passes(
         more = np.flatnonzero(num_drafts[going] > step)
         positions = batch.positions[last[going[more]]] + step
         if one is not None and len(more) == len(going):
-            # The same requests, a position later.
+            # The same requests, one position later.
             regions = replace(one.regions, positions=one.regions.positions + 1)
             one = replace(one, regions=regions, positions=positions, sources=None)
         else:

@@ -33,7 +33,7 @@ _Delivery = tuple[TokenChunk, bool] | None
 class _Stream:
     """One request's chunks, from the engine thread to its event loop.
 
-    `begun`: earlier chunks are of a previous request with the same id.
+    `begun`: earlier chunks belong to a previous request with the same id.
     """
 
     def __init__(self) -> None:
@@ -64,8 +64,8 @@ def _cache_config(config: EngineConfig, num_tokens: int) -> dict[str, str]:
 
 
 def _let_the_loop_send() -> None:
-    """Give the event loop the GIL to send first tokens. Without it, the loop waits through many short kernels of the
-    drafter: up to 1.4 ms, since each kernel is over before the waiting thread runs."""
+    """Release the GIL so that the event loop can send first tokens. Otherwise the loop waits up to 1.4 ms behind the
+    drafter's short kernels, each of which ends before the waiting thread runs."""
     time.sleep(_YIELD_S)
 
 
@@ -108,7 +108,7 @@ class AsyncEngine:
         self._fail_streams()
 
     def on_failure(self, call: Callable[[str], None]) -> None:
-        """`call` gets the cause when the engine thread dies, or at once. Thread-safe."""
+        """`call` gets the cause when the engine thread dies, or at once if it has. Thread-safe."""
         with self._lock:
             self._on_failure = call
             failure = self._failure

@@ -81,11 +81,11 @@ class Engine:
 
     @property
     def agent(self) -> HandoffAgent | None:
-        """Rank 0's, if any."""
+        """Rank 0's agent, if any."""
         return self.agents[0] if self.agents else None
 
     def close(self) -> None:
-        """Frees pool and weights now: reference cycles would delay that."""
+        """Frees pool and weights now, since reference cycles would delay that."""
         HandoffAgent.close_all(self.agents)
         if self.core.prefix_store is not None:
             self.core.prefix_store.close()
@@ -133,7 +133,7 @@ def _build(
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda is not available here")
-    # Before the slow weights: a missing library fails at once.
+    # Before loading weights: a missing library fails at once.
     ticket_key = load_or_create_key(config.ticket_key_path) if config.ticket_key_path else None
     transports: list[Transport] = []
     for _ in range(config.num_ranks if ticket_key else 0):

@@ -27,7 +27,7 @@ from baton.handoff.protocol.messages import Seeds
 from baton.wire import EngineLoad, FinishReason, TokenChunk
 
 if TYPE_CHECKING:
-    # The core itself needs no torch.
+    # The core itself does not import torch.
     from baton.engine.executor import Executor
     from baton.kvstore.prefix_store import PrefixStore
 
@@ -77,7 +77,7 @@ class EngineCore:
         self.mailbox.stop()
 
     def run(self) -> None:
-        """Run turns until `stop`. Raises an error that was posted: the ranks' memory may hold anything then."""
+        """Run turns until `stop`. Raises a posted error: the ranks' memory may then hold anything."""
         while not (self.mailbox.stopping and self.peers.ended):
             self.turn()
 
@@ -136,7 +136,7 @@ class EngineCore:
         request.arrival, request.queued_at = next(self._arrivals), self.clock.monotonic()
 
     def _move_prefix(self, request: Request) -> None:
-        """Send or receive cached KV. It waits for no pages, on either side."""
+        """Send or receive cached KV. Needs no free pages on either side."""
         assert self.legs is not None
         if request.role == "prefill" and not self.legs.prefixes.hold(request):
             return self._decline(request, "prefix_missing: too little of the prompt is here")
@@ -157,14 +157,14 @@ class EngineCore:
             self.scheduler.enqueue(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request whose client is gone. Pages that a transport may touch stay."""
+        """End a request whose client is gone. Pages that a transport may touch are kept."""
         request = self.requests.get(request_id)
         if request is None:
             return
         if request.status is not RequestStatus.AWAITING_RELEASE:
             self.finish(request, "abort")
         elif request.finish_reason is None:
-            # It ends when its pages are released.
+            # The request ends when its pages are released.
             assert self.legs is not None
             request.finish_reason = "abort"
             self.legs.abandon(request)
@@ -172,15 +172,15 @@ class EngineCore:
     def finish(
         self, request: Request, reason: FinishReason, error: str | None = None, recoverable: bool = False
     ) -> None:
-        """End a request other than by its tokens."""
+        """End a request for another reason than its tokens."""
         self._end(request, reason, error)
         self._tell(request, True, finish_reason=reason, error=error, recoverable=recoverable)
 
     def _end(self, request: Request, reason: FinishReason | None, error: str | None = None) -> None:
-        """Where every request ends. `reason`: None for a prefill leg whose request continues on D."""
+        """All requests end here. `reason`: None for a prefill leg whose request continues on D."""
         if self.requests.get(request.request_id) is request:
             del self.requests[request.request_id]
-        if request.status is not RequestStatus.AWAITING_RELEASE:  # else `_hold` counted it
+        if request.status is not RequestStatus.AWAITING_RELEASE:  # else counted by `_hold`
             self._count(request, reason)
         request.finish_reason = reason
         self.scheduler.remove(request)
@@ -233,7 +233,7 @@ class EngineCore:
         now = self.clock.monotonic()
         self._expire_queues(now)
         if self.legs is not None:
-            # These hold up the queue.
+            # These requests block the queue.
             self._carry_out(self.legs.expire_recomputing(now))
             self.legs.start_receives()
         scheduled = self.scheduler.schedule()
@@ -276,7 +276,7 @@ class EngineCore:
                     self._hold(request)
             elif request.finish_reason is not None:
                 self._end(request, request.finish_reason)
-            # A prefix store reads the prompt's pages once all are computed.
+            # A prefix store reads the prompt's pages when all are computed.
             if request.status is RequestStatus.RUNNING and not (
                 request.is_prefilling and self.prefix_store is not None
             ):
@@ -326,7 +326,7 @@ class EngineCore:
         self._emit_seed(request, seeds, reason, stop_reason)
 
     def _emit_seed(self, request: Request, seeds: Seeds, reason: FinishReason | None, stop_reason: int | None) -> None:
-        """Send the first token from D too: P may have died before its client got the token."""
+        """Send the first token from D too: P may have died before its client received it."""
         logprobs = [seeds.first_logprobs] if seeds.first_logprobs is not None else None
         chunk = TokenChunk(
             request_id=request.request_id,

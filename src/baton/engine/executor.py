@@ -134,8 +134,7 @@ class LocalExecutor:
             self._settle()
 
     def _settle(self) -> None:
-        """Wait for the device: the core may declare pages final at once, and transports copy on streams of their
-        own."""
+        """Wait for the device: the core may declare pages final at once, and transports copy on their own streams."""
         if self.runner.device.type == "cuda":
             torch.cuda.current_stream(self.runner.device).synchronize()
 

@@ -33,7 +33,7 @@ from baton.handoff.protocol.events import (
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.wire import allows_recovery
 
-# Reasons of a failed leg that the peer's engine is told; others are `failed`.
+# Reasons of a failed leg that are sent to the peer's engine; others are `failed`.
 _PEER_REASONS = ("queue_timeout", "nonfinite_logits")
 
 
@@ -88,7 +88,7 @@ class HandoffLegs:
             self._enqueue(leg)
 
     def _enqueue(self, leg: Leg) -> None:
-        """Queue a leg for pages if P has admitted it. Otherwise it could not be committed, and would keep its pages
+        """Queue a leg for pages once P has admitted it. Otherwise it could not be committed, and would keep its pages
         from legs that can."""
         request, scheduler = leg.request, self.scheduler
         if leg.phase is LegStatus.QUEUED and request in scheduler.announced:
@@ -122,9 +122,9 @@ class HandoffLegs:
             self.agent.open_decode(ticket, request.prefill_len, leg.wanted, pages)
 
     def expire_recomputing(self, now: float) -> list[Effect]:
-        """Fail requests that have found no room to recompute for `handoff_timeout_s`, if pages are in quarantine:
-        nobody knows when those come back, and another engine may be sooner. If all pages are in use, a request keeps
-        waiting, since their requests end. `now`: monotonic seconds."""
+        """Fail requests that found no pages to recompute for `handoff_timeout_s` while pages are in quarantine: their
+        release is uncertain, and another engine may be faster. If all pages are in use, a request keeps waiting, since
+        their requests end. `now`: monotonic seconds."""
         effects: list[Effect] = []
         for request, until in list(self._recomputing.items()):
             if request.status is not RequestStatus.WAITING:
@@ -181,8 +181,8 @@ class HandoffLegs:
         return True
 
     def abandon(self, request: Request) -> None:
-        """Abort a computed prefill leg whose client is gone. If D does not know the leg, only its ticket's expiry
-        would end it."""
+        """Abort a computed prefill leg whose client is gone. If D does not know the leg, only its ticket's expiry would
+        end it."""
         assert request.ticket is not None
         self.agent.abort(request.ticket.key, "aborted")
 
@@ -197,7 +197,7 @@ class HandoffLegs:
         if isinstance(event, DecodeFailed):
             self.metrics.handoff_failures[reason_label(event.reason)] += 1
             if event.reason == "nonfinite_logits":
-                leg.proven.clear()  # the bytes match P's, which are wrong
+                leg.proven.clear()  # the bytes equal P's, which are wrong
             if not self._receives(leg):
                 return []
             error = f"{event.reason}: {event.message}"
@@ -267,7 +267,7 @@ class HandoffLegs:
             return "token ids out of range or too many drafts"
         if request.num_output > 0 and seeds.first_token != request.token_ids[request.prefill_len]:
             return "the first token is not the last one known"
-        # A drafter that starts cold takes no states; a request that ended has none.
+        # A drafter that starts cold takes no states; an ended request has none.
         num_bytes = 0 if finished or request.draft_prefix_len is not None else self.drafter_state_bytes
         if num_bytes and len(seeds.drafter_states) != num_bytes:
             return f"the drafter's states have {len(seeds.drafter_states)} bytes, not {num_bytes}"
@@ -299,7 +299,7 @@ class HandoffLegs:
         leg.quarantined = self.scheduler.quarantine(leg.request, leg.wanted)
 
     def _leave_quarantine(self, leg: Leg) -> None:
-        """The pages are quiet. Those with proven bytes enter the prefix cache, for a recomputation."""
+        """The pages are quiet. Those with proven bytes enter the prefix cache, for recomputation."""
         if leg.quarantined is not None:
             self.cache.leave_quarantine(leg.quarantined, leg.request.token_ids, leg.proven)
             leg.quarantined = None

@@ -23,12 +23,12 @@ def engine_info(
     cache: KVCache,
     events: EventPublisher | None = None,
 ) -> EngineInfo:
-    """What an engine tells routers of itself. `control_addresses`: empty without handoffs."""
+    """The engine's description for routers. `control_addresses`: empty without handoffs."""
     spec = config.speculative_config
     moves_all = spec is None or spec.draft_kv == "require"
     kinds = {rules.kind for rules in cache.rules.values()}
-    # A state is handed over at the end of a prompt, where there is no checkpoint. Those at ends of answers are told by
-    # KV events only.
+    # A state is handed over at the end of a prompt, where there is no checkpoint. Checkpoints at ends of answers are
+    # only in KV events.
     refound = moves_all and "state" not in kinds
     step = cache.checkpoint_interval if "state" in kinds else 1
     return EngineInfo(

@@ -1,4 +1,4 @@
-"""KV streaming by layer: during a forward, the agent is told which layers of each prompt are written, and copies them
+"""KV streaming by layer: during a forward, the agent learns which layers of each prompt are written, and copies them
 while later layers are computed. A chunk of less than two messages' bytes is sent whole after its step, as are states
 and drafters' entries."""
 

@@ -101,7 +101,7 @@ Effect = RequestFailed | SeedsArrived | PrefixArrived | PagesReleased
 
 @dataclass(frozen=True, slots=True)
 class LegSettings:
-    """What the legs of one engine have in common."""
+    """Settings common to the legs of one engine."""
 
     vocab_size: int
     max_drafts: int  # with the first token
@@ -109,4 +109,4 @@ class LegSettings:
     handoff_timeout_s: float
     drafter_state_bytes: int = 0  # of `Seeds.drafter_states`
     kv_stream: KVStream = "chunk"  # off: nothing is declared before the prefill ends
-    integrity: Integrity = "off"  # of the agent, for traces
+    integrity: Integrity = "off"  # the agent's, for traces

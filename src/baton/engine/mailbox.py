@@ -1,4 +1,4 @@
-"""What other threads post to the engine's thread: calls, events of handoffs, and errors that end the engine."""
+"""Items that other threads post to the engine's thread: calls, handoff events, and errors that end the engine."""
 
 from __future__ import annotations
 

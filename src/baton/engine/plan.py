@@ -1,7 +1,7 @@
-"""The plans of one step, which the core gives to an executor, and their results.
+"""The plans of one step, given by the core to an executor, and their results.
 
-Plans hold only arrays, numbers and strings, so that they can be sent to other processes. A step has two: the drafter's
-rows depend on the accepted drafts, and clients get their tokens before the drafter runs.
+Plans hold only arrays, numbers and strings, so they can be sent to other processes. A step has two: the drafter's rows
+depend on the accepted drafts, and clients get their tokens before the drafter runs.
 
 Shapes: T rows of R requests concatenated, N rows with logits, V vocabulary, F features per row.
 """
@@ -78,7 +78,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What decides the noise of S tokens, with their positions: [S] each. Temperature 0: none."""
+    """The noise of S tokens, with their positions: [S] each. Temperature 0: none."""
 
     seed: npt.NDArray[np.uint64]
     sample_index: npt.NDArray[np.uint64]
@@ -186,7 +186,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """The drafter's plan, for the step that was executed last."""
+    """The drafter's plan for the step executed last."""
 
     rows: Rows  # their `token_ids` are the tokens after each row
     feature_rows: IntArray  # [T]: the step's row with each row's features

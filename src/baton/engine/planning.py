@@ -179,7 +179,7 @@ def _rows(ids: list[int], spans: Sequence[tuple[int, int]], requests: Sequence[R
 
 
 def _state_slots(scheduled: Sequence[ScheduledRows], group: str) -> StateSlots:
-    """A prefill keeps the state after its last row, and checkpoints; a verification after each row, because any may be
+    """A prefill keeps the state after its last row, and checkpoints; a verification after each row, since any may be
     the last accepted one."""
     read: list[int] = []
     kept: list[int] = []

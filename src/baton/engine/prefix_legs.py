@@ -1,6 +1,6 @@
-"""Legs that move cached KV from one engine's prefix cache into another's, and compute nothing.
+"""Legs that move cached KV between prefix caches of two engines, and compute nothing.
 
-For the protocol it is a handoff of a prompt that ends with the prefix, and whose first token is the next one of the
+For the protocol this is a handoff of a prompt that ends with the prefix, and whose first token is the next one of the
 real prompt. The source has everything at once, so its agent never waits for its engine.
 """
 
@@ -25,8 +25,8 @@ class PrefixLegs:
     # ------------------------------------------------------------ the source
 
     def hold(self, request: Request) -> bool:
-        """Share the pages of what is cached of the prompt, and set `prefix_len` to its length, and `window_start`.
-        Returns False if there is nothing, or more than `max_prefill_tokens` are missing."""
+        """Share the pages of the prompt's cached prefix, and set `prefix_len` to its length, and `window_start`.
+        Returns False if there is none, or more than `max_prefill_tokens` are missing."""
         assert request.prefix_len is not None
         most, multiple = request.prefix_len, request.prefix_multiple
         shared = share_prefix(self._cache, request.kv, request.token_ids, most, multiple)
@@ -59,7 +59,7 @@ class PrefixLegs:
     # ------------------------------------------------------------ the destination
 
     def place(self, leg: Leg) -> list[Effect]:
-        """The source can send: register pages for what is missing here, or give up."""
+        """The source can send: register pages for missing tokens here, or give up."""
         request, ticket = leg.request, leg.request.ticket
         if request.status is not RequestStatus.WAITING:
             return []  # it was aborted

@@ -76,7 +76,7 @@ class Request:
         self.matcher = matcher
         self.role = wire.handoff.role if wire.handoff else None
         self.ticket = ticket
-        # If set, it only moves so many cached tokens of its prompt.
+        # If set, the request only moves this many cached tokens of its prompt.
         self.prefix_len = wire.handoff.prefix_len if wire.handoff else None
         self.window_start = wire.handoff.window_start if wire.handoff else 0
         self.prefix_multiple = wire.handoff.prefix_multiple if wire.handoff else 1
@@ -88,7 +88,7 @@ class Request:
         self.num_bytes = self.num_runs = 0  # of the committed handoff
         self.integrity = ""  # of the committed handoff
         self.chunks: list[tuple[float, int]] = []  # of `LegTimings`, but monotonic seconds
-        # By the names of `LegTimings`; None if nobody asked, or after the first chunk.
+        # By the names of `LegTimings`; None if not requested, or after the first chunk.
         self.marks: dict[str, float] | None = {} if wire.timings else None
         self.waited_s = wire.waited_s  # earlier, in other attempts
         self.priority = wire.priority
@@ -143,7 +143,7 @@ class Request:
             self.marks.setdefault(name, now)
 
     def timings(self, now: float) -> LegTimings | None:
-        """What to send with the first chunk; None if nobody asked, or it was sent."""
+        """For the first chunk; None if not requested, or already sent."""
         if self.marks is None:
             return None
         since = {name: at - self.queued_at for name, at in self.marks.items()}
@@ -161,7 +161,7 @@ class Request:
 
     @property
     def turn(self) -> tuple[int, float, int]:
-        """By class; in it, those whose first token is due first, counted from when they began on whichever engine."""
+        """By class; in it, by the time when the first token is due, counted from the beginning on any engine."""
         return self.priority, self.queued_at - self.waited_s + self.due_after_s, self.arrival
 
     @property

@@ -122,6 +122,6 @@ def _ticket(engine: Engine, wire: GenerateRequest) -> SignedTicket:
     except ProtocolError as error:
         log.warning("refused the ticket of a request: %s", error)
         if isinstance(error, WrongEngineError):
-            # The router does not know yet of a restart.
+            # The router does not know of a restart yet.
             raise
         raise ForbiddenError(str(error), "handoff") from None

@@ -148,7 +148,7 @@ class ModelRunner:
         features = output.features_TF
         if features is not None and len(plan.feature_rows) != features.shape[0]:
             features = features[self._tensor(plan.feature_rows)]
-        # The token after the last row is known: the first draft is two positions after the row.
+        # The token after the last row is known, so the first draft is two positions after the row.
         first = rows.positions[rows.query_start[1:] - 1] + 2
         states, constrained = DraftStates(plan), self._constrained(plan)
         choose = DraftSampler(plan.noise, first, self.model.vocab_size, constrained)
@@ -186,7 +186,7 @@ class ModelRunner:
 
 
 def _check_drafts(drafts: list[list[int]], most: list[int], vocab_size: int, name: str) -> None:
-    """Raises `ValueError`: a user's own drafter may return anything."""
+    """Raises `ValueError`: a user's drafter may return anything."""
     if len(drafts) != len(most):
         raise ValueError(f"drafter {name} returned drafts of {len(drafts)} requests, not of {len(most)}")
     for ids, count in zip(drafts, most, strict=True):

@@ -1,8 +1,7 @@
 """Continuous batching with chunked prefill under a token budget, and preemption by recompute.
 
 A verification is scheduled whole or not at all: if drafts were cut under load, acceptance would depend on other
-requests. Prefill legs get all pages at admission and are never preempted: a transport may read pages that were declared
-final.
+requests. Prefill legs get all pages at admission and are never preempted: a transport may read pages declared final.
 """
 
 from __future__ import annotations

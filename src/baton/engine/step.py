@@ -1,6 +1,6 @@
-"""Computes one step: target forward, sampling, verification, drafts. A request that makes the step fail ends alone.
+"""Computes one step: target forward, sampling, verification, drafts. Only the request that makes a step fail ends.
 
-A request does not change before its tokens are chosen, so rows that fail together can be run again, one request at a
+A request does not change before its tokens are chosen, so rows that fail together can run again, one request at a
 time.
 """
 
@@ -52,7 +52,7 @@ class DecodingLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The rows that the drafter ran, and the failed requests with the cause."""
+    """The rows that the drafter ran, and failed requests with their cause."""
 
     draft_rows: list[DraftRows] = field(default_factory=list)
     failed: dict[Request, Exception] = field(default_factory=dict)
@@ -73,9 +73,9 @@ class StepRunner:
     ) -> None:
         self.executor, self.scheduler, self.cache, self.legs = executor, scheduler, scheduler.cache, legs
         self.limits, self.emit, self.metrics, self.clock = limits, emit, metrics, clock
-        self.adaptive: AdaptiveDrafts | None = None  # None: every request gets as many drafts as may be
+        self.adaptive: AdaptiveDrafts | None = None  # None: every request gets the maximum number of drafts
         self.before_drafts: Callable[[], None] = lambda: None  # called if `emit` got a request's first token
-        # A drafter that reads tokens only computes a prompt's missing entries later, in rows of its own.
+        # A drafter that reads only tokens computes a prompt's missing entries later, in rows of its own.
         self.drafts_from_tokens = {rules.module for rules in self.cache.rules.values()} - {0} == {None}
 
     def compute(self, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
@@ -88,7 +88,7 @@ class StepRunner:
         for request, error in computed.failed.items():
             if isinstance(error, NonFiniteLogitsError):
                 self.metrics.num_corrupted += 1
-                # Else prompts with the same prefix would fail even after the cause is gone.
+                # Otherwise prompts with the same prefix would fail even after the cause is gone.
                 self.cache.forget(request.kv)
         if len(computed.failed) == len(scheduled) and not self._works():
             raise next(iter(computed.failed.values()))
@@ -215,7 +215,7 @@ class StepRunner:
             timings=request.timings(self.clock.monotonic()) if request.marks is not None else None,
             prompt_logprobs=(request.prompt_logprobs or None) if position == 0 else None,
         )
-        # A prefill leg's stream stays open until its pages are free: only an open one shows that the client has left.
+        # A prefill leg's stream stays open until its pages are free: only an open one shows that the client left.
         self.emit(chunk, reason is not None)
 
     def _end_without_tokens(self, scheduled: Sequence[ScheduledRows]) -> None:
@@ -281,7 +281,7 @@ class StepRunner:
         return {}
 
     def num_drafts_of(self, request: Request) -> int:
-        """How many of the drafts that came with a handoff to verify, beside the requests that run."""
+        """How many drafts of a handoff to verify, given the running requests."""
         most = self.limits.num_drafts(request)
         if self.adaptive is None or most <= 0:
             return most
@@ -290,7 +290,7 @@ class StepRunner:
 
 
 def client_error(request: Request, error: Exception) -> str:
-    """Error text for the client of a failed request. Of internal errors it has only the type; the log has the rest."""
+    """Error text for the client of a failed request. Internal errors show only their type; the log has the rest."""
     if isinstance(error, RequestError):
         log.info("%s ends: %s", request.request_id, error)
         return refusal_text(error)
@@ -312,8 +312,8 @@ def _joined(parts: Sequence[StepOutcome]) -> StepOutcome:
 def _note_scores(
     scheduled: Sequence[ScheduledRows], scores: Iterable[TokenLogprobs | None]
 ) -> dict[Request, Exception]:
-    """Store prompt logprobs. Returns the requests with logits that are not finite. A recomputed prompt gets the same
-    logprobs again."""
+    """Store prompt logprobs. Returns the requests with non-finite logits. A recomputed prompt gets the same logprobs
+    again."""
     left = iter(scores)
     failed: dict[Request, Exception] = {}
     for rows in scheduled:

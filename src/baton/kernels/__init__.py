@@ -1,1 +1,1 @@
-"""CPU and GPU kernels: tensors or addresses in, tensors out. They know nothing of models or requests."""
+"""CPU and GPU kernels: tensors or addresses in, tensors out. Independent of models and requests."""

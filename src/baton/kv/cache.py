@@ -93,7 +93,7 @@ class KVCache:
         return None
 
     def find(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, spare: int = 0) -> dict[str, PrefixHit]:
-        """The prefix hits that `attach` would start from now. The shortest is common to all groups. `spare`: entries
+        """The prefix hits with which `attach` would start now. The shortest is common to all groups. `spare`: entries
         of windows before those that the next query sees."""
         found = look_up(self.pools, tables, tokens, num_tokens - 1, spare)
         return agreed(self.pools, tables, tokens, found, spare)
@@ -127,7 +127,7 @@ class KVCache:
         wanted = {name: self.rules[name].wanted(num_tokens, hits[name]) for name in self.pools if name not in cold}
         for name in self._windowed:
             if name in wanted and wanted[name].start > hits[name]:
-                # The page in which it begins is not whole.
+                # The first page is only partly wanted.
                 tables.entered[name] = -(-wanted[name].start // self.pools[name].page_size)
                 self._free_before(tables, name, wanted[name].start)
         return Destination(hits, wanted)
@@ -198,15 +198,14 @@ class KVCache:
             due = [count for count in wanted if not pool.holds(tokens, count, chain)]
             if due and due[-1:] == ends:
                 self._replace_end(tables, name, due[-1])
-            # `accept` takes the checkpoint after the last row, when the step has ended.
+            # `accept` takes the checkpoint after the last row, at the end of the step.
             spare = pool.num_available - len(pool.last(stop, stop + 1))
             most = max(min(spare, 1), pool.num_available // 2)
             due = due[max(0, len(due) - most) :]
             tables.checkpoints[name] |= zip(due, pool.allocate(len(due)), strict=True)
 
     def _replace_end(self, tables: BlockTables, group: str, num_tokens: int) -> None:
-        """The request gets a checkpoint after so many tokens, in place of the last that is at no multiple of the
-        interval."""
+        """Allocate a checkpoint for this token count, replacing the last one that is at no multiple of the interval."""
         pool, chain = self._states[group], tables.chains[group]
         before = tables.ends.pop(group, 0) // pool.step
         if 0 < before <= len(chain):  # otherwise there was no slot for it
@@ -285,7 +284,7 @@ class KVCache:
             self.pools[name].release(pages)
 
     def forget(self, tables: BlockTables) -> None:
-        """Remove from the prefix cache what a request has found there or entered."""
+        """Remove from the prefix cache what a request found there or entered."""
         for name, pool in self.pools.items():
             pool.forget_chain(tables.chains[name])
 

@@ -1,4 +1,4 @@
-"""Prefix hits of all groups together: what each holds, cut to where all can begin."""
+"""Prefix hits of all groups together: each group's hit, cut to where all can begin."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def look_up(
 def agreed(
     pools: Mapping[str, PagePool], tables: BlockTables, tokens: Sequence[int], found: Hits, spare: int = 0
 ) -> Hits:
-    """`found`, such that a request can start after the shortest of the hits."""
+    """`found`, cut so that a request can start after the shortest hit."""
     return cut(pools, tables, tokens, found, min(hit.num_tokens for hit in found.values()), spare)
 
 
 def cut(
     pools: Mapping[str, PagePool], tables: BlockTables, tokens: Sequence[int], found: Hits, most: int, spare: int = 0
 ) -> Hits:
-    """`found`, such that a request can start after `most` tokens or the shortest hit. Those with which it cannot are
+    """`found`, cut so that a request can start after `most` tokens or the shortest hit. Hits with which it cannot are
     looked up again."""
     found = dict(found)
     while later := [name for name, hit in found.items() if hit.least > most]:

@@ -25,7 +25,7 @@ SPARE_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """A prefix that a source holds. `window_start`: of its windows it has entries from this one on; 0: all."""
+    """A prefix that a source holds. `window_start`: the first entry that it has of its windows; 0: all."""
 
     num_tokens: int
     window_start: int = 0
@@ -61,8 +61,8 @@ def share_prefix(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a destination does about a prefix in one group: `held` pages that it has (null: that it needs not), how
-    many `fresh` ones it takes after them, and the entries that it wants."""
+    """A destination's pages for a prefix in one group: `held` pages that it has (null if not needed), number of `fresh`
+    pages after them, and the wanted entries."""
 
     held: list[int]
     fresh: int

@@ -17,8 +17,8 @@ from baton.errors import CapacityError
 from baton.kv.extents import Extents
 from baton.kv.prefix import Chain, chain_hash, page_identity
 
-# 1 / this of the pool is evicted ahead. Pages evicted one by one would be the tails of the oldest requests: prompts of
-# 32 to 128 pages in a pool of 2,000 would need 61 runs instead of 6.
+# 1 / this of the pool is evicted in advance. Pages evicted one by one would be the tails of the oldest requests:
+# prompts of 32 to 128 pages in a pool of 2,000 would need 61 runs instead of 6.
 EVICT_AHEAD = 50
 
 
@@ -62,7 +62,7 @@ class PagePool:
         self._children: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
         self.on_stored: OnStored | None = None
         self.on_removed: Callable[[bytes], None] | None = None
-        self.version = 0  # raised whenever a page enters or leaves the prefix cache
+        self.version = 0  # incremented whenever a page enters or leaves the prefix cache
 
     @property
     def num_available(self) -> int:
@@ -114,7 +114,7 @@ class PagePool:
         """Drop one reference to each page except null pages. With `quarantine`, pages without references stay out of
         use until `leave_quarantine`."""
         free: list[int] = []
-        # Tail first, so that the last page of a chain is evicted before those that lead to it.
+        # Tail first, so that the last page of a chain is evicted before the pages that lead to it.
         for page in reversed(list(pages)):
             if page == 0:
                 continue
@@ -144,7 +144,7 @@ class PagePool:
         self._free.add(free)
 
     def receive(self, pages: Iterable[int]) -> None:
-        """Note that the content of these pages comes from another engine, until they are allocated again."""
+        """Mark these pages' content as another engine's, until they are allocated again."""
         self._received.update(page for page in pages if page)
 
     def copied(self, source: int, page: int) -> None:
@@ -152,7 +152,7 @@ class PagePool:
             self._received.add(page)
 
     def num_computed(self, pages: Sequence[int]) -> int:
-        """How many of these pages come before the first that was received, or is missing."""
+        """How many of these pages come before the first that was received or is missing."""
         return next((i for i, page in enumerate(pages) if not page or page in self._received), len(pages))
 
     def forget(self, pages: Iterable[int]) -> None:
@@ -246,8 +246,8 @@ class PagePool:
         return PrefixHit(pages, num_tokens)
 
     def extend(self, tokens: Sequence[int], num_pages: int, chain: Chain) -> int:
-        """Extend the digests to those of the first `num_pages` pages. Returns of how many they are known; less if
-        tokens are missing."""
+        """Extend the digests to the first `num_pages` pages. Returns the number of known digests; fewer if tokens are
+        missing."""
         while len(chain) < num_pages:
             identity = page_identity(tokens, len(chain), self.page_size, self.reach)
             if identity is None:

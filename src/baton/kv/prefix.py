@@ -24,7 +24,7 @@ class Chain(list[bytes]):
 
 
 def salted_root(salt: str | None) -> bytes:
-    """Requests without this `cache_salt` can neither find nor use the pages of those with it."""
+    """Requests without this `cache_salt` can neither find nor use the pages of requests with it."""
     return ROOT if salt is None else hashlib.blake2b(salt.encode(), key=ROOT, digest_size=16).digest()
 
 

@@ -1,7 +1,7 @@
-"""The slots of a state group, and the checkpoints kept in them.
+"""The slots of a state group, and the checkpoints in them.
 
 A state cannot be truncated, so a prefix hit needs a checkpoint, taken at multiples of `interval` tokens, and where the
-known tokens of a request end, at a multiple of `step`, which makes room for the next such one of the request. It
+known tokens of a request end at a multiple of `step`, which the next such checkpoint of the request replaces. It
 occupies an ordinary slot, is found by the hash chain of the tokens before it, and is evicted when a request needs the
 slot.
 """
@@ -15,8 +15,8 @@ from baton.kv.prefix import Chain, chain_hash, page_identity
 
 
 class StatePool(PagePool):
-    """Slots 1..num_pages-1. A checkpoint does not depend on earlier ones. `interval`: a multiple of `step`, which is
-    as long if it is left out."""
+    """Slots 1..num_pages-1. A checkpoint does not depend on earlier ones. `interval`: a multiple of `step`, by default
+    equal to it."""
 
     def __init__(self, num_pages: int, interval: int, enable_caching: bool = True, step: int | None = None) -> None:
         super().__init__(num_pages, 1, 0, enable_caching)
@@ -42,8 +42,8 @@ class StatePool(PagePool):
         return slot is not None
 
     def enter(self, tokens: Sequence[int], num_tokens: int, slot: int, chain: Chain) -> None:
-        """Make `slot`, which is referenced and holds the state after the first `num_tokens` tokens, a checkpoint
-        unless there is one. `chain`: the known digests of the tokens; it is extended."""
+        """Make `slot`, which is referenced and holds the state after the first `num_tokens` tokens, a checkpoint unless
+        one exists. `chain`: the known digests of the tokens; it is extended."""
         own = self._digest(tokens, num_tokens // self.step, chain)
         if own not in self._by_hash and slot not in self._cached:
             self._enter(slot, own, own, ())

@@ -1,7 +1,7 @@
 """Pages of a sliding-window group.
 
 A prefix hit needs only the entries that the next query sees. A decode engine gets no others, and pages that a window
-has passed are evicted first, so the pages before them may be missing: in a hit they are null.
+has passed are evicted first, so earlier pages may be missing: in a hit they are null.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class WindowPool(PagePool):
         self._rules = rules
 
     def lookup(self, tokens: Sequence[int], max_tokens: int, digests: Chain | None = None, spare: int = 0) -> PrefixHit:
-        """As `PagePool.lookup`, or a longer hit that begins with null pages. Of at most `spare` entries before those
-        that the next query sees, it has as many as there are."""
+        """As `PagePool.lookup`, or a longer hit that begins with null pages, with up to `spare` entries before those
+        that the next query sees."""
         known = Chain() if digests is None else digests
         whole, size = super().lookup(tokens, max_tokens, known), self.page_size
         stop = self.extend(tokens, -(-max_tokens // size), known) if self.enable_caching else 0
@@ -39,11 +39,11 @@ class WindowPool(PagePool):
         return whole
 
     def _least(self, first: int) -> int:
-        """The least number of tokens after which a request can start with the entries from `first` on."""
+        """The minimum number of tokens after which a request can start with the entries from `first` on."""
         return first + (self._rules.window or 1) - 1 if first else 0
 
     def held_from(self, tokens: Sequence[int], first: int, stop: int, chain: Chain) -> list[int]:
-        """The cached ones of a prompt's pages [first, stop), up to the first that is missing."""
+        """The cached pages among a prompt's pages [first, stop), up to the first missing one."""
         pages: list[int] = []
         for digest in chain[first : self.extend(tokens, stop, chain)]:
             if digest not in self._by_hash:

@@ -24,6 +24,7 @@ from baton.kv.states import StatePool
 from baton.kvevents.config import KVEventsConfig
 from baton.kvevents.messages import END_SEQUENCE, SEQUENCE_BYTES, EventBatch, encode_batch
 from baton.kvevents.recorder import EventRecorder, RecordedGroup
+from baton.zeromq import begin_ids_at_random
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ _KINDS = {
     "state": "mamba",
 }
 _LINGER_MS = 200
+# Of a subscription, or the start of a replay.
+_MAX_ASK_BYTES = 4096
 # For one batch: an engine step enters the blocks of many requests.
 _GATHER_S = 0.002
 
@@ -55,10 +58,13 @@ class EventPublisher:
         self.recorder = EventRecorder(own.max_queue_size, self._signal)
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=own.buffer_steps)
         self._sequence = 0
+        begin_ids_at_random()
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(own.hwm)
         self._replay = None if own.replay_endpoint is None else self._context.socket(zmq.ROUTER)
+        for listening in filter(None, (self._pub, self._replay)):
+            listening.setsockopt(zmq.MAXMSGSIZE, _MAX_ASK_BYTES)
         self.port = self.replay_port = 0
         try:
             self.port = _bind(self._pub, own.endpoint, "endpoint")

@@ -99,7 +99,7 @@ class Decoder(nn.Module):
         return x
 
     def feature(self, x: Tensor) -> Tensor:
-        """What a drafter gets of a residual stream [T, E]."""
+        """A drafter's features of a residual stream [T, E]."""
         return x
 
     def layer_inputs(self, input_ids_T: Tensor, embeds_TE: Tensor) -> Mapping[int, tuple[Tensor, ...]]:
@@ -179,7 +179,7 @@ class CausalLM(nn.Module, ABC):
         return dataclasses.replace(config, num_layers=num_modules, windows=windows, layer_ropes=ropes, moe=moe)
 
     def stored_name(self, name: str) -> str | None:
-        """This model's name of a checkpoint's tensor; None: not loaded."""
+        """The model's name of a checkpoint's tensor; None: not loaded."""
         is_tied = name == "lm_head.weight" and self.config.tie_word_embeddings
         return None if is_tied or name.endswith("rotary_emb.inv_freq") else name
 

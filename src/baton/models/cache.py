@@ -66,14 +66,14 @@ class EmptyLayerSpec:
     """A layer that keeps nothing, such as one of an MLP alone."""
 
 
-# Planes of a layer with compressed entries: a token's row, what entries are made from, an entry, an entry's index key.
+# Planes of a layer with compressed entries: a token's row, the inputs of entries, an entry, an entry's index key.
 TOKEN, OPEN, ENTRY, INDEX = "token", "open", "entry", "index"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPart:
-    """A part of what a layer keeps: so many numbers, by plane, of each of the last `window` tokens (None: of all), or
-    of each `rate` tokens together, an entry that exists once its last token does. The same on all tensor ranks."""
+    """A part of a layer's cache: numbers per plane of each of the last `window` tokens (None: of all), or of each
+    `rate` tokens together, an entry that exists once its last token does. The same on all tensor ranks."""
 
     planes: tuple[tuple[str, int], ...]
     window: int | None = None

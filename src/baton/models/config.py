@@ -1,7 +1,7 @@
 """Read a decoder's `config.json` into typed values.
 
-A missing, mistyped or unsupported value raises a `CheckpointError` that names the field, so a checkpoint that cannot
-be computed faithfully never loads. Defaults are Hugging Face's.
+A missing, mistyped or unsupported value raises a `CheckpointError` that names the field, so a checkpoint that cannot be
+computed faithfully never loads. Defaults are Hugging Face's.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
             )
         params[name] = float(value)
     if "original_max_position_embeddings" in optional:
-        # As in transformers, the top-level field takes precedence over the section's.
+        # As in transformers, the top-level field takes precedence.
         where = raw if raw.get("original_max_position_embeddings") is not None else section
         original = get_int(where, "original_max_position_embeddings", max_position)
         params["original_max_position_embeddings"] = float(original)
@@ -210,7 +210,7 @@ def context_length(rope: RopeSpec, max_position: int) -> int:
 def get_rotary_dim(raw: RawConfig, head_dim: int, default_factor: float) -> int:
     """Raises `CheckpointError` for 0 or an odd number."""
     factor = get_float({**raw, **rope_section(raw)}, "partial_rotary_factor", default_factor)
-    dim = int(head_dim * factor)
+    dim = int(head_dim * min(factor, 2.0))
     if not 0 < dim <= head_dim or dim % 2:
         raise CheckpointError(f"config.json: partial_rotary_factor {factor} rotates {dim} dimensions of {head_dim}")
     return dim

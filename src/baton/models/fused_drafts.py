@@ -1,4 +1,4 @@
-"""All passes of an EAGLE-3 head for one step in one call, with the bits of its modules one by one."""
+"""All passes of an EAGLE-3 head for one step in one call, bitwise equal to its modules one by one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DraftPass:
 
 @dataclass(frozen=True, slots=True)
 class DraftHead:
-    """What surrounds a head's layers. `feeds_normed`: the next pass continues from the norm's output."""
+    """The parts around a head's layers. `feeds_normed`: the next pass continues from the norm's output."""
 
     embedding: Tensor
     fc: Linear | None
@@ -68,7 +68,7 @@ class FusedDrafts:
 
     @classmethod
     def of(cls, layers: FusedLayers | None, rotary: Rotary, head: DraftHead) -> FusedDrafts | None:
-        """None if a part is of another kind."""
+        """None if a part has another kind."""
         norm, lm_head, embedding = head.norm, head.lm_head, head.embedding
         linears = [lm_head, head.fc] if head.fc is not None else [lm_head]
         if layers is None or any(one.in_place() is None for one in linears) or lm_head.in_features != layers.hidden:

@@ -1,4 +1,4 @@
-"""The likeliest tokens of a few rows without logits."""
+"""The greedy (argmax) tokens of a few rows, without logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Weights per thread.
 _PARALLEL_WEIGHTS = 1 << 16
-# Of a piece's best logit and its number.
+# A piece's best logit and its number.
 BEST_BYTES = 16
 
 
@@ -39,8 +39,8 @@ class FusedHead:
         return cls(lm_head) if lm_head is not None and lm_head.in_place() is not None else None
 
     def likeliest(self, hidden_NE: Tensor) -> npt.NDArray[np.int64] | None:
-        """The token of each contiguous row's greatest logit, of equal ones the first; -1 if some are not finite. None:
-        logits must be made."""
+        """The argmax token of each contiguous row, the first of equal ones; -1 if some logits are not finite. None:
+        compute logits instead."""
         num_rows = len(hidden_NE)
         if not 0 < num_rows <= MAX_ROWS or not self._lm_head.few_rows_match():
             return None

@@ -1,4 +1,4 @@
-"""Decoder layers over a few rows in one call (see `kernels.cpu.fused`), with the bits of the layers one by one."""
+"""Decoder layers over a few rows in one call (see `kernels.cpu.fused`), bitwise equal to the layers one by one."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class FusedLayers:
         return work
 
     def call(self, work: Work, passes: Int64, *held: object) -> None:
-        """`held`: what `passes` [P, NUM_FIELDS] have addresses of. Raises `BatonError` for a bad slot."""
+        """`held`: objects whose addresses `passes` [P, NUM_FIELDS] contain. Raises `BatonError` for a bad slot."""
         per_pass = (len(self._table) * at.STAGES_PER_LAYER + at.STAGES_OF_DRAFTS) * STAGE_BYTES
         stages = np.zeros(len(passes) * per_pass // 8, dtype=np.int64)
         passes[:, at.STAGES] = stages.ctypes.data + per_pass * np.arange(len(passes))
@@ -182,7 +182,7 @@ def _norms(layer: Layer) -> dict[int, nn.Module | None]:
 
 
 def _is_usual(layer: Layer) -> bool:
-    """Whether the kernel computes what this layer computes, on this machine."""
+    """Whether the kernel can compute this layer, on this machine."""
     attention, mlp = layer.self_attn, layer.mlp
     kinds = type(layer) in (DecoderLayer, FusionLayer), type(attention) is Attention, type(mlp) is MLP
     if not all(kinds) or layer.input_layernorm is None or _attention(layer).sinks is not None:
@@ -199,7 +199,7 @@ def _is_usual(layer: Layer) -> bool:
 
 
 def _shape(layer: Layer) -> tuple[float, ...]:
-    """What all layers of a call must share."""
+    """Properties that all layers of a call must share."""
     attention = _attention(layer)
     sizes = [size for linear in _linears(layer) for size in (linear.in_features, linear.out_features)]
     heads = attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.scale

@@ -1,1 +1,1 @@
-"""What an operator sees of a deployment: acceptance and its alarms, requests and their timelines."""
+"""What operators see of a deployment: acceptance and its alarms, requests and their timelines."""

@@ -94,7 +94,7 @@ class GroupTotals:
 
 
 class AcceptanceTotals:
-    """Totals by group. The group that has waited longest makes room for a new one."""
+    """Totals by group. The least recently used group is evicted for a new one."""
 
     def __init__(self, max_groups: int = 256) -> None:
         self._max_groups = max_groups

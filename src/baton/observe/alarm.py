@@ -1,10 +1,10 @@
-"""Alarms on acceptance: which engine's drafts are accepted far less often than they should be, by more than chance.
+"""Alarms on acceptance: engines whose drafts are accepted far less often than others', by more than chance.
 
-A decode engine has one drafter, so its own drafts are judged over all routes, by the last requests of the same route
-on other engines. What a handoff may break is judged by engine pair: the first verification, which is of the prefill
-engine's drafts, and the later ones.
+A decode engine has one drafter, so its own drafts are judged over all routes, against the last requests of the same
+route on other engines. The effect of a handoff is judged by engine pair: the first verification, which is of the
+prefill engine's drafts, and the later ones.
 
-An alarm means less than half of the acceptance elsewhere: engines get different prompts, which explain less.
+An alarm means less than half of the acceptance elsewhere: different prompts explain smaller differences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHARE = 0.5
 OWN_SHARE = 1 / 3  # first verifications may be easier
 _SHOWN = 100
 _MAX_SUBJECTS = 1024
-_LOCAL = ""  # the pool of all requests that one engine computed
+_LOCAL = ""  # the pool of all requests computed by one engine
 _OF_ENGINE: tuple[tuple[Part, Reference], ...] = (("own_drafts", "other_engines"),)
 _OF_PAIR: tuple[tuple[Part, Reference], ...] = (
     ("first_verification", "local"),
@@ -108,7 +108,7 @@ class AcceptanceAlarms:
         self._num_requests = 0
 
     def observe(self, request: RequestAcceptance) -> None:
-        """The request ran on one route from beginning to end."""
+        """Add a request that ran on one route from beginning to end."""
         self._num_requests += 1
         group, sample = request.group, Sample.of(request, self._num_requests)
         self._compare(Subject("", group.decode), sample)
@@ -126,7 +126,7 @@ class AcceptanceAlarms:
         ]
 
     def num_comparisons(self) -> int:
-        """Comparisons that could have raised an alarm."""
+        """The comparisons that could have raised an alarm."""
         return sum(one.num_compared for comparisons in self._watched.values() for one in comparisons)
 
     def _compare(self, subject: Subject, sample: Sample) -> None:

@@ -6,19 +6,19 @@ from collections import deque
 
 # At the limit itself there is at most one false alarm in this many observations.
 THRESHOLD = 1e6
-# An alarm ends when this many observations are as they should be in the mean.
+# An alarm ends when the mean of this many observations is as it should be.
 _RECENT = 100
 _BETS = (0.25, 0.5, 0.75, 0.95)  # as shares of the largest bet
 
 
 class DropDetector:
-    """Tests observations in [0, 1]: is each, given the earlier ones, still at least its limit in the mean?
+    """Tests observations in [0, 1]: is each one's mean, given the earlier ones, still at least its limit?
 
-    A limit is less than 1 and known before its observation. If the null hypothesis holds, each factor
-    1 - bet * (observed - limit) has a mean of at most 1, and R = (R + 1) * factor, averaged over several bets, has a
-    mean of at most n after n observations. So the probability that R reaches `THRESHOLD` within n observations is at
-    most n / `THRESHOLD`, whenever one looks. This is a Shiryaev-Roberts e-detector (Shin, Ramdas and Rinaldo, 2024): it
-    finds a fall that begins at any time.
+    A limit is less than 1 and known before its observation. If the null hypothesis holds, each factor 1 - bet *
+    (observed - limit) has a mean of at most 1, and R = (R + 1) * factor, averaged over several bets, has a mean of at
+    most n after n observations. So the probability that R reaches `THRESHOLD` within n observations is at most n /
+    `THRESHOLD`, at any stopping time. This is a Shiryaev-Roberts e-detector (Shin, Ramdas and Rinaldo, 2024): it finds
+    a fall that begins at any time.
     """
 
     __slots__ = ("_recent", "_statistics", "alarmed", "num_observed")

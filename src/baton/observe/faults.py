@@ -1,6 +1,6 @@
-"""What is wrong with a deployment now: one line for each fault, for `/status`, the dashboard and `baton status`.
+"""Current faults of a deployment: one line each, for `/status`, the dashboard and `baton status`.
 
-Nothing here is logged or counted: a line is shown while its cause lasts.
+Not logged or counted: a line is shown while its cause lasts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SLOW_S, _SLOW_TOKENS = 0.1, 20.0
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine as the router sees it. `kv_usage`, `num_waiting` None: it did not tell its load."""
+    """One engine as the router sees it. `kv_usage`, `num_waiting` None: it did not report its load."""
 
     name: str
     url: str
@@ -46,7 +46,7 @@ def find_faults(
     engines: Sequence[EngineView], last_routes: Mapping[str, int], recent: RecentRequests, now: float
 ) -> list[str]:
     """`last_routes`: of the last requests, how many took which route. `now`: monotonic seconds."""
-    # It delays handoffs and fills prefill engines.
+    # A full decode engine delays handoffs and fills prefill engines.
     full = list(_full([engine for engine in engines if engine.role == "decode"]))
     return [
         *_lost(engines),
@@ -60,7 +60,7 @@ def find_faults(
 def count_faults(
     engines: Sequence[EngineView], last_routes: Mapping[str, int], recent: RecentRequests, now: float
 ) -> dict[str, int]:
-    """The faults that need no load of engines, by kind."""
+    """The faults that are found without engines' loads, by kind."""
     return {
         "lost_engine": len(list(_lost(engines))),
         "not_handed_off": len(list(_not_handed_off(engines, last_routes))),

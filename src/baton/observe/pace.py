@@ -1,15 +1,15 @@
-"""How long something takes for a number of tokens, measured."""
+"""Measured durations as a function of a number of tokens."""
 
 from __future__ import annotations
 
-# How much the last measurement counts.
+# Weight of the last measurement.
 _WEIGHT = 0.2
 
 
 class TokenPace:
-    """A line through the measured durations by tokens: a part for each token, and one that does not depend on them.
+    """A line fitted to measured durations by tokens: a fixed part and a part per token.
 
-    The first measurement includes connecting, and does not count.
+    The first measurement includes connecting, and is ignored.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class TokenPace:
         self.num_measured += 1
         if self.num_measured < 2:
             return
-        # The first ones that count are a plain mean.
+        # A plain mean at first.
         weight = max(_WEIGHT, 1.0 / (self.num_measured - 1))
         self._tokens += weight * (num_tokens - self._tokens)
         self._seconds += weight * (seconds - self._seconds)
@@ -31,17 +31,17 @@ class TokenPace:
 
     @property
     def per_token(self) -> float | None:
-        """Seconds for each token more."""
+        """Seconds per further token."""
         line = self._line()
         return None if line is None else line[1]
 
     def predict(self, num_tokens: int) -> float | None:
-        """Seconds for so many tokens. None before anything was measured that counts."""
+        """Seconds for `num_tokens`; None before the first measurement that counts."""
         line = self._line()
         return None if line is None else line[0] + line[1] * num_tokens
 
     def _line(self) -> tuple[float, float] | None:
-        """Seconds for no token, and for each: neither below 0."""
+        """Seconds for no token, and per token: neither below 0."""
         if self.num_measured < 2:
             return None
         spread = self._squares - self._tokens**2

@@ -1,4 +1,4 @@
-"""Recent requests: those that run, the last ones that ended, their latencies over time, and the last errors."""
+"""Recent requests: running and ended ones, latencies over time, and the last errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LatencySeries:
         self._buckets[-1].add(request)
 
     def newest(self, now: float, min_requests: int) -> _Bucket | None:
-        """The newest interval of the last minute with so many handoffs."""
+        """The newest interval of the last minute with enough handoffs."""
         oldest = int(now // _BUCKET_S) - _NEW
         good = (one for one in reversed(self._buckets) if one.number > oldest and len(one.handoff) >= min_requests)
         return next(good, None)
@@ -107,7 +107,7 @@ class RecentRequests:
             (self._handed_off if request.route == HANDED_OFF else self._local).observe(request.ended, request)
 
     def find(self, wanted: str) -> list[RequestTimeline]:
-        """Requests with this id, that of one choice or of all, or with this `X-Request-Id`; newest first."""
+        """Requests with this id, of one choice or of all, or with this `X-Request-Id`; newest first."""
         return [one for one in self._newest() if wanted in (one.id, one.id.rpartition("-")[0], one.http_id)]
 
     def handoff_and_token_s(self, now: float) -> tuple[float, float] | None:
@@ -119,7 +119,8 @@ class RecentRequests:
         )
 
     def last_failed(self, count: int) -> tuple[list[RequestTimeline], int]:
-        """Of the last `count` requests that ended, those with an error, newest first; and how many there were."""
+        """The failed ones among the last `count` requests that ended, newest first; and the number of requests looked
+        at."""
         last = [one for one, _ in zip(reversed(self._ended.values()), range(count), strict=False)]
         return [one for one in last if one.error], len(last)
 

@@ -1,4 +1,4 @@
-"""Requests as samples for the alarm on acceptance, and the mean figures of the last ones."""
+"""Requests as samples for the alarm on acceptance, and mean figures of recent ones."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MIN_SAMPLES = 4
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one request's verifications, or means over requests, each in [0, 1]: whether any of the first three accepted
-    a draft, which depends little on the prompt, and the share that accepted one."""
+    """Of one request's verifications, or means over requests, each in [0, 1]: whether any of the first three accepted a
+    draft, which depends little on the prompt, and the share that accepted one."""
 
     any_accepted: float
     first_draft: float
@@ -81,7 +81,7 @@ _NONE = _Sums()
 
 
 class SamplePool:
-    """The last requests of one route, or of all that one engine computed, with their sums by part and subject."""
+    """The last requests of one route, or all that one engine computed, with their sums by part and subject."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
@@ -99,7 +99,7 @@ class SamplePool:
             self._count(self._samples.popleft(), -1)
 
     def mean(self, part: Part, of: Subject | None = None, without: Subject | None = None) -> Figures | None:
-        """Over the requests of one subject, or all but those of another. None if there are too few."""
+        """Over the requests of one subject, or all but another's. None if there are too few."""
         found = self._sums.get((part, of), _NONE)
         left_out = _NONE if without is None else self._sums.get((part, without), _NONE)
         count = found.count - left_out.count

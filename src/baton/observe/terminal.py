@@ -7,7 +7,7 @@ from typing import Any
 
 
 def status_text(state: Mapping[str, Any]) -> str:
-    """`/status`, or an event of the dashboard, which has latencies and errors too. Control characters of servers are
+    """`/status`, or an event of the dashboard, which also has latencies and errors. Control characters from servers are
     shown as `?`: they could change the terminal."""
     alarms = (f"ALARM: {alarm}" for alarm in state["alarms"])
     parts = [_head(state), *alarms, _engines(state["engines"]), _routes(state), *_more(state)]
@@ -92,7 +92,7 @@ def _errors(state: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _table(rows: Sequence[Sequence[str]], num_texts: int) -> list[str]:
-    """The first `num_texts` columns are texts; the others are numbers, and aligned to the right."""
+    """The first `num_texts` columns are texts; the others are numbers, aligned to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     sides = ["<"] * num_texts + [">"] * (len(widths) - num_texts)
     return [

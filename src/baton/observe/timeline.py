@@ -79,8 +79,8 @@ class RequestTimeline:
 
     @property
     def handoff_s(self) -> float | None:
-        """How long the client waited for the second token, which is the decode engine's first. None unless the request
-        was handed off and ran on one decode engine."""
+        """The client's wait for the second token, which is the decode engine's first. None unless the request was
+        handed off and ran on one decode engine."""
         if self.route != HANDED_OFF or self.resumed or self.first is None or self.second is None:
             return None
         return self.second - self.first
@@ -142,7 +142,7 @@ class RequestTimeline:
         }
 
     def describe(self, now: float) -> dict[str, object]:
-        """The summary with events and verifications. Times are in milliseconds after the arrival."""
+        """A summary with events and verifications. Times are in milliseconds after the arrival."""
         return {
             **self.summary(),
             "duration_ms": _ms((self.ended if self.ended is not None else now) - self.began),

@@ -1,4 +1,4 @@
-"""Responses of OpenAI-compatible servers, which Baton writes, and reads as untrusted."""
+"""Responses of OpenAI-compatible servers, as Baton writes them, and reads them from untrusted servers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One choice of a completion, or a streamed part."""
+    """One choice of a completion, or a part of it in a stream."""
 
     token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
@@ -59,7 +59,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The details are only written."""
+    """Details are written, never read."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -69,7 +69,8 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """A completion, or one event of a stream. Those made from a chat have `prompt_token_ids`. `metrics`: vLLM's."""
+    """A completion, or one event of a stream. Completions made from a chat have `prompt_token_ids`. `metrics`:
+    vLLM's."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -107,7 +108,7 @@ class _ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
-    """A response without messages: token ids say more than text."""
+    """A response without messages: token ids are more precise than text."""
 
     choices: list[_ChatChoice] = []
     usage: Usage | None = None
@@ -153,7 +154,7 @@ def read_error(body: bytes) -> ErrorFields:
 
 
 def answer_token_ids(choice: Choice) -> list[int]:
-    """`token_ids`, or else those that the logprobs name. Raises `ProtocolError`."""
+    """`token_ids`, or else the ids in the logprobs. Raises `ProtocolError`."""
     if choice.token_ids is not None:
         return choice.token_ids
     if choice.logprobs is not None and choice.logprobs.tokens is not None:

@@ -1,4 +1,4 @@
-"""How an API that runs its requests as chats answers: one body, or a stream of events."""
+"""Responses of an API whose requests run as chats: one body, or a stream of events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ChatAnswer(Protocol):
     def begin(self) -> Iterable[Json]: ...
 
     def push(self, delta: Delta) -> Iterable[Json]:
-        """Add a delta while the result, its events, is iterated."""
+        """Yields the events of a delta, which is added during iteration."""
         ...
 
     def end(self) -> Iterable[Json]: ...

@@ -1,4 +1,4 @@
-"""From a chat's messages and tools to the prompt's tokens, with the model's chat template."""
+"""From a chat's messages and tools to prompt tokens, with the model's chat template."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from baton.openai.requests import ChatMessage, ChatRequest, TokenizeRequest
 from baton.wire import PromptIds
 
 MAX_MESSAGES = 4096
-# The end of the message that the model continues. The space shows whether the template trims messages.
+# Marks the end of the message that the model continues. The space shows whether the template trims messages.
 _END = "<|baton-end-of-message|> "
 
-# Templates may loop over parts, as slowly as the interpreter.
+# Templates may loop over parts, in interpreted code.
 _MAX_PARTS = 4 * MAX_MESSAGES
-# Types of a message's parts that are text, as in vLLM, and the field with it.
+# Types of a message's parts that are text, as in vLLM, with the field that holds it.
 _TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text")
 _TEXT_PARTS |= {"refusal": "refusal", "thinking": "thinking"}
 
@@ -29,7 +29,7 @@ def chat_text(
     tools: list[dict[str, Any]] | None,
     model: ServedModel,
 ) -> str:
-    """The rendered chat template. Raises `RequestError` for what is not supported."""
+    """The rendered chat template. Raises `RequestError` for unsupported content."""
     if not messages:
         raise RequestError("messages must not be empty", "messages")
     if len(messages) > MAX_MESSAGES:

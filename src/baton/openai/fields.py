@@ -76,7 +76,7 @@ _UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (
 NOTHING_ELSE: Mapping[str, Refused] = MappingProxyType({})
 REFUSED = {name: Refused(why, neutral) for why, neutral, names in _UNSERVED for name in names.split()}
 
-# With these, other servers' clients control a handoff. Any value but null is refused.
+# Clients of other servers control a handoff with these. Any value but null is refused.
 FORBIDDEN = {"kv_transfer_params", "ec_transfer_params", "disaggregated_params", "handoff", "ticket"}
 FORBIDDEN |= {"bootstrap_host", "bootstrap_port", "bootstrap_room", "remote_host", "remote_port"}
 

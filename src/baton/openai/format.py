@@ -19,8 +19,8 @@ Json = dict[str, Any]
 
 
 def usage(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Usage:
-    """A prompt counts once, however many choices share it. No draft counts if the engine does not report verifications
-    (vLLM)."""
+    """A prompt counts once, however many choices share it. Drafts are not counted if the engine does not report
+    verifications (vLLM)."""
     num_prompt = sum(len(prompt) for prompt in plan.prompts)
     num_output = sum(len(output.token_ids) for output in outputs)
     k = plan.model.num_speculative_tokens
@@ -91,7 +91,7 @@ def stream_event(plan: Plan, index: int, delta: Delta, output: ChoiceOutput, fir
 
 
 class PlainEvents:
-    """Events with nothing but text: only the text is encoded for each."""
+    """Events with only text, which encode nothing else."""
 
     def __init__(self, plan: Plan, index: int, output: ChoiceOutput) -> None:
         mark = secrets.token_hex(16)
@@ -113,7 +113,7 @@ def streamed_usage(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Json:
 
 
 def is_visible(plan: Plan, delta: Delta) -> bool:
-    """Whether the delta has something for the client yet."""
+    """Whether the delta contains something for the client."""
     if delta.finish_reason is not None or plan.reader is None:
         return bool(delta.text or delta.finish_reason)
     return any(plan.tells_reasoning or not isinstance(event, Reasoning) for event in delta.events)
@@ -128,7 +128,7 @@ def _message(plan: Plan, output: ChoiceOutput) -> Json:
         return {"content": output.text}
     message: Json = {"content": output.content or (None if output.calls else "")}
     if plan.tells_reasoning and output.reasoning:
-        # `reasoning_content` is DeepSeek's name; `reasoning` is vLLM's.
+        # Names of DeepSeek and of vLLM.
         message["reasoning_content"] = message["reasoning"] = output.reasoning
     if output.calls:
         message["tool_calls"] = [
@@ -139,7 +139,7 @@ def _message(plan: Plan, output: ChoiceOutput) -> Json:
 
 
 def _delta(plan: Plan, delta: Delta, output: ChoiceOutput) -> Json:
-    """Only a call's first part has its id and name."""
+    """Only the first part of a call has its id and name."""
     if plan.reader is None:
         return {"content": delta.text}
     found: Json = {}
@@ -229,7 +229,7 @@ def _completion_logprobs(
 
 
 def _alternatives(plan: Plan, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
-    """Logprobs by name. Of two tokens with one text, the less likely is `token_id:N`."""
+    """Logprobs by name. Of two tokens with the same text, the less likely is `token_id:N`."""
     own = _token_name(plan, token_id)
     found: dict[str, float] = {}
     for other, value in entry.top:

@@ -17,8 +17,8 @@ _ID_LETTERS = string.ascii_letters + string.digits
 
 @dataclass(slots=True)
 class Delta:
-    """What one chunk adds to one choice, after detokenisation and stop strings. `text_offsets`: where each token begins
-    in the choice's text, in characters."""
+    """The additions of one chunk to one choice, after detokenisation and stop strings. `text_offsets`: where each token
+    begins in the choice's text, in characters."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -59,8 +59,8 @@ class ChoiceOutput:
         parser: Parser | None = None,
         spelt: frozenset[int] = frozenset(),
     ) -> None:
-        """`stop` None: the request's own stop strings (those of legs have none). `spelt`: special tokens that are text
-        even if others are skipped."""
+        """`stop` None: the request's own stop strings (legs have none). `spelt`: special tokens that are text even if
+        others are skipped."""
         self._parser = parser
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -109,7 +109,7 @@ class ChoiceOutput:
         if chunk.queued_s is not None:
             self.queued_s = chunk.queued_s
         delta = Delta()
-        # A stop token is counted, but not in the text.
+        # A stop token is counted, but is not in the text.
         hides_last = chunk.finish_reason == "stop" and not self._params.include_stop_str_in_output
         num_used = len(chunk.token_ids)
         for index, token_id in enumerate(chunk.token_ids):
@@ -165,15 +165,15 @@ class ChoiceOutput:
 
 
 def _call_id() -> str:
-    """Mistral's chat templates accept no other ids."""
+    """The only form that Mistral's chat templates accept."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 
 def _rounds_used(chunk: TokenChunk, num_used: int) -> int:
     """How many verifications of `chunk` produced its first `num_used` tokens.
 
-    Verifications after a stop string are left out, or counts would depend on timing. Each yields its accepted drafts
-    and one more token; tokens without a verification come first.
+    Verifications after a stop string are excluded, since their number depends on timing. Each verification yields its
+    accepted drafts and one more token; tokens without a verification come first.
     """
     start = max(0, len(chunk.token_ids) - sum(a + 1 for a in chunk.accepted))
     for number, accepted in enumerate(chunk.accepted):

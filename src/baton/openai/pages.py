@@ -33,7 +33,7 @@ _STYLE = (
     "code,pre{font:14px/1.5 ui-monospace,monospace}pre{background:#8882;padding:1rem;overflow:auto}"
     "td,th{text-align:left;vertical-align:top;padding:.2rem 1rem .2rem 0}"
 )
-# Load nothing, run nothing, and cannot be framed.
+# Nothing is loaded or run, and no page can embed it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 
 
@@ -91,7 +91,7 @@ def docs_page(app: web.Application) -> web.Response:
 
 
 def home_page(model: ServedModel | None, url: str) -> web.Response:
-    """`model` None: there is none yet, or the client may not see it."""
+    """`model` None: none yet, or the client may not see it."""
     about = "<p>This is a server of language models. Which model it serves is told at <code>/v1/models</code>.</p>"
     name = "NAME"
     if model is not None:
@@ -100,7 +100,7 @@ def home_page(model: ServedModel | None, url: str) -> web.Response:
         drafts = model.num_speculative_tokens
         about += f", with up to {drafts} drafts a step.</p>" if drafts else ".</p>"
     body = msgspec.json.encode({"model": name, "messages": [{"role": "user", "content": "Hello"}]}).decode()
-    # For a shell, in single quotes.
+    # Quoted for a shell.
     quoted = body.replace("'", "'\\''")
     asks = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{quoted}'"
     links = "".join(f"<li><a href={path}>/{path}</a>" for path in ("docs", "v1/models", "health", "metrics"))

@@ -1,4 +1,4 @@
-"""From request bodies to plans."""
+"""Converts request bodies to plans."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     constrained = grammar is not None
     reader = tools.reader(parsing, _within_reasoning(request, text), constrained)
     plan = _plan(request, model, [prompt], params, field, chat=True)
-    # As in vLLM and OpenAI's API, a call of a named function has finish reason "stop".
+    # As in vLLM and OpenAI's API, calling a named function has finish reason "stop".
     told = not isinstance(tools.choice, NamedChoice)
     spelt = model.tokenizer.special_tokens_of(tools.markers(parsing, constrained))
     tells_reasoning = request.include_reasoning is not False
@@ -142,7 +142,7 @@ def template_variables(request: ChatRequest, model: ServedModel) -> dict[str, An
 
 
 def make_completion_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
-    """Responses are not parsed. A long body may take seconds, during which other threads run. Raises the errors of
+    """Responses are not parsed. A long body may take seconds, while other threads run. Raises the errors of
     `decode_request` and `plan_completion`."""
     return plan_completion(decode_request(body, CompletionRequest), model)
 
@@ -163,13 +163,13 @@ def _plan(
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(f"prompts times n must be at most {MAX_CHOICES}", "n")
     _check_scores(prompts, params)
-    # Engines do this too; here it refuses early.
+    # Engines check this too; here it is refused early.
     word_tokens(params.bad_words, model.tokenizer, model.vocab_size)
     priority, ttft_slo_s = asked_standing(request.priority)
     plan_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     requests: list[GenerateRequest] = []
     for prompt in prompts:
-        # So that all legs and retries use the same noise.
+        # So that all legs and retries have the same noise.
         seed = model.default_seed if params.seed is None else params.seed
         seed = secrets.randbits(63) if seed is None else seed
         for index in range(params.n):

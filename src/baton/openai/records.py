@@ -1,4 +1,4 @@
-"""Times and counts of one sequence, for metrics and a log line at its end."""
+"""Times and counts of one sequence, for metrics and a final log line."""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ NO_METRICS = PerRequestMetrics()
 
 
 def _times(output: ChoiceOutput) -> dict[str, Any]:
-    """Milliseconds since the request's arrival here. `queue_time_ms` is the engine's own; vLLM servers do not report
-    it."""
+    """Milliseconds since the request's arrival here. `queue_time_ms` is the engine's; vLLM servers do not report it."""
     times, num_tokens = output.times, len(output.token_ids)
     if times is None or not num_tokens:
         return {}

@@ -157,15 +157,15 @@ _AS_ASKED = (
 def decode_body(
     body: bytes, kind: type[B], served: Collection[str] = (), also: Mapping[str, Refused] = NOTHING_ELSE
 ) -> B:
-    """`served`: fields that this endpoint supports although others refuse them; `also`: more that it refuses.
+    """`served`: fields that this endpoint supports although others refuse them; `also`: more fields to refuse.
 
-    Raises `RequestError` for a field that is malformed or not supported.
+    Raises `RequestError` for a malformed or unsupported field.
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         note_user(fields)
         refuse_unserved({name: fields[name] for name in fields.keys() - served}, also)
-        # As in vLLM, 16.0 (clients without integers) and "16" count as 16.
+        # As in vLLM, 16.0 (from clients without integers) and "16" count as 16.
         return msgspec.json.decode(body, type=kind, strict=False)
     except msgspec.ValidationError as error:
         message = str(error)
@@ -205,7 +205,7 @@ def sampling_params(
     vocab_size: int,
     defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> SamplingParams:
-    """`defaults` are for parameters that the request leaves out.
+    """`defaults`: of parameters that the request omits.
 
     Raises `RequestError` with the parameter's name.
     """

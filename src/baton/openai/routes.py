@@ -103,7 +103,7 @@ def _add_generation(app: web.Application, service: OpenAIService) -> None:
 
 
 def _add_refusals(app: web.Application) -> None:
-    """Endpoints that clients may expect, with what to do instead."""
+    """Endpoints that clients may expect; the error names the alternative."""
 
     async def no_response(request: web.Request) -> web.StreamResponse:
         raise web.HTTPNotFound(reason="responses are not kept here: there is none to get, cancel or delete")
@@ -121,7 +121,7 @@ def _add_refusals(app: web.Application) -> None:
 
 
 def add_health(app: web.Application, health: Handler) -> None:
-    """`/ping` is SageMaker's name."""
+    """Both paths answer alike; `/ping` is SageMaker's."""
     app.router.add_get("/health", health)
     app.router.add_get("/ping", health)
     app.router.add_post("/ping", health)

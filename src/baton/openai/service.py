@@ -25,7 +25,7 @@ from baton.openai.tokens import detokenize, tokenize
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.waiting import AdmissionLimit
 
-# Longer bodies go to a worker thread: tokenising must not block streams.
+# Longer bodies go to a worker thread, so that tokenising does not block streams.
 _MAX_INLINE_BYTES = 4096
 _NUM_WORKERS = 2
 
@@ -85,11 +85,11 @@ class OpenAIService:
         return await self.understand(detokenize, body)
 
     async def understand(self, read: Callable[..., T], body: bytes, *more: object) -> T:
-        """Calls `read(body, model, *more)`."""
+        """Calls `read(body, model, *more)`, in a worker thread for long bodies."""
         model = self._backend.model()
         if len(body) <= _MAX_INLINE_BYTES:
             return read(body, model, *more)
-        # Not in the pool's queue, so that the body of a client that leaves is dropped.
+        # Wait here, not in the pool's queue, so that the body of a disconnected client is dropped.
         await self._free_workers.acquire()
         loop = asyncio.get_running_loop()
         work = self._workers.submit(contextvars.copy_context().run, read, body, model, *more)
@@ -131,7 +131,7 @@ class OpenAIService:
                 async for index, delta in deltas:
                     counts[index] += len(delta.token_ids)
                     if not (fmt.is_visible(plan, delta) or (wants_tokens and delta.token_ids)):
-                        continue  # all its text is held back
+                        continue  # all of its text is held back
                     if index in plain and delta.finish_reason is None:
                         yield plain[index].event(delta.text)
                         continue
@@ -159,7 +159,7 @@ class OpenAIService:
     async def running(
         self, plan: Plan, outputs: Sequence[ChoiceOutput]
     ) -> AsyncIterator[AsyncGenerator[tuple[int, Delta], None]]:
-        """(choice, delta) of all choices. At the end, those that still run are aborted."""
+        """(choice, delta) of all choices. At the end, choices that still run are aborted."""
         try:
             with self.queue.waiting(len(outputs)) as served:
                 samples = [self._sample(plan, index, output, served) for index, output in enumerate(outputs)]
@@ -208,7 +208,7 @@ def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 
 
 class Begun(AsyncGenerator[T, None]):
-    """A generator whose first item has been awaited already."""
+    """A generator whose first item was awaited already."""
 
     def __init__(self, first: T, rest: AsyncGenerator[T, None]) -> None:
         self._first: list[T] = [first]
@@ -236,7 +236,7 @@ async def _value(value: T) -> T:
 
 
 async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """The first error, or closing, ends all."""
+    """The first error ends all, and so does closing."""
     queue: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue()
 
     async def pump(source: AsyncGenerator[T, None]) -> None:

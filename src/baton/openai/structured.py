@@ -15,8 +15,8 @@ _ANY_OBJECT = '{"type":"object"}'
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
-    """`response_format.json_schema`. The schema is always enforced, `strict` or not. The model sees neither name nor
-    description."""
+    """`response_format.json_schema`. The schema is always enforced, whether or not `strict`. The model does not see
+    name and description."""
 
     name: str | None = None
     description: str | None = None
@@ -25,7 +25,7 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """`schema`: of a `json_object`, as llama.cpp and Together take it."""
+    """`schema`: of a `json_object`, as accepted by llama.cpp and Together."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None

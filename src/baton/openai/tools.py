@@ -61,8 +61,8 @@ class ToolCall(msgspec.Struct, kw_only=True):
     type: Literal["function"] = "function"
 
     def shown(self) -> dict[str, Any]:
-        """The call for a template, with `arguments` as an object. As in vLLM, invalid ones count as empty: the model
-        wrote them."""
+        """The call for a template, with `arguments` as an object. As in vLLM, invalid arguments, which the model wrote,
+        count as empty."""
         arguments = self.function.arguments or {}
         if isinstance(arguments, str):
             try:
@@ -165,7 +165,7 @@ class CheckedTools:
         return lambda: form_of_reasoning.make(rest(), reasons)
 
     def markers(self, parsing: Parsing, constrained: bool) -> tuple[str, ...]:
-        """Texts that the parsers must see even if they are special tokens."""
+        """Texts that the parsers need even if they are special tokens."""
         name, reasons = parsing.tool_call_parser, parsing.reasoning_parser
         calls = TOOL_PARSERS[name].markers if self.choice == "auto" and name is not None else ()
         return calls + (REASONING_PARSERS[reasons].markers if reasons is not None and not constrained else ())
@@ -205,8 +205,8 @@ def _calls(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
-    """A tool without unset fields, in OpenAI's order, which templates show. The schema is unchanged: null may be a
-    default in it."""
+    """A tool without unset fields, in OpenAI's order, as templates show it. The schema is unchanged: it may contain
+    null as a default."""
     told = msgspec.structs.asdict(tool.function)
     if told["defer_loading"] is None:  # as in vLLM
         told["defer_loading"] = tool.defer_loading

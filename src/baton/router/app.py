@@ -38,14 +38,14 @@ from baton.router.pool import EnginePool
 from baton.router.routes import WHYS, Routes
 from baton.router.scrape import Shared, deployment_metrics
 from baton.router.status.report import deployment_status, describe_engine, fault_counts, own_status
-from baton.router.workers.siblings import Change, Siblings
+from baton.router.workers.siblings import Change, Member, Siblings
 from baton.text import Tokenizer
 from baton.waiting import AdmissionLimit
 from baton.wire import RECOVERIES, Role
 
-# In nats. Adding 16-bit weights in another order changes probabilities by 10 %.
+# In nats. Adding 16-bit weights in another order changes probabilities by up to 10 %.
 DEFAULT_NEAR_TIE = 0.1
-# Each has a series from the start: Prometheus' rate() does not see the step of a counter that begins with 1.
+# Each has a series from the start: Prometheus' rate() misses the first step of a counter that begins at 1.
 _FAILURES = sorted({*REASONS, *CODE_BY_ERROR.values(), reason_label("")})
 
 
@@ -96,13 +96,13 @@ async def build_app(config: RouterConfig) -> web.Application:
         Routes(pool, policies, config.max_local_prefill_length if connector.computes_alone else 0, hand_backs),
         hand_backs,
     )
+    metrics, siblings = FrontMetrics(), None if config.worker is None else Siblings(config.worker)
     try:
-        await _add_engines(pool, config)
+        await _add_engines(pool, config, siblings)
     except BaseException:
         await readers.close()
         await session.close()
         raise
-    metrics, siblings = FrontMetrics(), None if config.worker is None else Siblings(config.worker)
 
     async def families() -> list[Metric]:
         own = metrics.registry.collect()
@@ -159,7 +159,13 @@ def _connector(config: RouterConfig, services: Sequence[Service]) -> Connector:
     return connector
 
 
-async def _add_engines(pool: EnginePool, config: RouterConfig) -> None:
+async def _add_engines(pool: EnginePool, config: RouterConfig, siblings: Siblings | None) -> None:
+    """Those of another process of this router, which this one replaces or joins, or else the configured ones."""
+    members = None if siblings is None else await siblings.members()
+    if members is not None:
+        for member in members:
+            await pool.add(member.url, member.role, known=True)
+        return
     roles: tuple[tuple[Role, tuple[str, ...]], ...] = (
         ("prefill", config.prefill),
         ("decode", config.decode),
@@ -187,7 +193,11 @@ async def _lifetime(
 async def _beside(
     siblings: Siblings, metrics: FrontMetrics, backend: RouterBackend, changes: dict[str, Change]
 ) -> AsyncIterator[None]:
-    async with siblings.serving(metrics.registry.collect, lambda: own_status(backend), changes):
+    def members() -> list[Member]:
+        staying = [engine for engine in backend.pool.engines if not engine.leaving]
+        return [Member(engine.url, engine.role) for engine in sorted(staying, key=lambda one: one.problem is not None)]
+
+    async with siblings.serving(metrics.registry.collect, lambda: own_status(backend), members, changes):
         yield
 
 
@@ -240,7 +250,7 @@ def _add_router_routes(
         return await change(request, "remove")
 
     async def rebind(request: web.Request) -> web.StreamResponse:
-        """Let the first engine that answers decide anew which model is served."""
+        """Let the next engine that answers decide which model is served."""
         await change(request, "rebind")
         return json_response(await deployment_status(backend, siblings))
 

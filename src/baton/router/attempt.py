@@ -1,4 +1,4 @@
-"""What a request's attempts share, and one attempt that runs."""
+"""State shared by a request's attempts, and one running attempt."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class RequestProgress:
     tried: list[PooledEngine] = field(default_factory=list)  # engines that failed
     attempt: int = 0
     fruitless: int = 0  # attempts in a row without a new token
-    decided: bool = False  # an engine has taken the request
-    route: Route | None = None  # the next attempt's, if known already
+    decided: bool = False  # an engine has accepted the request
+    route: Route | None = None  # of the next attempt, if known already
 
 
 @dataclass(slots=True)
 class RunningAttempt:
-    """The chunks of one attempt; `note` each. `prefilled`: called with the first chunk: the prompt is computed.
-    `failures`: errors of handoffs by reason; None: this is no handoff."""
+    """The chunks of one attempt; call `note` with each. `prefilled`: called with the first chunk, when the prompt is
+    computed. `failures`: errors of handoffs by reason; None: no handoff."""
 
     chunks: LegChunks
     prefilled: list[Callable[[], None]]

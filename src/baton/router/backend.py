@@ -126,7 +126,7 @@ class RouterBackend:
                     async with self._running(rest, route, kv_mode or self._kv_mode, may_move) as attempt:
                         async for chunk, leg in attempt.chunks:
                             attempt.note(chunk, leg)
-                            if not progress.decided:  # the engine has not declined it
+                            if not progress.decided:  # the engine may still decline
                                 progress.decided = True
                                 self.decisions.took(route.why)
                             new = joined.push(chunk)
@@ -178,10 +178,10 @@ class RouterBackend:
             self._routes.declined(route, rest)
             progress.hand_off = True
             return
-        # A decode engine that reports is healthy: the prefill engine failed it.
+        # A decode engine that reports an error is healthy: the prefill engine failed.
         blamed = route.prefill if failed.leg == "prefill" or failed.reported else None
         lost = blamed or route.decode
-        # Another engine of its role may have room. Resumed requests are never refused as overload.
+        # Another engine of the role may have room. Resumed requests are never refused for overload.
         full = isinstance(error, OverloadedError) and not joined.token_ids
         if full and not self.pool.has_other(lost, progress.tried):
             raise error
@@ -228,7 +228,7 @@ class RouterBackend:
             await asyncio.sleep(_PATIENCE_STEP_S)
 
     def _may_move(self, joined: Joined, request: GenerateRequest, fruitless: int, engine: PooledEngine) -> bool:
-        """Whether to leave a silent engine at once. The last attempt waits."""
+        """Whether to leave a silent engine at once. The last attempt waits instead."""
         if joined.token_ids or fruitless + 1 >= MAX_ATTEMPTS or not allows_recovery(self._recovery, "retry"):
             return False
         return any(other.may_serve(request) for other in self.pool.usable(healthy=True) if other is not engine)
@@ -273,7 +273,7 @@ class RouterBackend:
     async def _joining(
         self, request: GenerateRequest, route: Route, legs: Legs, kv_mode: Mode, may_move: MayMove
     ) -> AsyncIterator[RunningAttempt]:
-        """The legs count as their engines' load meanwhile."""
+        """Meanwhile the legs count towards their engines' load."""
         items = LegItems()
         engines = {leg: route.engine(leg) for leg in legs.chunks}
         watches = self.observer.watch_legs(request.request_id, engines, kv_mode)
@@ -328,7 +328,7 @@ class RouterBackend:
 
 
 def _rung(failed: LegFailed, any_sent: bool) -> Recovery | None:
-    """None: no other attempt can succeed."""
+    """The rung of recovery to try; None if no other attempt can succeed."""
     if isinstance(failed.error, RequestError):
         return None
     if failed.reported:

@@ -11,17 +11,17 @@ from baton.router.admission.fair_queue import FairQueue
 from baton.router.admission.tenants import Standing, Tenant
 from baton.router.workers.loads import WorkerLoads
 
-# How often to look for engines that have joined or recovered.
+# How often to look for engines that joined or recovered.
 _LOOK_AGAIN_S = 0.25
-# How often to look for room that other processes leave.
+# How often to look for slots that other processes free.
 _LOOK_BESIDE_S = 0.01
 _ANYBODY = Standing()
 _NO_TENANTS: Mapping[str, Tenant] = {}
 
 
 class ConcurrencyLimit:
-    """Holds requests beyond the engines' `--max-num-seqs` back from their prefill, after which they would hold pages of
-    a prefill engine. `capacity` None: unknown (no engine, or vLLM)."""
+    """Holds back requests beyond the engines' `--max-num-seqs`: after their prefill they would hold pages of a prefill
+    engine. `capacity` None: unknown (no engine, or vLLM)."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class ConcurrencyLimit:
         tenants: Mapping[str, Tenant] = _NO_TENANTS,
         loads: WorkerLoads | None = None,
     ) -> None:
-        """`loads`: of the router's other processes; two that see the last room at the same time both take it. Tenants
-        have their shares in each process."""
+        """`loads`: of the router's other processes. Two processes that see the last free slot at the same time both
+        take it. Tenants' shares are per process."""
         self.tenants, self._loads = tenants, loads
         self._look_again_s = _LOOK_AGAIN_S if loads is None else _LOOK_BESIDE_S
         self._capacity = capacity
@@ -39,7 +39,7 @@ class ConcurrencyLimit:
 
     @contextlib.asynccontextmanager
     async def slot(self, standing: Standing = _ANYBODY, output: Sized = ()) -> AsyncIterator[None]:
-        """Wait for room and one's turn. `output`: the tokens that the tenant has had in the end.
+        """Wait for a slot. `output`: returns the tokens generated for the tenant, at the end.
 
         Raises `OverloadedError` if the tenant may not wait.
         """

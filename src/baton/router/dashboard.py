@@ -17,7 +17,7 @@ from baton.openai.http.connections import Stream
 from baton.router.backend import RouterBackend
 
 _BUSY_S, _IDLE_S, _POLL_S = 1.0, 3.0, 0.25
-_MAX_PAGES = 32  # that are open at the same time
+_MAX_PAGES = 32  # open at the same time
 
 
 def add_dashboard(

@@ -1,4 +1,4 @@
-"""Engines found by name: each address of a DNS name is an engine, as of a headless Service of Kubernetes."""
+"""Engines found by name: each address of a DNS name is an engine, as of a headless Kubernetes Service."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ async def resolve(host: str, port: int) -> set[str]:
 
 
 class Discovery:
-    """Adds an engine for each new address of a name to the pool, and drains it when the name loses the address. While a
-    name has no addresses, or a name server does not answer, nothing is drained."""
+    """Adds an engine to the pool for each new address of a name, and drains it when the name loses the address. While a
+    name has no addresses, or the name server does not answer, nothing is drained."""
 
     def __init__(self, pool: EnginePool, services: Sequence[Service], look_up: Resolve = resolve) -> None:
         self._pool = pool
@@ -69,7 +69,7 @@ class Discovery:
             await self._change(service, {f"http://{address}:{service.port}" for address in addresses})
 
     async def run(self) -> AsyncIterator[None]:
-        """While an app runs (a cleanup context)."""
+        """Run while an app runs (a cleanup context)."""
 
         async def forever() -> None:
             while True:

@@ -1,6 +1,6 @@
 """Hand-back: cached KV of a prompt goes from the engine that holds it to the prefill engine, which computes the rest.
 
-In a conversation the decode engine holds the answers of earlier turns, which prefill engines lack.
+In a conversation the decode engine holds earlier answers, which prefill engines lack.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from baton.router.prefixes import PromptBlocks
 from baton.timeouts import timeout
 from baton.wire import GenerateRequest, Mode, TokenChunk
 
-# After so many prompts a pair that was too slow is tried again.
+# A pair that was too slow is tried again after so many prompts.
 _TRY_AGAIN = 16
-# The least number of computed tokens by which to measure.
+# Fewer computed tokens are not measured.
 _MEASURED_TOKENS = 16
 # How long the prefill leg waits at least, for a pair that was measured.
 _LEAST_LIMIT_S = 0.25
@@ -33,7 +33,7 @@ _LEAST_LIMIT_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class HandBack:
-    """`source` probably holds `num_tokens` tokens of a prompt more than the prefill engine, which holds `held`."""
+    """`source` probably holds `num_tokens` more tokens of a prompt than the prefill engine, which holds `held`."""
 
     source: PooledEngine
     num_tokens: int
@@ -41,10 +41,10 @@ class HandBack:
 
 
 class HandBacks:
-    """Hands prefixes back if moving is faster than computing, as measured.
+    """Hands prefixes back if moving is faster than computing, by measurement.
 
-    `counts`: by outcome; `too_slow`: computing is faster. `num_tokens`: prompt tokens that prefill engines did not have
-    to compute.
+    `counts`: by outcome; `too_slow`: computing is faster. `num_tokens`: prompt tokens that prefill engines did not
+    compute.
     """
 
     OUTCOMES = ("completed", "failed", "too_slow")
@@ -61,7 +61,7 @@ class HandBacks:
     # ------------------------------------------------------------ choice
 
     def choose(self, prompt: PromptBlocks, prefill: PooledEngine, engines: Sequence[PooledEngine]) -> HandBack | None:
-        """None: it does not pay."""
+        """None if hand-back does not pay."""
         others = [engine for engine in self._sources(engines) if engine is not prefill]
         if not others:
             return None
@@ -85,11 +85,11 @@ class HandBacks:
         return max((engine.known.num_tokens(prompt) for engine in self._sources(engines)), default=0)
 
     def _sources(self, engines: Sequence[PooledEngine]) -> list[PooledEngine]:
-        """Engines that compute prompts do not yet hold what they are known for."""
+        """Excludes engines that still compute the prompt."""
         return [engine for engine in engines if not engine.queued_tokens] if self.enabled else []
 
     def _saved_s(self, engine: PooledEngine, num_lacking: int, gain: int) -> float | None:
-        """How much sooner an engine has computed `num_lacking` tokens without `gain` of them."""
+        """Seconds by which an engine finishes `num_lacking` tokens earlier if it need not compute `gain` of them."""
         pace = self._compute_pace(engine)
         whole, rest = pace.predict(num_lacking), pace.predict(num_lacking - gain)
         return None if whole is None or rest is None else whole - rest
@@ -110,7 +110,7 @@ class HandBacks:
         mode: Mode,
         drain: Callable[[Chunks], None],
     ) -> None:
-        """Never fails: the prefill engine computes what it lacks. `drain` reads a leg to its end."""
+        """Never raises: on failure the prefill engine computes the tokens. `drain` reads a leg to its end."""
         now = asyncio.get_running_loop().time
         began, num_lacking = now(), len(request.prompt_token_ids) - back.held
         computing = self._saved_s(prefill, num_lacking, back.num_tokens)
@@ -145,7 +145,7 @@ class HandBacks:
             self._compute_pace(prefill).measure(max(seconds - (first.queued_s or 0.0), 0.0), num_computed)
 
     async def _move(self, leg: PrefixLeg, num_prompt: int, held: int, drain: Callable[[Chunks], None]) -> int:
-        """Move what the source holds. Returns by how many tokens the destination holds more than `held`."""
+        """Move what the source holds. Returns how many tokens more than `held` the destination then holds."""
         source = leg("prefill", num_prompt - 1, 0, num_prompt - held - max(1, self._config.min_hand_back_length))
         ended = False
         try:
@@ -201,7 +201,7 @@ class HandBacks:
 
 @dataclass(slots=True)
 class HandBackWatch(LegWatch):
-    """Of a prefill leg: does the hand-back `back` before it, and measures how fast the rest is computed."""
+    """Watches a prefill leg: runs the hand-back `back` before it, and measures how fast the rest is computed."""
 
     hand_backs: HandBacks
     request: GenerateRequest

@@ -1,4 +1,4 @@
-"""The model that the engines of a pool serve alike."""
+"""The model that all engines of a pool serve."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from baton.comparison import differing_facts, facts_of, token_facts, unequal_fac
 from baton.errors import BatonError, ConfigError, EngineUnavailableError, IncompatiblePeerError
 from baton.openai import ServedModel
 from baton.router.pooled_engine import PooledEngine
+from baton.router.workers.binding import SharedBinding, binding_key
 from baton.text import Tokenizer
 from baton.wire import EngineInfo
 
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class PoolIdentity:
-    """The first request binds the pool to the present model. Until `clear`, an engine is refused if it differs in a
+    """The first request binds the pool to the current model. Until `clear`, an engine is refused if it differs in a
     fact that decides tokens, or has a shorter context."""
 
     def __init__(
@@ -26,17 +27,20 @@ class PoolIdentity:
         engines: Callable[[], Sequence[PooledEngine]],
         tokenizer_dir: str | None,
         load_tokenizer: Callable[[str], Tokenizer],
+        shared: SharedBinding | None = None,
     ) -> None:
-        """`tokenizer_dir` None: the engines' checkpoint."""
-        self._engines = engines
+        """`tokenizer_dir` None: the engines' checkpoint. `shared`: of the router's processes, if there are several."""
+        self._engines, self._shared = engines, shared
         self._tokenizer_dir, self._load = tokenizer_dir, load_tokenizer
         self._model: ServedModel | None = None
-        self._reference: EngineInfo | None = None  # `_model` was made from it
+        self._reference: EngineInfo | None = None  # the engine that `_model` was made from
         self._bound_length: int | None = None
 
     def clear(self) -> None:
-        """The next engine that answers decides."""
+        """Let the next engine that answers decide."""
         self._model = self._reference = self._bound_length = None
+        if self._shared is not None:
+            self._shared.clear()
 
     def model(self) -> ServedModel:
         """Raises `EngineUnavailableError` until an engine has answered."""
@@ -49,23 +53,29 @@ class PoolIdentity:
         for info in infos:
             for name, adapter in info.adapters.items():
                 told.setdefault(name, set()).add(adapter)
-        # A name for different files names nothing.
+        # A name for different files is ambiguous.
         adapters = {
             name: next(iter(found)) for name, found in told.items() if len(found) == 1 and name != self._model.name
         }
         return dataclasses.replace(self._model, max_model_len=length, num_speculative_tokens=drafts, adapters=adapters)
 
     def bind(self) -> None:
-        """Serve the present model until `clear`. Raises the errors of `model`."""
+        """Serve the present model until `clear`. Raises the errors of `model`, and `EngineUnavailableError` if another
+        process of the router serves another model."""
         if self._bound_length is None:
             self._bound_length = self.model().max_model_len
+        if self._shared is not None and self._reference is not None:
+            key = binding_key(self._reference)
+            self._shared.bind(key, self._bound_length)
+            if self._shared.key != key:
+                raise EngineUnavailableError("another process of this router serves another model")
 
     @property
     def bound(self) -> bool:
         return self._bound_length is not None
 
     async def adopt(self, engine: PooledEngine, info: EngineInfo) -> None:
-        """Serves this engine's model if nothing else is served."""
+        """Serve this engine's model if no other is served."""
         if self._reference is not None and self._is_alone(engine) and differing(self._reference, info):
             self._model = None
         while self._model is None:
@@ -79,7 +89,7 @@ class PoolIdentity:
                 self._model, self._reference = ServedModel.of(info, tokenizer), info
                 if told := info.sampling_defaults.describe():
                     logger.info("requests of %s that do not say otherwise are sampled with %s", info.model, told)
-        self.check(engine, info)  # another may have decided meanwhile
+        self.check(engine, info)  # another engine may have decided meanwhile
 
     def _is_alone(self, engine: PooledEngine) -> bool:
         """Whether no request was served and no other engine is in use."""
@@ -87,20 +97,23 @@ class PoolIdentity:
         return not self.bound and all(other.problem is not None for other in others)
 
     def check(self, engine: PooledEngine, info: EngineInfo) -> None:
-        """Raises `IncompatiblePeerError` if it differs from the served model, or from an engine in use."""
+        """Raises `IncompatiblePeerError` if the engine differs from the served model, or from an engine in use."""
+        if self._shared is not None and self._shared.key not in (0, binding_key(info)):
+            raise IncompatiblePeerError({"model": ("that of the router's other processes", info.model)})
         alive = [e.info for e in self._engines() if e is not engine and e.info is not None and e.problem is None]
         served = [] if self._reference is None or self._is_alone(engine) else [self._reference]
         for other in served + alive:
             different = differing(other, info)
             if different:
                 raise IncompatiblePeerError(different)
-        if self._bound_length is not None and info.max_model_len < self._bound_length:
-            served_length = f"at least {self._bound_length}, which is served"
+        bound_length = self._bound_length or (0 if self._shared is None else self._shared.max_model_len)
+        if info.max_model_len < bound_length:
+            served_length = f"at least {bound_length}, which is served"
             raise IncompatiblePeerError({"max_model_len": (served_length, info.max_model_len)})
 
 
 def differing(served: EngineInfo, info: EngineInfo) -> dict[str, tuple[object, object]]:
-    """Differences by name, between engines that must give the same tokens."""
+    """Names of facts that differ between engines that must give the same tokens."""
     names = ("model", "vocab_size", "default_seed", "num_speculative_tokens")
     pairs = {name: (getattr(served, name), getattr(info, name)) for name in names}
     different: dict[str, tuple[object, object]] = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -1,7 +1,7 @@
-"""Join the legs of a request to one stream by token position, so that no token is lost, repeated or changed.
+"""Join the legs of a request by token position, so that no token is lost, repeated or changed.
 
-Both legs of a handoff run at the same time. The prefill leg sends the first token; the decode leg sends it too, once it
-has the KV, and then all others. Later attempts continue the client's stream.
+Both legs of a handoff run at the same time. The prefill leg sends the first token; once the decode leg has the KV, it
+sends that token too, then all others. Later attempts continue the client's stream.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Joined:
         Raises `TokenMismatch` if it contradicts a token that was sent, `ProtocolError` if tokens before it are missing,
         or if there are too many.
         """
-        # Only the prefill leg has `queued_s`, and its chunk may be dropped: the last chunk repeats it.
+        # Only the prefill leg reports `queued_s`, and its chunk may be dropped, so the last chunk repeats it.
         if chunk.queued_s is not None:
             self._queued_s = chunk.queued_s
         elif chunk.finish_reason is not None:
@@ -82,7 +82,7 @@ class Joined:
         return chunk
 
     def rest(self, attempt: int, waited_s: float = 0.0) -> GenerateRequest:
-        """The request for the missing tokens. Each attempt has its own id: engines may still hold earlier ones."""
+        """The request for the missing tokens. Each attempt has its own id: engines may still hold earlier attempts."""
         if attempt == 0:
             return self.request
         return msgspec.structs.replace(
@@ -154,7 +154,7 @@ async def join_legs(
 
 
 def _prefill_failure(error: BaseException | None, decoding: bool, notices: bool) -> BaseException | None:
-    """What the end of a prefill leg raises while its decode leg runs. `error` None: it ended well."""
+    """The error that the end of a prefill leg raises while its decode leg runs. `error` None: it ended well."""
     if error is None or (isinstance(error, BatonError) and decoding):
         return None
     if notices and isinstance(error, EngineLostError):

@@ -1,4 +1,4 @@
-"""The tasks that read the legs of an attempt, and what accompanies a leg in its task."""
+"""The tasks that read the legs of an attempt, and the watches that run in them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from baton.timeouts import timeout
 from baton.wire import LegRole, TokenChunk
 
-# So that the first token is sent to the client before the decode leg's request.
+# Lets the first token reach the client before the decode leg's request is sent.
 _THEN_S = 0.001
 Chunks = AsyncGenerator[TokenChunk, None]
-# A leg, or what awaits all that its request needs. None: no leg after all.
+# A leg, or an awaitable that prepares it. None: no leg after all.
 LegSource = Chunks | Callable[[], Awaitable[Chunks | None]]
 LegItem = tuple[LegRole, TokenChunk | BaseException | None]  # None: the leg has ended
 
 
 class LegItems:
-    """A queue for one reader at a time, which costs half of asyncio's."""
+    """A queue for one reader, at half the cost of asyncio's."""
 
     __slots__ = ("_items", "_waiter")
 
@@ -40,8 +40,8 @@ class LegItems:
 
 
 class LegWatch:
-    """Accompanies one leg, in the leg's task: cheaper than a generator around the leg's. An error of `begin` or
-    `on_chunk` is the leg's."""
+    """Accompanies one leg in the leg's task, cheaper than a generator around it. An error of `begin` or `on_chunk`
+    fails the leg."""
 
     async def begin(self) -> None:
         """Called before the leg's request is sent."""
@@ -50,11 +50,11 @@ class LegWatch:
         """Called with each chunk."""
 
     def on_end(self, error: Exception | None) -> None:
-        """Called once, also if `begin` was not. `error` None: the leg ended well, or was closed."""
+        """Called once, even without `begin`. `error` None: the leg ended well, or was closed."""
 
 
 class _FirstToken(LegWatch):
-    """The prefill leg's first chunk or end lets the decode leg begin, which waits for up to `wait_s`."""
+    """The first chunk or the end of the prefill leg starts the decode leg, which waits at most `wait_s`."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s, self._came = wait_s, asyncio.Event()
@@ -72,7 +72,7 @@ class _FirstToken(LegWatch):
 
 
 class _Second(LegWatch):
-    """Of the decode leg: the prefill leg's request is sent first."""
+    """Of the decode leg: waits until the prefill leg's request is sent."""
 
     def __init__(self, first: _FirstToken | None) -> None:
         self._first = first

@@ -29,7 +29,7 @@ from baton.wire import GenerateRequest, LegRole, Mode, TokenChunk
 
 @dataclass(frozen=True, slots=True)
 class ObservedRequest:
-    """A request that runs. `request`: what its engines get."""
+    """A running request. `request`: as sent to engines."""
 
     request: GenerateRequest
     timeline: RequestTimeline
@@ -39,7 +39,7 @@ class ObservedRequest:
         self.timeline.on_route(time.monotonic(), why, engines)
 
     def on_chunk(self, chunk: TokenChunk) -> None:
-        """Call it before the chunk goes to the client."""
+        """Call before the chunk goes to the client."""
         self.timeline.on_tokens(time.monotonic(), len(chunk.token_ids), chunk.accepted, chunk.drafted)
         if chunk.queued_s is not None:
             self.timeline.queued_s = chunk.queued_s
@@ -58,8 +58,8 @@ class AcceptanceState(TypedDict):
 class RequestObserver:
     """Keeps the timelines of requests, and counts acceptance.
 
-    Acceptance is counted for requests whose tokens after the first all come from one attempt. With a `tracer`, requests
-    have spans too.
+    Acceptance counts for requests whose tokens after the first all come from one attempt. With a `tracer`, requests
+    also have spans.
     """
 
     def __init__(self, tracer: Tracer | None = None, model_name: Callable[[], str] = lambda: "") -> None:
@@ -125,7 +125,7 @@ class RequestObserver:
     def watch_legs(
         self, attempt_id: str, engines: Mapping[LegRole, PooledEngine], mode: Mode
     ) -> dict[LegRole, list[LegWatch]]:
-        # The ids of later attempts end with their number.
+        # Ids of later attempts end with their number.
         trace = self._traces.get(attempt_id) or self._traces.get(attempt_id.rpartition(".")[0])
         if trace is None:
             return {leg: [] for leg in engines}
@@ -173,7 +173,7 @@ class _TracedLeg(LegWatch):
     _leg: LegTrace | None = None
 
     async def begin(self) -> None:
-        # In the leg's own task.
+        # In the leg's task.
         self._leg = self.trace.begin_leg(self.role, self.engine.name, self.engine.url, self.alone, self.mode)
         given = TRACE.get()
         TRACE.set(Trace(self._leg.span.traceparent, None if given is None else given.tracestate))

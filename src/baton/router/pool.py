@@ -51,25 +51,26 @@ class EnginePool:
         loads: WorkerLoads | None = None,
     ) -> None:
         """`tokenizer_dir` None: the engines' checkpoint. `is_overload`: whether an engine with this load gets no new
-        requests; None: loads are not asked for. `loads`: shared with the router's other processes."""
+        requests; None: do not ask for loads. `loads`: shared with the router's other processes."""
         self._is_overload, self.loads = is_overload, loads
         self.readers = readers or EventReaders()
         self.timers = timers or RouterTimers()
         self._new_client = new_client
         self._session = session
-        self.identity = PoolIdentity(lambda: self.engines, tokenizer_dir, load_tokenizer)
+        shared = None if loads is None else loads.binding
+        self.identity = PoolIdentity(lambda: self.engines, tokenizer_dir, load_tokenizer, shared)
         self._engines: dict[str, PooledEngine] = {}
         self._removed: set[PooledEngine] = set()  # removed engines that still have legs
         self._asking: dict[PooledEngine, asyncio.Task[None]] = {}
 
     @property
     def engines(self) -> list[PooledEngine]:
-        """All engines, in the order of joining."""
+        """All engines, in order of joining."""
         return list(self._engines.values())
 
     async def rebind(self) -> None:
-        """The first engine that answers decides the served model. Running requests continue on engines of the identity
-        with which they began."""
+        """The next engine that answers decides the served model. Running requests continue on engines with their
+        identity."""
         self.identity.clear()
         for engine in self.engines:
             engine.problem = "not asked yet what it serves now"
@@ -77,8 +78,8 @@ class EnginePool:
         for engine in self.engines:
             await self.refresh(engine)
 
-    async def add(self, url: str, role: Role) -> PooledEngine:
-        """The engine need not answer yet.
+    async def add(self, url: str, role: Role, known: bool = False) -> PooledEngine:
+        """The engine need not answer yet. `known`: another process has it already, so it stays even if it is refused.
 
         Raises `RequestError` for a bad URL or a role other than the engine's, `IncompatiblePeerError` if its model or
         drafter differs from the other engines'.
@@ -91,7 +92,9 @@ class EnginePool:
             engine.on_load = self.loads.tell
         try:
             await self._identify(engine)
-        except EngineUnavailableError as error:
+        except BatonError as error:
+            if not (known or isinstance(error, EngineUnavailableError)):
+                raise
             engine.problem = str(error)
         if url in self._engines:  # added twice at the same time
             raise RequestError(f"{url} is an engine of this router already", "url")
@@ -103,7 +106,7 @@ class EnginePool:
         return engine
 
     def remove(self, url: str) -> PooledEngine:
-        """Running requests end there, or elsewhere if the engine falls silent. Raises `RequestError` if it is
+        """Running requests end on the engine, or elsewhere if it falls silent. Raises `RequestError` if it is
         unknown."""
         engine = self._engines.pop(checked_url(url), None)
         if engine is None:
@@ -136,7 +139,7 @@ class EnginePool:
         self._part(engine)
 
     def _part(self, engine: PooledEngine) -> None:
-        """Watch a removed engine while it has legs. A request that was already routed may still add one."""
+        """Watch a removed engine while it has legs. A request already routed may still add one."""
         self.readers.stop(engine.url)
         engine.leaving = True
         engine.when_busy = lambda: self._removed.add(engine)
@@ -153,7 +156,7 @@ class EnginePool:
         return [e for e in self._engines.values() if (e.healthy if healthy else e.suspected)]
 
     def max_num_seqs(self) -> int | None:
-        """None if a healthy engine does not tell."""
+        """None if a healthy engine does not report it."""
         infos = [e.info for e in self.usable(healthy=True) if e.role != "prefill"]
         told = [info.max_num_seqs for info in infos if info is not None]
         return sum(told) if told and all(told) else None
@@ -201,7 +204,7 @@ class EnginePool:
             if engine.problem != str(error):
                 logger.warning("engine %s: %s", engine.url, error)
             engine.problem = str(error)
-            # A draining engine that is gone counts as draining until it is back.
+            # A draining engine that is gone counts as draining until it returns.
             engine.draining |= isinstance(error, DrainingError)
             if not isinstance(error, EngineLostError):
                 engine.num_silent = 0
@@ -209,7 +212,7 @@ class EnginePool:
                 return
             engine.num_silent += 1
             silent_s = asyncio.get_running_loop().time() - engine.answered
-            # After only one unanswered question, this process may have been paused.
+            # After a single unanswered question: this process may have been paused.
             taken = engine.info is not None and not engine.evicted
             if taken and engine.num_silent > 1 and silent_s >= self.timers.lease:
                 logger.warning("engine %s is given up after %.1f s", engine.url, silent_s)

@@ -19,7 +19,7 @@ OnLost = Callable[[EngineLostError], None]
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a leg costs its engine, in tokens: to compute, and of KV to hold."""
+    """A leg's cost for its engine, in tokens: to compute, and of KV to hold."""
 
     prefill_tokens: int = 0
     kv_tokens: int = 0
@@ -37,14 +37,14 @@ class _Leg:
 
 @dataclass(slots=True, eq=False)
 class PooledEngine:
-    """An engine of a router's pool. Counts cover the requests of this process only, tokens as expected when they were
-    chosen. `others`: those of the router's other processes, and `all_...` their sums."""
+    """An engine of a router's pool. Counts cover this process's requests, with tokens as expected at routing. `others`:
+    those of the router's other processes; `all_...`: the sums."""
 
     client: EngineClient
     role: Role
     info: EngineInfo | None = None
     problem: str | None = "not reached yet"  # why it cannot be used
-    num_inflight: int = 0  # this router's legs on it
+    num_inflight: int = 0  # legs of this process on it
     queued_tokens: int = 0  # prompt tokens not yet computed
     kv_tokens: int = 0  # the KV of its legs
     others: OtherLoad = NO_LOAD
@@ -52,16 +52,16 @@ class PooledEngine:
     order: int = 0
     answered: float = 0.0  # when it last answered, in monotonic seconds
     num_silent: int = 0  # unanswered questions since
-    # Nothing, or the wrong server, listened at its address. If that is silent now, an engine is starting there.
+    # Nothing, or the wrong server, listened at its address. A silent address then means that an engine is starting.
     gone: bool = False
-    unasked: bool = False  # this process had no descriptor to ask; the engine counts as what it was
+    unasked: bool = False  # this process had no descriptor to ask; the engine keeps its last state
     evicted: bool = False  # its lease has expired, and its legs were failed
-    draining: bool = False  # no new requests, by its own word or the operator's (`leaving`)
+    draining: bool = False  # no new requests, by its own report or the operator's (`leaving`)
     leaving: bool = False
-    known: Prefixes = field(default_factory=KnownPrefixes)  # the prefixes that it probably holds
+    known: Prefixes = field(default_factory=KnownPrefixes)  # prefixes that it probably holds
     when_busy: Callable[[], None] = lambda: None
     when_idle: Callable[[], None] = lambda: None
-    on_load: Callable[[PooledEngine], None] = lambda engine: None  # its counts have changed
+    on_load: Callable[[PooledEngine], None] = lambda engine: None  # called when its counts change
     _legs: list[_Leg] = field(default_factory=list)
 
     @property
@@ -106,7 +106,7 @@ class PooledEngine:
 
     @property
     def suspected(self) -> bool:
-        """Silent, but not yet given up."""
+        """Silent, but not given up yet."""
         given_up = self.gone or self.evicted or self.leaving
         return self.info is not None and self.num_silent > 0 and not given_up
 

@@ -1,4 +1,5 @@
-"""An estimate of what engines hold of prompts, for routing: an engine declines a prompt of which it lacks too much."""
+"""An estimate of the prefixes that engines hold, for routing. An engine declines a prompt if too much of it is
+missing."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from typing import Any, Protocol
 
 from baton.kvevents.messages import salt_key
 
-# Tokens per hash. Fewer do not matter for routing.
+# Tokens per hash. Finer resolution does not matter for routing.
 BLOCK_TOKENS = 16
 KEY_BYTES = 8
-# For engines that do not tell how much KV they hold.
+# For engines that do not report their KV capacity.
 _DEFAULT_TOKENS = 1 << 20
 # A block unused for this long counts as evicted.
 EXPIRY_S = 600.0
@@ -38,7 +39,7 @@ def next_key(parent: int, tokens: Sequence[int], extra: tuple[Any, ...] | None) 
 
 
 class PromptKeys:
-    """The keys of a prompt's whole blocks, for one block size and form of the salt, computed as far as asked."""
+    """The keys of a prompt's whole blocks, for one block size and form of salt, computed lazily."""
 
     def __init__(self, tokens: Sequence[int], block_size: int, salt: str | None) -> None:
         self._tokens, self._size = tokens, block_size
@@ -86,11 +87,11 @@ class Prefixes(Protocol):
         ...
 
     def learn(self, prompt: PromptBlocks) -> None:
-        """The engine has the KV of this prompt, or will have."""
+        """The engine has, or will have, the KV of this prompt."""
         ...
 
     def forget(self, prompt: PromptBlocks) -> None:
-        """The engine lacks some of this prompt."""
+        """The engine lacks part of this prompt."""
         ...
 
 

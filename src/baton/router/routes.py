@@ -1,7 +1,7 @@
 """Routes of requests: handed off between two engines, or computed on one.
 
-The decode engine is chosen first, then whether a prefill engine is worth it, then which: what there is to compute
-depends on what the decode engine holds.
+The decode engine is chosen first, then whether to use a prefill engine, then which one: the tokens to compute depend on
+the decode engine's cache.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ Why = Literal[
 ]
 WHYS: tuple[Why, ...] = get_args(Why)
 PREFIX_MISSING = "prefix_missing"  # an engine's reason to decline
-# An engine with a cached prefix may have this many more legs than the one whose turn it is.
+# An engine with a cached prefix may have this many more legs than the next in turn.
 _SLACK_LEGS = 1
 _LAST = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The engines of one attempt. Without `prefill`, `decode` computes all, but declines if it lacks the KV of more
-    than `max_prefill_tokens` (None: never). `hand_back`: the prefill engine first gets KV of the prompt's beginning."""
+    """The engines of one attempt. Without `prefill`, `decode` computes everything, but declines if it lacks the KV of
+    more than `max_prefill_tokens` (None: never). `hand_back`: the prefill engine first gets KV of the prompt's
+    beginning."""
 
     why: Why
     decode: PooledEngine
@@ -165,8 +166,8 @@ class Routes:
         return Route("cached", best, max_prefill_tokens=limit)
 
     def _turn_limit(self, asked: Asked, prefill: Sequence[PooledEngine]) -> int:
-        """How many tokens a decode engine that holds the rest may compute because prefill engines, which lack earlier
-        answers, would have much more to do."""
+        """How many tokens a decode engine that holds the rest may compute, because prefill engines lack earlier answers
+        and would compute many more."""
         config = self._policies.config
         if not config.max_turn_prefill_length:
             return 0
@@ -177,7 +178,7 @@ class Routes:
         return limit if limit < len(asked.prompt.tokens) else 0
 
     def _charged(self, route: Route, prompt: PromptBlocks) -> Route:
-        """The engine that computes will hold the prompt: the next request may count on it."""
+        """The computing engine will hold the prompt, so it counts for the next request."""
         tokens, computes = len(prompt.tokens), route.prefill or route.decode
         held = computes.known.num_tokens(prompt) + (route.hand_back.num_tokens if route.hand_back is not None else 0)
         charge = Charge(tokens - held, tokens)
@@ -198,7 +199,7 @@ class Routes:
             route.decode.known.learn(PromptBlocks([*request.prompt_token_ids, *output[:-1]], _salt(request)))
 
     def declined(self, route: Route, request: GenerateRequest) -> None:
-        """The decode engine lacks KV that it was expected to have."""
+        """The decode engine lacks KV that it was expected to hold."""
         route.decode.known.forget(PromptBlocks(request.prompt_token_ids, _salt(request)))
 
 
@@ -220,5 +221,5 @@ class _Engines:
 
 
 def _salt(request: GenerateRequest) -> str | None:
-    """An adapter's KV is of no use to other requests."""
+    """An adapter's KV is useless to other requests."""
     return request.cache_salt if request.adapter is None else f"{request.adapter} {request.cache_salt or ''}"

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """A result that concurrent callers share: each page asks every engine."""
+    """A result that concurrent callers share: computing one page asks every engine."""
 
     def __init__(self, make: Callable[[], Awaitable[T]]) -> None:
         self._make = make
@@ -30,12 +30,12 @@ class Shared(Generic[T]):
         return await asyncio.shield(self._task)
 
 
-# The router has vLLM's metrics per request; the engines', per leg, are left out.
+# The router reports vLLM's metrics per request; those of engines, per leg, are omitted.
 _OWN = "vllm:"
 
 
 async def deployment_metrics(own: Iterable[Metric], engines: Sequence[PooledEngine]) -> list[Metric]:
-    """The engines' families get labels `engine` and `role`. Engines that do not answer with metrics are left out."""
+    """Adds labels `engine` and `role` to the engines' families. Engines that do not answer with metrics are omitted."""
     pages = await asyncio.gather(*(_page(engine) for engine in engines))
     found = {family.name: family for family in own}
     mine = {name for name in found if name.startswith(_OWN)}

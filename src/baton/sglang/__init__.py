@@ -11,7 +11,7 @@ __all__ = ["register"]
 def register() -> None:
     """The entry point of the group `sglang.srt.plugins`, which SGLang calls in each of its processes.
 
-    Raises `ConfigError` for an unsupported version of SGLang, which logs it, and then does not know the backend.
+    Raises `ConfigError` for an unsupported version of SGLang, which logs it and then lacks the backend.
     """
     from baton.sglang.compat import check_version
 

@@ -45,7 +45,7 @@ class RankBackend:
         return {**self.legs.counts, **{name: getattr(stats, name) for name in _AGENT_COUNTS}}
 
     def close(self) -> None:
-        """Stop the agent, which tells the peers, and release the memory."""
+        """Stop the agent, which tells its peers, and release the memory."""
         self.agent.close()
         self.transport.close()
 
@@ -54,7 +54,7 @@ def start_rank_backend(args: Any, mode: str, server: Any, queue: Any) -> RankBac
     """`args`: SGLang's `KVArgs`; `mode`: `prefill` or `decode`; `server`: resolved; `queue`: the scheduler's queue that
     makes the manager. Collective over the engine's tensor ranks.
 
-    Raises `ConfigError` for a cache or a configuration that cannot be handed off.
+    Raises `ConfigError` for an unsupported cache or configuration.
     """
     settings = read_config(os.environ)
     version, model = compat.check_version(), queue.scheduler.model_config

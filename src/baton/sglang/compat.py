@@ -32,14 +32,14 @@ def check_version() -> str:
 
 
 def resolved(server_args: Any) -> Any:
-    """With what SGLang has decided: the record keeps what was given, such as no device."""
+    """The server's arguments as SGLang resolved them: the record keeps the given ones, such as no device."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return resolving_view(server_args)
 
 
 def check_server(server: Any, parallel: Any) -> None:
-    """`server`: resolved. Raise `ConfigError` for what the plug-in does not support."""
+    """`server`: resolved. Raise `ConfigError` for unsupported settings."""
     # `dp_size` counts copies of the whole server, and `attn_dp_size` data-parallel ranks of attention.
     for name in ("pp_size", "attn_cp_size", "attn_dcp_size", "dp_size"):
         if (size := int(getattr(parallel, name, 1) or 1)) != 1:
@@ -82,7 +82,7 @@ def tensor_rank() -> tuple[int, int]:
 
 
 def data_rank() -> int | None:
-    """This process's data-parallel rank of attention, each of which is an engine of its own. None if there is one."""
+    """This process's data-parallel rank of attention, each an engine of its own. None if there is only one."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -90,7 +90,7 @@ def data_rank() -> int | None:
 
 
 def least(values: list[int], group: Any) -> list[int]:
-    """Over the ranks of `group`. Collective."""
+    """The minimum over the ranks of `group`. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -100,7 +100,7 @@ def least(values: list[int], group: Any) -> list[int]:
 
 
 def gather_ranks(queue: Any, own: bytes) -> list[bytes]:
-    """By attention tensor rank. Collective."""
+    """Values by attention tensor rank. Collective."""
     if tensor_rank()[1] == 1:
         return [own]
     from baton.plugin_base.ranks import gather_bytes
@@ -116,7 +116,7 @@ def region_maker(server: Any, args: Any) -> Callable[[int, int], Region]:
 
 
 def request_pages(args: Any, pages: Any, states: Any) -> RequestPages:
-    """A request's pages as SGLang names them. `states`: per entry of `KVArgs.state_types`, or None."""
+    """A request's pages by SGLang's numbers. `states`: per entry of `KVArgs.state_types`, or None."""
     window: list[int] = []
     slots: list[int] = []
     for kind, found in zip(args.state_types, states or (), strict=bool(states)):
@@ -144,7 +144,7 @@ def settle_of(server: Any) -> Callable[[], None]:
 
 
 def facts(scheduler: Any, args: Any, version: str) -> dict[str, str]:
-    """What must be equal on P and D, besides geometries."""
+    """Facts that must be equal on P and D, besides geometries."""
     server, model = resolved(scheduler.server_args), scheduler.model_config
     known = {
         "engine": f"sglang {version}",
@@ -177,7 +177,7 @@ def prompt_of(request: Any) -> Sequence[int]:
 
 
 def ticket_of(request: Any) -> str | None:
-    """It comes as `bootstrap_host`, which nothing else uses with this backend. None also if not the token ids alone
-    determine the KV."""
+    """The ticket comes as `bootstrap_host`, which nothing else uses with this backend. None also if token ids alone do
+    not determine the KV."""
     plain = request.multimodal_inputs is None and request.lora_id is None and request.input_embeds is None
     return request.bootstrap_host if plain else None

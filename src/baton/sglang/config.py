@@ -1,6 +1,6 @@
-"""Settings of the plug-in: the JSON object in the environment variable `BATON_SGLANG_CONFIG`.
+"""Settings of the plug-in: a JSON object in the environment variable `BATON_SGLANG_CONFIG`.
 
-SGLang has no option for a backend's settings, and passes its environment on to all its processes.
+SGLang has no option for a backend's settings, but passes its environment on to all its processes.
 """
 
 from __future__ import annotations

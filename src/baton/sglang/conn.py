@@ -1,4 +1,5 @@
-"""SGLang's four classes of a transfer backend, over `RankLegs`. Tickets name peers, no bootstrap server does."""
+"""SGLang's four classes of a transfer backend, over `RankLegs`. Peers are named by tickets, not by a bootstrap
+server."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _PHASES = {"ready": KVPoll.WaitingForInput, "moving": KVPoll.Transferring, "done
 
 
 class _AnyPrefill(dict[str, PrefillServerInfo]):
-    """What SGLang asks about a prefill server before it makes a receiver; a ticket decides."""
+    """Answers SGLang's questions about a prefill server before it makes a receiver; the ticket decides."""
 
     def get(self, key: str, default: Any = None) -> Any:
         return _ONE_RANK
@@ -47,21 +48,21 @@ class BatonKVManager(CommonKVManager):
         server = compat.resolved(server_args)
         compat.check_server(server, get_parallel())
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        # This one would take messages from anyone.
+        # It would take messages from anyone.
         self.server_socket.close(linger=0)
         self.prefill_info_table = _AnyPrefill()
         self.backend = backend.start_rank_backend(args, disaggregation_mode.value, server, type(self).queue)
 
     def register_to_bootstrap(self) -> None:
-        """Routers ask the server for its identity instead (`hooks`)."""
+        """Does nothing: routers ask the server for its identity (`hooks`)."""
 
     def phase_of(self, leg: RankLeg) -> LegPhase:
-        """With several tensor ranks, that of the last `agree`."""
+        """With several tensor ranks, the phase of the last `agree`."""
         return leg.agreed if self.backend.num_ranks > 1 else self.backend.legs.poll(leg)
 
 
 def agree(pollers: Sequence[Any], group: Any) -> None:
-    """Let the tensor ranks of `group` agree on the phases that they are about to report. Collective."""
+    """Let the tensor ranks of `group` agree on the phases to report next. Collective."""
     ours = [each for each in pollers if isinstance(each, BatonKVSender | BatonKVReceiver)]
     if ours and (backend := ours[0].kv_mgr.backend).num_ranks > 1:
         backend.legs.agree([each.leg for each in ours], lambda values: compat.least(values, group))
@@ -196,7 +197,7 @@ class BatonKVReceiver(CommonKVReceiver):
 
 
 class BatonKVBootstrapServer(BaseKVBootstrapServer):
-    """An empty class: nothing that a client sends chooses an address."""
+    """An empty class: clients choose no address."""
 
     def __init__(self, host: str, port: int) -> None:
         pass

@@ -1,8 +1,8 @@
 """Describes SGLang's KV buffers as regions and geometries, without a copy.
 
-SGLang has buffers for each layer: K and V, MLA's latents, keys of an index, K and V of a window, parts of a state. Page
-p of a buffer is its bytes [p * page_bytes, (p + 1) * page_bytes). Page 0 belongs to no request. Each buffer is a region
-and a group.
+SGLang has buffers per layer: K and V, MLA's latents, keys of an index, K and V of a window, parts of a state. Page p of
+a buffer is its bytes [p * page_bytes, (p + 1) * page_bytes). Page 0 belongs to no request. Each buffer is a region and
+a group.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from baton.kv.interval import Interval, Kind, Rules
 from baton.kv.spec import ITEMSIZE, Cut, Owner
 from baton.transports.base import Region
 
-# SGLang names the pages of these with a prompt's last chunk.
+# SGLang reports the pages of these with a prompt's last chunk.
 NAMED_LAST: tuple[Kind, ...] = ("sliding_window", "state")
 
 
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """A tensor `[tokens of the page, num_heads, head_dim]` of a page; a page is its parts, one after the other.
-    `first_head`: the model's number of this rank's first head, or channel."""
+    """A tensor `[tokens of the page, num_heads, head_dim]` of a page; the parts of a page are contiguous. `first_head`:
+    the model's index of this rank's first head, or channel."""
 
     name: str
     dtype: str
@@ -40,7 +40,7 @@ class PagePart:
 
 @dataclass(frozen=True, slots=True)
 class KvBuffer:
-    """`name` and `layer` tell it from the owner's others."""
+    """`name` and `layer` identify it among the owner's buffers."""
 
     owner: Owner
     name: str
@@ -57,13 +57,13 @@ class KvBuffer:
 
 
 def rules_of(owner: Owner, kind: Kind, window: int | None = None) -> Rules:
-    """An entry of EAGLE and MTP heads depends on the next token too."""
+    """Entries of EAGLE and MTP heads also depend on the next token."""
     return Rules(kind, 0 if owner == "target" else 1, window)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPages:
-    """Of a request. `window`: the last ones of the prompt."""
+    """Of a request. `window`: the prompt's last pages."""
 
     all: Sequence[int]
     window: Sequence[int] = ()
@@ -90,14 +90,14 @@ class BufferLayout:
         }
 
     def wanted(self, num_tokens: int, hit: int) -> dict[str, Interval]:
-        """Per group, the entries of a prompt of `num_tokens` that D needs after a prefix hit of `hit` tokens. A state
-        always moves: SGLang gives each request a new slot."""
+        """Per group, the entries of a prompt of `num_tokens` that D needs after a prefix hit of `hit` tokens. States
+        always move: SGLang gives each request a new slot."""
         return {
             name: rules.wanted(num_tokens, 0 if rules.kind == "state" else hit) for name, rules in self.rules.items()
         }
 
     def below(self, wanted: dict[str, Interval], hit: int) -> bool:
-        """Whether an entry below `hit` must move."""
+        """Whether an entry before `hit` must move."""
         moved = [tokens for name, tokens in wanted.items() if self.rules[name].kind != "state"]
         return any(not tokens.empty and tokens.start < hit for tokens in moved)
 

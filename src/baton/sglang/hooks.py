@@ -1,4 +1,4 @@
-"""Puts the backend into SGLang, through its plug-in framework (`sglang.srt.plugins`)."""
+"""Installs the backend in SGLang, through its plug-in framework (`sglang.srt.plugins`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PREFILL_QUEUE = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue"
 _DECODE_QUEUE = f"{_DISAGGREGATION}.decode.DecodePreallocQueue"
 _MIXIN = f"{_DISAGGREGATION}.prefill.SchedulerDisaggregationPrefillMixin"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-# Then the scheduler looks for new requests.
+# Then the scheduler looks for new requests again.
 _REST_S = 0.0005
 
 
@@ -64,7 +64,7 @@ def _poll_together(original: Callable[..., Any], pollers: Any, gloo_group: Any, 
 
 
 def _address(original: Callable[..., Any], request: Any) -> str:
-    """SGLang's decode scheduler ends with an exception at a request without a `bootstrap_host`."""
+    """SGLang's decode scheduler raises an exception for a request without `bootstrap_host`."""
     return "" if request.bootstrap_host is None else str(original(request))
 
 
@@ -102,7 +102,8 @@ def _scheduled(plan: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _stream_first_tokens(result: None, scheduler: Any, batch: Any, *args: Any) -> None:
-    """SGLang's prefill server answers when the transfer has ended: too late for a router's client."""
+    """Streams first tokens at once: SGLang's prefill server answers only after the transfer, too late for a router's
+    client."""
     from baton.sglang.conn import BatonKVSender
 
     waiting = {id(request) for request in scheduler.disagg_prefill_inflight_queue}
@@ -126,7 +127,7 @@ def _rest(result: None, scheduler: Any, *args: Any) -> None:
 
 
 def _add_identity(answer: Any, scheduler: Any, *args: Any) -> None:
-    """A router reads the identity from `/server_info`."""
+    """Adds the identity to `/server_info`, for routers."""
     import time
 
     import msgspec

@@ -1,7 +1,7 @@
-"""The legs of requests: SGLang's scheduler calls them and polls; the handoff agent's events decide their phase.
+"""The legs of requests: SGLang's scheduler calls and polls them; the handoff agent's events decide their phase.
 
 A leg ends only when no copy touches its pages any more. SGLang frees a request's pages on all tensor ranks when one
-says that it failed, so the ranks agree first (`agree`). The scheduler's thread calls all but `post`.
+reports failure, so the ranks agree first (`agree`). The scheduler's thread calls all but `post`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from baton.wire import LegRole
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
-# An agent that takes longer hangs, and may still commit the leg: the server must end.
+# An agent that takes longer hangs, and may still commit the leg, so the server must end.
 ABORT_TIMEOUT_S = 60.0
 
-# ready: D may allocate pages; P may compute. moving: pages are named.
+# ready: D may allocate pages; P may compute. moving: the pages are known.
 LegPhase = Literal["waiting", "ready", "moving", "done", "failed"]
-# The least of each entry over the tensor ranks. Collective.
+# The minimum of each entry over the tensor ranks. Collective.
 Least = Callable[[list[int]], list[int]]
 
 
@@ -44,8 +44,8 @@ def prompt_digest(tokens: Sequence[int]) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class RankLeg:
-    """`why`: the reason of a failure. A leg without a `ticket` was refused. `agreed`: the phase that all tensor ranks
-    may act on."""
+    """`why`: the reason of a failure. A leg without a `ticket` was refused. `agreed`: the phase on which all tensor
+    ranks may act."""
 
     num_tokens: int
     ticket: SignedTicket | None
@@ -117,15 +117,15 @@ class RankLegs:
                 return leg.phase
 
     def rest(self, seconds: float) -> None:
-        """Wait for the agent's next event, if a leg is in flight: a scheduler that polls without a pause keeps Python's
-        lock from the agent's thread."""
+        """Wait for the agent's next event, if a leg is in flight: a scheduler that polls without a pause keeps the GIL
+        from the agent's thread."""
         if self._legs:
             with contextlib.suppress(queue.Empty):
                 self._on_event(self._events.get(timeout=seconds))
 
     def agree(self, legs: Sequence[RankLeg], least: Least) -> None:
-        """Set `agreed` to the phase, but of a leg that failed on some rank only when it has ended on all; it is given
-        up here too. Collective."""
+        """Set `agreed` to the phase. A leg that failed on some rank is given up here too, and counts as failed once it
+        has ended on all. Collective."""
         phases = [self.poll(leg) for leg in legs]
         sound = [int(phase != "failed") for phase in phases]
         ended = [int(phase in ("done", "failed")) for phase in phases]
@@ -143,7 +143,7 @@ class RankLegs:
     # ------------------------------------------------------------ prefill
 
     def open_prefill(self, ticket: str | None, tokens: Sequence[int]) -> SenderLeg:
-        """It may be computed at once; a refused one has failed."""
+        """A leg may be computed at once; a refused one has failed."""
         leg = SenderLeg(len(tokens), None)
         self._redeem(leg, ticket, "prefill", tokens)
         if leg.ticket is not None:
@@ -152,14 +152,14 @@ class RankLegs:
         return leg
 
     def scheduled(self, leg: SenderLeg) -> None:
-        """The request has pages. D may hold pages for it only now, or the servers could wait for each other's."""
+        """The request has pages. Only now may D hold pages for it, or the servers could deadlock."""
         if leg.ticket is not None and not leg.admitted and leg.phase != "failed":
             leg.admitted = True
             self.agent.admit_prefill(leg.ticket.key)
 
     def computed(self, leg: SenderLeg, pages: RequestPages, num_tokens: int, seeds: Callable[[], Seeds]) -> None:
-        """`num_tokens` more tokens are computed, in `pages`. The last call names those of windows and states too, and
-        calls `seeds`."""
+        """`num_tokens` more tokens are computed, in `pages`. The last call also has the pages of windows and states,
+        and calls `seeds`."""
         if leg.ticket is None or leg.aborted or leg.phase == "failed":
             return
         self.scheduled(leg)
@@ -184,12 +184,12 @@ class RankLegs:
         return leg
 
     def place(self, leg: ReceiverLeg, hit: int, pages: RequestPages) -> None:
-        """The leg has pages for its tokens from `hit` on, which begins a page."""
+        """The leg has pages for its tokens from `hit` on, where a page begins."""
         if leg.ticket is None or leg.aborted or leg.phase == "failed":
             return
         wanted = self._layout.wanted(leg.num_tokens, hit)
         if self._layout.below(wanted, hit):
-            # The drafter's entry of the last prompt token is another prompt's, and its page is shared.
+            # The drafter's entry of the last prompt token belongs to another prompt, and its page is shared.
             leg.why = "the decode server's prefix hit covers the whole prompt, and the drafter's last entry must move"
             self.abort(leg)
             return
@@ -202,8 +202,8 @@ class RankLegs:
     # ------------------------------------------------------------ both
 
     def abort(self, leg: RankLeg) -> None:
-        """Give a leg up. On return the agent commits it no more, so a prefill leg's pages may be freed. A decode leg's
-        may when the leg has failed.
+        """Give a leg up. On return the agent will not commit it, so a prefill leg's pages may be freed. A decode leg's
+        may be freed when the leg has failed.
 
         Raises `HandoffError` if the agent does not answer.
         """

@@ -1,4 +1,4 @@
-"""SGLang's KV pools as buffers: what `KVArgs` names by address, with shapes from the pool's own tensors."""
+"""SGLang's KV pools as buffers: those that `KVArgs` names by address, with shapes from the pool's tensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _Place = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class RankPools:
-    """The pools of tensor rank `rank` of `num_ranks`. `num_kv_heads`: the models'. `window`: the tokens before a query
-    that a layer with a window attends to."""
+    """The pools of tensor rank `rank` of `num_ranks`. `num_kv_heads`: the models'. `window`: number of tokens before a
+    query to which a windowed layer attends."""
 
     target: Any
     draft: Any
@@ -28,7 +28,7 @@ class RankPools:
     window: int | None = None
 
     def first_head(self, owner: Owner, num_heads: int) -> int:
-        """The model's number of this rank's first head, if it has `num_heads`. Raises `ConfigError` if that is no
+        """The model's index of this rank's first head, if it has `num_heads`. Raises `ConfigError` if that is no
         share."""
         size, total = self.num_ranks, self.num_kv_heads[owner]
         if size == 1 or num_heads == total:
@@ -67,7 +67,7 @@ def _places(addresses: Sequence[int], sizes: Sequence[int], pages: Sequence[int]
 
 
 def _is(pool: Any, name: str) -> bool:
-    """Exact types: a subclass's buffers may hold other things."""
+    """Exact types: a subclass's buffers may hold other data."""
     return type(pool).__name__ == name
 
 
@@ -101,7 +101,7 @@ def _attention(
 
 
 def _index(places: Sequence[_Place], pool: Any, owner: Owner) -> list[KvBuffer]:
-    """Keys by which sparse attention chooses tokens: in a page all keys, then all scales."""
+    """Keys with which sparse attention selects tokens: in a page all keys, then all scales."""
     if places and (int(pool.index_kpool) != 1 or any(pool.skip_topk_layers)):
         raise ConfigError("model", "the plug-in knows sparse attention with a key per token in each layer")
     found = []
@@ -116,7 +116,7 @@ def _index(places: Sequence[_Place], pool: Any, owner: Owner) -> list[KvBuffer]:
 
 def _states(places: Sequence[_Place], pools: RankPools, conv_parts: Sequence[Sequence[int] | None]) -> list[KvBuffer]:
     """Inputs of convolutions `[slots, channels, inputs]`, and recurrent states `[slots, heads, ...]`. `conv_parts`: per
-    buffer, the model's channels of q, k and v, which the ranks share one by one; None: one block."""
+    buffer, the model's channels of q, k and v, each shared by the ranks; None: one block."""
     rank, num_ranks = pools.rank, pools.num_ranks
     found: list[KvBuffer] = []
     # The iterator by which SGLang itself makes `places`.

@@ -1,7 +1,7 @@
 """SGLang's metadata row of a request as Baton's seeds, and back.
 
-The row is in several buffers: first token, counts, logprobs, the drafter's top-k and hidden state, the request's room.
-The seeds carry its bytes unchanged.
+The row is spread over several buffers: first token, counts, logprobs, the drafter's top-k and hidden state, the
+request's room. The seeds carry its bytes unchanged.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class MetadataRows:
     num_bytes: Sequence[int]
 
     def read(self, row: int) -> Seeds:
-        """P has filled the row."""
+        """The row that P filled."""
         parts = [ctypes.string_at(address, size) for address, size in self._places(row)]
         token = int.from_bytes(parts[0][:_TOKEN_BYTES], "little")
         return Seeds(first_token=token, drafter_states=msgspec.msgpack.encode(parts))
 
     def write(self, row: int, seeds: Seeds) -> None:
-        """Fill a row of D. Raises `ProtocolError`, changing nothing, if the seeds are not of such a row."""
+        """Fill a row of D. Raises `ProtocolError`, without changes, if the seeds are not of such a row."""
         try:
             parts = msgspec.msgpack.decode(seeds.drafter_states, type=list[bytes])
         except msgspec.MsgspecError as error:

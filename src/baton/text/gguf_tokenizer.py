@@ -5,6 +5,7 @@ whole words."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from reprlib import repr
 from typing import Any
 
 import tokenizers
@@ -40,6 +41,8 @@ _SPLITS: Mapping[str, str | None] = {
     "gpt-2": None,
     "smollm": None,
 }
+# Characters that cutting all tokens everywhere may copy: sixteen times those of a vocabulary of 262,144 tokens.
+_MOST_CUT = 1 << 28
 _OF_LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
 _DIGITS_ALONE = ("smollm",)
 
@@ -49,8 +52,8 @@ def gguf_tokenizer(metadata: Metadata) -> tuple[tokenizers.Tokenizer, dict[str, 
     kind = metadata.get("tokenizer.ggml.model")
     build = _BUILDERS.get(str(kind))
     if build is None:
-        raise CheckpointError(f"tokenizer.ggml.model is {kind!r}, expected one of {', '.join(_BUILDERS)}")
-    texts = _list(metadata, "tokens")
+        raise CheckpointError(f"tokenizer.ggml.model is {repr(kind)}, expected one of {', '.join(_BUILDERS)}")
+    texts = _texts(metadata, "tokens")
     kinds = metadata.get("tokenizer.ggml.token_type", [0] * len(texts))
     try:
         backend = build(metadata, texts, kinds)
@@ -70,15 +73,16 @@ def gguf_tokenizer(metadata: Metadata) -> tuple[tokenizers.Tokenizer, dict[str, 
 
 
 def end_tokens(metadata: Metadata) -> list[int]:
-    found = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS)
+    """Raises `CheckpointError` for a value that is no token id."""
+    found = (_token_id(metadata, name) for name in _ENDS)
     return sorted({number for number in found if number is not None})
 
 
 def _byte_level(metadata: Metadata, texts: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre")
     if not isinstance(pre, str) or pre not in _SPLITS:
-        raise CheckpointError(f"tokenizer.ggml.pre is {pre!r}, which is not supported, only {', '.join(_SPLITS)}")
-    merges = [_pair(merge) for merge in _list(metadata, "merges")]
+        raise CheckpointError(f"tokenizer.ggml.pre is {repr(pre)}, which is not supported, only {', '.join(_SPLITS)}")
+    merges = [_pair(merge) for merge in _texts(metadata, "merges")]
     vocabulary = {
         text if kind in (_CONTROL, _USER_DEFINED) else _in_bytes(text): number
         for number, (text, kind) in enumerate(zip(texts, kinds, strict=True))
@@ -117,6 +121,8 @@ _BUILDERS: dict[str, Callable[[Metadata, list[str], list[int]], tokenizers.Token
 def _merges_of(ids: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """All pairs of tokens that make a token, the best score first. Source: transformers' `generate_merges`."""
     found = []
+    if sum(len(text) ** 2 for text in ids) > _MOST_CUT:
+        raise CheckpointError("tokenizer.ggml.tokens are too long for merges made of them")
     for text, score in zip(ids, scores, strict=True):
         cuts = [(text[:at], text[at:]) for at in range(1, len(text))]
         pairs = [(one, other, score) for one, other in cuts if one in ids and other in ids]
@@ -128,10 +134,8 @@ def _merges_of(ids: Mapping[str, int], scores: list[float]) -> list[tuple[str, s
 def _named(metadata: Metadata, texts: list[str]) -> dict[str, tuple[str, int]]:
     found = {}
     for name, key in _NAMED.items():
-        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        number = _token_id(metadata, key)
         if number is not None:
-            if number >= len(texts):
-                raise CheckpointError(f"tokenizer.ggml.{key}_token_id is {number}, of {len(texts)} tokens")
             found[name] = texts[number], number
     return found
 
@@ -146,13 +150,37 @@ def _ends_added(metadata: Metadata, named: Mapping[str, tuple[str, int]]) -> Any
 
 
 def _templates(metadata: Metadata) -> str | list[dict[str, str]] | None:
-    default = metadata.get("tokenizer.chat_template")
+    default = _template(metadata, "tokenizer.chat_template")
     names = metadata.get("tokenizer.chat_templates") or []
     if not names:
         return default
-    further = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names}
+    if not isinstance(names, list):
+        raise CheckpointError(f"tokenizer.chat_templates is {repr(names)}, expected a list of names")
+    further = {str(name): _template(metadata, f"tokenizer.chat_template.{name}") for name in names}
     every = {"default": default, **further}
     return [{"name": name, "template": text} for name, text in every.items() if text is not None]
+
+
+def _template(metadata: Metadata, key: str) -> str | None:
+    found = metadata.get(key)
+    if found is None or isinstance(found, str):
+        return found
+    raise CheckpointError(f"{key} is {repr(found)}, expected a text")
+
+
+def _token_id(metadata: Metadata, name: str) -> int | None:
+    found = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    num_tokens = len(_texts(metadata, "tokens"))
+    if found is None or (type(found) is int and 0 <= found < num_tokens):
+        return found
+    raise CheckpointError(f"tokenizer.ggml.{name}_token_id is {repr(found)}, of {num_tokens} tokens")
+
+
+def _texts(metadata: Metadata, name: str) -> list[str]:
+    found = _list(metadata, name)
+    if not isinstance(found[0], str):
+        raise CheckpointError(f"tokenizer.ggml.{name} is a list of numbers, expected texts")
+    return found
 
 
 def _list(metadata: Metadata, name: str) -> list[Any]:

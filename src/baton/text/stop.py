@@ -15,7 +15,7 @@ class StopChecker:
     def __init__(self, stop: Sequence[str], include_stop: bool = False) -> None:
         """`include_stop`: the text ends after the stop string instead of before it."""
         self._stop = tuple(stop)
-        # The cache may evict the tables.
+        # Kept here, since the cache may evict the tables.
         self._borders = [_borders(text) for text in self._stop]
         self._include = include_stop
         # Per stop string: the length of its longest prefix with which the text ends.

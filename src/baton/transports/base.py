@@ -169,8 +169,8 @@ class Transport(Protocol):
         ...
 
     def cancel(self, operation: Operation) -> None:
-        """Return at once. The operation ends when none of its bytes is in flight; if the peer hangs, that may be
-        never. Copied bytes stay copied."""
+        """Return at once. The operation ends when none of its bytes is in flight; if the peer hangs, that may be never.
+        Copied bytes stay copied."""
         ...
 
     def disconnect(self, peer: Peer) -> None:
@@ -179,7 +179,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for copies in flight, some seconds at most. Idempotent."""
+        """Waits some seconds at most for copies in flight. Idempotent."""
         ...
 
 

@@ -34,7 +34,7 @@ class Job:
         return len(self.bounds) - 1
 
     def left(self) -> str | None:
-        """The error if the operation ends now."""
+        """The error if the operation ended now."""
         return None if self.at == self.num_batches else f"cancelled after {self.at} of {self.num_batches} batches"
 
     def batch(self) -> Runs:

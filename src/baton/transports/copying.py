@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from baton.kv.geometry import CopyList, Int64Array
 from baton.transports.base import ByteArray
 
-# So that a cancel takes effect within a fraction of a millisecond. A longer memcpy bypasses the cache, less efficiently
+# A cancel must take effect within a fraction of a millisecond. A longer memcpy bypasses the cache, less efficiently
 # than the loop below.
 CHUNK_BYTES = 256 << 10
 # Runs copied in turn, and bytes per step.
@@ -109,7 +109,7 @@ def _until_stopped(
 ) -> int:
     total = nbytes.sum()
     past_caches = total >= PAST_CACHES_BYTES
-    # In the caches fewer are faster.
+    # Within the caches fewer lanes are faster.
     abreast = LANES if past_caches else LANES // 2
     shortest = STEP_BYTES if total >= SHORT_BYTES * nbytes.size else LONG_BYTES
     longest = total if past_caches else LONG_BYTES - 1

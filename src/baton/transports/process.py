@@ -1,4 +1,4 @@
-"""A peer's process, and whether it is dead: known on this host only."""
+"""A peer's process, and whether it is dead, which is only known on the same host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Contact(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 def check_contact(contact: Contact) -> None:
-    """Raises `ProtocolError` for a contact that no lifeline makes."""
+    """Raises `ProtocolError` for a contact that no lifeline would create."""
     if not (0 < contact.port < 1 << 16 and 0 < contact.pid < 1 << 31 and len(contact.secret) == 16):
         raise ProtocolError("the contact in the descriptor is out of range")
     try:
@@ -70,7 +70,7 @@ class ProcessWatch:
         return self._gone
 
     def release(self) -> None:
-        """After that `dead` sees a death only once the process has been reaped. Idempotent."""
+        """Afterwards `dead` sees a death only once the process has been reaped. Idempotent."""
         self.dead()
         release, self._release = self._release, None
         if release is not None:

@@ -84,7 +84,7 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
 
 
 def transport_name(text: str) -> str:
-    """What may be told of a URI: its scheme, and NIXL's back-end if named. Raises as `parse_uri`."""
+    """The public part of a URI: its scheme, and NIXL's back-end if named. Raises as `parse_uri`."""
     scheme, query = parse_uri(text)
     scheme = scheme.rpartition("+")[2]
     return f"{scheme} {query['backend']}" if "backend" in query else scheme

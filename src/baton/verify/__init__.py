@@ -1,4 +1,4 @@
-"""`baton verify`: proves, request by request, that a deployment answers exactly like its reference."""
+"""`baton verify`: proves, request by request, that a deployment answers exactly as its reference."""
 
 from baton.verify.compare import Difference, Report, compare_answers
 from baton.verify.observe import Case, Observed

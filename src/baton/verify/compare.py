@@ -1,4 +1,4 @@
-"""Compare answers: everything that a client can observe, and acceptance per draft position."""
+"""Compare answers: everything that a client observes, and acceptance per draft position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.verify.observe import Case, Observed
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An answer's first difference from the reference. `asked`: describes the request."""
+    """The first difference of an answer from the reference. `asked` describes the request."""
 
     index: int
     asked: str
@@ -44,7 +44,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Nothing but near-ties differs."""
+        """Whether nothing but near-ties differs."""
         return not self.differences and not self.check.failed
 
 
@@ -78,7 +78,7 @@ def compare_answers(
 
 
 def of_answers(observed: Sequence[Observed]) -> Acceptance | None:
-    """None: the answers do not report it."""
+    """None if the answers do not report it."""
     if not any(o.accepted for o in observed):
         return None
     rounds = [accepted for o in observed for accepted in o.accepted or ()]
@@ -107,7 +107,7 @@ def _first_difference(want: Observed, have: Observed, tolerance: float | None) -
         if len(want.logprobs) != len(have.logprobs):
             return f"{len(want.logprobs)} logprobs expected, got {len(have.logprobs)}"
         for position, (x, y) in enumerate(zip(want.logprobs, have.logprobs, strict=True)):
-            # A NaN on either side is a difference.
+            # NaN on either side is a difference.
             if not abs(x - y) <= tolerance:
                 return f"logprob of token {position}: expected {x:.6f}, got {y:.6f}"
     for name in ("finish_reason", "num_prompt_tokens", "num_completion_tokens"):
@@ -171,7 +171,7 @@ def _acceptance_difference(want: Observed, have: Observed) -> str | None:
 
 
 def _draft_position(want: Observed, position: int) -> str:
-    """A token's place in the reference's verifications. The first token comes from the prefill."""
+    """A token's draft position in the reference's verifications. The first token comes from the prefill."""
     if not want.accepted or position == 0:
         return " (first token)" if position == 0 else ""
     token = 1

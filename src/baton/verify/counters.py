@@ -30,8 +30,8 @@ def metrics_urls(text: str, field: str) -> tuple[str, ...]:
 
 
 def count_drafts(samples: Sequence[Sample]) -> Acceptance | None:
-    """The sum over engines and labels; None without such counters. Baton's engines have both names, so only one is
-    summed. Raises `ProtocolError`."""
+    """The sum over engines and labels; None without such counters. Baton's engines have both names; only one is summed.
+    Raises `ProtocolError`."""
     prefix = next((p for p in _PREFIXES if any(sample.name == p + _DRAFTS for sample in samples)), None)
     if prefix is None:
         return None
@@ -65,7 +65,7 @@ async def read_counters(client: OpenAIClient, urls: Sequence[str]) -> Acceptance
 
 
 async def read_settled(client: OpenAIClient, urls: Sequence[str]) -> Acceptance:
-    """Waits until the counters stop changing: an engine may count its last step after sending the answer."""
+    """Waits until the counters stop changing: an engine may count its last step after the answer."""
     found = await read_counters(client, urls)
     for _ in range(_POLLS):
         await asyncio.sleep(_POLL_S)

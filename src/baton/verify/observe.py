@@ -1,4 +1,4 @@
-"""Send requests to a side (an engine in this process, or an OpenAI server) and record what the answers show."""
+"""Send requests to a side (an engine in this process, or an OpenAI server) and record its answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from baton.verify.prompts import Chat
 REQUEST_TIMEOUT_S = 300.0
 _PIPED_INTERVAL_S = 10.0
 _BAR_DELAY_S = 2.0
-# New tokens of a later turn.
+# New tokens in a later turn.
 _NEXT_TOKENS = 8
 
 
@@ -84,13 +84,13 @@ def next_turns(cases: Sequence[Case], answers: Sequence[Observed]) -> list[Case]
 
 
 def progress_bar(**options: Any) -> tqdm[NoReturn]:
-    """Shown after two seconds. Without a terminal, it prints a line now and then."""
+    """Shown after two seconds. Without a terminal, prints a line now and then."""
     every = 0.1 if sys.stderr.isatty() else _PIPED_INTERVAL_S
     return tqdm(**{"desc": "answers"} | options, unit="request", delay=_BAR_DELAY_S, mininterval=every, leave=False)
 
 
 def num_drafts(settings: Mapping[str, Any]) -> int:
-    """0 if the engine chooses them, since runs then differ in acceptance."""
+    """0 if the engine chooses it: acceptance then differs between runs."""
     spec = SpeculativeConfig.parse(settings.get("speculative_config"))
     return 0 if spec is None or spec.num_speculative_tokens == "auto" else spec.num_speculative_tokens
 
@@ -166,7 +166,7 @@ def chat_body(model: str, case: Case, chat: Chat) -> dict[str, Any]:
 
 
 def _body(model: str, params: SamplingParams) -> dict[str, Any]:
-    """Sets every parameter for which a server may have a default."""
+    """Sets every parameter that may have a default on a server."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": params.max_tokens,

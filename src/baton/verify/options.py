@@ -62,7 +62,7 @@ class Bounds:
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(name, f"must be at least 0, got {value}")
         if temperature > 0:
-            near_tie = 0.0  # logprobs do not show the noise of sampling
+            near_tie = 0.0  # logprobs do not include the noise of sampling
         return cls(near_tie, logprob_tolerance, acceptance_tolerance, acceptance_required, servers)
 
     def check(self, want: Answers, have: Answers) -> AcceptanceCheck:
@@ -75,8 +75,8 @@ class Bounds:
             return check_acceptance(reference, candidate, self.acceptance, required=False)
         if self.servers:
             return found
-        # An engine that verify started and that reports no verifications does not draft. Show the reference's counters,
-        # with which other modes are compared.
+        # An engine started by verify that reports no verifications does not draft. Show the reference's counters, with
+        # which other modes are compared.
         return AcceptanceCheck(reference if isinstance(want.counters, str) else want.counters, candidate)
 
 

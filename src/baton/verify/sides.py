@@ -31,8 +31,7 @@ from baton.wire import Recovery
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """`counters`: the acceptance, or why there is none. `num_handed_back`: prefixes that a prefill engine got from
-    another engine."""
+    """`counters`: the acceptance, or why there is none. `num_handed_back`: prefixes handed back to prefill engines."""
 
     observed: list[Observed]
     counters: Acceptance | str
@@ -100,7 +99,7 @@ class ServerSide:
             observed = await observe_client(client, model.id, cases, self.concurrency, kv_mode, salts)
             counters = await self._counters(client, before)
         if not any(o.accepted for o in observed):
-            # A router over other engines has no counts of accepted drafts.
+            # A router over other engines does not count accepted drafts.
             observed = [replace(o, accepted=None) for o in observed]
         return Answers(observed, counters)
 
@@ -155,9 +154,8 @@ class EngineSide:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentSide:
-    """A Baton deployment for all modes. `recovery` none makes failed handoffs visible: recomputed, they would give the
-    same answer. `hands_back`: prefill engines always get KV from the engines that hold it, however fast they
-    compute."""
+    """A Baton deployment for all modes. `recovery` none exposes failed handoffs: recomputed, they would give the same
+    answer. `hands_back`: prefill engines always get KV from the engines that hold it, however fast they compute."""
 
     model: str
     prefill: int
@@ -188,7 +186,7 @@ class DeploymentSide:
         return ["--policy-config", json.dumps(config)] if self.hands_back else []
 
     def answers(self, running: Deployment, cases: Sequence[Case], mode: str) -> Answers:
-        """Salted so that no mode finds pages of another."""
+        """Salted, so that no mode finds another's pages."""
         return asyncio.run(self._ask(running.url, [f"{url}/metrics" for url in running.decode_urls], cases, mode))
 
     async def _ask(self, url: str, metrics: Sequence[str], cases: Sequence[Case], mode: str) -> Answers:

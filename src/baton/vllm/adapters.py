@@ -1,4 +1,4 @@
-"""Names LoRA adapters by what they compute: their name and a digest of their files."""
+"""Names LoRA adapters by content: their name and a digest of their files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-# What vLLM reads of an adapter's directory.
+# The files that vLLM reads in an adapter's directory.
 _FILES = ("adapter_config.json", "adapter_model.*", "new_embeddings.*")
 _READ_SIZE = 1 << 20
 
 
 class LoraRequest(Protocol):
-    """What is used of vLLM's `LoRARequest`."""
+    """The part of vLLM's `LoRARequest` used here."""
 
     lora_name: str
     lora_int_id: int
@@ -24,19 +24,19 @@ class LoraRequest(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Adapter:
     text: str
-    versions: tuple[tuple[str, int, int], ...]  # of its files: name, bytes, time of the last change
+    versions: tuple[tuple[str, int, int], ...]  # of its files: name, bytes, time of last change
 
 
 class Adapters:
-    """The adapters that requests of one server have named. vLLM reads an adapter's files when it loads it, under a new
-    number each time, so a number stands for what was there when it was first seen."""
+    """The adapters named by requests of one server. vLLM reads an adapter's files when it loads it, under a new number
+    each time, so a number stands for the files when it was first seen."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Adapter] = {}
 
     def describe(self, lora: LoraRequest) -> str | None:
-        """`NAME@DIGEST`; None if the adapter is no directory here, or if its files have changed since it was first
-        seen: vLLM may have loaded either. Reads the files once per adapter."""
+        """`NAME@DIGEST`; None if the adapter is no directory here, or its files changed after it was first seen: vLLM
+        may have loaded either version. Reads the files once per adapter."""
         directory = Path(os.path.expanduser(lora.lora_path))
         try:
             files = sorted({path for pattern in _FILES for path in directory.glob(pattern)})

@@ -1,5 +1,5 @@
-"""How vLLM stores the layers of a model: its cache groups, and the layouts of attention kernels and of states. As
-`compat`, this depends on vLLM's version."""
+"""How vLLM stores a model's layers: its cache groups, and the layouts of attention kernels and states. Depends on
+vLLM's version, as `compat` does."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from baton.vllm.geometry import KernelLayout
 from baton.vllm.groups import CacheTable
 from baton.vllm.states import DeltaState, Mamba2State, StatePart
 
-# Their pages store K by dimension, then V by token.
+# ISAs whose pages hold K by dimension, then V by token.
 _K_BY_DIMENSION = ("vec", "vec16")
-_DELTA_NET = "QwenGatedDeltaNetAttention"  # by name: vLLM has moved its module
+_DELTA_NET = "QwenGatedDeltaNetAttention"  # by name, since vLLM moved its module
 
 
 def split_cache_groups(kv_cache_config: Any) -> list[CacheTable]:
@@ -50,7 +50,7 @@ def _kind(spec: Any) -> tuple[Kind, int | None, int]:
     kinds: dict[type, Kind] = {
         kv.SlidingWindowSpec: "sliding_window",
         kv.MLAAttentionSpec: "mla",
-        # Even if vLLM attends through a window here, it keeps all blocks.
+        # Even for a windowed layer here, vLLM keeps all blocks.
         kv.FullAttentionSpec: "full",
     }
     if type(spec) not in kinds or version:
@@ -69,7 +69,7 @@ def kernel_layout(config: Any, layer: str) -> KernelLayout:
 
 
 def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart, ...]]:
-    """The layout of a slot, for each of `layers` that is a delta net of Qwen's, or Mamba-2 and keeps only states."""
+    """The layout of a slot, for each of `layers` that is one of Qwen's delta nets, or Mamba-2 with only states."""
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
@@ -99,7 +99,7 @@ def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart
 
 
 def layout_name(config: Any, layer: str) -> str:
-    """The code that stores a layer's cache. Engines with equal names give pages the same meaning."""
+    """The code that stores a layer's cache. Pages of engines with equal names have the same layout."""
     module = config.compilation_config.static_forward_context[layer]
     if hasattr(module, "get_state_shape"):
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout

@@ -21,10 +21,10 @@ from baton.wire import KVStream
 SUPPORTED = ((0, 30), (0, 31), (0, 32), (0, 33))
 WITH_RANKS = ("0.32", "0.33")
 _RANKED = " and ".join(WITH_RANKS)
-BY_LAYER = ("0.32",)  # whose hooks are tested
-FIRST_DRAFTS = ("0.32",)  # whose scheduler's output is tested
-# Models of gated delta nets, and the tokens that their kernel computes at once: only at a multiple of them a prompt in
-# two parts has the bits of a whole one.
+BY_LAYER = ("0.32",)  # versions whose hooks are tested
+FIRST_DRAFTS = ("0.32",)  # versions whose scheduler output is tested
+# Models of gated delta nets, and the chunk size of their kernel: a prompt computed in two parts has the same bits only
+# if it is split at a multiple.
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 DELTA_CHUNK = 64
 # Types of their states that vLLM's kernel for CPUs rounds to after each of these, wherever a prompt is cut; its kernel
@@ -32,7 +32,7 @@ DELTA_CHUNK = 64
 ROUNDED_BY_CHUNK = ("float32", "bfloat16", "float16")
 FORWARD_METHODS = ("eagle", "eagle3", "mtp", "draft_model")
 DRAFT_METHODS = (*FORWARD_METHODS, "ngram")
-# GPUs store these as one contiguous row per (token, head), without separate scales.
+# GPUs store these dtypes as one contiguous row per (token, head), without separate scales.
 _ROWS = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
 # Computed by vLLM in PyTorch on CPUs, without its own kernel.
 _ROPE_IN_TORCH = ("yarn", "deepseek_yarn")
@@ -114,10 +114,10 @@ def _delta_nets(config: Any) -> str | None:
 
 
 def stream_of(config: Any, asked: KVStream | None) -> KVStream:
-    """`asked`; by default "layer" if possible, else "chunk".
+    """`asked`, or by default "layer" if possible, else "chunk".
 
-    "layer" needs a vLLM whose hooks are tested, and a device that vLLM waits for: only then is a layer written when
-    its hook is called. Raises `ConfigError` without.
+    "layer" needs a vLLM whose hooks are tested, and a device for which vLLM waits: only then is a layer written when
+    its hook is called. Raises `ConfigError` if they are missing.
     """
     device = config.device_config.device_type
     by_layer = device == "cpu" and check_version() in BY_LAYER
@@ -135,7 +135,7 @@ def first_step_of(config: Any, asked: FirstStep | None) -> FirstStep:
 
 
 def _why_not_verified(config: Any) -> str | None:
-    """Why the first token cannot be a draft. Asynchronous workers take none from the scheduler."""
+    """Why the first token cannot be a draft. Asynchronous workers take no drafts from the scheduler."""
     if (version := check_version()) not in FIRST_DRAFTS:
         return f"is for vLLM {', '.join(FIRST_DRAFTS)}, this is {version}"
     if config.speculative_config is None:
@@ -148,7 +148,7 @@ def _why_not_verified(config: Any) -> str | None:
 
 
 def may_skip_drafts(config: Any) -> bool:
-    """Whether a step may propose no drafts, as with vLLM's dynamic speculation: the drafter computes its KV alone."""
+    """Whether a step may propose no drafts, as in vLLM's dynamic speculation: the drafter only computes its KV."""
     drafter = config.speculative_config
     if drafter is None or drafter.method not in FORWARD_METHODS or check_version() not in FIRST_DRAFTS:
         return False
@@ -156,8 +156,8 @@ def may_skip_drafts(config: Any) -> bool:
 
 
 def _check_rotary(config: Any) -> None:
-    """Raise `ConfigError` if vLLM would compute RoPE wrongly: its CPU kernel reads MLA's 3-D tensors as 2-D. A token's
-    result then depends on its neighbours in the batch."""
+    """Raise `ConfigError` if vLLM would compute RoPE wrongly: its CPU kernel reads MLA's 3-D tensors as 2-D, so a
+    token's result depends on its neighbours in the batch."""
     model, rotary = config.model_config, "rotary_embedding"
     if not model.use_mla or not config.compilation_config.is_custom_op_enabled(rotary):
         return
@@ -184,7 +184,7 @@ def _check_device(config: Any) -> None:
 
 
 def num_target_layers(config: Any) -> int:
-    """A drafter's layers are numbered from there."""
+    """The number of the drafter's first layer."""
     return int(config.model_config.get_total_num_hidden_layers())
 
 
@@ -198,15 +198,15 @@ def worker_number(config: Any) -> int:
 
 
 def steps_alone(config: Any) -> bool:
-    """Whether no other engine waits for this one's steps. Data-parallel ranks of a model with experts do; for a model
-    without experts vLLM resets their number to 1."""
+    """Whether no other engine waits for this one's steps. Data-parallel ranks of a model with experts wait; without
+    experts vLLM resets their number to 1."""
     return int(config.parallel_config.data_parallel_size) == 1
 
 
 def data_parallel_rank(config: Any) -> int | None:
     """If several engines share one address; None if this one has its own."""
     parallel = config.parallel_config
-    # For a model without experts vLLM resets the sizes to 1, and only the engine id shows the rank.
+    # Without experts vLLM resets the sizes to 1, and only the engine id contains the rank.
     rank = int(getattr(parallel, "data_parallel_index", 0))
     several = str(config.kv_transfer_config.engine_id).endswith(f"_dp{rank}")
     return rank if several and not getattr(parallel, "data_parallel_external_lb", False) else None
@@ -244,13 +244,13 @@ def num_speculative_tokens(config: Any) -> int:
 
 
 def sampling_defaults(config: Any) -> SamplingDefaults:
-    """What vLLM's API samples with if a request does not say.
+    """The defaults with which vLLM's API samples.
 
     Raises `ConfigError` for values that no request could have.
     """
     model = config.model_config
     found = model.get_diff_sampling_param()
-    # As in vLLM's `get_max_tokens`: the number of tokens in an operator's own settings limits every request.
+    # As in vLLM's `get_max_tokens`: an operator's `max_tokens` limits every request.
     own = model.generation_config not in ("auto", "vllm")
     limit = found.get("max_tokens") if own else model.override_generation_config.get("max_new_tokens")
     try:

@@ -34,7 +34,8 @@ from baton.wire import VllmIdentity
 
 @dataclass
 class BatonMetadata(KVConnectorMetadata):
-    """A step's messages from scheduler to worker. `idle`: it computes nothing, and no other engine waits for it."""
+    """A step's messages from scheduler to worker. `idle`: the step computes nothing, and no other engine waits for
+    it."""
 
     step: StepNews
     idle: bool
@@ -50,8 +51,8 @@ class BatonHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class BatonWorkerMetadata(KVConnectorWorkerMetadata):
-    """A step's messages from workers to scheduler: (worker rank, request id) of decode legs that P has admitted, and
-    first tokens by request."""
+    """A step's messages from workers to scheduler: (worker rank, request id) of decode legs that P admitted, and first
+    tokens by request."""
 
     admitted: set[tuple[int, str]]
     first_tokens: dict[str, int]
@@ -122,7 +123,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """Pass the step to the agent, before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if connector_metadata.step.receives:
-            # vLLM does not wait for the GPU: earlier steps may still write to blocks that a receive has now.
+            # vLLM does not wait for the GPU: earlier steps may still write to blocks that a receive now has.
             compat.wait_for_device(self._vllm_config)
         self.worker.begin(connector_metadata.step)
 
@@ -130,7 +131,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """Receives begin in `bind_connector_metadata`."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request is parked until its KV is there, so no forward pass waits for a layer."""
+        """Does nothing: a request is parked until its KV is there."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """A target layer is written, so its copy may begin."""
@@ -141,7 +142,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Declare the step's tokens final, after the drafter; their copies overlap the next step."""
         if sys.exc_info()[1] is not None:
-            return  # vLLM calls this also when the step has failed
+            return  # vLLM also calls this if the step failed
         if self._draft_slots is not None:
             self._draft_slots.blank()
         if isinstance(metadata := self._connector_metadata, BatonMetadata):
@@ -158,11 +159,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_kv_connector_stats(self) -> BatonStats | None:
-        """Counts since the last call: a worker's handoffs, or the legs that the scheduler refused."""
+        """Counts since the last call: a worker's handoffs, or legs that the scheduler refused."""
         if self._opened is not None:
             counts: Mapping[str, int] = self._opened.side.counts
             if self._opened.rank:
-                # Only worker 0 reports outcomes, so that each counts once; all report what they moved, and failures.
+                # Only worker 0 reports outcomes, so that each counts once; all report failures and what they moved.
                 counts = {name: counts[name] for name in counts if name in TOTALS or name.startswith("failed_")}
         elif self._scheduler is not None:
             counts = {"refused": self._scheduler.refused.total()}
@@ -182,7 +183,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------ scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """The pool keeps some blocks longer than their request."""
+        """Some blocks are kept longer than their request."""
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, BatonHandshake]) -> None:
@@ -208,20 +209,21 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def on_new_request(self, request: Any) -> None:
-        """Redeem the ticket of a new request, if it is a leg."""
+        """Redeem the ticket if the new request is a leg."""
         self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens come from the other engine, and whether asynchronously. None: ask again in the next step."""
+        """The number of tokens that come from the other engine, and whether asynchronously. None: ask again in the next
+        step."""
         num = self.scheduler.num_matched(request.request_id, num_computed_tokens)
         return num, bool(num)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """All groups: the handoff fills the request's own blocks."""
+        """All groups, since the handoff fills the request's own blocks."""
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Start the handoff of a decode leg that now has its blocks."""
+        """Start the handoff of a decode leg that has its blocks now."""
         self.scheduler.on_allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> BatonMetadata:
@@ -232,7 +234,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             side.on_scheduled(new.req_id, end, new.block_ids, replace=True)
         side.first_tokens.place(scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_spec_decode_tokens)
         if self._skips_drafts and side.only_prefills(scheduled):
-            # Their drafts would be verified by nobody.
+            # Nobody would verify their drafts.
             scheduler_output.num_spec_tokens_to_schedule = 0
         cached = scheduler_output.scheduled_cached_reqs
         columns = (cached.req_ids, cached.num_computed_tokens, cached.new_block_ids)

@@ -1,12 +1,12 @@
-"""Blanks the slots that vLLM's V1 drafter remembers after a step.
+"""Blanks the slots that vLLM's V1 drafter keeps after a step.
 
-A data-parallel rank that shares experts and has no request computes a dummy step with the others. In it
-`SpecDecodeBaseProposer.dummy_run` (vLLM 0.32 and 0.33) runs the drafter with the slot mapping that the rank's last
-request left in the proposer's buffer, and so writes entries into blocks that another request may have by now. The V2
-runner pads the slots of dummy steps itself.
+A data-parallel rank that shares experts and has no request computes a dummy step with the others. There,
+`SpecDecodeBaseProposer.dummy_run` (vLLM 0.32 and 0.33) runs the drafter with the slot mapping of the rank's last
+request, still in the proposer's buffer, and so writes into blocks that another request may have by now. The V2 runner
+pads the slots of dummy steps itself.
 
-The forward context holds views of that buffer while the drafter's layers run. With the padding value in all of it, a
-dummy step writes nothing. The next real step fills the buffer anew.
+The forward context holds views of that buffer while the drafter's layers run. If it is filled with the padding value, a
+dummy step writes nothing. The next real step fills it again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PADDING_SLOT = -1
 
 
 class RememberedSlots:
-    """The slot mappings of the drafter's layers, `names`. Runs on vLLM's worker thread."""
+    """The slot mappings of the drafter's layers `names`. Runs on vLLM's worker thread."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
@@ -30,8 +30,8 @@ class RememberedSlots:
         self._used = False
 
     def saw(self, layer: str, slot_mappings: Any) -> None:
-        """A layer has run with `slot_mappings`: of the forward context, int64 of any length, by layer; other types are
-        none of the drafter's."""
+        """A layer ran with `slot_mappings`, the forward context's: by layer, int64 of any length; other types are not
+        the drafter's."""
         if layer not in self._names or not isinstance(slot_mappings, Mapping):
             return
         view = slot_mappings.get(layer)
@@ -44,7 +44,7 @@ class RememberedSlots:
                 self._buffers[storage.data_ptr()] = whole
 
     def blank(self) -> None:
-        """The step's drafts are done. On a GPU this is queued after them."""
+        """Call after the step's drafts. On a GPU this is queued after them."""
         if self._used:
             with torch.inference_mode():
                 for buffer in self._buffers.values():

@@ -13,7 +13,7 @@ PLACEHOLDER = -1  # vLLM's
 
 
 class FirstTokens:
-    """By request id, until the first step is scheduled."""
+    """By request id, until the request's first step is scheduled."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, int] = {}
@@ -25,8 +25,8 @@ class FirstTokens:
         self._tokens.pop(request_id, None)
 
     def place(self, new_requests: Iterable[Any], drafts: dict[str, list[int]]) -> None:
-        """`new_requests`, `drafts`: `scheduled_new_reqs`, `scheduled_spec_decode_tokens` of a `SchedulerOutput` that no
-        worker has yet. vLLM does not pad a step that computes another prompt too."""
+        """`new_requests`, `drafts`: `scheduled_new_reqs`, `scheduled_spec_decode_tokens` of a `SchedulerOutput` not
+        sent to a worker yet. vLLM does not pad a step that also computes another prompt."""
         for new in new_requests:
             token, rows = self._tokens.pop(new.req_id, None), drafts.get(new.req_id)
             if token is not None and rows and rows[0] == PLACEHOLDER:

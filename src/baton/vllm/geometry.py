@@ -33,7 +33,7 @@ Granularity = Literal["page", "token"]
 @dataclass(frozen=True, slots=True)
 class WorkerHeads:
     """The heads of one of `size` tensor-parallel workers. `num_kv_heads`: the model's, by owner. If there are fewer
-    than workers, neighbours have the same one."""
+    than workers, adjacent workers hold the same head."""
 
     rank: int
     size: int
@@ -57,8 +57,8 @@ ALONE = WorkerHeads(0, 1, {"target": 1, "draft": 1})
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """A worker's KV cache in memory. `groups`: those given, split where the layers' distances or shapes differ.
-    `blocks_per_page`: by group, how many kernel pages are in one vLLM block."""
+    """A worker's KV cache in memory. `groups`: the given ones, split where the layers' distances or shapes differ.
+    `blocks_per_page`: by group, the kernel pages in one vLLM block."""
 
     regions: list[Region]
     groups: list[LayerGroup]
@@ -110,8 +110,8 @@ def describe_caches(
     out = CacheLayout(list(regions.values()), [], {}, {})
     for group in groups:
         runs = _runs([(index, caches[layer], kernels[layer]) for index, layer in enumerate(group.layers)])
-        # A stage with one layer cannot tell whether the other stages split this group. Most often they do, since each
-        # layer has its own tensor. A drafter is on one stage only.
+        # A stage with one layer cannot tell whether other stages split this group. Most do, since each layer has its
+        # own tensor. A drafter is on one stage only.
         alone = num_stages > 1 and len(group.layers) == 1 and group.owner == "target"
         split = len(runs) > 1 or alone
         for run in runs:
@@ -129,7 +129,7 @@ def describe_caches(
             else:
                 geometry = _geometry(part, tensors, kernel, granularity, region, worker).check()
             if part.name in out.geometries:
-                # Groups are named by layer number, so a layer's second cache would replace its first.
+                # Groups are named by layer number, so a second cache of a layer would replace the first.
                 raise ConfigError(
                     "model", f"layer {part.layer_ids[0]} has several caches, among them {part.layers[0]!r}"
                 )
@@ -185,7 +185,7 @@ def _geometry(
     blocks, heads, tokens, width = first.shape
     size = first.element_size()
     page, head, token, element = (stride * size for stride in first.stride())
-    # Kernels that store by token keep K and V of a (head, token) in one piece: one plane is enough.
+    # Kernels that store by token keep K and V of a (head, token) contiguous: one plane is enough.
     both = group.kind in ("full", "sliding_window") and kernel != "tokens"
     if both and ((element, token) != (size, width * size) or (heads > 1 and head < tokens * token) or width % 2):
         raise ConfigError("kv_cache", f"group {group.name!r}: a (block, head) page is not one piece of K and V")

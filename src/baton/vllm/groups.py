@@ -1,7 +1,7 @@
 """Splits vLLM's cache groups by kind and owner.
 
-vLLM puts layers of drafter and target, or of MLA and full attention, into one group if it can. Baton's rules depend on
-kind and owner (`baton.kv.interval.Rules`), so it splits such a group into several that share a block table.
+vLLM groups layers of drafter and target, or of MLA and full attention, together if it can. Baton's rules depend on kind
+and owner (`baton.kv.interval.Rules`), so such a group is split into several that share a block table.
 """
 
 from __future__ import annotations
@@ -112,14 +112,14 @@ class LayerGroup:
         return Rules(self.kind, self.module, self.window)
 
     def wanted(self, num_tokens: int, hit: int) -> Interval:
-        """What D asks for, of `num_tokens` tokens, after a prefix hit of `hit`."""
+        """The entries of `num_tokens` tokens that D asks for, after a prefix hit of `hit`."""
         return self.rules.wanted(num_tokens, min(hit, num_tokens))
 
     def final(self, num_tokens: int, num_computed: int, tile: int) -> int:
         """Of `num_tokens`, tokens [0, this) are final when target and drafter have computed `num_computed`.
 
-        Before the end only whole tiles count: a partial one would be copied while it is written. At the end the
-        drafter has run with the token after the last one, which counts as the seed.
+        Before the end only whole tiles count: a partial one would be copied while it is written. At the end the drafter
+        has run with the next token, which counts as the seed.
         """
         ended = num_computed >= num_tokens
         final = self.rules.final(num_tokens, min(num_computed, num_tokens), seeded=ended)
@@ -135,14 +135,14 @@ def layer_index(layer: str) -> int:
 
 
 def is_draft(layer: str, num_target_layers: int) -> bool:
-    """vLLM numbers the layers of EAGLE and MTP heads after the target's, and prefixes the names of a draft model's and
-    of Qwen's MTP modules."""
+    """vLLM numbers the layers of EAGLE and MTP heads after the target's, and prefixes those of a draft model and of
+    Qwen's MTP modules."""
     return layer.startswith((DRAFT_MODEL, MTP)) or layer_index(layer) >= num_target_layers
 
 
 def module_of(layer: str, owner: Owner) -> int | None:
-    """The `module` of a layer in `Rules`. An entry of EAGLE and MTP heads depends on the next token too, an entry of a
-    draft model does not."""
+    """The `module` of a layer in `Rules`. Entries of EAGLE and MTP heads also depend on the next token, those of a
+    draft model do not."""
     if owner == "target":
         return 0
     return None if layer.startswith(DRAFT_MODEL) else 1

@@ -1,4 +1,4 @@
-"""A decode leg's handoff as a span of vLLM's own trace, whose exporter `--otlp-traces-endpoint` sets up in workers."""
+"""A decode leg's handoff as a span in vLLM's own trace, exported by workers according to `--otlp-traces-endpoint`."""
 
 from __future__ import annotations
 

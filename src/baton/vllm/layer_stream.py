@@ -1,11 +1,11 @@
-"""Streaming by layer: the agent copies a prompt's written target layers while the forward pass computes later ones.
+"""Streaming by layer: the agent copies a prompt's written target layers while the forward computes later ones.
 
-vLLM calls the connector after each attention layer, with its name. Layers are reported to the agent in order, up to
-the first without a call; the rest become final with the step, as do states, and the entries of drafters, which run
+vLLM calls the connector after each attention layer, with its name. Layers are reported to the agent in order, up to the
+first that was not called. The rest become final with the step, as do states and the entries of drafters, which run
 after the target, possibly several times. Runs on vLLM's worker thread.
 
-Layers are collected until `MIN_BYTES` are new. After the last layer everything left is reported: the forward still
-computes for a while.
+Layers are collected until `MIN_BYTES` are new. After the last layer everything left is reported: the forward still runs
+for a while.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StreamedPrompt:
 
 
 class VllmLayerStream:
-    """Call `begin` before a forward pass, `written` per layer, `end` after it."""
+    """Call `begin` before a forward, `written` per layer, `end` after it."""
 
     def __init__(self, layout: CacheLayout) -> None:
         layers = []
@@ -53,7 +53,7 @@ class VllmLayerStream:
         self._names = {layer.name for layer in layers}
         self._prompts: list[StreamedPrompt] = []
         self._written: set[str] = set()
-        self._reached = 0  # the first so many of `_layers` are written
+        self._reached = 0  # this many of `_layers` are written
 
     def begin(self, prompts: Iterable[StreamedPrompt]) -> None:
         """A forward over these prompts is about to run. A previous one without `end` has failed, and is withdrawn."""
@@ -65,7 +65,7 @@ class VllmLayerStream:
         if not self._prompts or name not in self._names:
             return
         if name in self._written:
-            # A layer that is written twice was not final when it was reported.
+            # A layer written twice was not final when it was reported.
             self.withdraw()
             return
         self._written.add(name)

@@ -87,7 +87,7 @@ def open_cache(
     )
     whole = join_workers(part, lambda own: compat.gather_workers(config, own))
     stream = compat.stream_of(config, settings.kv_stream)
-    # One span for a handoff, whatever the number of ranks.
+    # One span per handoff, for any number of ranks.
     on_end = span_maker(settings.integrity) if rank == 0 else None
     side = WorkerSide(layout, compat.zeroes_before_preemptions(config), kv_stream=stream, on_decode_end=on_end)
     together = InstanceAgent(whole.instance, side.post)
@@ -126,8 +126,8 @@ def _identity(config: Any, kv_transport: str, whole: JoinedWorkers, address: str
 
 @contextlib.contextmanager
 def _unbound(config: Any) -> Iterator[None]:
-    """Let threads that start in this context run on all cores of the parent process. vLLM binds its CPU worker's
-    thread to dedicated cores, and threads that inherit the binding would compete with it."""
+    """Let threads started in this context run on all cores of the parent process. vLLM binds its CPU worker's thread to
+    dedicated cores, and threads that inherit the binding would compete with it."""
     if config.device_config.device_type != "cpu":
         yield
         return

@@ -1,7 +1,7 @@
 """The scales of a quantized KV cache, as a fact.
 
-A layer of vLLM has one scale of K and of V, or one for each head, and the largest of this worker's heads as a number,
-which some kernels use. So with scales of heads, engines of other numbers of tensor ranks may store other bytes.
+A layer of vLLM has one scale each for K and V, or one per head and the largest of this worker's heads as a number,
+which some kernels use. So with scales per head, engines with different tensor parallelism may store different bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from baton.vllm.geometry import CacheLayout
 
 UNSCALED = ("auto", "float32", "float16", "bfloat16")
-# By layer and the model's head: the number for K and for V, the head's own scale of K and of V.
+# By layer and the model's head: the numbers for K and V, and the head's own scales of K and V.
 Scales = dict[str, dict[int, tuple[float, float, float, float]]]
 
 

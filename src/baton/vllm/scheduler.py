@@ -1,7 +1,7 @@
-"""The scheduler's side of the connector: tracks which requests are legs of a handoff, and their blocks.
+"""The scheduler's side of the connector: which requests are legs of a handoff, and their blocks.
 
 Both legs have the whole prompt. D computes its last token itself, since vLLM cannot start with a verification. State
-layers (Mamba) cannot roll back, so their prefill legs have only what is handed over.
+layers (Mamba) cannot roll back, so their prefill legs have only the handed-over tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log.addFilter(LogLimit())
 
 
 class VllmRequest(Protocol):
-    """What is used of vLLM's `Request`."""
+    """The part of vLLM's `Request` used here."""
 
     request_id: str
     prompt_token_ids: Sequence[int] | None
@@ -68,16 +68,15 @@ class _Decode:
 
 
 def handoff_digest(tokens: Sequence[int], adapter: str = "") -> bytes:
-    """A ticket's request digest for vLLM engines, over the tokens that are handed over, and the LoRA adapter as
-    `VllmIdentity.adapter` tells it, if any."""
+    """A ticket's request digest for vLLM engines, over the handed-over tokens and the LoRA adapter as in
+    `VllmIdentity.adapter`, if any."""
     digest = request_digest(tokens, SamplingParams())
     return adapter_digest(digest, adapter) if adapter else digest
 
 
 class SchedulerSide:
-    """The legs in vLLM's scheduler, by request id. `refused` counts refused legs by reason, such as a bad ticket; such
-    a request is served without a handoff. `verify_first`: see `PluginConfig.first_step`.
-    """
+    """The legs in vLLM's scheduler, by request id. `refused` counts refused legs by reason, such as a bad ticket; their
+    requests are served without a handoff. `verify_first`: see `PluginConfig.first_step`."""
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class SchedulerSide:
     # ------------------------------------------------------------ arrival
 
     def on_new_request(self, request: VllmRequest) -> None:
-        """Redeem a leg's ticket at once: the other engine's messages may arrive any time."""
+        """Redeem a leg's ticket at once: messages of the other engine may arrive any time."""
         params = self._params(request)
         if params is None:
             return
@@ -219,8 +218,8 @@ class SchedulerSide:
         return leg.cancelled
 
     def on_admitted(self, news: Iterable[tuple[int, str]]) -> None:
-        """(rank, request id) of decode legs that were admitted, or have failed: vLLM handles a failure once the leg
-        has blocks."""
+        """(rank, request id) of decode legs that were admitted, or failed: vLLM handles a failure once the leg has
+        blocks."""
         for rank, request_id in news:
             if (leg := self._decodes.get(request_id)) is not None:
                 leg.admitted.add(rank)
@@ -261,7 +260,7 @@ class SchedulerSide:
         if leg is None or leg.lost:
             return
         if not leg.tables:
-            # From now on the request is computed, or preempted and given up: D's blocks cannot wait forever.
+            # From now on the request is computed, or preempted and given up: D does not hold blocks forever.
             self._step.admitted.append(leg.ticket.key)
         if replace or not leg.tables:
             leg.tables = new or ()
@@ -275,12 +274,12 @@ class SchedulerSide:
             self._step.computed.append(ComputedTokens(leg.ticket.key, num_computed, leg.tables))
 
     def only_prefills(self, request_ids: Collection[str]) -> bool:
-        """Whether a step computes these prefill legs, and no other request."""
+        """Whether a step computes only these prefill legs."""
         return bool(request_ids) and self._prefills.keys() >= set(request_ids)
 
     def _pin(self, leg: _Prefill) -> None:
         """Hold a reference to the first block of each window. This engine computes one token more than it hands over,
-        so vLLM's window is one token further, and vLLM may free that block when the request ends."""
+        so vLLM's window is one token ahead, and vLLM may free that block when the request ends."""
         for cache in self._cache_tables:
             if cache.window is not None:
                 block = leg.tables[cache.table][cache.first_block(leg.num_tokens)]
@@ -292,15 +291,15 @@ class SchedulerSide:
         leg.pinned = []
 
     def on_sent(self, request_id: str) -> None:
-        """The request's blocks are not read any more."""
+        """The request's blocks are no longer read."""
         leg = self._held.pop(request_id, None)
         if leg is not None:
             self._unpin(leg)
 
     def on_preempted(self, request_ids: set[str]) -> None:
-        """vLLM took these requests' blocks, which ends their handoffs, and computes them again."""
+        """vLLM took these requests' blocks, which ends their handoffs, and will compute them again."""
         for request_id in request_ids:
-            # `reset_prefix_cache` preempts outside of a step, so the request may have ended before.
+            # `reset_prefix_cache` preempts outside of a step, so the request may already have ended.
             leg = self._prefills.get(request_id) or self._held.get(request_id)
             if leg is not None and not leg.lost:
                 leg.lost = True

@@ -25,7 +25,7 @@ CHANNELS: Cut = "channels"
 @dataclass(frozen=True, slots=True)
 class StatePart:
     """One plane of a slot: `num_heads` heads, or channels, of `head_dim` elements. `offset` from the slot's start and
-    the strides are in bytes; `first_head`: the model's number of the first head here."""
+    strides are in bytes; `first_head`: the model's index of the first head here."""
 
     name: str
     dtype: torch.dtype

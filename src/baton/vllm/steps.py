@@ -55,8 +55,8 @@ class AnnounceDecode:
 
 @dataclass(frozen=True, slots=True)
 class OpenDecode:
-    """vLLM has given blocks to a decode leg of `num_tokens` tokens, the first `hit` of which are in place. `parked`:
-    the request waits for the rest; else nothing is wanted, and P only has to be told."""
+    """vLLM gave blocks to a decode leg of `num_tokens` tokens, the first `hit` of which are in place. `parked`: the
+    request waits for the rest; else no KV is wanted, but P must be told."""
 
     request_id: str
     ticket: SignedTicket

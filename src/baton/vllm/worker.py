@@ -29,11 +29,11 @@ from baton.wire import KVStream
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
-# An agent accepts an abort without waiting for a peer. After this time it hangs and may still commit the leg; the
-# engine must end, since the blocks are about to hold other KV.
+# An agent accepts an abort without waiting for a peer. After this time it hangs and may still commit the leg, so the
+# engine must end: the blocks are about to hold other KV.
 ABORT_TIMEOUT_S = 60.0
 # While legs wait for their peers and there is nothing to compute, vLLM steps about once per millisecond. Waiting for an
-# event of the agent instead frees the cores, and delays a new request by at most this time.
+# event of the agent frees the cores, and delays a new request by at most this time.
 IDLE_WAIT_S = 0.004
 
 
@@ -50,9 +50,9 @@ class Results:
 class WorkerSide:
     """The attempts of one worker. `counts`: handoffs by outcome, and the `bytes` and `runs` of committed ones.
 
-    `commit_at_end`: finish a prefill leg when vLLM has finished its request, not when its prompt is computed, because
-    the runner writes to a preempted leg's blocks before it reports the preemption. `kv_stream`: whether tokens are
-    declared final with their prompt, with their step, or layer by layer. `on_decode_end`: called on vLLM's thread.
+    `commit_at_end`: finish a prefill leg when vLLM finishes its request, not when its prompt is computed, because the
+    runner writes to a preempted leg's blocks before it reports the preemption. `kv_stream`: whether tokens are declared
+    final with their prompt, with their step, or layer by layer. `on_decode_end`: called on vLLM's thread.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class WorkerSide:
     def release_preempted(self, keys: Sequence[AttemptKey]) -> None:
         """Give up prefill legs whose blocks are about to be overwritten. Returns once the agent has accepted.
 
-        Copies that read the blocks may still run: their data is never committed, and D uses their destination for no
-        request. So a stalled peer delays nothing here. Raises `HandoffError` if the agent does not answer.
+        Copies that read the blocks may still run, but their data is never committed, and D uses their destination for
+        no request. So a stalled peer causes no delay. Raises `HandoffError` if the agent does not answer.
         """
         lost = [key for key in keys if key in self._prefills and not self._prefills[key].is_preempted]
         answers: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -145,7 +145,7 @@ class WorkerSide:
             self._layers.begin(list(self._pushed(step.computed)))
 
     def _pushed(self, computed: Sequence[ComputedTokens]) -> Iterator[StreamedPrompt]:
-        """The prompts of the coming forward pass whose KV this engine pushes."""
+        """The prompts of the coming forward whose KV this engine pushes."""
         for entry in computed:
             leg = self._prefills.get(entry.key)
             if leg is None or leg.blocks is not BlocksPhase.COMPUTING:
@@ -160,7 +160,7 @@ class WorkerSide:
             self._layers.written(layer)
 
     def finalise(self, computed: Sequence[ComputedTokens]) -> None:
-        """Declare the step's tokens final, after the forward passes of target and drafter."""
+        """Declare the step's tokens final, after the forwards of target and drafter."""
         if self._layers is not None:
             self._layers.end()
         for entry in computed:
@@ -183,13 +183,14 @@ class WorkerSide:
         }
 
     def _commit(self, key: AttemptKey, token: int | None, sampled: int | None = None) -> None:
-        # For the protocol, the prompt ends before the token that D computes: all is final, and the first token a draft.
+        # For the protocol, the prompt ends before the token that D computes: all is final, and the first token is a
+        # draft.
         drafts = [] if sampled is None else [sampled]
         self.agent.finish_prefill(key, Seeds(first_token=token or 0, draft_token_ids=drafts), False, {})
 
     def results(self, idle: bool = False) -> Results:
         """Handoffs that ended since the last call. In the second of two consecutive `idle` steps, waits up to
-        `IDLE_WAIT_S` for an event; not in the first, when vLLM may still hold tokens of the step before."""
+        `IDLE_WAIT_S` for an event; not in the first, when vLLM may still hold tokens of the previous step."""
         self._take_events()
         waiting = self._decodes or self._prefills
         waits, self._was_idle = idle and self._was_idle, idle
@@ -201,12 +202,12 @@ class WorkerSide:
         return out
 
     def take_admitted(self) -> set[str]:
-        """Requests whose decode legs, since the last call, were admitted or failed before they had blocks."""
+        """Requests whose decode legs were admitted, or failed before they had blocks, since the last call."""
         out, self._admitted = self._admitted, set()
         return out
 
     def take_first_tokens(self) -> dict[str, int]:
-        """Of commits since the last call, by request."""
+        """First tokens of commits since the last call, by request."""
         out, self._first_tokens = self._first_tokens, {}
         return out
 
@@ -278,7 +279,7 @@ class WorkerSide:
                 self._received(decode, event)
 
     def _settle(self, key: AttemptKey, leg: WorkerPrefill) -> None:
-        """Report the blocks as free if vLLM has finished the request and the agent has released them."""
+        """Report the blocks as free if vLLM finished the request and the agent released them."""
         if leg.end is EndPhase.SETTLED:
             del self._prefills[key]
             if leg.held:

@@ -1,6 +1,6 @@
 """The attempts of one worker, and their phases.
 
-Three sides act on a prefill leg independently: vLLM computes or preempts its blocks, vLLM finishes its request, and the
+Three sides act independently on a prefill leg: vLLM computes or preempts its blocks, vLLM finishes its request, and the
 agent releases its blocks.
 """
 
@@ -27,7 +27,7 @@ class EndPhase(Phase):
 
     OPEN = "open"
     CLOSED = "closed"  # vLLM has finished the request; the agent may still need its blocks
-    RELEASED = "released"  # the agent needs the blocks no more; vLLM has not finished the request
+    RELEASED = "released"  # the agent no longer needs the blocks; vLLM has not finished the request
     SETTLED = "settled"  # both: the blocks may be freed
 
 
@@ -36,7 +36,7 @@ class ReceivePhase(Phase):
 
     ANNOUNCED = "announced"  # it has no blocks
     PARKED = "parked"  # it has blocks, and vLLM waits for their KV
-    PLACED = "placed"  # it has blocks, and vLLM waits for nothing: all tokens were here
+    PLACED = "placed"  # it has blocks, and vLLM waits for nothing: no KV was missing
 
 
 _B, _E, _D = BlocksPhase, EndPhase, ReceivePhase
@@ -61,9 +61,9 @@ DECODE_LEG = Table("vLLM's decode leg", {"park": {_D.ANNOUNCED: _D.PARKED}, "pla
 
 @dataclass(slots=True, eq=False)
 class WorkerPrefill:
-    """`blocks` and `end` change as `BLOCKS` and `PREFILL_END` say. `next_token`: the one that D computes, None if it is
-    handed over too. `seeded`: D gets the token that is sampled here. `final`: as last declared to the agent. `held`:
-    vLLM keeps the finished request's blocks until it hears that they may be freed."""
+    """`blocks` and `end` change as in `BLOCKS` and `PREFILL_END`. `next_token`: the one that D computes, None if it is
+    handed over too. `seeded`: D gets the token sampled here. `final`: as last declared to the agent. `held`: vLLM keeps
+    the finished request's blocks until they are reported free."""
 
     request_id: str
     num_tokens: int
@@ -94,7 +94,7 @@ class WorkerPrefill:
 
 @dataclass(slots=True, eq=False)
 class WorkerDecode:
-    """`phase` changes as `DECODE_LEG` says. `next_token`: the one after the tokens that P sends.
+    """`phase` changes as in `DECODE_LEG`. `next_token`: the one after the tokens that P sends.
 
     `traceparent`: if vLLM traces the request; then `marks` are monotonic seconds by event.
     """

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 pytest.importorskip("gguf")
@@ -120,6 +121,44 @@ def other_content(content: bytes) -> Callable[[Write], Path]:
     return make
 
 
+def handmade(*values: tuple[str, int, bytes], tensors: bytes = b"", counts: tuple[int, int] = (0, 0)) -> bytes:
+    """A header of `values` (name, type, bytes). `counts`: more tensors, and more values, than there are."""
+    named = b"".join(counted(name.encode()) + struct.pack("<I", kind) + value for name, kind, value in values)
+    return b"GGUF" + struct.pack("<IQQ", 3, counts[0], len(values) + counts[1]) + named + tensors
+
+
+def counted(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def tensor(name: str, offset: int) -> bytes:
+    return counted(name.encode()) + struct.pack("<IQQIQ", 2, 4, 4, 0, offset)
+
+
+def sparse(content: bytes) -> Callable[[Write], Path]:
+    """A file of 64 GiB, nearly all of it a hole: its numbers may be as large as they like."""
+
+    def make(write: Write) -> Path:
+        file = other_content(content)(write)
+        os.truncate(file, 64 << 30)
+        return file
+
+    return make
+
+
+LLAMA = ("general.architecture", 8, counted(b"llama"))
+# Each would take gigabytes, or minutes.
+HUGE = {
+    "list of bytes": handmade(LLAMA, ("a", 9, struct.pack("<IQ", 0, 32 << 30))),
+    "list of texts": handmade(LLAMA, ("a", 9, struct.pack("<IQ", 8, 4 << 30))),
+    "text": handmade(LLAMA, ("a", 8, struct.pack("<Q", 32 << 30))),
+    "name": handmade(LLAMA, tensors=struct.pack("<Q", 32 << 30), counts=(1, 0)),
+    "values": handmade(LLAMA, counts=(0, 1 << 62)),
+    "tensors": handmade(LLAMA, counts=(1 << 62, 0)),
+    "many lists": handmade(*[("a" * n, 9, struct.pack("<IQ", 0, 1 << 20) + bytes(1 << 20)) for n in range(1, 10)]),
+}
+HEAD_DIMS = [f"llama.{name}" for name in ("attention.key_length", "attention.value_length", "rope.dimension_count")]
+FACTORS = {"rope_freqs.weight": torch.ones(8)}
 REFUSED: dict[str, tuple[Callable[[Write], Path], list[str]]] = {
     "architecture": (
         lambda write: patched(write(), write().read_bytes().index(b"\x05\0\0\0\0\0\0\0llama") + 8, b"bloom"),
@@ -147,6 +186,39 @@ REFUSED: dict[str, tuple[Callable[[Write], Path], list[str]]] = {
     "empty": (other_content(b""), ["no GGUF file"]),
     "version": (lambda write: patched(write(), 4, struct.pack("<I", 1)), ["has version 1, expected 2 or 3"]),
     "big-endian": (lambda write: patched(write(), 4, struct.pack(">I", 3)), ["is big-endian"]),
+    **{f"huge {name}": (sparse(content), ["truncated or no GGUF file"]) for name, content in HUGE.items()},
+    "name twice": (other_content(handmade(LLAMA, LLAMA)), ["the name 'general.architecture' occurs twice"]),
+    "name of lines": (
+        other_content(handmade(LLAMA, tensors=tensor("a\n\x1b[31m", 0), counts=(1, 0))),
+        [r"the name 'a\n\x1b[31m' is not printable"],
+    ),
+    "alignment": (other_content(handmade(("general.alignment", 6, bytes(4)))), ["general.alignment is 0.0"]),
+    "overlap": (
+        other_content(
+            handmade(LLAMA, tensors=tensor("output.weight", 0) + tensor("a", 32), counts=(2, 0)) + bytes(256)
+        ),
+        ["tensor a overlaps the one before it"],
+    ),
+    "list as type": (lambda write: write(**{"general.type": [1] * 9000}), ["general.type is [1, 1, 1, 1, 1, 1, ...]"]),
+    "no integer": (
+        lambda write: write(**{"llama.attention.head_count": True}),
+        ["head_count is True, expected"],
+    ),
+    "endless head": (
+        lambda write: write(further=FACTORS, **dict.fromkeys(HEAD_DIMS, 4294967294)),
+        ["llama.rope.dimension_count is 4294967294, expected an integer from 1 to"],
+    ),
+    "factors": (lambda write: write(further={"rope_freqs.weight": torch.ones(9)}), ["is not 8 numbers in float32"]),
+    "no factors": (
+        lambda write: write(further={"rope_freqs.weight": torch.full((8,), torch.nan)}),
+        ["rope_freqs.weight with rope.freq_base 10000.0 is not supported"],
+    ),
+    "end token": (lambda write: write(**{"tokenizer.ggml.eot_token_id": [3]}), ["eot_token_id is [3], of"]),
+    "template": (
+        lambda write: write(**{"tokenizer.chat_template": 5}),
+        ["chat_template is 5, expected a text"],
+    ),
+    "tokens": (lambda write: write(**{"tokenizer.ggml.tokens": [1, 2]}), ["ggml.tokens is a list of numbers"]),
     "counts": (lambda write: patched(write(), 16, struct.pack("<Q", 1 << 60)), ["truncated or no GGUF file"]),
 }
 

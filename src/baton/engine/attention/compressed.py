@@ -1,7 +1,7 @@
 """Attention to a window of tokens and to compressed entries (DeepSeek-V4, 2026), batch-invariant on any device.
 
-Each row's sink, tokens and entries are copied side by side, then attended to as absorbed latents, in an order that
-depends on the row's position alone. Shapes: T rows, H heads, D numbers of a token or entry.
+Each row's sink, tokens and entries are gathered side by side, then attended to as absorbed latents, in an order that
+depends only on the row's position. Shapes: T rows, H heads, D numbers of a token or entry.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def attend_window(parts: Mapping[str, PagedLatents], rows: WindowRows) -> Tensor
 
 
 def num_complete(batch: AttnBatch, rate: int) -> np.ndarray:
-    """[T]: entries of which a row sees all tokens."""
+    """[T]: number of entries all of whose tokens a row sees."""
     counts: np.ndarray = (batch.positions + 1) // rate
     return counts
 
@@ -129,7 +129,7 @@ def _write_entries(parts: Mapping[str, PagedLatents], compressed: Compressed) ->
 
 
 def _best(part: PagedLatents, rate: int, seen: AttnBatch, index: IndexRows) -> Chosen:
-    """The entries that rows choose which see more than `top_k`."""
+    """The entries chosen by rows that see more than `top_k`."""
     keys = part.by_entries(rate, seen)
     size = index.q_THD.shape[-1]
     return choose_keys(keys.planes[0][..., :size], keys.layer, seen, index)

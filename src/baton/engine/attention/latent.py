@@ -23,7 +23,7 @@ from baton.models.cache import Chosen, LatentHeads, slot_error
 
 _TILE = 64
 _ROW_BLOCK = 16
-# Elements of keys and values expanded at once: half a gigabyte in bfloat16.
+# Elements of keys and values expanded at once: 512 MiB in bfloat16.
 _MOST_EXPANDED = 1 << 28
 
 
@@ -67,7 +67,7 @@ class PagedLatents:
         return torch.cat([plane[pages, self.layer, offsets, 0] for plane in self.planes], dim=-1)
 
     def by_entries(self, rate: int, batch: AttnBatch) -> PagedLatents:
-        """The same memory with one row for each `rate` tokens. `batch`: positions counted in entries."""
+        """The same memory with one row per `rate` tokens. `batch`: positions counted in entries."""
         return PagedLatents(
             [plane.view(*plane.shape[:2], -1, rate, plane.shape[4]).flatten(3)[:, :, :, None] for plane in self.planes],
             self.layer,
@@ -189,7 +189,7 @@ class PagedLatentAttention(PagedLatents):
             tile = q_NW.new_zeros(_TILE, q_NW.shape[-1])
             kept = self.kept(request, base, min(base + _TILE, limit))
             tile[: len(kept)] = kept
-            # A non-finite token must affect only the rows that see it: 0 times NaN is NaN.
+            # A non-finite token must affect only rows that see it, and 0 times NaN is NaN.
             bad = ~tile.sum(dim=1, keepdim=True).isfinite()
             tile = tile.masked_fill(bad, 0.0)
             hidden = lanes[None, :] + base > positions_N[:, None]

@@ -27,7 +27,7 @@ from baton.models.cache import Chosen, IndexRows, KVRegion, KVRegions, LatentHea
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a layer's entries are: the memory of its group, its index in it. `window`: which of them its rows see."""
+    """Where a layer's entries are: its group's memory and its index there. `window`: the visible entries."""
 
     memory: GroupMemory
     index: int
@@ -105,7 +105,7 @@ class PagedCache:
         return KVRegions(query_start, positions, regions, layers)
 
     def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
-        # Rows that see only themselves cost next to nothing.
+        # Rows that see only themselves cost almost nothing.
         self._attend(layer_id, AttnRows(k_TGD, k_TGD, v_TGD, 1.0), window=1)
 
     def attend_kept(self, layer_id: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:

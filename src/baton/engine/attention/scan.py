@@ -1,5 +1,5 @@
-"""States of recurrent layers. A forward reads one slot per request and writes others, so every state that a later step
-may need stays, and a failed forward can be repeated."""
+"""States of recurrent layers. A forward reads one slot per request and writes others, so states that a later step may
+need stay, and a failed forward can be repeated."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scan(planes: Sequence[Tensor], layer: int, batch: StateBatch, recurrence: Re
     device = planes[0].device
     read, write = torch.from_numpy(slots.read).to(device), torch.from_numpy(slots.write).to(device)
     begins = (read == NULL_PAGE)[:, None, None]
-    # The null slot: a request begins.
+    # The null slot: the request begins.
     states = tuple(plane[read, layer, 0].masked_fill(begins, 0) for plane in planes)
     out, kept = recurrence(states, ScanRows(batch.query_start, slots.kept))
     for plane, values in zip(planes, kept, strict=True):

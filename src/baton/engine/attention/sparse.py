@@ -1,5 +1,5 @@
-"""The choice of keys for sparse attention (DeepSeek-V3.2): index keys in pages, scores in tiles of one shape (so a row
-chooses the same keys in every batch), and the best of them."""
+"""The choice of keys for sparse attention (DeepSeek-V3.2): index keys in pages, and scores in tiles of one shape, so a
+row chooses the same keys in every batch."""
 
 from __future__ import annotations
 

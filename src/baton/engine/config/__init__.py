@@ -1,4 +1,4 @@
-"""Configuration of an engine: its settings, each declared once, and what it is started with."""
+"""Configuration of an engine: its settings, each declared once, and its start arguments."""
 
 from baton.engine.config.engine import EngineConfig
 from baton.engine.config.kv_transfer import KVTransferConfig

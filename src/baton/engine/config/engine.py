@@ -26,7 +26,7 @@ class EngineConfig(ServingSettings):
 
     `model`: a checkpoint directory, or before `located()` ORG/NAME on the hub, at `revision`. `skip_tokenizer_init`:
     prompts are token ids, and the output has no text. Data-parallel ranks meet in the directory `data_parallel_store`.
-    `keys`: a key directory, which holds the ticket key too; without one the control socket stays on loopback.
+    `keys`: a key directory, which also holds the ticket key; without one the control socket stays on loopback.
     """
 
     model: str
@@ -101,7 +101,7 @@ class EngineConfig(ServingSettings):
     def located(self) -> EngineConfig:
         """Replace names on the hub by local directories; the API keeps the names.
 
-        Raises `ConfigError` naming a model that cannot be had, `CheckpointError` for one that cannot be served.
+        Raises `ConfigError` naming a model that is unavailable, `CheckpointError` for one that cannot be served.
         """
         model, spec = checkpoint_directory(self.model, self.revision), self.speculative_config
         check_servable(model)
@@ -125,13 +125,13 @@ class EngineConfig(ServingSettings):
 
     @property
     def num_drafts(self) -> int:
-        """The most per verification."""
+        """The maximum per verification."""
         return self.speculative_config.max_drafts if self.speculative_config else 0
 
     @property
     def num_lookahead_slots(self) -> int:
-        """Token slots after a step's tokens that target and drafter write to. A block of DFlash has a row for the token
-        before its drafts, which may be the step's."""
+        """Token slots after a step's tokens to which target and drafter write. A block of DFlash has a row for the
+        token before its drafts, which may be the step's."""
         spec = self.speculative_config
         return self.num_drafts + (spec is not None and spec.method == "dflash")
 

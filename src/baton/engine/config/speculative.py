@@ -10,11 +10,11 @@ from baton.errors import ConfigError
 Verifier = Literal["coupled", "rejection"]
 DraftKV = Literal["require", "prefer", "drop"]
 AUTO = "auto"
-# Drafts of a round if the engine chooses their number.
+# Drafts per round if the engine chooses their number.
 MOST_AUTO_DRAFTS = 8
-# No weights, or the target's.
+# Methods without weights, or with the target's.
 _WITHOUT_MODEL = ("ngram", "mtp")
-# Fields that only one method takes.
+# Fields of a single method.
 _OPTIONS = {"ngram": ("prompt_lookup_min", "prompt_lookup_max")}
 
 
@@ -62,7 +62,7 @@ class SpeculativeConfig:
         if data.get("num_speculative_tokens") != AUTO:
             _check_int("num_speculative_tokens", data.get("num_speculative_tokens", 3), 0, 32)
         elif data.get("verifier", "coupled") != "coupled":
-            # Else times would decide tokens.
+            # Otherwise times would decide tokens.
             raise ConfigError("speculative_config.num_speculative_tokens", f"is {AUTO} with the coupled verifier alone")
         if data.get("draft_tensor_parallel_size") not in (None, 1):
             what = "must be 1: the drafter is whole on every tensor rank"

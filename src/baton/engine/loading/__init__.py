@@ -1,1 +1,1 @@
-"""From a checkpoint to a loaded model, and what other engines must know of it."""
+"""From a checkpoint to a loaded model and its facts."""

@@ -1,6 +1,6 @@
 """The facts of an engine that must be equal on P and D, by name, as HELLO and routers compare them.
 
-They cover every setting that may change a token or the end of an output, which page sizes do not.
+They cover every setting that may change a token or the end of an output. Page sizes do not.
 """
 
 from __future__ import annotations

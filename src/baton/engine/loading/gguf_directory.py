@@ -61,13 +61,14 @@ def checkpoint_files(file: Path) -> dict[str, str]:
     config = gguf_config(header)
     try:
         backend, settings = gguf_tokenizer(header.metadata)
+        ends = end_tokens(header.metadata)
         if backend.get_vocab_size() > config["vocab_size"]:
             raise CheckpointError(f"{backend.get_vocab_size()} tokens, embeddings of {config['vocab_size']}")
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
     objects: dict[str, dict[str, Any]] = {
         "config.json": config,
-        "generation_config.json": {"eos_token_id": end_tokens(header.metadata)},
+        "generation_config.json": {"eos_token_id": ends},
         "tokenizer_config.json": settings,
     }
     return {
@@ -77,7 +78,7 @@ def checkpoint_files(file: Path) -> dict[str, str]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Other engines may be reading the file."""
+    """Replace atomically: other engines may be reading the file."""
     content = text.encode()
     if path.is_file() and path.read_bytes() == content:
         return

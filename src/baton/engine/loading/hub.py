@@ -12,7 +12,7 @@ from baton.errors import ConfigError
 
 # Weights in other formats are not downloaded.
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
-# Other formats of the same weights.
+# The same weights in other formats.
 _LEFT_OUT = ["original/*", "consolidated*", "onnx/*", "*/*.safetensors"]
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

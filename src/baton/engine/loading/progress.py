@@ -1,4 +1,4 @@
-"""Shows how much of a checkpoint's weights is loaded: a bar on a terminal, else a line every few seconds."""
+"""Shows loading progress of a checkpoint's weights: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BAR = "Loading safetensors checkpoint"  # vLLM's words
 def show_loading(step: str, progress: Callable[[str], None], shows: bool = True) -> Iterator[None]:
     """Tell `progress` of a step that loads weights, and show how far it is unless it is short.
 
-    `shows` false: report the step alone, for ranks that load at the same time. While the bar is shown, `progress` gets
+    `shows` false: only report the step, for ranks that load at the same time. While the bar is shown, `progress` gets
     an empty text.
     """
     progress(step)

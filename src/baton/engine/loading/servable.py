@@ -1,6 +1,6 @@
-"""Recognises checkpoints that cannot be served, by file names, `config.json` and headers, before anything is loaded.
+"""Recognises checkpoints that cannot be served, by file names, `config.json` and headers, before loading.
 
-Each refusal says what to do instead. Other unusable checkpoints are refused when loaded.
+Each refusal names an alternative. Other unusable checkpoints are refused when loaded.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The size and place of an engine's pools, states of drafters, and stored prefixes."""
+"""Sizes and places of an engine's pools, states of drafters, and stored prefixes."""

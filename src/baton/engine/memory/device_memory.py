@@ -15,7 +15,7 @@ from baton.handoff.protocol.digests import MemoryDigester, TokenReader
 from baton.kv.geometry import Geometry, Plane
 from baton.transports.base import DeviceMemory, Region
 
-# Digests read bits, so any dtype of the right size will do.
+# Digests read bits, so any dtype of the right size works.
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -30,7 +30,7 @@ def make_digester(geometries: Mapping[str, RankGeometry], regions: Sequence[Regi
     devices = {region.device for region in regions if isinstance(region, DeviceMemory)}
     if not devices:
         return MemoryDigester(geometries, regions)
-    # Its own stream: digests read earlier writes, and need not wait for the engine's next step.
+    # An own stream: digests read earlier writes, and need not wait for the engine's next step.
     stream = torch.cuda.Stream(torch.device("cuda", devices.pop()))  # type: ignore[no-untyped-call]
     return MemoryDigester(geometries, regions, lambda *plane: _device_plane(stream, *plane))
 

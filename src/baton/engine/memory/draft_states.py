@@ -1,8 +1,8 @@
-"""Which slots the forwards of a drafter with states read and write.
+"""Slots that the forwards of a drafter with states read and write.
 
 A drafter runs over a request's new known tokens and then over its own drafts. Its next plan continues from the state
-after the last known token. States after drafts serve only the next draft, in scratch: nothing is rolled back, and a
-handed-over state has seen no draft.
+after the last known token. States after drafts serve only the next draft, in scratch slots: nothing is rolled back, and
+a handed-over state has seen no draft.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DraftStates:
             return {}
         first, last = positions[query_start[:-1]], positions[query_start[1:] - 1]
         start, stop = self._start[requests], self._stop[requests]
-        # Keep the state after the last known row, and that after the last row if another draft follows.
+        # Keep the state after the last known row, and after the last row if another draft follows.
         known, known_last = first < stop, np.minimum(last, stop - 1)
         goes_on = (last >= stop) & (last - stop < self._num_drafts[requests] - 1)
         self._seen[requests[known]] = known_last[known] + 1

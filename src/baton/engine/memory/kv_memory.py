@@ -54,11 +54,11 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
     if drafter is not None:
         groups += _groups(drafter.kv_layers, drafter.kv_modules, "draft", sizes, dtype)
     for group in groups:
-        # A drafter's first group has its owner's name: the size may be meant for others.
+        # A drafter's first group is named after its owner: the size may be meant for others.
         if group.kind == "state" and (named := sizes.keys() & {group.name, group.kind} - {group.owner}):
             raise ConfigError("block_size", f"{min(named)!r}: states have no tokens to a page; see --mamba-block-size")
     known = {name for group in groups if group.kind != "state" for name in _names(group)}
-    # Without pages, the size for all groups names none.
+    # Without pages, the size for all groups applies to none.
     if unknown := sizes.keys() - known - {""}:
         there = ", ".join(sorted(known)[1:]) or "none with pages"
         raise ConfigError("block_size", f"there is no group {min(unknown)!r}; there are {there}")
@@ -115,7 +115,7 @@ def kv_memory(
     if config.max_model_len is not None and config.max_model_len > max_position:
         raise ConfigError("max_model_len", f"must be at most the checkpoint's {max_position}")
     parts = [parts_of(whole, config, num_layers, rank) for rank in range(config.num_ranks)]
-    # All ranks have equally many pages: divide memory for the largest.
+    # All ranks have the same number of pages: divide memory by the largest.
     held = [[group for group, _ in part] for part in parts]
     groups = [max((g for part in held for g in part if g.name == w.name), key=lambda g: g.page_bytes) for w in whole]
     device = torch.device(config.device)

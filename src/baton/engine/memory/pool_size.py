@@ -1,7 +1,7 @@
 """Sizes an engine's KV pools, and from them the longest context.
 
 The pools get `gpu_memory_utilization` of the memory that was free at the start, divided by the number of engines on the
-host, minus what loading took, and no more than is likely to be used.
+host, minus what loading took, and at most what is likely to be used.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
 
 def _host_free(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Available bytes, within the limit of this process's cgroup. Its usage includes files that were read, such as
-    checkpoints: they count as free."""
+    checkpoints, which count as free."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
     free = sizes["MemAvailable"]

@@ -1,4 +1,4 @@
-"""Early check of sizes that no engine could have, from a checkpoint's `config.json` and this host's memory.
+"""Early check for impossible sizes, from a checkpoint's `config.json` and this host's memory.
 
 `kv_memory` and `pool_size` check exactly after the weights are loaded.
 """

@@ -27,7 +27,7 @@ class Exchange:
         # By default gloo binds the address of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._size = size
-        # Not the default group: a process may have several engines.
+        # Not the default group, since a process may have several engines.
         library: Any = dist
         self._group = library.ProcessGroupGloo(library.FileStore(store, size), rank, size, TIMEOUT)
 
@@ -54,7 +54,7 @@ class Exchange:
 
 
 def expert_ranks(config: EngineConfig, store: str) -> ExpertRanks:
-    """They connect at the first exchange, of which there is none without experts."""
+    """They connect at the first exchange, which only models with experts have."""
     rank, size = config.data_parallel_rank, config.data_parallel_size
     exchange = functools.cache(lambda: Exchange(store, rank, size))
     return ExpertRanks(

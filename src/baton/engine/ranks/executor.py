@@ -18,8 +18,8 @@ R = TypeVar("R")
 class RankExecutor:
     """Returns rank 0's result.
 
-    A plan that raises on one rank leaves the others in the middle of a collective, so it ends all ranks, and the
-    engine. Drafts that differ between ranks do the same; errors in choosing tokens, which only rank 0 does, do not.
+    A plan that raises on one rank leaves the others within a collective, so it ends all ranks, and the engine. So do
+    drafts that differ between ranks, but not errors in choosing tokens, which only rank 0 does.
     """
 
     def __init__(self, local: LocalExecutor, followers: Followers, spec: PlanSpec) -> None:

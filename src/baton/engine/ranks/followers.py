@@ -144,7 +144,7 @@ class Followers:
             self._send(rank, Allocate(dict(pool.size.num_pages), files, list(aux_layers)))
 
     def fail_after(self, error: Exception) -> EngineUnavailableError:
-        """End all ranks after `error` in rank 0's part of an order. The exception returned names another rank as the
+        """End all ranks after `error` in rank 0's part of an order. The returned exception names another rank as the
         cause if one has ended."""
         deadline = time.monotonic() + EXIT_STATUS_LIMIT_S
         while not self._closing and time.monotonic() < deadline:

@@ -1,8 +1,8 @@
 """Lockstep of engines that share experts: while one of them computes, all take part in its rounds
 (`models.expert_parallel`); while none does, all sleep.
 
-Turns between two idle periods form a *wave*, numbered alike on all ranks. A rank that gets work while all are idle
-wakes the others with the wave's number.
+Turns between two idle periods form a *wave*, with the same number on all ranks. A rank that gets work while all are
+idle wakes the others with the wave's number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds logits that are not finite: a forward overflowed, or read NaN. No token may be chosen from them."""
+"""Finds logits that are not finite, after an overflow or NaN in the forward. No token may be chosen from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.engine.plan import IntArray
 
 def rows_not_finite(logits_NV: Tensor) -> IntArray:
     """Rows of [N, V] that hold a NaN or an infinity, ascending."""
-    # Without temporaries: a sum is finite only if its terms are. It may also overflow with finite terms.
+    # Without temporaries: a sum is finite only if its terms are. It may overflow with finite terms.
     suspects: IntArray = np.flatnonzero(~np.isfinite(logits_NV.sum(dim=-1).cpu().numpy()))
     if not len(suspects):
         return suspects

@@ -1,8 +1,8 @@
 """Chooses tokens from logits, for a batch at once, on the logits' device.
 
 Order of processing (as in vLLM): grammar, logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, noise.
-Every number is that of the same float64 operation for one row alone. A device computes only what is exact: selections
-and single IEEE operations; logarithms, exponentials and sums are NumPy's.
+Each number equals that of the same float64 operation on one row. A device computes only what is exact: selections and
+single IEEE operations; logarithms, exponentials and sums are NumPy's.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def _outside_nucleus(scores: FloatArray, top_p: float) -> IntArray:
 
 
 class DraftSampler:
-    """Chooses drafts with the noise that the target will see at their positions. `first_position` [R]: of each
-    request's first draft."""
+    """Chooses drafts with the target's noise at their positions. `first_position` [R]: of each request's first
+    draft."""
 
     def __init__(
         self, noise: Noise, first_position: IntArray, vocab_size: int, constrained: Constrained | None = None
@@ -178,7 +178,7 @@ class DraftSampler:
         return chosen
 
     def noise(self, requests: IntArray, step: int) -> tuple[FloatArray, list[FloatArray | None]] | None:
-        """As `drafters.base.DraftNoise`, without what a grammar allows."""
+        """As `drafters.base.DraftNoise`, without tokens that a grammar forbids."""
         if self._greedy:
             return None
         own, position = self._noise.take(requests), self._first[requests] + step

@@ -1,1 +1,1 @@
-"""How many drafts a request gets, if the engine chooses (`num_speculative_tokens` "auto")."""
+"""The number of drafts per request, if the engine chooses it (`num_speculative_tokens` "auto")."""

@@ -1,4 +1,4 @@
-"""How likely drafts are accepted: rates per draft position, given that the drafts before it were accepted."""
+"""Estimates of acceptance: rates per draft position, given that earlier drafts were accepted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ FloatArray = npt.NDArray[np.float64]
 
 # High, so that a new drafter is tried.
 FIRST_GUESS = 0.7
-# How many drafts a guess counts for.
+# How many drafts a guess counts as.
 _GUESS_WEIGHT, _OWN_WEIGHT = 8.0, 5.0
-# A position that was hardly tried is a little worse than the one before it.
+# A position with few samples is a little worse than the one before it.
 _LATER = 0.85
 # Of a count's weight, per verification.
 _KEEP_ALL, _KEEP_OWN = 0.998, 0.95

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Every so many choices, each request gets one draft more, to see acceptance rise.
+# Every so many choices each request gets one draft more, to detect rising acceptance.
 PROBE_EVERY = 32
 _FIT_EVERY = 16
-# A prefill leg never learns what is accepted.
+# A prefill leg never learns which drafts are accepted.
 SEEDED_DRAFTS = 3
 # (requests, rows of each, tokens before them), and (requests, drafts).
 _TARGET_PROBES = (
@@ -129,7 +129,7 @@ class AdaptiveDrafts:
                 if repeated:
                     self.drafter_cost.observe((1.0, requests, drafts, requests * drafts), now() - began)
         for cost in (self.target_cost, self.drafter_cost):
-            for _ in range(4):  # each fit stays near the last
+            for _ in range(4):  # each fit stays close to the last
                 cost.fit()
         log.info("measured the costs of drafts in %.2f s", now() - started)
 

@@ -1,4 +1,4 @@
-"""Plans over spare pages, to see whether target and drafter work and how long they take."""
+"""Plans over spare pages, to test whether target and drafter work and to measure them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets an engine choose k, if its settings say so."""
+"""Lets an engine choose k, if set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def enable_adaptive_drafts(config: EngineConfig, core: EngineCore, max_model_len
     spec = config.speculative_config
     if spec is None or spec.num_speculative_tokens != "auto":
         return
-    # Not the time of other processes. This thread takes part in all that torch computes.
+    # Excludes the time of other processes. This thread takes part in all of torch's work.
     timer = time.thread_time if config.device == "cpu" and config.num_ranks == 1 else time.monotonic
     core.steps.adaptive = adaptive = AdaptiveDrafts(spec.max_drafts, timer)
     tables = core.cache.spare() if config.role != "prefill" else None

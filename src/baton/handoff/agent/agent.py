@@ -110,7 +110,7 @@ class HandoffAgent(Agent):
         self._watch.start()
 
     def close(self) -> None:
-        """Gives up open attempts, and waits a bounded time for copies. Idempotent."""
+        """Give up open attempts, and wait a bounded time for copies. Idempotent."""
         HandoffAgent.close_all([self])
 
     @staticmethod
@@ -142,8 +142,8 @@ class HandoffAgent(Agent):
             n = event.prompt_len
             if beyond := [group for group, tokens in event.wanted.items() if tokens.stop > n]:
                 raise ProtocolError(f"groups {beyond} are wanted beyond the prompt's {n} tokens")
-        # For a leg of P the thread has nothing to do before D speaks of the transfer, and waking it costs the engine
-        # up to 0.4 ms before its forward.
+        # For a leg of P the thread has nothing to do before D mentions the transfer, and waking it costs the engine up
+        # to 0.4 ms before its forward.
         self._call(
             lambda: self._node.post(key, event),
             lambda: not isinstance(event, PrefillLeg | ev.PagesGiven) or self._node.knows(key),
@@ -160,7 +160,7 @@ class HandoffAgent(Agent):
     def _call(self, call: Callable[[], None], soon: Callable[[], bool] = lambda: True) -> None:
         """`soon`: whether the thread should wake for this call."""
         self._calls.put(call)
-        # Asked after `put`, since the thread takes messages before it drains the calls.
+        # Checked after `put`, since the thread takes messages before it drains the calls.
         if soon() and not self._woken:
             self._woken = True
             self._channel.wake()
@@ -170,7 +170,7 @@ class HandoffAgent(Agent):
     def _run(self) -> None:
         while not self._closing:
             self._step()
-        self._step()  # calls made before the close
+        self._step()  # calls from before the close
         self._node.abort_all()
         until = time.monotonic() + self.config.timers.close
         while len(self._node.operations) and time.monotonic() < until:
@@ -196,7 +196,7 @@ class HandoffAgent(Agent):
             self._node.poll()
 
     def _drain_calls(self) -> None:
-        self._woken = False  # before the calls: a later one wakes again
+        self._woken = False  # before draining, so that a later call wakes again
         while True:
             try:
                 call = self._calls.get_nowait()

@@ -15,7 +15,7 @@ from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.session.session import Session
 from baton.transports.base import Peer
 
-# Ended attempts are tombstones, which answer a peer, until their ticket expires and for at least TOMBSTONE_S seconds.
+# Ended attempts are tombstones, which answer peers until their ticket expires, and for at least TOMBSTONE_S seconds.
 MAX_TOMBSTONES = 1 << 16
 TOMBSTONE_S = 60.0
 
@@ -28,7 +28,7 @@ class _Attempt:
     begun: float | None = None  # when the handoff's own time limit starts
     # Of all sessions in which pages may have been exchanged; all must be fenced.
     peers: list[Peer] = field(default_factory=list)
-    # The one of the session in which the other side last asked for copies: it may have closed the others.
+    # The peer of the session in which the other side last asked for copies: it may have closed the others.
     open: Peer | None = None
     far: Instance | None = None
     next_tick: float = 0.0  # when to repeat the last message
@@ -66,16 +66,16 @@ class PrefillAttempt(_Attempt):
     session: Session | None = None
 
     def is_from_peer(self, session: Session) -> bool:
-        """False if another engine has already spoken as D."""
+        """False if another engine already acts as D."""
         before = self.session.hello if self.session is not None else None
         return before is None or (session.hello is not None and session.hello.engine_id == before.engine_id)
 
     def served(self, session: Session) -> bool:
-        """D's claim is checked already: this session may repeat it, or register."""
+        """D's claim is already checked: this session may repeat it, or register."""
         return self.machine.claimed and (self.machine.closed or session.peer is not None)
 
     def waits_for(self, session: Session) -> bool:
-        """D's claim is checked already, and waits for this session's transport."""
+        """D's claim is already checked, and waits for this session's transport."""
         return self.machine.claimed and not self.machine.closed and session.is_connecting
 
     def restart_time_limit(self, now: float) -> None:

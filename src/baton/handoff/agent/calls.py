@@ -28,7 +28,7 @@ class DecodeLeg:
 
 @dataclass(frozen=True, slots=True)
 class DecodePages:
-    """The pages of D's leg. Comes after `DecodeAdmitted`, or without `DecodeLeg` if the engine has pages for all
+    """The pages of D's leg. Follows `DecodeAdmitted`, or comes without `DecodeLeg` if the engine has pages for all
     requests: else pages would wait for P, and P for pages."""
 
     ticket: SignedTicket
@@ -42,7 +42,7 @@ class GiveUp:
     """Ends an attempt of either side; the peer is sent `message`. The pages stay the agent's until released.
 
     `taken` is called on the agent's thread, after the attempt's final events, whatever the peer does. From then on this
-    side sends COMMIT or CONFIRM only for what was in place before.
+    side sends COMMIT or CONFIRM only for data already in place.
     """
 
     reason: str

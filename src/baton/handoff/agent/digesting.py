@@ -51,11 +51,11 @@ class Digesting(Generic[_Owner]):
             every = {group: shares(group) for group in action.digests}
             bad = find_mismatches(self._digester, self._geometries, action.digests, action.pages, every)
             return ev.DigestsChecked(action.check_id, tuple(bad))
-        except Exception as error:  # an attempt without an answer would wait for ever
+        except Exception as error:  # an attempt without an answer would wait forever
             return ev.Fault("transfer_failed", f"no digest: {error}")
 
     def ended(self) -> list[tuple[_Owner, ev.MachineEvent]]:
-        """Jobs that ended since the last call, in the order of their begin."""
+        """Jobs that ended since the last call, in order of their start."""
         out = []
         while not self._done.empty():
             out.append(self._done.get_nowait())

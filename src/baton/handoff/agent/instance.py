@@ -1,8 +1,8 @@
 """Presents the agents of all ranks of an engine as one agent.
 
-Each pair of ranks that has bytes to move is an attempt of its own. The leading pair, of ranks 0 and 0, is opened
-before the other side's ranks are known; its HELLO lists them. In an engine whose ranks are apart, each process has
-only its own rank's pairs, and the one with rank 0 of the other side leads.
+Each pair of ranks with bytes to move is an attempt of its own. The leading pair, of ranks 0 and 0, is opened before the
+other side's ranks are known; its HELLO lists them. In an engine whose ranks are apart, each process has only its own
+rank's pairs, and the one with rank 0 of the other side leads.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class _Leg:
 
 
 class InstanceAgent(Agent):
-    """The agents of all ranks of `instance` as one `Agent`; `bind` sets them. If ranks are apart, there is only that of
-    `instance.rank`, and a request ends when that rank's pairs have. With one rank on both sides, calls and events pass
-    through."""
+    """The agents of all ranks of `instance` as one `Agent`; `bind` sets them. If ranks are apart, only that of
+    `instance.rank`, and a request ends when that rank's pairs have ended. With one rank on both sides, calls and events
+    pass through."""
 
     def __init__(self, instance: Instance, on_event: Callable[[ev.HandoffEvent], None]) -> None:
         self._instance = instance
@@ -54,7 +54,7 @@ class InstanceAgent(Agent):
         # The rank whose pair leads.
         self._first = instance.rank if instance.apart else 0
         self._legs: dict[AttemptKey, _Leg] = {}
-        # Requests that ended lately: the engine may still name them. P's leg is kept if D's ranks were unknown, to tell
+        # Recently ended requests: the engine may still name them. P's leg is kept if D's ranks were unknown, to notify
         # each when it connects.
         self._ended: dict[AttemptKey, _Leg | None] = {}
         self._peers: dict[str, Instance] = {}  # by incarnation
@@ -265,7 +265,7 @@ class InstanceAgent(Agent):
                 del self._legs[key]
                 if isinstance(action, ev.PrefillReleased) and action.outcome != "finished":
                     leg.ended = leg.ended or action.outcome
-                for what in (ev.Declared, ev.LayersWritten):  # its pages are free, and another request may get them
+                for what in (ev.Declared, ev.LayersWritten):  # its pages are free, and another request may have them
                     leg.events.pop(what, None)
                 self._ended[key] = leg if leg.side == P and gather is None else None
                 if len(self._ended) > MAX_ENDED:

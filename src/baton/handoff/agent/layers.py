@@ -1,5 +1,5 @@
-"""Collects written layers of a running forward: a message costs about as much as copying a megabyte, so an engine waits
-until that much is new."""
+"""Collects written layers of a running forward: a message costs about as much as copying a megabyte, so reports wait
+for that much."""
 
 from __future__ import annotations
 

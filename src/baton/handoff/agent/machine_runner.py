@@ -34,7 +34,7 @@ OnPeer = Callable[[AttemptKey, Instance], None]
 
 
 class MachineRunner:
-    """With integrity on, `digester` and `worker` are required. `on_peer` is called with the peer's instance, for each
+    """With integrity on, `digester` and `worker` are required. `on_peer` is called with the peer's instance for each
     attempt in which either engine has several ranks."""
 
     def __init__(
@@ -101,7 +101,7 @@ class MachineRunner:
             self._running = False
 
     def _note_copies(self, attempt: Attempt, event: ev.MachineEvent) -> None:
-        """This side's own, or P's as its COMMIT says."""
+        """This side's copies, or P's according to its COMMIT."""
         match event:
             case ev.CopyEnded(ok=True):
                 attempt.on_copy(self.clock.monotonic())
@@ -122,7 +122,7 @@ class MachineRunner:
             self.feed(attempt, ev.Fault("internal_error", str(error)))
 
     def lose(self, attempt: Attempt, reason: str, message: str, quiet: bool = False) -> None:
-        """`quiet`: the peer has said that its copies have ended."""
+        """`quiet`: the peer has said that its copies ended."""
         self.feed(attempt, ev.PeerLost(reason, message, quiet or attempt.fenced))
 
     def stalled(self, session: Session) -> None:
@@ -139,7 +139,7 @@ class MachineRunner:
                 self.feed(attempt, ev.Tick())
 
     def _rewind(self, attempt: Attempt) -> None:
-        """A message was sent."""
+        """Restart the intervals of repetition, after a message was sent."""
         session = self.session(attempt)
         attempt.gap = self._timers.first_retry(session.round_trip if session else None)
         attempt.next_tick = self.clock.monotonic() + attempt.gap
@@ -172,7 +172,7 @@ class MachineRunner:
         if session is None or not (
             session.ready or (session.hello is not None and isinstance(message, Cancel | Cancelled))
         ):
-            return  # repeated in the next session; CANCEL and CANCELLED go in any
+            return  # repeated in the next session; CANCEL and CANCELLED are valid in any
         if isinstance(message, Commit) and attempt.copied is not None:
             first, last = (max(0.0, self.clock.monotonic() - time) for time in attempt.copied)
             message = msgspec.structs.replace(message, copied=(first, last))

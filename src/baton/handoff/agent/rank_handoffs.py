@@ -71,7 +71,7 @@ class RankHandoffs(Agent):
                     self.runner.feed(prefill, event)
 
     def knows(self, key: AttemptKey) -> bool:
-        """Whether P has an attempt of this transfer, of its engine or because D has spoken. Any thread."""
+        """Whether P has an attempt of this transfer, from its engine or from D. Any thread."""
         return bool(self.runner.prefills.same_transfer(key))
 
     def _begin_prefill(self, key: AttemptKey, ticket: SignedTicket) -> None:
@@ -81,7 +81,7 @@ class RankHandoffs(Agent):
         self.runner.feed(attempt, ev.Opened())
         if attempt.machine.begun_with(ticket.text):
             return
-        # D's claim may be of another request.
+        # D's claim may belong to another request.
         log.warning("attempt %s: the ticket of P's leg is not that of D's", key)
         self.runner.feed(attempt, ev.Fault("register_refused", "both legs must have one ticket"))
 
@@ -101,7 +101,7 @@ class RankHandoffs(Agent):
         self.routing.dial(attempt, ticket)
 
     def _place(self, key: AttemptKey, event: DecodePages) -> None:
-        """The attempt may be announced already."""
+        """The attempt may already be announced."""
         attempt = self.runner.decodes.get(key)
         if attempt is None:
             self._begin_decode(key, event.ticket, event)

@@ -92,7 +92,7 @@ class Registrations:
             return
         try:
             if known is not None and known.served(session) and known.is_from_peer(session):
-                # Its ticket may have expired since it first arrived.
+                # Its ticket may have expired since its first arrival.
                 if isinstance(message, Register) and not known.machine.registered:
                     _check_tables(session, message, known.machine.mode)
                 self._feed(known, session, message)

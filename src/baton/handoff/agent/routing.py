@@ -1,5 +1,5 @@
-"""Finds the session and attempt of each message, and refuses what is not allowed. For one thread. A server is an engine
-that we dialled, to decode from; a client dialled us."""
+"""Finds the session and attempt of each message, and refuses forbidden ones. For one thread. A server is an engine that
+we dialled, to decode from; a client dialled us."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Routing:
         elif session.hello is None:
             raise ProtocolError("a session begins with HELLO")
         if session.hello is None:
-            return  # the handshake goes on, perhaps with a successor
+            return  # the handshake continues, perhaps with a successor
         session.last_heard = self._clock.monotonic()
         if isinstance(message, Renew):
             self._sessions.renewed(session, message)
@@ -106,7 +106,7 @@ class Routing:
             raise ProtocolError("message for an attempt that is not open here")
 
     def _decodes_at(self, address: str) -> list[DecodeAttempt]:
-        """Attempts with that engine, ended ones too: P may still wait for their outcome."""
+        """Attempts with that engine, including ended ones: P may still wait for their outcome."""
         table = self._runner.decodes
         return [attempt for attempt in [*table.live.values(), *table.ended.values()] if attempt.address == address]
 
@@ -124,7 +124,7 @@ class Routing:
         address = lost.connection.address
         waiting = self._decodes_at(address)
         if lost.peer is not None and lost.peer.dead() and lost.hello is not None:
-            # A dead process's writes have ended.
+            # Writes of a dead process have ended.
             gone = lost.hello.incarnation
             waiting = [attempt for attempt in waiting if attempt.machine.key.prefill_incarnation != gone]
         if not self._sessions.may_return(lost) and not waiting:
@@ -175,7 +175,7 @@ class Routing:
             self._dial_again(session)
             return
         for attempt in self._decodes_at(address):
-            # A process can vouch for its own copies only.
+            # A process can only vouch for its own copies.
             own = session.hello is not None and session.hello.incarnation == attempt.machine.key.prefill_incarnation
             self._runner.lose(attempt, "peer_lost", f"the prefill engine left: {bye.reason}", bye.quiet and own)
 
@@ -185,7 +185,7 @@ class Routing:
         if isinstance(message, Hello):
             session = self._sessions.client_hello(connection, message)
             for attempt in self._runner.prefills.live.values():
-                # The same process in a new session: it expects pending answers there.
+                # The same process in a new session, where it expects pending answers.
                 if attempt.session is not None and attempt.session.is_same(session):
                     attempt.session = session
                     attempt.on_hello(session)
@@ -228,7 +228,7 @@ class Routing:
             if not isinstance(message, Cancel | ReadDone | Repair):
                 raise ProtocolError("message for an attempt that is not open here")
             if not isinstance(message, Cancel):
-                # Only attempts that are over are forgotten.
+                # Only finished attempts are forgotten.
                 self._channel.send(session.connection, Cancelled(key, "forgotten"))
                 return
             self.registrations.cancel(key, message.reason)

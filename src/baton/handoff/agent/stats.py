@@ -101,7 +101,7 @@ class AgentCounters:
                     label, failures = reason_label(reason), self._stats.failures
                     failures[label] = failures.get(label, 0) + 1
                 case ev.DecodeReleased() | ev.DecodeProgress() | ev.DecodeAdmitted():
-                    pass  # its failure was counted, or the engine gave up
+                    pass  # the failure was counted, or the engine gave up
 
     def _committed(self, num_bytes: int, num_runs: int) -> None:
         self._stats.handoffs += 1
@@ -109,6 +109,6 @@ class AgentCounters:
         self._stats.runs += num_runs
 
     def snapshot(self, copies: CopyStats, **now: Any) -> AgentStats:
-        """`now`: values that are kept elsewhere."""
+        """`now`: values kept elsewhere."""
         with self._lock:
             return replace(self._stats, failures=dict(self._stats.failures), copies=copies, **now)

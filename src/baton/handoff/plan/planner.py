@@ -60,7 +60,7 @@ def plan_copies(
 
 
 def _table(pages: ArrayLike, last: int, geometry: Geometry, side: str) -> Int64Array:
-    """Checks the length before a peer's interval determines any array size."""
+    """Checks the length before a peer's interval determines the size of an array."""
     table = np.asarray(pages)
     if table.ndim != 1 or (table.size and not np.issubdtype(table.dtype, np.integer)):
         raise ProtocolError(f"group {geometry.group!r}: the {side} block table must be a list of page ids")

@@ -1,7 +1,7 @@
 """Which source rank sends what: each (layer, plane, head) of a destination rank gets exactly one source rank.
 
 Of replicas (more ranks than heads, MLA latents) exactly one sends. P and D compute the same result from the same
-geometries. With attention data parallelism, each data-parallel rank is an instance, which a request's ticket names.
+geometries. With attention data parallelism, each data-parallel rank is an instance, named by a request's ticket.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.kv.geometry import Geometry, Plane
 from baton.kv.interval import ALL_LAYERS, Interval
 
 GroupName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[ -~]*\Z")]
-# An engine with a tensor per layer and plane has a group of each.
+# An engine with one tensor per layer and plane has a group for each.
 MAX_GROUPS = 512
 MAX_RANKS = 64
 _MAX_TURN = (1 << 16) - 1

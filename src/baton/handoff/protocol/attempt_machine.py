@@ -14,7 +14,7 @@ from baton.handoff.protocol.transitions import Table, Told, format_events
 from baton.wire import Integrity, Mode
 
 PhaseT = TypeVar("PhaseT", bound=Enum)
-# Events and steps that an attempt remembers for errors, and after its end.
+# Events and steps kept per attempt for error messages, and after its end.
 STORY, LAST_STORY = 16, 4
 
 
@@ -42,7 +42,7 @@ class AttemptMachine(Generic[PhaseT]):
         return format_events(self._events)
 
     def _enter(self, event: ev.MachineEvent) -> str:
-        """The name of an input. Raises `UndefinedTransitionError` if it cannot come in this phase."""
+        """The name of an input. Raises `UndefinedTransitionError` if it is undefined in this phase."""
         name = name_of(event)
         self._table.after(self.phase, name, self._events)
         if name != "tick" or not self._events or self._events[-1][0] != "tick":
@@ -50,10 +50,10 @@ class AttemptMachine(Generic[PhaseT]):
         return name
 
     def _step(self, step: str) -> None:
-        """Raises `UndefinedTransitionError` if it cannot be taken in this phase."""
+        """Raises `UndefinedTransitionError` if it is undefined in this phase."""
         self.phase = self._table.after(self.phase, step, self._events)
         self._events.append((step, self.phase))
 
     def _forget_story(self) -> None:
-        """Many ended attempts are remembered."""
+        """Tombstones are many, so they keep less."""
         self._events = deque(list(self._events)[-LAST_STORY:], maxlen=LAST_STORY)

@@ -300,7 +300,7 @@ class DecodeHandoff(DecodeState):
         failed = ev.DecodeFailed(self.key, reason, message, recoverable=reason not in ev.FINAL_REASONS)
         actions: list[ev.Action] = [ev.Notify(failed)] if notify else []
         if self.phase is Phase.UNTOLD:
-            # P may hold pages: it gets CANCEL once it can be reached.
+            # P may hold pages, so it gets CANCEL when reached.
             self._forget()
             return [*actions, ev.Notify(ev.DecodeReleased(self.key))]
         if tell:

@@ -1,4 +1,4 @@
-"""The state of D's machine, and what follows from its phase."""
+"""The state of D's machine, and properties of its phase."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DecodeState(AttemptMachine[Phase]):
 
     @property
     def closed(self) -> bool:
-        """Only late messages are left to answer."""
+        """Only late messages remain to be answered."""
         return self.phase in (Phase.UNTOLD, Phase.FAILED, Phase.DONE)
 
     @property

@@ -177,7 +177,7 @@ def _cut(tokens: Interval, size: int) -> Iterator[Interval]:
 
 
 def tokens_to_digest(integrity: Integrity, key: AttemptKey, tokens: Interval) -> tuple[Interval, ...]:
-    """Both engines choose the same tokens, by the transfer's random id."""
+    """Both engines choose the same tokens, from the transfer's random id."""
     if integrity == "off" or tokens.empty:
         return ()
     if integrity == "full":
@@ -188,7 +188,7 @@ def tokens_to_digest(integrity: Integrity, key: AttemptKey, tokens: Interval) ->
 
 def seeds_digest(key: AttemptKey, seeds: Seeds) -> bytes:
     """`DIGEST_BYTES` over the seeds, salted by the attempt."""
-    # Encoded and decoded first, as the receiver's were.
+    # Encoded and decoded first, like the receiver's.
     received = _seeds.decode(_encoder.encode(seeds))
     return bytes(xxhash.xxh3_64_digest(_encoder.encode((key, received))))
 

@@ -42,7 +42,7 @@ class FinalRanges:
         # The end of what is copied (push) and digested, or in progress; None before D has registered.
         self._reached: dict[str, int] | None = None
         self._partial: dict[str, _Partial] = {}
-        # With copies of withdrawn layers: a late one must not overwrite what is copied again.
+        # Groups with copies of withdrawn layers: a late one must not overwrite what is copied again.
         self._stale: set[str] = set()
         self._computing = 0
         self._unreported: dict[str, list[ev.StartCopy]] = {}  # copies that ended before their digests were ready
@@ -94,7 +94,7 @@ class FinalRanges:
                     self._drop(group)
 
     def begin(self, register: msg.Register) -> None:
-        """Other pairs of ranks send the groups that D's REGISTER does not name."""
+        """Groups that D's REGISTER does not name are sent by other pairs of ranks."""
         self.final = {group: self.final.get(group, 0) for group in register.wanted}
         self.pages = {group: pages for group, pages in self.pages.items() if group in register.wanted}
         self._reached = {group: tokens.start for group, tokens in register.wanted.items()}

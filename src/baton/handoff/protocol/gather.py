@@ -204,5 +204,5 @@ def _good(event: ev.HandoffEvent) -> TypeGuard[ev.DecodeCommitted | ev.DecodeFin
 
 
 def _failure(pair: Pair) -> str:
-    """Whichever failure is reported first names this pair."""
+    """The pair whose failure is reported first is named."""
     return f"rank {pair[0]} to rank {pair[1]} has ended"

@@ -1,8 +1,8 @@
 """How engines prove in HELLO that they know the deployment's ticket key.
 
 A proof is an HMAC-SHA256 under that key over the HELLO, the other side's challenge for this connection, the dialled
-address, and which side speaks: it is useless elsewhere, or reflected. Then each frame is sealed with a key of the
-session, because a socket redials by itself, and another process may listen there.
+address, and the speaking side, so it is useless elsewhere, or reflected. After that each frame is sealed with a key of
+the session, because a socket redials by itself, and another process may listen there.
 """
 
 from __future__ import annotations

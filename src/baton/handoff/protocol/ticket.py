@@ -191,7 +191,7 @@ class Redeemer:
 
         Raises `ProtocolError`.
         """
-        # Tickets arrive in order of time.
+        # Tickets arrive in order of expiry.
         while self._used and next(iter(self._used.values())) <= now:
             del self._used[next(iter(self._used))]
         try:

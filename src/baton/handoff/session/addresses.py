@@ -1,4 +1,4 @@
-"""Control addresses: which engine, endpoint and key each names."""
+"""Control addresses: the engine, endpoint and key of each."""
 
 from __future__ import annotations
 

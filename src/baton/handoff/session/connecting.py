@@ -54,7 +54,7 @@ class TransportEnds:
         return future
 
     def result(self, future: Future[Peer], descriptor: bytes) -> Peer:
-        """Raises a failure always as a `BatonError`: any other error would leave its attempts without an end."""
+        """Raises every failure as a `BatonError`: any other error would leave its attempts without an end."""
         try:
             peer = future.result()
         except BatonError as error:
@@ -82,7 +82,7 @@ class TransportEnds:
         self._abandoned.append(future)
 
     def poll(self) -> None:
-        """Disconnect abandoned connections that were established after all."""
+        """Disconnect abandoned connections that were established later."""
         for future in [future for future in self._abandoned if future.done()]:
             self._abandoned.remove(future)
             if future.exception() is None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import secrets
 from typing import Any
 
 import zmq
@@ -41,12 +39,6 @@ def as_server(sock: Socket, keys: Keys) -> None:
     sock.setsockopt(zmq.CURVE_SERVER, 1)
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     sock.setsockopt(zmq.ZAP_DOMAIN, b"baton")
-
-
-def begin_ids_at_random() -> None:
-    """A ROUTER numbers connections that bring no id by C's `rand()`. A peer that claims the next number would end the
-    process by an assertion of ZeroMQ (4.3.5, `add_out_pipe`)."""
-    ctypes.CDLL(None).srand(secrets.randbits(32))
 
 
 class Gate:

@@ -1,4 +1,4 @@
-"""What one rank says in HELLO, and what it checks of a peer: its proof, its engine, and its tickets."""
+"""What one rank sends in HELLO, and its checks of a peer: proof, engine, and tickets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers whose handoffs keep needing repair."""
+"""Peers whose handoffs repeatedly need repair."""
 
 from __future__ import annotations
 

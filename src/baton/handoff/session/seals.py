@@ -18,7 +18,7 @@ def seal_of(connection: Connection, frame: bytes) -> list[bytes]:
 def check_seal(
     connection: Connection, side: Side, message: ControlMessage, frame: bytes, mark: list[bytes]
 ) -> ControlMessage:
-    """The message, if the session's peer has sealed it or anybody may send it. Raises `ProtocolError` otherwise.
+    """The message, if the session's peer sealed it or it needs no seal. Raises `ProtocolError` otherwise.
 
     A HELLO proves its sender by itself. An engine that does not know the session answers BYE, and D then begins
     another.

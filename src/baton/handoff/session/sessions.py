@@ -119,8 +119,8 @@ class Sessions:
         if not self.greeting.is_proven("answered", address, session.connection, hello):
             raise ProtocolError(f"who answers at {address} does not prove that it knows the ticket key")
         if hello.descriptor is None:
-            # Only a new challenge is answered: HELLO is repeated anyway, and two sides that answered every one would
-            # never stop.
+            # Answer only new challenges: HELLO is repeated anyway, and two sides that answered every one would never
+            # stop.
             if hello.challenge != session.challenge:
                 session.challenge = hello.challenge
                 self._say_hello(session)
@@ -167,7 +167,7 @@ class Sessions:
             self._connect(session)
 
     def poll(self) -> list[Session]:
-        """The sessions whose connecting has ended since the last call."""
+        """Sessions whose connecting ended since the last call."""
         self._ends.poll()
         ended = []
         for session in self._all():
@@ -224,7 +224,7 @@ class Sessions:
             session.round_trip = sample if session.round_trip is None else (3 * session.round_trip + sample) / 4
 
     def may_return(self, session: Session) -> bool:
-        """Whether the session's process may still live and need the outcome of its attempts. A fence proves only that
+        """Whether the session's process may still live and need the outcome of its attempts. A fence only proves that
         one connection is closed on this side. No attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused
         that long."""
         if session.peer is not None:
@@ -232,7 +232,7 @@ class Sessions:
         return self.clock.monotonic() < session.until
 
     def forgive(self, now: float) -> None:
-        """This process was paused, so it cannot tell who was silent: restart all leases."""
+        """This process was paused, so it cannot tell which peers were silent: restart all leases."""
         for session in self._all():
             session.last_heard = now
 

@@ -27,10 +27,11 @@ from baton.handoff.protocol.messages import Bye, ControlMessage, Hello
 from baton.handoff.session.accepted import AcceptedConnections
 from baton.handoff.session.addresses import ControlEndpoint, endpoint_of
 from baton.handoff.session.base import Connection
-from baton.handoff.session.curve import Gate, Socket, as_client, begin_ids_at_random
+from baton.handoff.session.curve import Gate, Socket, as_client
 from baton.handoff.session.keys import CONTROL_BIND, Keys, check_bind
 from baton.handoff.session.seals import check_seal, seal_of
 from baton.log_limit import LogLimit
+from baton.zeromq import begin_ids_at_random
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())

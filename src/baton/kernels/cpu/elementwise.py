@@ -25,7 +25,7 @@ _PARALLEL_NUMBERS = 1 << 14
 # 2 sqrt(2 / pi), and the same times 0.044715.
 _GELU_LINEAR = np.float32(1.5957691216057308)
 _GELU_CUBIC = np.float32(0.07135481627159025)
-# Rows that a thread takes at once.
+# Rows that a thread takes at a time.
 _BLOCK = 16
 # The counter of `take`, then the kernel's own.
 _NUM_ARGUMENTS = 9

@@ -26,7 +26,7 @@ _QUERY_VECTORS = 128
 _LINE = 64
 # Bytes read ahead at once. They fit in a core's cache until all heads have used them.
 _READ_AHEAD_BYTES = 1 << 18
-# From here on, threads share the work well enough without splitting a request's heads.
+# With this many requests, threads share the work well without splitting a request's heads.
 _MIN_REQUESTS = 4
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 # Arguments of WRITE and ATTEND, after the counter of `take`. Names of arrays stand for addresses. FAULT starts as 0.

@@ -164,7 +164,7 @@ def packed_address(weight: Tensor, packed: Tensor) -> int | None:
         return None
     if num_bytes != 2 * outputs * columns or not at:
         return None
-    # oneDNN does not tell the layout: compare some of the data.
+    # oneDNN does not report the layout: compare some of the data.
     half = columns // 2
     stored = np.ctypeslib.as_array((ctypes.c_uint16 * (outputs * columns)).from_address(at)).reshape(
         -1, half, _BLOCK, 2

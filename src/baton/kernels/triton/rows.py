@@ -1,5 +1,5 @@
-"""Triton kernels of norms. A row is one program's, in one order of summation, so other rows change no bit of it: how
-PyTorch sums a row on a GPU depends on the number of rows."""
+"""Triton kernels of norms. One program computes a row, in one order of summation, so other rows do not change its bits:
+PyTorch's sums on a GPU depend on the number of rows."""
 
 import triton
 import triton.language as tl

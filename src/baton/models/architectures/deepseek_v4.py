@@ -142,7 +142,7 @@ def _rotary_dim(raw: RawConfig, head_dim: int) -> int:
     if raw.get("partial_rotary_factor") is None:
         dim = get_int(raw, "qk_rope_head_dim", max(2, head_dim // 8))
     else:
-        dim = int(head_dim * get_float(raw, "partial_rotary_factor"))
+        dim = int(head_dim * min(get_float(raw, "partial_rotary_factor"), 2.0))
     if dim % 2 or not 0 < dim <= head_dim:
         raise CheckpointError(f"config.json: qk_rope_head_dim is {dim}, expected an even number up to {head_dim}")
     return dim
@@ -154,14 +154,14 @@ def _kinds(raw: RawConfig, num_layers: int) -> list[str]:
     kinds, ratios = raw.get("layer_types"), raw.get("compress_ratios")
     if kinds is None and ratios is None:
         kinds = [_HEAVY] * 2 + [_SPARSE if i % 2 else _HEAVY for i in range(num_layers - 2)]
-    elif kinds is None:
+    elif kinds is None and isinstance(ratios, list):
         names = {rate: kind for kind, rate in _RATES.items()}
-        kinds = [names.get(ratio) for ratio in ratios] if isinstance(ratios, list) else None
+        kinds = [names.get(ratio) if isinstance(ratio, int) else None for ratio in ratios]
+    known = (*_RATES,)
     # Ratios may go on for MTP modules.
-    if not isinstance(kinds, list) or len(kinds) < num_layers or any(kind not in _RATES for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) < num_layers or any(kind not in known for kind in kinds):
         given = ratios if raw.get("layer_types") is None else raw["layer_types"]
-        known = ", ".join(_RATES)
-        raise CheckpointError(f"config.json: layer_types must be {num_layers} of {known}, got {given!r}")
+        raise CheckpointError(f"config.json: layer_types must be {num_layers} of {', '.join(known)}, got {given!r}")
     return kinds[:num_layers]
 
 

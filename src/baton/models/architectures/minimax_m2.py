@@ -31,8 +31,9 @@ class MiniMaxM2(Mixtral):
         for name, supported in (("scoring_func", "sigmoid"), ("qk_norm_type", "per_layer"), ("use_qk_norm", True)):
             require_value(raw, name, supported)
         require_value(raw, "shared_intermediate_size", 0)
-        if any(kind != 1 for kind in raw.get("attn_type_list") or ()):
-            raise CheckpointError("config.json: attn_type_list has layers of linear attention, which is not supported")
+        kinds = raw.get("attn_type_list") or []
+        if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
+            raise CheckpointError("config.json: attn_type_list must be all 1: linear attention is not supported")
         if raw.get("sliding_window") is not None:
             raise CheckpointError(f"config.json: sliding_window is {raw['sliding_window']!r}, expected null")
         # Published configs have the number of rotated dimensions.

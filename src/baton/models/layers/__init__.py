@@ -1,1 +1,1 @@
-"""Layers that architectures share, and how ranks share them."""
+"""Layers that architectures share, and their parallelism."""

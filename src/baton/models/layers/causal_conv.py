@@ -54,7 +54,7 @@ class CausalConv(nn.Module):
 
 
 def _convolved(inputs_TC: Tensor, state: Tensor, weight: Tensor, bias: Tensor, rows: ScanRows) -> Tensor:
-    """Tap by tap: a library may round in another order for another number of rows."""
+    """Tap by tap: a library may round differently for another number of rows."""
     if has_kernels(inputs_TC.device.type):
         where = DeviceRows.of(rows.query_start, rows.kept, inputs_TC.device)
         return triton_convolve(inputs_TC, state, weight, bias, where)

@@ -21,7 +21,7 @@ from baton.models.layers.row_linear import RowLinear
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x) in float32. On a CPU the same bits wherever a number stands, unlike PyTorch's."""
+    """1 / (1 + e^-x) in float32. On a CPU, unlike PyTorch's, its bits do not depend on a number's position."""
     return elementwise.sigmoid(x) if x.device.type == "cpu" else x.sigmoid()
 
 

@@ -2,8 +2,8 @@
 arXiv:2412.19437, 3.4): a row is sent to the ranks that hold its experts, and their outputs come back.
 
 Ranks communicate in collective *rounds*. In a round each rank dispatches rows of one layer, or none, and computes the
-rows dispatched to it. Ranks may be at different layers: a rank that is done joins rounds without rows until all are
-done.
+rows dispatched to it. Ranks may be at different layers: a finished rank joins rounds without rows until all are
+finished.
 
 Shapes: T rows, E hidden size, K experts chosen for a row, P (row, expert) pairs, W width of an expert's output.
 """

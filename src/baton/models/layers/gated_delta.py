@@ -170,7 +170,7 @@ def _rule_torch(
     matrix: Tensor,
     rows: ScanRows,
 ) -> tuple[Tensor, Tensor]:
-    """Row by row: chunks would round in another order than decoding."""
+    """Row by row: chunks would round differently from decoding."""
     (rate, dt_bias), heads, each = parameters, spec.value_heads, spec.value_heads // spec.key_heads
     b, a = torch.split(projected[:, first:].float(), [heads, len(dt_bias)], dim=1)
     beta, steps = b.sigmoid(), F.softplus(a + dt_bias)
@@ -200,5 +200,5 @@ def _widths(spec: GatedDeltaSpec) -> tuple[int, int, int]:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x divided by its length over the last dimension."""
+    """x divided by its L2 norm over the last dimension."""
     return x * torch.rsqrt(square_sums(x) + _L2_EPS)

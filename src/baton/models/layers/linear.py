@@ -35,7 +35,7 @@ for _capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 _REFERENCE_HEIGHT = 16
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _PROBE_SHIFTS = (0, 1, 2, 3, 5, 11)
-# Enough for every place in a low block.
+# Enough for every position in a low block.
 _PROBE_ROWS = 64
 # From this many numbers on, probing blocks above TALL would take too long.
 BIG_PROBE = 1 << 22
@@ -157,7 +157,7 @@ def matching_heights(multiply: Callable[[Tensor], Tensor], x: Tensor, heights: S
     expected = in_blocks(x, _REFERENCE_HEIGHT)
 
     def equal(height: int) -> bool:
-        # A lone row has only one place.
+        # A lone row has only one position.
         shifts = _PROBE_SHIFTS if height > 1 else _PROBE_SHIFTS[:1]
         rows, wanted = (part[: max(height, _PROBE_ROWS)] for part in (x, expected))
         return all(torch.equal(in_blocks(rows.roll(shift, 0), height), wanted.roll(shift, 0)) for shift in shifts)

@@ -26,7 +26,7 @@ from baton.models.layers.linear import Build, MergedLinear, WeightCut
 from baton.models.layers.parallel import Share, tree_sum
 from baton.models.layers.row_linear import RowLinear
 
-# Up to so many rows, row by row costs no more than one chunk.
+# Up to this many rows, row by row is as fast as one chunk.
 _FEW_ROWS = 8
 
 

@@ -16,7 +16,7 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Mxfp4Pairs:
-    """Joins blocks and scales, which come in any order, possibly from two files."""
+    """Joins blocks and scales, which arrive in any order, possibly from two files."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Tensor] = {}

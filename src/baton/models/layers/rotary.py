@@ -133,7 +133,7 @@ class Rotary:
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) at int64 positions [T], each [T, 1, R/2] in the model's dtype."""
-        # Only while the table may be too short: reading costs a sync on a GPU.
+        # Only while the table may be too short: reading costs a GPU sync.
         if self._rows < self._max_position and positions_T.numel():
             self._reach(int(positions_T.max()))
         return self._cos[positions_T].unsqueeze(1), self._sin[positions_T].unsqueeze(1)

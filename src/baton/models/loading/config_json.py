@@ -1,4 +1,4 @@
-"""Reads the JSON files of checkpoint directories. Without torch: checkpoints are judged before torch is imported."""
+"""Reads the JSON files of checkpoint directories. Without torch: checkpoints are checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.errors import CheckpointError
 from baton.models.config import RawConfig
 from baton.models.registry import MODELS
 
-# Fields that a nested config of a text model may leave to the outer one.
+# Fields that a nested config of a text model may inherit from the outer one.
 _BESIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config")
 
 

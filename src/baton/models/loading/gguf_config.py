@@ -1,14 +1,16 @@
 """The `config.json` of a GGUF file, as transformers reads it, without torch. Unlike transformers 5.23, it keeps the
-size of a head, scaling of rotary embedding, and biases."""
+head size, rope scaling, and biases."""
 
 from __future__ import annotations
 
 import math
 import struct
+from math import prod
+from reprlib import repr
 from typing import Any
 
 from baton.errors import CheckpointError
-from baton.models.config import RawConfig
+from baton.models.config import MAX_SIZE, RawConfig
 from baton.models.loading.gguf_header import GgufHeader
 from baton.models.loading.gguf_names import EMBEDDING, HEAD, ROPE_FACTORS, model_name
 
@@ -49,39 +51,39 @@ class _Metadata:
         self._header, self._all = header, header.metadata
         what = self._all.get("general.type", "model")
         if what != "model":
-            raise self._error(f"general.type is {what!r}, expected a model")
+            raise self._error(f"general.type is {repr(what)}, expected a model")
         self._architecture = str(self._all.get("general.architecture"))
         if self._architecture not in MODEL_TYPES:
-            known = ", ".join(MODEL_TYPES)
-            raise self._error(f"general.architecture is {self._architecture!r}, expected one of {known}: {_INSTEAD}")
+            known, found = ", ".join(MODEL_TYPES), repr(self._architecture)
+            raise self._error(f"general.architecture is {found}, expected one of {known}: {_INSTEAD}")
 
     def config(self) -> dict[str, Any]:
         import gguf
 
         for name, ordinary in _ORDINARY.items():
             if self._get(name, ordinary) != ordinary:
-                raise self._error(f"{self._architecture}.{name} is {self._get(name)!r}, which is not supported")
+                raise self._error(f"{self._architecture}.{name} is {repr(self._get(name))}, which is not supported")
         tensors = self._header.tensors
         self._check_tensors()
-        heads, size = self._need("attention.head_count"), self._need("embedding_length")
-        turned = self._need("rope.dimension_count", size // max(heads, 1))
-        head_dim = self._need("attention.key_length", turned)
+        heads, size = self._need_int("attention.head_count"), self._need_int("embedding_length")
+        turned = self._need_int("rope.dimension_count", size // heads)
+        head_dim = self._need_int("attention.key_length", turned)
         for name in ("attention.value_length", "rope.dimension_count"):
             if self._get(name, head_dim) != head_dim:
-                raise self._error(f"{self._architecture}.{name} is {self._get(name)}, heads have {head_dim}")
+                raise self._error(f"{self._architecture}.{name} is {repr(self._get(name))}, heads have {head_dim}")
         model_type = MODEL_TYPES[self._architecture]
         quantised = sorted({one.kind for one in tensors.values()} - FLOATS.keys())
         return {
             "model_type": model_type,
             "vocab_size": tensors[EMBEDDING].shape[0],
             "hidden_size": size,
-            "intermediate_size": self._need("feed_forward_length"),
-            "num_hidden_layers": self._need("block_count"),
+            "intermediate_size": self._need_int("feed_forward_length"),
+            "num_hidden_layers": self._need_int("block_count"),
             "num_attention_heads": heads,
-            "num_key_value_heads": self._need("attention.head_count_kv", heads),
+            "num_key_value_heads": self._need_int("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "rms_norm_eps": self._need("attention.layer_norm_rms_epsilon"),
-            "max_position_embeddings": self._need("context_length"),
+            "max_position_embeddings": self._need_int("context_length"),
             "rope_theta": self._need("rope.freq_base", 10000.0),
             "rope_scaling": self._rope(head_dim),
             "tie_word_embeddings": HEAD not in tensors,
@@ -95,9 +97,9 @@ class _Metadata:
 
     def _experts(self) -> dict[str, Any]:
         return {
-            "num_experts": self._need("expert_count"),
-            "num_experts_per_tok": self._need("expert_used_count"),
-            "moe_intermediate_size": self._need("expert_feed_forward_length"),
+            "num_experts": self._need_int("expert_count"),
+            "num_experts_per_tok": self._need_int("expert_used_count"),
+            "moe_intermediate_size": self._need_int("expert_feed_forward_length"),
             # As in llama.cpp, whose files do not say so.
             "norm_topk_prob": True,
         }
@@ -110,8 +112,12 @@ class _Metadata:
         if EMBEDDING not in tensors:
             raise self._error(f"no tensor {EMBEDDING}")
         for name in tensors:
-            if name != ROPE_FACTORS and model_name(name) is None:
+            usual = None if name == ROPE_FACTORS else model_name(name)
+            if name != ROPE_FACTORS and usual is None:
                 raise self._error(f"unexpected tensor {name}")
+            if usual is not None and "{}" in usual and tensors[name].shape[0] != self._get("expert_count"):
+                num = tensors[name].shape[0]
+                raise self._error(f"tensor {name} has {num} experts, expert_count is {repr(self._get('expert_count'))}")
         for kind in map(gguf.GGMLQuantizationType, {tensor.kind for tensor in tensors.values()} - FLOATS.keys()):
             try:
                 gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
@@ -124,10 +130,10 @@ class _Metadata:
         if kind == "none":
             return self._llama3(head_dim)
         if kind not in ("linear", "yarn"):
-            raise self._error(f"{self._architecture}.rope.scaling.type is {kind!r}, expected linear or yarn")
+            raise self._error(f"{self._architecture}.rope.scaling.type is {repr(kind)}, expected linear or yarn")
         found = {"rope_type": kind, "factor": self._need("rope.scaling.factor")}
         if kind == "yarn":
-            found["original_max_position_embeddings"] = self._need("rope.scaling.original_context_length")
+            found["original_max_position_embeddings"] = self._need_int("rope.scaling.original_context_length")
         beside = {f"{self._architecture}.rope.scaling.{name}" for name in ("type", "factor", "finetuned")}
         beside.add(f"{self._architecture}.rope.scaling.original_context_length")
         for name in self._all:
@@ -140,24 +146,33 @@ class _Metadata:
         stored = self._header.tensors.get(ROPE_FACTORS)
         if stored is None:
             return None
-        if stored.kind != _FLOAT32:
-            raise self._error(f"{ROPE_FACTORS} is not in float32")
+        if stored.kind != _FLOAT32 or prod(stored.shape) != -(-head_dim // 2):
+            raise self._error(f"{ROPE_FACTORS} is not {-(-head_dim // 2)} numbers in float32")
         with self._header.path.open("rb") as file:
             file.seek(stored.start)
             factors = struct.unpack(f"<{stored.num_bytes // 4}f", file.read(stored.num_bytes))
         section: dict[str, Any] = {"rope_type": "llama3", "factor": max(factors, default=1.0), **_LLAMA3}
-        expected = _llama3_factors(section, self._need("rope.freq_base", 10000.0), head_dim)
+        theta = self._need("rope.freq_base", 10000.0)
+        if not 1 <= theta < math.inf or not 1 <= section["factor"] < math.inf:
+            raise self._error(f"{ROPE_FACTORS} with rope.freq_base {theta} is not supported")
+        expected = _llama3_factors(section, theta, head_dim)
         if len(factors) != len(expected) or not all(map(_are_close, factors, expected)):
             raise self._error(f"{ROPE_FACTORS} holds other factors than Llama 3.1's: {_INSTEAD}")
         return section if section["factor"] > 1 else None
+
+    def _need_int(self, name: str, default: int | None = None) -> int:
+        """Raises `CheckpointError` outside of [1, `MAX_SIZE`]."""
+        found = self._need(name, default)
+        if type(found) is int and 1 <= found <= MAX_SIZE:
+            return found
+        raise self._error(f"{self._architecture}.{name} is {found}, expected an integer from 1 to {MAX_SIZE}")
 
     def _need(self, name: str, default: Any = None) -> Any:
         found = self._get(name, default)
         if isinstance(found, int | float):
             return found
-        why = (
-            "differs between layers, which is not supported" if isinstance(found, list) else f"is {found!r}, no number"
-        )
+        is_list = isinstance(found, list)
+        why = "differs between layers, which is not supported" if is_list else f"is {repr(found)}, no number"
         raise self._error(f"{self._architecture}.{name} {'is missing' if found is None else why}")
 
     def _get(self, name: str, default: Any = None) -> Any:

@@ -19,7 +19,11 @@ from baton.errors import CheckpointError
 _MAGIC = b"GGUF"
 _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
-_MAX_DIMS = 4
+# Limits far above any model's: a file's numbers must not choose how much is read. Bytes of the header, of a text and of
+# a name; values, tensors, and numbers and texts in lists together.
+_MAX_HEADER_BYTES, _MAX_TEXT_BYTES, _MAX_NAME_BYTES = 1 << 27, 1 << 24, 256
+_MAX_VALUES, _MAX_TENSORS, _MAX_IN_LISTS, _MAX_DIMS = 1 << 16, 1 << 18, 1 << 23, 4
+_MAX_ALIGNMENT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class GgufHeader:
 
 def read_header(path: Path, with_texts: bool = True) -> GgufHeader:
     """`with_texts` False leaves lists of strings empty. Raises `CheckpointError` for a file that is not GGUF, is
-    truncated or one of several parts, or has tensors of an unknown type."""
+    truncated or one of several parts, or has tensors of an unknown type or that overlap."""
     try:
         with path.open("rb") as file:
             begin = file.read(24)
@@ -58,6 +62,7 @@ def read_header(path: Path, with_texts: bool = True) -> GgufHeader:
 class _Reader:
     def __init__(self, path: Path, blob: mmap.mmap, with_texts: bool) -> None:
         self._path, self._blob, self._at, self._with_texts = path, blob, len(_MAGIC), with_texts
+        self._end, self._num_in_lists = min(len(blob), _MAX_HEADER_BYTES), 0
 
     def header(self) -> GgufHeader:
         (version,) = self._numbers("I", 1)
@@ -65,21 +70,27 @@ class _Reader:
             why = "is big-endian" if version & 0xFFFF == 0 else f"has version {version}, expected 2 or 3"
             raise CheckpointError(f"{self._path}: {why}")
         num_tensors, num_values = self._numbers("Q", 2)
-        metadata = {}
+        if num_tensors > _MAX_TENSORS or num_values > _MAX_VALUES:
+            raise ValueError(f"{num_tensors} tensors and {num_values} values of metadata")
+        metadata: dict[str, Any] = {}
         for _ in range(num_values):
-            name = self._text()
+            name = self._name(metadata)
             metadata[name] = self._value(*self._numbers("I", 1))
         if metadata.get("split.count", 1) not in (0, 1):
             join = "join them with llama-gguf-split --merge"
-            raise CheckpointError(f"{self._path}: is one of {metadata['split.count']} files: {join}")
-        return GgufHeader(self._path, metadata, self._tensors(num_tensors, metadata.get("general.alignment", 32)))
+            raise CheckpointError(f"{self._path}: is one of {metadata['split.count']!r:.20} files: {join}")
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
+            raise CheckpointError(f"{self._path}: general.alignment is {alignment!r:.20}")
+        return GgufHeader(self._path, metadata, self._tensors(num_tensors, alignment))
 
     def _tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
         import gguf
 
-        found, size = {}, os.stat(self._path).st_size
+        found: dict[str, GgufTensor] = {}
+        size = os.stat(self._path).st_size
         for _ in range(count):
-            name = self._text()
+            name = self._name(found)
             (num_dims,) = self._numbers("I", 1)
             if num_dims > _MAX_DIMS:
                 raise ValueError(f"tensor {name} has {num_dims} dimensions")
@@ -96,7 +107,18 @@ class _Reader:
         found = {name: GgufTensor(one.shape, one.kind, begin + one.start, one.num_bytes) for name, one in found.items()}
         if (missing := max((one.start + one.num_bytes for one in found.values()), default=0) - size) > 0:
             raise CheckpointError(f"{self._path}: truncated, its last {missing} bytes are missing: download it again")
+        end = begin
+        for name, one in sorted(found.items(), key=lambda item: item[1].start):
+            if one.start < end:
+                raise CheckpointError(f"{self._path}: tensor {name} overlaps the one before it")
+            end = one.start + one.num_bytes
         return found
+
+    def _name(self, known: Mapping[str, object]) -> str:
+        name = self._text(_MAX_NAME_BYTES)
+        if not name.isprintable() or name in known:
+            raise ValueError(f"the name {name!r} {'occurs twice' if name in known else 'is not printable'}")
+        return name
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -106,20 +128,23 @@ class _Reader:
             # The shortest decimal of the same float32.
             return float(str(np.float32(value))) if kind == _FLOAT32 else value
         (of,), (count,) = self._numbers("I", 1), self._numbers("Q", 1)
+        self._num_in_lists += count
+        if self._num_in_lists > _MAX_IN_LISTS:
+            raise ValueError(f"its lists have over {_MAX_IN_LISTS} entries")
         return self._texts(count) if of == _STRING else list(self._numbers(_FORMS[of], count))
 
     def _numbers(self, form: str, count: int) -> tuple[Any, ...]:
         size = struct.calcsize(f"<{form}") * count
-        if size > len(self._blob) - self._at:
+        if size > self._end - self._at:
             raise ValueError(f"{count} numbers at byte {self._at} are beyond its end")
         values = struct.unpack_from(f"<{count}{form}", self._blob, self._at)
         self._at += size
         return values
 
-    def _text(self) -> str:
+    def _text(self, limit: int = _MAX_TEXT_BYTES) -> str:
         (length,) = self._numbers("Q", 1)
-        if length > len(self._blob) - self._at:
-            raise ValueError(f"a text at byte {self._at} ends beyond its end")
+        if length > min(limit, self._end - self._at):
+            raise ValueError(f"a text at byte {self._at} has {length} bytes")
         self._at += length
         return self._blob[self._at - length : self._at].decode()
 
@@ -128,10 +153,10 @@ class _Reader:
         blob, at, length, found = self._blob, self._at, struct.Struct("<Q").unpack_from, []
         for _ in range(count):
             end = at + 8 + length(blob, at)[0]
+            if end > self._end:
+                raise ValueError(f"a list of {count} texts ends beyond its end")
             if self._with_texts:
                 found.append(blob[at + 8 : end].decode())
             at = end
-        if at > len(blob):
-            raise ValueError(f"a list of {count} texts ends beyond its end")
         self._at = at
         return found

@@ -1,4 +1,4 @@
-"""Names of tensors in GGUF files, and the usual ones. Source: gguf's `tensor_mapping`."""
+"""Tensor names in GGUF files and in Hugging Face's checkpoints. Source: gguf's `tensor_mapping`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _OF_LAYER = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
 
 
 def model_name(stored: str) -> str | None:
-    """The usual name, with `{}` for an expert's number if the tensor has all of a layer. None for unknown tensors."""
+    """The Hugging Face name, with `{}` for an expert's number if the tensor has all of a layer. None for unknown
+    tensors."""
     found = _OF_LAYER.fullmatch(stored)
     if found is None:
         return _OUTER.get(stored)

@@ -23,7 +23,7 @@ _INTERLEAVED = re.compile(r"\.attn_([qk])\.")
 
 
 class GgufWeights:
-    """Tensors by their usual names: floats as they are stored, others in float32. Raises `CheckpointError`."""
+    """Tensors by their Hugging Face names: floats as stored, others in float32. Raises `CheckpointError`."""
 
     def __init__(self, file: Path) -> None:
         status = os.stat(file)
@@ -33,7 +33,7 @@ class GgufWeights:
         for stored, tensor in self._header.tensors.items():
             name = model_name(stored)
             if name is None:
-                continue  # the factors of positions, which are in the config
+                continue  # the rope factors, which are in the config
             if "{}" in name:
                 self._stored |= {name.format(expert): (stored, expert) for expert in range(tensor.shape[0])}
             else:

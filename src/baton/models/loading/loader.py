@@ -35,7 +35,7 @@ from baton.models.registry import model_class
 
 logger = logging.getLogger(__name__)
 
-# Fields that change no result.
+# Fields without effect on results.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "use_cache")
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -186,7 +186,7 @@ class QuantizedWeights:
         return f"{stem}.weight" if self._is_part(stem, part) else stored
 
     def add(self, stored: str, tensor: Tensor) -> Tensor | None:
-        """The weight with its last part; None before; other tensors as they are."""
+        """The weight after its last part; None before; other tensors unchanged."""
         stem, _, part = stored.rpartition(".")
         if not self._is_part(stem, part):
             return tensor

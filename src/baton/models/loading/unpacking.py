@@ -1,4 +1,4 @@
-"""Small unsigned integers out of the 32-bit words in which quantised checkpoints store them."""
+"""Unpacks small unsigned integers from the 32-bit words of quantised checkpoints."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Traces of requests: spans, and where they go (OTLP, or a file for Perfetto)."""
+"""Traces of requests: spans and their exporters (OTLP, or a file for Perfetto)."""

@@ -1,6 +1,6 @@
-"""Spans to an OpenTelemetry collector, in batches, by a thread (OTLP over HTTP with protobuf).
+"""Sends spans to an OpenTelemetry collector in batches, from a thread (OTLP over HTTP with protobuf).
 
-The router needs no package of OpenTelemetry: encoding by its SDK cost more than the rest of a trace together.
+Needs no package of OpenTelemetry: encoding by its SDK cost more than the rest of a trace together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.observe.tracing.span import Span
 
 logger = logging.getLogger(__name__)
 
-# Of the OTLP specification.
+# Retryable, by the OTLP specification.
 _RETRIED = {
     http.HTTPStatus.TOO_MANY_REQUESTS,
     http.HTTPStatus.BAD_GATEWAY,
@@ -32,10 +32,12 @@ _RETRIED = {
     http.HTTPStatus.GATEWAY_TIMEOUT,
 }
 _CLOSE_S = 5.0
+# The rest of a longer answer is not read.
+_MAX_ANSWER_BYTES = 1 << 16
 
 
 class OtlpSink:
-    """Sends spans from a thread. If the collector does not answer, or takes fewer than there are, spans are dropped.
+    """Sends spans from a thread. If the collector does not answer, or is too slow, spans are dropped.
 
     Raises `ConfigError` if the certificates cannot be read.
     """
@@ -51,7 +53,7 @@ class OtlpSink:
         self._thread.start()
 
     def export(self, span: Span) -> None:
-        # Appending needs no lock. The thread alone takes spans away, so the bounds are exact enough.
+        # Appending needs no lock. Only the thread removes spans, so the bound is exact enough.
         if len(self._queue) >= self._settings.max_queued:
             self._num_dropped += 1
             return
@@ -60,7 +62,7 @@ class OtlpSink:
             self._wake.set()
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
+        """Send the remaining spans, for a few seconds at most."""
         self._closed.set()
         self._wake.set()
         self._thread.join(_CLOSE_S)
@@ -78,7 +80,7 @@ class OtlpSink:
                 count = min(len(self._queue), self._settings.max_batch)
                 try:
                     self._send([self._queue.popleft() for _ in range(count)])
-                except Exception:  # a trace must not fail a request, nor end the thread
+                except Exception:  # a trace must not fail a request or end the thread
                     logger.exception("%d spans could not be exported", count)
             if self._num_dropped:
                 dropped, self._num_dropped = self._num_dropped, 0
@@ -95,7 +97,7 @@ class OtlpSink:
                 if status < 300:
                     return
                 why, retried = f"HTTP {status}", status in _RETRIED
-                wait = float(after) if after.isdigit() else wait
+                wait = float(after) if after.isdecimal() else wait
             except (OSError, http.client.HTTPException) as error:
                 why, retried = str(error) or type(error).__name__, True
             if not retried or time.monotonic() + wait > until or self._given_up.wait(wait):
@@ -133,7 +135,9 @@ class _Collector:
         try:
             connection.request("POST", self._target, body, self._headers)
             answer = connection.getresponse()
-            answer.read()
+            answer.read(_MAX_ANSWER_BYTES)
+            if not answer.isclosed():
+                connection.close()
         except (OSError, http.client.HTTPException):
             connection.close()
             if kept:  # the collector may have closed it between two batches

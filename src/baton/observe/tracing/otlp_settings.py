@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +14,14 @@ from baton.errors import ConfigError
 
 Compression = Literal["none", "gzip", "deflate"]
 _COMPRESSIONS: tuple[Compression, ...] = ("none", "gzip", "deflate")
+_HEADER_NAME, _HEADER_VALUE = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"), re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
 _TIMEOUT_S, _DELAY_MS, _MAX_QUEUED, _MAX_BATCH = 10.0, 5000.0, 2048.0, 512.0
 
 
 def endpoint_is_set(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether OpenTelemetry's own variables name a collector, or OTLP, and do not turn it off.
+    """Whether OpenTelemetry's own variables configure a collector, and do not disable it.
 
-    Raises `ConfigError` for an exporter that the router does not have.
+    Raises `ConfigError` for an exporter that the router lacks.
     """
     exporter = environment.get("OTEL_TRACES_EXPORTER", "").strip()
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporter == "none":
@@ -65,7 +67,7 @@ class OtlpSettings:
         resource = {"service.name": "baton-router", **_pairs(environment.get("OTEL_RESOURCE_ATTRIBUTES", ""))}
         return cls(
             endpoint=_checked_url(endpoint) if endpoint is not None else _endpoint(environment),
-            headers={"User-Agent": f"baton/{__version__}", **_pairs(_of_traces(environment, "HEADERS"))},
+            headers={"User-Agent": f"baton/{__version__}", **_headers(environment)},
             resource=resource | {name: value for name, value in named.items() if value},
             timeout_s=_number(environment, _name_of(environment, "TIMEOUT"), _TIMEOUT_S),
             compression=found,
@@ -73,14 +75,14 @@ class OtlpSettings:
             client_certificate=_of_traces(environment, "CLIENT_CERTIFICATE") or None,
             client_key=_of_traces(environment, "CLIENT_KEY") or None,
             delay_s=_number(environment, "OTEL_BSP_SCHEDULE_DELAY", _DELAY_MS) / 1e3,
-            max_queued=int(_number(environment, "OTEL_BSP_MAX_QUEUE_SIZE", _MAX_QUEUED)),
-            max_batch=int(_number(environment, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE", _MAX_BATCH)),
+            max_queued=int(_number(environment, "OTEL_BSP_MAX_QUEUE_SIZE", _MAX_QUEUED, least=1.0)),
+            max_batch=int(_number(environment, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE", _MAX_BATCH, least=1.0)),
         )
 
 
 def _endpoint(environment: Mapping[str, str]) -> str:
-    """The variable of traces is a whole URL, the general one is the base of `/v1/traces`. The default is that of
-    OpenTelemetry."""
+    """The variable of traces is a whole URL, the general one is the base of `/v1/traces`. The default is
+    OpenTelemetry's."""
     if own := environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
         return _checked_url(own, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     base = environment.get("OTEL_EXPORTER_OTLP_ENDPOINT") or "http://localhost:4318"
@@ -88,9 +90,15 @@ def _endpoint(environment: Mapping[str, str]) -> str:
 
 
 def _checked_url(url: str, name: str = "otlp_traces_endpoint") -> str:
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_plain = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
+    except ValueError:
+        is_plain = False
+    if not is_plain or " " in url or not url.isascii():
         raise ConfigError(name, f"must be like http://HOST:4318/v1/traces, got {url!r}")
+    if parts.username is not None:
+        raise ConfigError(name, "must not contain a user: put it into OTEL_EXPORTER_OTLP_HEADERS")
     return url
 
 
@@ -105,18 +113,27 @@ def _of_traces(environment: Mapping[str, str], name: str) -> str:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """`key=value,key=value`, percent-encoded. What is no pair is left out, as by the SDK."""
+    """`key=value,key=value`, percent-encoded. Malformed pairs are ignored, as by the SDK."""
     split = [part.partition("=") for part in text.split(",") if "=" in part]
     return {urllib.parse.unquote(key.strip()): urllib.parse.unquote(value.strip()) for key, _, value in split}
 
 
-def _number(environment: Mapping[str, str], name: str, default: float) -> float:
-    """Raises `ConfigError` unless it is a positive number."""
+def _headers(environment: Mapping[str, str]) -> dict[str, str]:
+    """Raises `ConfigError` for what no HTTP header may contain."""
+    found = _pairs(_of_traces(environment, "HEADERS"))
+    for name, value in found.items():
+        if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+            raise ConfigError(_name_of(environment, "HEADERS"), f"has the header {name!r}, which HTTP does not allow")
+    return found
+
+
+def _number(environment: Mapping[str, str], name: str, default: float, least: float = 0.0) -> float:
+    """Raises `ConfigError` unless it is a positive number of at least `least`."""
     text = environment.get(name, "")
     try:
         number = float(text) if text else default
     except ValueError:
         number = 0.0
-    if not 0.0 < number < 1e9:
-        raise ConfigError(name, f"must be a positive number, got {text!r}")
+    if not 0.0 < number < 1e9 or number < least:
+        raise ConfigError(name, f"must be a positive number{' of at least 1' if least else ''}, got {text!r}")
     return number

@@ -1,7 +1,6 @@
-"""The spans of one request: the request, its legs, what the engines did for them, the handoff, and recoveries.
+"""The spans of one request: the request, its legs, the engines' work for them, the handoff, and recoveries.
 
-A span is exported when it has ended. A failure marks only the phase that was active, and a phase that did not begin has
-no span.
+A span is exported when it ends. A failure marks only the active phase, and a phase that did not begin has no span.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class RemoteParent:
 
 @dataclass(slots=True)
 class LegTrace:
-    """`first`, `second`: when its first tokens and the next ones came (monotonic seconds)."""
+    """`first`, `second`: arrival of the first tokens and the next ones (monotonic seconds)."""
 
     span: Span
     role: LegRole
@@ -85,7 +84,7 @@ class RequestTrace:
 
     def on_chunk(self, leg: LegTrace, chunk: TokenChunk) -> None:
         if leg.second is not None and chunk.finish_reason is None and (leg.verified or not chunk.accepted):
-            return  # nearly all chunks
+            return  # the common case
         now = self._now()
         is_first = leg.first is None and bool(chunk.token_ids)
         if is_first:
@@ -99,7 +98,7 @@ class RequestTrace:
             self._handoff(leg, now)
         if chunk.accepted and not leg.verified:
             leg.verified = True
-            # vLLM tells verifications at the end; the first one brought the second tokens.
+            # vLLM reports verifications at the end; the first one produced the second tokens.
             late = chunk.finish_reason is not None and leg.second is not None
             span = self._child("baton.first_verification", leg.first or now, leg.span, _engine(leg))
             drafted = chunk.drafted[0] if chunk.drafted else 0
@@ -154,7 +153,7 @@ class RequestTrace:
         self._export(root, ended)
 
     def _engine_spans(self, leg: LegTrace, now: float) -> None:
-        """Queue and prefill of an engine that told its times; they begin when the leg's request was sent. Not of
+        """Queue and prefill of an engine that reported its times; they begin when the leg's request was sent. Not of
         vLLM's and SGLang's decode legs, whose queue includes the handoff."""
         told = leg.timings
         if told is None or told.started is None or told.sampled is None:
@@ -171,7 +170,7 @@ class RequestTrace:
             self.root.attributes["gen_ai.latency.time_in_queue"] = told.started
 
     def _chunks(self, leg: LegTrace, prefill: Span, told: LegTimings, sampled: float) -> None:
-        """The forwards of a prompt that took several."""
+        """The forwards of a prompt computed in several."""
         if told.chunks:
             prefill.attributes["baton.num_chunks"] = len(told.chunks)
         begins = [min(leg.began + since, sampled) for since, _ in told.chunks]
@@ -182,7 +181,7 @@ class RequestTrace:
                 self._export(chunk, end)
 
     def _handoff(self, leg: LegTrace, now: float) -> None:
-        """The handoff on D, from REGISTER to COMMIT. Of an engine that does not tell (vLLM): from the prefill engine's
+        """The handoff on D, from REGISTER to COMMIT. If the engine does not report it (vLLM): from the prefill engine's
         token to the decode engine's."""
         prefill, told = self._legs.get("prefill"), leg.timings
         prefilled = None if prefill is None else prefill.first
@@ -221,7 +220,7 @@ class RequestTrace:
             sink.export(span)
 
     def _ns(self, at: float) -> int:
-        """Monotonic seconds as nanoseconds since 1970, by the clock that showed the request's arrival."""
+        """Monotonic seconds as nanoseconds since 1970, by the clock read at the request's arrival."""
         return int((self.timeline.began_at + at - self.timeline.began) * _NS)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from baton.errors import ConfigError
 
 _LOW = 2**64 - 1
-# OpenTelemetry's: the share (None: the variable's argument), and `follows_client`.
+# OpenTelemetry's samplers: the share (None: the variable's argument), and `follows_client`.
 _SAMPLERS: dict[str, tuple[float | None, bool]] = {
     "always_on": (1.0, False),
     "always_off": (0.0, False),

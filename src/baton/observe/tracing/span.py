@@ -1,4 +1,4 @@
-"""A span, and the interface of what takes spans that have ended."""
+"""A span, and the interface of exporters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 Value = str | bool | int | float | tuple[str, ...]
 SpanKind = Literal["server", "client", "internal"]
-# Ids are no secrets: the operating system's randomness would cost a system call for each.
+# Ids need no secrecy: the operating system's randomness would cost a system call each.
 _IDS = random.Random()
 
 
@@ -33,8 +33,8 @@ class SpanEvent:
 
 @dataclass(slots=True)
 class Span:
-    """`start`, `end`: nanoseconds since 1970. `process`: where it ran, for a timeline. `error`: why it failed; empty
-    if it did not. `links`: span ids in the same trace."""
+    """`start`, `end`: nanoseconds since 1970. `process`: where it ran, for a timeline. `error`: why it failed; empty if
+    it did not. `links`: span ids in the same trace."""
 
     name: str
     trace_id: int
@@ -57,7 +57,7 @@ class Span:
 
 
 class SpanSink(Protocol):
-    """Never raises and never waits."""
+    """An exporter. Never raises and never waits."""
 
     def export(self, span: Span) -> None: ...
     def close(self) -> None: ...

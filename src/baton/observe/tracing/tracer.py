@@ -1,4 +1,4 @@
-"""Decides which requests are traced, and holds where their spans go."""
+"""Decides which requests are traced, and holds the exporters."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Tracer:
 def make_tracer(
     endpoint: str | None, file: str | None, ratio: float | None, number: int | None = None
 ) -> Tracer | None:
-    """To an OTLP endpoint, or the one of OpenTelemetry's variables, and to a file for Perfetto. `ratio` None: by these
-    variables too. `number`: of several processes, each with a file of its own.
+    """Exports to an OTLP endpoint, by default OpenTelemetry's variables', and to a file for Perfetto. `ratio` None: by
+    these variables too. `number`: of several processes, each with its own file.
 
     None if neither is set. Raises `ConfigError`.
     """

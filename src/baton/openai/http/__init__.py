@@ -1,1 +1,1 @@
-"""The HTTP server: connections, limits, TLS, errors, start and end of serving."""
+"""The HTTP server: connections, limits, TLS, errors, startup and shutdown."""

@@ -1,5 +1,5 @@
-"""Accepts client connections within the limit on open files. asyncio's server accepts until no descriptor is left, and
-then logs thousands of tracebacks per second."""
+"""Accepts client connections within the limit on open files. asyncio's server accepts until no descriptor is left, then
+logs thousands of tracebacks per second."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit(1))
 
 _PAUSE_S = 0.1
-_OWN_FILES = 64  # open files of this process itself
+_OWN_FILES = 64  # open files of the process itself
 # A handed-off request needs its client's connection and two to engines.
 _FILES_PER_CLIENT = 3
 
 
 def max_connections(limits: HttpLimits) -> int:
-    """Fewer than `HttpLimits.connections` if fewer files may be open."""
+    """At most `HttpLimits.connections`, less if the limit on open files requires it."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return limits.connections
@@ -35,8 +35,8 @@ def max_connections(limits: HttpLimits) -> int:
 
 
 class Acceptor:
-    """At the limit, each new connection closes an idle one, first those that have never sent a request. If all are
-    busy, it waits."""
+    """At the limit, each new connection closes an idle one, first those that never sent a request. If all are busy, it
+    waits."""
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class Acceptor:
             raise
 
     def _has_room(self) -> bool:
-        """May close an idle connection."""
+        """Whether another connection fits, if necessary after closing an idle one."""
         connections = self._server.connections
-        # Without TLS, a connection would soon be counted twice.
+        # Without TLS, opening connections would be counted twice.
         num_opening = 0 if self._tls is None else len(self._opening)
         if len(connections) + num_opening < self._limit:
             return True

@@ -23,7 +23,7 @@ _CORS_MAX_AGE_S = 600
 @dataclass(frozen=True, slots=True)
 class Access:
     """Who may use a server. `allowed_origins`: web pages from there ("*": all) may read responses. `ssl_cert_reqs` as
-    in Python's `ssl`: 0 ignores client certificates, 2 requires one that `ssl_ca_certs` signs."""
+    in Python's `ssl`: 0 ignores client certificates, 2 requires one signed by `ssl_ca_certs`."""
 
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Access:
             raise ConfigError("ssl_cert_reqs", "needs ssl_ca_certs")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            # OpenSSL would ask for one on the terminal.
+            # Otherwise OpenSSL would ask for a password on the terminal.
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
         except (OSError, ValueError) as error:
             raise ConfigError("ssl_certfile", f"cannot be used with its key: {error}") from None
@@ -104,7 +104,7 @@ class ApiKeys:
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [bearer] if scheme.lower() == "bearer" else []
         given.append(request.headers.get("X-Api-Key", ""))
-        # All keys, so that timing reveals nothing.
+        # Compare all keys, so that timing reveals nothing.
         known = [hmac.compare_digest(_digest(key.strip()), digest) for key in given for digest in self._digests]
         return 1 + known.index(True) % len(self._digests) if any(known) else None
 

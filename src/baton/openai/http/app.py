@@ -28,7 +28,7 @@ from baton.openai.records import log_refusal
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RETRY_AFTER_S = 1
-# Not counted as requests: a shutdown does not wait for them.
+# Not counted as requests, so a shutdown does not wait for them.
 _UNCOUNTED = ("/metrics", "/dashboard/events")
 MESSAGES = "/v1/messages"
 
@@ -46,7 +46,7 @@ class Drain:
         self.begun = True
 
     def end(self) -> None:
-        """Cancelled handlers answer the clients."""
+        """Cancelled handlers still answer their clients."""
         self.begun = self.ended = True
         for task in self.tasks:
             task.cancel()
@@ -89,7 +89,7 @@ def new_app(
 
     @web.middleware
     async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # Per request: a connection's task serves its requests one after the other.
+        # Per request, since one task serves all requests of a connection.
         session = session_in(request.headers)
         caller = Caller(request_id_of(request.headers), request.remote, keys.number(request), session=session)
         CALLER.set(caller)
@@ -98,7 +98,7 @@ def new_app(
             return allowed
         resource = request.match_info.route.resource
         endpoint = resource.canonical if resource is not None else "unknown"
-        status = 499  # the client left without a response
+        status = 499  # the client left before a response
 
         def refuse(error: ApiError) -> web.Response:
             nonlocal status
@@ -165,7 +165,7 @@ async def send_answer(
     answer: bytes | AsyncGenerator[bytes, None],
     ended: Callable[[ApiError], bytes] = lambda error: b"data: " + error.body() + b"\n\ndata: [DONE]\n\n",
 ) -> web.StreamResponse:
-    """`ended`: the last events if a shutdown ends the stream."""
+    """`ended`: the last events of the stream if a shutdown ends it."""
     if isinstance(answer, bytes):
         return web.Response(body=answer, content_type="application/json")
     async with contextlib.aclosing(answer) as events:

@@ -1,4 +1,4 @@
-"""The sender of a request, for log lines and for the router's choice of engines."""
+"""Who sent a request, for log lines and for the router's choice of engines."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _USER_FIELDS = ("user", "safety_identifier")
 @dataclass(slots=True)
 class Caller:
     """`key`: the number of the API key, from 1. `user`: the end user in the request body. `session`: the client's
-    `X-Session-Id`. `claimed`: the tenant that a header names. `priority` and `ttft_slo_s`: as of `GenerateRequest`;
-    None: no header says."""
+    `X-Session-Id`. `claimed`: the tenant that a header names. `priority` and `ttft_slo_s`: as in `GenerateRequest`;
+    None: not in a header."""
 
     request_id: str
     address: str | None = None
@@ -60,7 +60,7 @@ CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
 def request_id_of(headers: _Headers) -> str:
-    """`X-Request-Id`, or a new id if that is missing or not fit for a response."""
+    """`X-Request-Id`, or a new id if that is missing or unfit for a response."""
     asked = headers.get(REQUEST_ID, "")
     usable = 0 < len(asked) <= _MAX_ID_CHARS and asked.isascii() and asked.isprintable()
     return asked if usable else secrets.token_hex(16)

@@ -1,4 +1,4 @@
-"""Client connections, with time limits for request heads and reading responses, and errors in OpenAI's shape."""
+"""Client connections: time limits for request heads and for reading responses, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WriteBacklog:
         self.num_bytes = 0
 
     def waits(self, connection: ClientConnection, size: int) -> None:
-        """Record that `size` bytes wait. If all exceed the limit, cut off the client with the most."""
+        """Record that `size` bytes wait. If all together exceed the limit, cut off the client with the most."""
         self.num_bytes += size - self._waiting.get(connection, 0)
         self._waiting[connection] = size
         if self.num_bytes > self._limit:
@@ -45,7 +45,7 @@ class WriteBacklog:
 
 
 class Sending(Protocol):
-    """A transport of asyncio, or what is below TLS."""
+    """asyncio's transport, or the one below TLS."""
 
     def get_write_buffer_size(self) -> int: ...
     def abort(self) -> None: ...
@@ -81,7 +81,7 @@ class ClientConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._open = cast(asyncio.Transport, transport)
-        # Pause and resume show whether anything is buffered. 0 would make TLS pause needlessly.
+        # Pauses and resumes show whether anything is buffered. A high limit of 0 would make TLS pause needlessly.
         self._open.set_write_buffer_limits(high=1, low=0)
         self._sending = self.tls or self._open
         # Parsing a body in one-byte chunks blocks the event loop for 1 µs per byte.
@@ -133,7 +133,7 @@ class ClientConnection(web.RequestHandler):
         self._unread.has_read(self)
 
     def discard(self) -> None:
-        """Drop later data unparsed: the connection ends with this response."""
+        """Drop later data unparsed: the connection ends after this response."""
         self._discards = True
 
     def data_received(self, data: bytes) -> None:
@@ -210,8 +210,8 @@ class ClientConnection(web.RequestHandler):
 
 
 class Stream(web.StreamResponse):
-    """Parts are sent when they are made, not when they are read; the headers in one packet with the first part: each
-    packet costs the reader a turn of its event loop."""
+    """Parts are sent when they are made, not when they are read. The headers share the first part's packet: each packet
+    costs the reader one iteration of its event loop."""
 
     _send_headers_immediately = False  # an attribute of aiohttp's `Response`; older versions ignore it
     _to: tuple[ClientConnection, StreamWriter] | None = None

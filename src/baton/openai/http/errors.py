@@ -27,8 +27,8 @@ from baton.errors import (
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 2000  # a message may quote what the client sent
-# URLs, socket addresses as Python prints them, IPv4, IPv6, and names with ports: clients must not learn where engines
-# are. Unbounded lengths would make the search quadratic.
+# URLs, socket addresses as Python prints them, IPv4, IPv6, and names with ports: clients must not learn the addresses
+# of engines. Unbounded lengths would make the search quadratic.
 _ADDRESS = re.compile(
     r"""[a-z][a-z0-9+.-]{0,15}://[^\s'",;)]*[^\s'",;):]|\('[^']{0,253}',\ \d+[^)]{0,99}\)"""
     r"""|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|\[(?=[0-9a-f]{0,4}:)[0-9a-f:]{2,45}\](?::\d+)?"""
@@ -36,7 +36,7 @@ _ADDRESS = re.compile(
     re.VERBOSE,
 )
 
-# By these codes routers recognise an engine that may be stuck, and one that is about to end.
+# Codes by which routers recognise an engine that may hang, and one that shuts down.
 ENGINE_STALLED, DRAINING = "engine_stalled", "draining"
 
 # Reasons in an error chunk: the engine cannot serve now.
@@ -66,7 +66,7 @@ class ApiError:
         return msgspec.json.encode({"error": fields})
 
 
-# The first class that matches counts.
+# The first matching class counts.
 _STATUS_BY_ERROR: tuple[tuple[type[BatonError], int, str], ...] = (
     (UnknownModelError, 404, "invalid_request_error"),
     (InvalidApiKeyError, 401, "invalid_request_error"),
@@ -82,7 +82,7 @@ _STATUS_BY_ERROR: tuple[tuple[type[BatonError], int, str], ...] = (
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """Any exception. Those that are not Baton's are logged, and their details not shown."""
+    """Converts any exception. Those that are not Baton's are logged, and their details hidden."""
     text, param = str(error), None
     if isinstance(error, RequestError):
         param = error.param
@@ -91,7 +91,7 @@ def to_api_error(error: BaseException) -> ApiError:
         if text != str(error):
             logger.warning("a client is told an error without its addresses: %s", error)
     if isinstance(error, RecursionError):
-        # Only clients' input is nested.
+        # Only client input is nested.
         return ApiError(400, "the request nests too deeply", "invalid_request_error", None, "invalid_request")
     if isinstance(error, BatonError):
         status, shape = next((status, shape) for kind, status, shape in _STATUS_BY_ERROR if isinstance(error, kind))

@@ -55,7 +55,7 @@ class Bodies:
         has too many brackets, `HTTPUnsupportedMediaType` if it is compressed, and `OverloadedError` if all bodies
         exceed `HttpLimits.bodies_bytes`.
         """
-        # It may expand a thousandfold.
+        # A compressed body may expand a thousandfold.
         if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
             raise web.HTTPUnsupportedMediaType(reason="Content-Encoding: request bodies must not be compressed")
         if (request.content_length or 0) > self._limits.body_bytes:

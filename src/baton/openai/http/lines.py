@@ -1,4 +1,4 @@
-"""Lines of a streamed answer, in batches: all that have come at once."""
+"""Lines of a streamed response, in batches: all that have arrived."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _SHOWN = 100
 
 
 class LineReader:
-    """Reads the lines of `content`, of at most `max_bytes` each. `is_cut`: the last line had no end.
+    """Reads lines of at most `max_bytes` from `content`. `is_cut`: the last line had no end.
 
-    aiohttp's own iterator waits anew for each line, although an event of a stream has two, and several events may have
-    come together.
+    aiohttp's own iterator waits for each line separately, although an event of a stream has two, and several events may
+    arrive together.
     """
 
     def __init__(self, content: StreamReader, max_bytes: int) -> None:
@@ -21,7 +21,7 @@ class LineReader:
         self.is_cut = False
 
     async def next(self) -> list[bytes]:
-        """Lines without their ends, at least one; none at the end of the answer.
+        """Lines without their ends, at least one; none at the end of the response.
 
         Raises `LineTooLong`, and the errors of aiohttp.
         """
@@ -32,7 +32,7 @@ class LineReader:
                 self.is_cut = self.is_cut or bool(rest)
                 return [rest] if rest else []
             if not self._rest and data.find(b"\n") == len(data) - 1 and len(data) <= self._max:
-                return [data[:-1]]  # one line, as for most tokens
+                return [data[:-1]]  # one line, the common case
             *lines, self._rest = (self._rest + data).split(b"\n")
             if max(map(len, (self._rest, *lines))) > self._max:
                 raise LineTooLong(max([self._rest, *lines], key=len)[:_SHOWN] + b"...", self._max)

@@ -69,7 +69,7 @@ _VLLM_NAMES = frozenset(
 
 
 def with_vllm_names(rows: Iterable[Row], model: str) -> Iterator[Row]:
-    """The rows, and again those that vLLM has, with its names and labels."""
+    """The rows, and those that vLLM has again under its names and labels."""
     for row in rows:
         yield row
         name, kind, text, labels, value = row
@@ -79,8 +79,7 @@ def with_vllm_names(rows: Iterable[Row], model: str) -> Iterator[Row]:
 
 
 class ModelMetrics:
-    """Counted without locks, since only the event loop's thread writes, and by `observe` without a look-up of the
-    label."""
+    """Counted without locks, since only the event loop's thread writes. Labels are resolved once, not in `observe`."""
 
     __slots__ = ("gaps", "num_tokens", "observe", "prompt_tokens")
 
@@ -92,7 +91,7 @@ class ModelMetrics:
 
 
 class FrontMetrics:
-    """Metrics in a registry of their own: two apps in one process do not mix. `running`: the number of running
+    """Metrics in a registry of their own, so that two apps in one process do not mix. `running`: the number of running
     sequences."""
 
     def __init__(self) -> None:
@@ -160,7 +159,7 @@ def exposition_text(families: Iterable[Metric]) -> bytes:
 
 
 class RowCollector(Collector):
-    """Reads metrics that are kept elsewhere at each scrape."""
+    """Reads metrics kept elsewhere, at each scrape."""
 
     def __init__(self, rows: Callable[[], Iterable[Row]]) -> None:
         self._rows = rows
@@ -170,7 +169,7 @@ class RowCollector(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Rows of one name need the same label names."""
+        """Rows with one name need the same label names."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily] = {}
         for name, kind, text, labels, value in self._rows():
             if name not in families:

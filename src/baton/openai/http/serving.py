@@ -1,4 +1,4 @@
-"""Listen, serve and shut down. At shutdown running requests may complete; the others get an error."""
+"""Listen, serve and shut down. At shutdown running requests may complete; the rest get an error."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _SAME_SIGNAL_S = 1.0
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
-    """Port 0: a free one. `shared`: others of this user may listen there too. Raises `ConfigError` for `host` if it is
-    not an address here, else for `port`.
+    """Port 0: a free one. `shared`: other processes of this user may listen there too. Raises `ConfigError` for `host`
+    if it is not an address here, else for `port`.
 
     Call it before loading anything slow.
     """
@@ -68,7 +68,7 @@ def url_of(listener: socket.socket, app: web.Application | None = None) -> str:
 
 @contextlib.asynccontextmanager
 async def served(app: web.Application, listener: socket.socket) -> AsyncIterator[Acceptor]:
-    """Closing the yielded `Acceptor` stops listening but leaves connections open. A client that leaves aborts its
+    """Closing the yielded `Acceptor` stops listening but keeps connections open. A client that disconnects aborts its
     request."""
     limits = app.get(LIMITS) or HttpLimits()
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -85,7 +85,7 @@ async def served(app: web.Application, listener: socket.socket) -> AsyncIterator
                 access_log=None,
                 keepalive_timeout=limits.keep_alive_s,
                 lingering_time=2.0,
-                auto_decompress=False,  # it would come before any key or route is checked
+                auto_decompress=False,  # it would run before the checks of key and route
             )
 
         door = Acceptor(manager, listener, connection, app.get(TLS), limits)
@@ -126,7 +126,7 @@ async def serve(
 def sigterm_handler(
     asked: asyncio.Event, ended: asyncio.Event, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], None]:
-    """The first SIGTERM sets `asked`; one that is no echo of it sets `ended`."""
+    """The first SIGTERM sets `asked`; another that is no echo of it sets `ended`."""
     first: list[float] = []
 
     def terminate() -> None:
@@ -172,7 +172,7 @@ async def _first(*many: Coroutine[Any, Any, object]) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Each request has its own connections."""
+    """Each request has connections of its own."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         if soft != hard:

@@ -1,7 +1,7 @@
 """TLS of client connections.
 
-asyncio's transport for TLS counts only what is not yet encrypted: an encrypted answer that the client does not read is
-invisible. And it reads 256 KiB at once.
+asyncio's TLS transport counts only bytes not encrypted yet: an encrypted response that the client does not read is
+invisible. It also reads 256 KiB at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def connect(client: socket.socket, connection: ClientConnection, tls: ssl.
 
 
 class _Protocol(SSLProtocol):
-    """Above the transport of a socket."""
+    """Above the socket's transport."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._below = cast(asyncio.Transport, transport)
@@ -47,7 +47,7 @@ class _Protocol(SSLProtocol):
         return cast(memoryview, super().get_buffer(sizehint))[:READ_BYTES]  # type: ignore[misc]
 
     def _get_write_buffer_size(self) -> int:
-        """asyncio's from Python 3.11 on, with what is encrypted and not sent."""
+        """asyncio's implementation since Python 3.11, plus encrypted bytes not sent yet."""
         plain = int(super()._get_write_buffer_size()) if sys.version_info >= (3, 11) else 0  # type: ignore[misc]
         return plain + self._below.get_write_buffer_size()
 
@@ -56,5 +56,5 @@ class _Protocol(SSLProtocol):
         return self._get_write_buffer_size()
 
     def abort(self) -> None:
-        """asyncio's transport of TLS ignores this after it was closed twice."""
+        """asyncio's TLS transport ignores this after two closes."""
         self._below.abort()

@@ -1,4 +1,4 @@
-"""The trace of a request (W3C Trace Context), sent on with its legs: unchanged, or with the leg's span as parent if
+"""The trace of a request (W3C Trace Context), passed on with its legs: unchanged, or with the leg's span as parent if
 the router makes spans."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Trace:
         return {TRACEPARENT: self.traceparent, **state}
 
 
-# Of the current task's request. Tasks inherit it.
+# Of the current task's request; inherited by tasks.
 TRACE: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 

@@ -31,12 +31,12 @@ class MessagePlan:
 
     @property
     def id(self) -> str:
-        """The chat's id, so its number in log lines, with Anthropic's prefix."""
+        """The chat's id with Anthropic's prefix; log lines have the same number."""
         return f"msg_{self.plan.id.partition('-')[2]}"
 
 
 def make_message_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> MessagePlan:
-    """Raises `RequestError` for what is not supported, `UnknownModelError` for another model."""
+    """Raises `RequestError` for unsupported fields, `UnknownModelError` for another model."""
     request = read_request(body)
     model = check_model(request.model, model)
     try:

@@ -14,8 +14,8 @@ from baton.parsing import Content, ParsedEvent, Reasoning
 
 
 class Blocks:
-    """The blocks in order; only the last grows. `output` has the ids of calls. `signature`: of thinking blocks, no real
-    one."""
+    """The blocks in order; only the last grows. `output` has the ids of calls. `signature`: of thinking blocks, a
+    placeholder."""
 
     def __init__(self, output: ChoiceOutput, signature: str) -> None:
         self.blocks: list[Json] = []
@@ -24,7 +24,7 @@ class Blocks:
         self._arguments = ""
 
     def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
-        """Events of what the parser found, or else of the delta's text."""
+        """Events of the parser's findings, or else of the delta's text."""
         found: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
         for event in found:
             if isinstance(event, Content | Reasoning):
@@ -73,7 +73,7 @@ class Blocks:
             block["signature"] = self._signature
             yield self._delta({"type": "signature_delta", "signature": self._signature})
         elif block["type"] == "tool_use":
-            # Arguments that were cut off are not valid JSON.
+            # Truncated arguments are not valid JSON.
             block["input"] = _object(self._arguments) or {}
         self._growing = None
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
@@ -88,7 +88,7 @@ class Blocks:
 
 
 def _object(arguments: str) -> dict[str, Any] | None:
-    """Numbers are as exact as Python's JSON."""
+    """Numbers have the precision of Python's JSON."""
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError, RecursionError):

@@ -14,13 +14,13 @@ from baton.openai.requests import ChatMessage, ContentPart
 from baton.openai.tools import CalledFunction, ToolCall
 from baton.text import Tokenizer
 
-# Claude Code's system prompts begin with such a text, whose number always differs.
+# Claude Code's system prompts begin with this text and a number that always differs.
 _BILLING = "x-anthropic-billing-header"
 _PROBE = [{"role": role, "content": "a"} for role in ("system", "user", "system", "user")]
 
 
 class ResultPart(msgspec.Struct, kw_only=True):
-    """Text, or the name of a tool that a search found."""
+    """Text, or the name of a tool found by a search."""
 
     type: str
     text: str | None = None

@@ -1,6 +1,6 @@
 """Bodies of `POST /v1/messages` and `/v1/messages/count_tokens`, converted to chats.
 
-Source: Anthropic's Messages API, and vLLM for what that leaves open. Other fields are those of chat completions.
+Source: Anthropic's Messages API, and vLLM where that is open. Other fields are those of chat completions.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _CALLED = {
     **{"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config.format"},
     "reasoning_effort": "output_config.effort",
 }
-# Refused besides what chats refuse: a chat's field that messages lack would be silently ignored.
+# Refused besides the refusals of chats: a field of chats that messages lack would be silently ignored.
 REFUSED = {
     **{
         name: Refused("is not a field of messages", (False,))
@@ -133,7 +133,7 @@ def to_chat(request: CountTokensRequest, model: ServedModel) -> ChatRequest:
 
 
 def rename_field(error: RequestError) -> RequestError:
-    """Rename the chat's field in a refusal to the message's."""
+    """Rename the chat's field in a refusal to the message's field."""
     text, param = str(error), error.param
     if param is None:
         return error

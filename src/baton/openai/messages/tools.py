@@ -14,7 +14,7 @@ CHANGES = ("tool_addition", "tool_removal")
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
-    """One of `tools`; only those with an `input_schema`, run by the client, are supported. `defer_loading`: chat
+    """One of `tools`. Only those with an `input_schema`, which the client runs, are supported. `defer_loading`: chat
     templates may hide it until the client adds it."""
 
     name: str
@@ -39,12 +39,12 @@ class _Block(Protocol):
 
 
 def tools_in_effect(declared: Sequence[AnthropicTool], changes: Iterable[tuple[str, _Block]]) -> list[Tool]:
-    """The tools after all changes (with their blocks' names), since a chat template gets one list, as in vLLM 0.32.
+    """The tools after all changes (with their blocks' names). As in vLLM 0.32, a chat template gets one list.
 
     Raises `RequestError` with the block's name.
     """
     tools = {tool.name: (f"tools[{index}]", tool) for index, tool in enumerate(declared)}
-    if len(tools) < len(declared):  # the chat's own check names the second of two
+    if len(tools) < len(declared):  # the chat's check names the second duplicate
         return [_tool(f"tools[{index}]", tool) for index, tool in enumerate(declared)]
     removed: set[str] = set()
     for field, block in changes:

@@ -30,12 +30,12 @@ class ResponsePlan:
 
     @property
     def id(self) -> str:
-        """The chat's id, so its number in log lines, with OpenAI's prefix."""
+        """The chat's id with OpenAI's prefix; log lines have the same number."""
         return f"resp_{self.plan.id.partition('-')[2]}"
 
 
 def make_response_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> ResponsePlan:
-    """Raises `RequestError` for what is not supported, `UnknownModelError` for another model."""
+    """Raises `RequestError` for unsupported fields, `UnknownModelError` for another model."""
     request = read_request(body)
     try:
         plan = plan_chat(check_request(to_chat(request)), model, parsing)
@@ -50,7 +50,7 @@ async def respond(service: OpenAIService, asked: ResponsePlan) -> bytes | AsyncG
 
 
 class ResponseAnswer:
-    """A `ChatAnswer`: a response, of which streamed events are numbered."""
+    """A `ChatAnswer`: a response, whose streamed events are numbered."""
 
     def __init__(self, asked: ResponsePlan, output: ChoiceOutput) -> None:
         self._asked, self._output = asked, output
@@ -116,7 +116,7 @@ def _response(asked: ResponsePlan, items: Items, output: ChoiceOutput | None) ->
 
 
 def _usage(plan: Plan, output: ChoiceOutput) -> Json:
-    """Reasoning tokens are counted by tokenising the reasoning: the parser works on text."""
+    """Reasoning tokens are counted by tokenising the reasoning, since the parser works on text."""
     counted = usage(plan, [output])
     reasoning = output.reasoning
     num_reasoning = len(plan.model.tokenizer.encode(reasoning, False)) if reasoning else 0

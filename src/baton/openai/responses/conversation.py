@@ -41,7 +41,7 @@ def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     if isinstance(given, str):
         return [*messages, ChatMessage(role="user", content=given)]
-    # First: a body of legal size may have too many items.
+    # Checked first: a body of permitted size may have too many items.
     if len(given) > MAX_MESSAGES:
         raise RequestError(f"input must be at most {MAX_MESSAGES} items", "input")
     calls = {(item.type, item.call_id) for item in given if item.type in _CALLS}
@@ -89,20 +89,20 @@ def _add(messages: list[ChatMessage], item: InputItem, field: str) -> None:
 
 
 def _assistant(messages: list[ChatMessage], begins: Callable[[ChatMessage], bool]) -> ChatMessage:
-    """The last message, or a new one after another role or if `begins`."""
+    """The last message, or a new one if `begins` or after another role."""
     if not messages or messages[-1].role != "assistant" or begins(messages[-1]):
         messages.append(ChatMessage(role="assistant"))
     return messages[-1]
 
 
 def _text(content: str | list[ContentPart] | None, field: str) -> str:
-    """The parts of a model's answer are pieces of one text."""
+    """The parts of a model's answer form one text."""
     parts = _parts(content, field)
     return parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
 
 
 def _parts(content: str | list[ContentPart] | None, field: str) -> str | list[ContentPart]:
-    """What others say: the chat template's format decides how parts are shown, as in chats."""
+    """Content of other roles. The chat template's format decides how parts are shown, as in chats."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:

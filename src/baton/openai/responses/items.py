@@ -10,7 +10,7 @@ from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.responses.tools import NO_NAMES, CalledName, custom_input
 from baton.parsing import Content, ParsedEvent, Reasoning
 
-# Prefix of the item's id, type of its only part, and name of the events of that part's text.
+# Prefix of the item's id, type of its only part, and name of the part's text events.
 _MESSAGE = ("msg", "output_text", "output_text")
 _REASONING = ("rs", "reasoning_text", "reasoning_text")
 
@@ -32,7 +32,7 @@ class Items:
         self._arguments = ""
 
     def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
-        """Events of what the parser found, or else of the delta's text."""
+        """Events of the parser's findings, or else of the delta's text."""
         found: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
         for event in found:
             if isinstance(event, Content | Reasoning):
@@ -73,7 +73,7 @@ class Items:
             yield self._begin_call(index)
         item = self.items[-1]
         if item["type"] == "custom_tool_call":
-            self._arguments += arguments  # its input is sent when they are complete
+            self._arguments += arguments  # a custom tool's input is sent when the arguments are complete
         elif arguments:
             item["arguments"] += arguments
             yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": arguments}

@@ -66,8 +66,8 @@ _CALLED = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
     **{"messages": "input", "response_format": "text.format", "reasoning_effort": "reasoning.effort"},
 }
-# Refused besides what chats refuse, with values without effect: a chat's field that responses lack would be silently
-# ignored.
+# Refused besides the refusals of chats, with values without effect: a field of chats that responses lack would be
+# silently ignored.
 REFUSED = {
     **{
         name: Refused("is not a field of responses", _NEUTRAL.get(name, (False,)))
@@ -124,7 +124,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
 
 
 def rename_field(error: RequestError) -> RequestError:
-    """Rename the chat's field in a refusal to the response's."""
+    """Rename the chat's field in a refusal to the response's field."""
     name = _NAMES.get(error.param or "")
     if name is None:
         return error

@@ -1,6 +1,6 @@
 """Tools of a response as functions of a chat.
 
-As in vLLM 0.32, a custom tool is a function of one string, a function of a namespace is called `NAMESPACE__NAME`.
+As in vLLM 0.32, a custom tool is a function of one string, and a function of a namespace is named `NAMESPACE__NAME`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.openai.tools import FunctionName, FunctionTool, NamedChoice, Tool, To
 log = logging.getLogger(__name__)
 
 _FUNCTION, _CUSTOM, _NAMESPACE = "function", "custom", "namespace"
-# By OpenAI or its clients; not shown to the model.
+# Run by OpenAI or its clients; not shown to the model.
 _RUN_ELSEWHERE = frozenset(
     (
         *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation"),
@@ -51,7 +51,7 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     tools: list[ResponseTool] | None = None
 
     def told(self) -> dict[str, Any]:
-        """What the request has, and the fields that OpenAI's type needs."""
+        """The tool as in the request, with the fields that OpenAI's type needs."""
         needed = ("parameters", "strict") if self.type == _FUNCTION else ()
         fields = msgspec.structs.asdict(self)
         told = {name: value for name, value in fields.items() if value is not None or name in needed}
@@ -107,12 +107,12 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """Arguments of another form are the input."""
+    """Arguments in another form are the input itself."""
     try:
         found = json.loads(arguments)
         text = found.get(_INPUT) if isinstance(found, dict) else None
         if isinstance(text, str):
-            text.encode()  # half a surrogate pair is no text
+            text.encode()  # half a surrogate pair is not text
             return text
     except (ValueError, RecursionError):
         pass

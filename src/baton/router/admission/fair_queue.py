@@ -45,13 +45,13 @@ class FairQueue(Generic[T]):
         self._states: dict[str, _State[T]] = {}
         self._entries: dict[T, tuple[Standing, tuple[int, float, int, T]]] = {}
         self._num_pushed = 0
-        self._level = 0.0  # of the tenant that was the last to wait
+        self._level = 0.0  # virtual time: the level of the tenant that was last to wait
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def push(self, item: T, standing: Standing) -> None:
-        """A tenant that did not wait until now gets no credit for that time."""
+        """A tenant that did not wait before gets no credit for that time."""
         state = self._state(standing.tenant)
         if not state.waiting:
             others = [other.served for other in self._states.values() if other.waiting]
@@ -62,12 +62,12 @@ class FairQueue(Generic[T]):
         self._entries[item] = standing, entry
 
     def next(self) -> T | None:
-        """None: no item may run."""
+        """None if no item may run."""
         best = self._best()
         return None if best is None else best.waiting[0][3]
 
     def take(self, now: float) -> T | None:
-        """The item counts as running, with its prompt. None: no item may run."""
+        """Start the next item and charge its prompt. None if no item may run."""
         best = self._best()
         if best is None:
             return None
@@ -90,7 +90,7 @@ class FairQueue(Generic[T]):
         self._states[standing.tenant].waiting.remove(entry)
 
     def charge(self, name: str, num_tokens: int) -> None:
-        """Tokens that a tenant has had."""
+        """Charge tokens to a tenant."""
         state = self._state(name)
         state.num_tokens += num_tokens
         state.served += num_tokens / state.tenant.weight

@@ -47,8 +47,8 @@ _ANYBODY = Tenant()
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """`priority`: lower runs first. `deadline`: when the first token is due. `prompt_tokens`: charged to the tenant at
-    the beginning."""
+    """`priority`: lower runs first. `deadline`: when the first token is due. `prompt_tokens`: charged to the tenant
+    when the request starts."""
 
     tenant: str = ""
     priority: int = 0
@@ -61,7 +61,7 @@ def tenant_of(name: str, tenants: Mapping[str, Tenant]) -> Tenant:
 
 
 def standing_of(caller: Caller | None, request: GenerateRequest, tenants: Mapping[str, Tenant], now: float) -> Standing:
-    """Nobody gets a better priority than its tenant's."""
+    """No request gets a better priority than its tenant's."""
     name = "" if caller is None else caller.tenant
     within_s = UNHURRIED_S if request.ttft_slo_s is None else request.ttft_slo_s
     priority = max(request.priority, tenant_of(name, tenants).priority)

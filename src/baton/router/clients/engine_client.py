@@ -47,7 +47,7 @@ T = TypeVar("T")
 def new_session() -> aiohttp.ClientSession:
     """A session for `EngineClient`s: unlimited connections, no cookies, no compression."""
     return aiohttp.ClientSession(
-        # Shorter than servers' own limits (vLLM's is 5 s): no request must meet a connection that closes.
+        # Shorter than servers' own limits (vLLM's is 5 s), so that no request uses a connection that the server closes.
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers=PLAIN,
@@ -71,7 +71,7 @@ class EngineClient(ABC):
             )
         self._headers = {} if self.rank is None else {"X-data-parallel-rank": str(self.rank)}
         self._ask_timeout = aiohttp.ClientTimeout(total=timers.answer)
-        # Legs may wait long: `info` shows whether an engine is alive.
+        # Legs may wait long: `info` detects dead engines.
         self._leg_timeout = aiohttp.ClientTimeout(total=None, sock_connect=timers.connect)
 
     @abstractmethod
@@ -173,13 +173,13 @@ class BatonClient(EngineClient):
 
 
 def _scores_bytes(request: GenerateRequest) -> int:
-    """An upper bound: prompt logprobs come in one chunk."""
+    """An upper bound: all prompt logprobs come in one chunk."""
     asked = request.sampling_params.prompt_logprobs
     return 0 if asked is None else _SCORE_BYTES * (1 + asked) * len(request.prompt_token_ids)
 
 
 def _leg_body(request: GenerateRequest) -> list[bytes]:
-    """JSON in parts. All legs of all samples share the prompt's."""
+    """JSON in parts. The prompt's part is shared by all legs of all samples."""
     prompt = request.prompt_token_ids
     if not isinstance(prompt, PromptIds):
         return [msgspec.json.encode(request)]

@@ -77,7 +77,7 @@ class _Meta(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """`output_ids` are all so far, or only new ones, as the server is set up."""
+    """`output_ids`: all so far, or only new ones, depending on the server's flags."""
 
     output_ids: list[int] = []
     meta_info: _Meta | None = None
@@ -131,7 +131,7 @@ class SglangClient(EngineClient):
         )
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """A server with the plug-in refuses it, without a ticket."""
+        """Not supported: a server with the plug-in needs a ticket."""
         return self.leg(request, {})
 
     async def leg(
@@ -230,7 +230,7 @@ def to_token_chunk(request: GenerateRequest, event: _Event, num_sent: int) -> To
 
 
 def _timings(meta: _Meta) -> LegTimings | None:
-    """None if the server does not tell its times."""
+    """None if the server does not report times."""
     if meta.queue_time is None or meta.forward_entry_time is None or meta.prefill_finished_time is None:
         return None
     return LegTimings(
@@ -239,7 +239,7 @@ def _timings(meta: _Meta) -> LegTimings | None:
 
 
 def _failure(message: str) -> HandoffError:
-    """Baton's plug-in names its reason within SGLang's text."""
+    """Baton's plug-in puts its reason into SGLang's text."""
     named = (word for word in _NAMED.findall(message) if word in REASONS)
     return HandoffError(next(named, "engine_error"), message)
 

@@ -12,12 +12,12 @@ from baton.wire import FinishReason, GenerateRequest, LegTimings, TokenChunk, To
 
 # vLLM's seeds are signed.
 _SEED_BITS = 63
-# Far above the number of samples per prompt: no two share a seed, even after a resume.
+# Far above the number of samples per prompt, so no two share a seed, even after a resume.
 _SEED_STRIDE = 2**32
 
 
 class _RenderedParams(msgspec.Struct):
-    """Neutral values, which vLLM leaves out."""
+    """Neutral values, which vLLM omits."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -99,8 +99,8 @@ def completion_body(
 
 
 def render_bodies(model: str, max_model_len: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two requests whose answers show the server's sampling defaults: one that leaves all to the server, and one with a
-    temperature, without which vLLM resets top_p, top_k and min_p, and with more tokens than any request has."""
+    """Two requests whose answers show the server's sampling defaults. One sets nothing. The other sets a temperature,
+    without which vLLM resets top_p, top_k and min_p, and more tokens than any request has."""
     common = {"model": model, "prompt": [0]}
     return common | {"max_tokens": None}, common | {"max_tokens": max_model_len, "temperature": 1.0}
 
@@ -120,7 +120,7 @@ def rendered_defaults(left: bytes, asked: bytes, max_model_len: int) -> Sampling
 
 
 def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenChunk:
-    """`position`: of the choice's first token in the output.
+    """`position`: the index in the output of the choice's first token.
 
     Raises `ValueError` if logprobs do not fit the tokens, or for an unknown finish reason.
     """
@@ -164,9 +164,9 @@ def with_metrics(request: GenerateRequest, last: TokenChunk, metrics: Any, is_pa
 
 
 def can_resume(params: SamplingParams) -> bool:
-    """Whether vLLM continues output tokens in its prompt as if it had generated them. Not with penalties for presence
-    or frequency and bad words, which look at generated tokens only, nor with structured outputs, whose grammar starts
-    anew."""
+    """Whether vLLM can continue after output tokens in its prompt as after generated ones. Not with presence or
+    frequency penalties or bad words, which see generated tokens only, nor with structured outputs, whose grammar starts
+    again."""
     counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     return not counts and not params.bad_words and params.structured_outputs is None
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from baton.router.pooled_engine import PooledEngine
 
 _MAX_BODY_BYTES = 16 * 2**20
-# How long a clock's reading is used: clocks drift by less than 0.1 s meanwhile.
+# Lifetime of a clock reading: clocks drift by less than 0.1 s in it.
 _CLOCK_S = 600.0
 # No vLLM server restarts within this time.
 _UNSEEN_S = 3.0
@@ -40,8 +40,8 @@ _T = TypeVar("_T")
 class VllmClient(EngineClient):
     """`identify` asks the connector for the identity, once per incarnation.
 
-    A restarted server takes legs meant for its predecessor. So before a leg is sent to a server that was not seen for
-    `_UNSEEN_S`, its process is recognised by the start time in its metrics, or asked for its identity again.
+    A restarted server accepts legs meant for its predecessor. So before a leg goes to a server not seen for
+    `_UNSEEN_S`, its process is checked by the start time in its metrics, or else by its identity.
     """
 
     has_ranks = True
@@ -62,7 +62,7 @@ class VllmClient(EngineClient):
         self._read = 0.0
         self._seen = -math.inf  # when the process of `_info` last answered
         self._started: bytes | None = None  # its start time, from its metrics
-        self._recognising = asyncio.Lock()  # one leg asks for all
+        self._recognising = asyncio.Lock()  # one leg asks on behalf of all
 
     @property
     def root(self) -> str | None:
@@ -75,7 +75,7 @@ class VllmClient(EngineClient):
         return engine.client
 
     async def info(self) -> EngineInfo:
-        """Asks for the clock every `_CLOCK_S`."""
+        """Reads the clock every `_CLOCK_S`."""
         asked = time.monotonic()
         try:
             await self._get("/health", _MAX_BODY_BYTES)
@@ -125,7 +125,7 @@ class VllmClient(EngineClient):
         return self._info
 
     async def load(self) -> EngineLoad:
-        """As far as vLLM's metrics tell it."""
+        """From vLLM's metrics."""
         found = await self.metrics()
         return EngineLoad(
             num_running=int(sum(found.get("vllm:num_requests_running", ()))),
@@ -167,8 +167,8 @@ class VllmClient(EngineClient):
             return self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
-        """What the server samples with if a request does not say, by its `/v1/completions/render`. None if it does not
-        tell: vLLM 0.32 has that route with `--enable-scale-out` alone.
+        """The server's sampling defaults, from its `/v1/completions/render`; None if it does not answer there: vLLM
+        0.32 has that route only with `--enable-scale-out`.
 
         Raises `EngineUnavailableError`, `EngineLostError` if it does not answer.
         """

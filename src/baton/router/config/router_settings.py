@@ -13,7 +13,7 @@ from baton.wire import Mode, Recovery
 
 EngineKind = Literal["baton", "vllm", "sglang"]
 MAX_WORKERS = 64
-# So many rows delay concurrent decodes less than a handoff would (docs/performance.md).
+# Prefilling so many rows delays concurrent decodes less than a handoff would (docs/performance.md).
 MAX_LOCAL_PREFILL_LENGTH = 64
 
 
@@ -21,9 +21,9 @@ MAX_LOCAL_PREFILL_LENGTH = 64
 class RoutingSettings:
     """Settings of all commands that start a router.
 
-    `kv_mode` None: push, or the connector's only mode. `max_local_prefill_length` 0: no prompt is computed on a decode
-    engine, while there is a prefill engine. `otlp_traces_endpoint`, `trace_sampling_ratio` None: those of
-    OpenTelemetry's own variables, if set.
+    `kv_mode` None: push, or the connector's only mode. `max_local_prefill_length` 0: decode engines compute no prompt
+    while there is a prefill engine. `otlp_traces_endpoint`, `trace_sampling_ratio` None: OpenTelemetry's variables, if
+    set.
     """
 
     kv_mode: Annotated[Mode | None, Setting("Who issues the copies: prefill (push, default) or decode (pull).")] = None

@@ -1,4 +1,4 @@
-"""The router's connectors, one per kind of handoff: a module and an entry of `CONNECTORS` each."""
+"""The router's connectors, one module and one entry of `CONNECTORS` per kind of handoff."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.router.connectors.sglang import SglangConnector
 from baton.router.connectors.vllm_baton import VllmBatonConnector
 from baton.router.connectors.vllm_nixl import NixlPullConnector, NixlPushConnector
 
-# vLLM's connectors have vLLM's names.
+# Connectors of vLLM have vLLM's names.
 BATON_ENGINES, SGLANG = "baton", "sglang"
 CONNECTORS: dict[str, type[Connector]] = {
     BATON_ENGINES: EngineConnector,

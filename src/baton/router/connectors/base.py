@@ -20,12 +20,12 @@ from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, LegRole, Mode, Role
 
-# Parameters that need more of the first token than its id, and the values that do not.
+# Parameters that need more of the first token than its id, and the values with which they do not.
 _NOT_SEEDED = {
     **{"seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
     **{"stop": (), "bad_words": (), "structured_outputs": None},
 }
-# Makes a leg that moves cached KV: its role, its `HandoffParams.prefix_len` and `window_start`, and how many tokens of
+# Makes a leg that moves cached KV, from its role, `HandoffParams.prefix_len` and `window_start`, and how many tokens of
 # the prompt the source may lack (None: any number).
 PrefixLeg = Callable[[LegRole, int, int, int | None], Chunks]
 HandoffOutcome = Literal["completed", "finished_early", "aborted", "failed"]
@@ -45,10 +45,10 @@ class ConnectorConfig:
 
 @dataclass(frozen=True, slots=True)
 class Legs:
-    """The legs of one attempt: both, or either. `notices`: the decode engine recovers from the loss of the prefill leg,
-    or reports it. `first_token_wait_s`: how long the decode leg waits for the first token before it begins; None: not
-    at all. `on_end` is awaited after the attempt, with its legs closed; if it fails, the engines' own timeouts free
-    what it would have freed."""
+    """The legs of one attempt: both, or either. `notices`: the decode engine recovers from a lost prefill leg, or
+    reports it. `first_token_wait_s`: how long the decode leg waits for the first token before it begins; None: not at
+    all. `on_end` is awaited after the attempt, with its legs closed; if it fails, the engines' own timeouts free the
+    same resources."""
 
     chunks: Mapping[LegRole, LegSource]
     notices: bool = True
@@ -81,7 +81,7 @@ class Connector(ABC):
 
     @abstractmethod
     def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
-        """The legs of one attempt. Nothing is sent before they are read.
+        """The legs of one attempt. Nothing is sent before iteration.
 
         Raises `EngineUnavailableError` if an engine is no longer known.
         """
@@ -93,15 +93,15 @@ class Connector(ABC):
     def prefix_leg(
         self, request: GenerateRequest, source: PooledEngine, destination: PooledEngine, mode: Mode, expected: int
     ) -> PrefixLeg:
-        """Sign a ticket by which cached KV of the request's prompt goes from `source`, which is expected to hold so
-        many tokens of it, to `destination`.
+        """Sign a ticket to move cached KV of the request's prompt from `source`, which is expected to hold `num_tokens`
+        of it, to `destination`.
 
         Raises `EngineUnavailableError`.
         """
         raise EngineUnavailableError(f"engine {source.url} cannot send what it has cached")
 
     def check(self, params: SamplingParams) -> None:
-        """Raise `RequestError` for an unsupported parameter. Seed None: the client gave none."""
+        """Raise `RequestError` for an unsupported parameter. Seed None: not given."""
         for name, neutral in _NOT_SEEDED.items():
             if self.config.seed_first_token and getattr(params, name) != neutral:
                 raise RequestError(f"{name} cannot be had here: this router runs with --seed-first-token", name)
@@ -114,8 +114,8 @@ class Connector(ABC):
 def in_turn(
     first: Callable[[asyncio.Future[_T | None]], Chunks], then: Callable[[_T], Chunks]
 ) -> dict[LegRole, LegSource]:
-    """The decode leg `then` begins when the prefill leg `first` has set its future to the argument of `then`. A prefill
-    leg that ends the request does not set it."""
+    """The decode leg `then(value)` begins when the prefill leg `first` sets its future to `value`. A prefill leg that
+    ends the request does not set it."""
     found: asyncio.Future[_T | None] = asyncio.get_running_loop().create_future()
 
     async def prefill() -> Chunks:
@@ -130,7 +130,7 @@ def in_turn(
             if not ended and not found.done():
                 raise EngineUnavailableError("the prefill leg ended without a token")
         except EngineLostError as error:
-            # No decode engine waits yet that could recover.
+            # No decode engine is waiting that could recover.
             raise EngineUnavailableError(str(error)) from None
         finally:
             if not found.done():
@@ -152,7 +152,7 @@ async def read_to_end(leg: Chunks) -> None:
 
 
 async def errors_only(leg: Chunks) -> Chunks:
-    """A leg without its tokens, which the other leg sends too."""
+    """A leg without its tokens, which the other leg also sends."""
     async with contextlib.aclosing(leg):
         async for chunk in leg:
             if chunk.finish_reason == "error":

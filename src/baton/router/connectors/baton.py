@@ -1,4 +1,4 @@
-"""The connector of Baton's own engines: both legs are the same request, with one ticket."""
+"""The connector of Baton's own engines: both legs carry the same request and ticket."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, HandoffParams, LegRole, Mode, Role
 
-# How long a decode leg waits for the first token of a prefill engine on its own host. Longer prefills are copied while
-# they run, and need D's pages by then.
+# How long a decode leg waits for the first token of a prefill engine on the same host. KV of longer prefills is copied
+# during the prefill, and needs D's pages by then.
 FIRST_TOKEN_WAIT_S = 0.05
-# Of legs that compute nothing.
+# For legs that compute nothing.
 _NOTHING = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class EngineConnector(Connector):
     """A prefill leg's stream lasts as long as its pages are held; closing it frees them.
 
-    Engines on one host share its cores. With a short prompt, D's work would delay the first token, and can be done
-    while P's drafter runs.
+    Engines on one host share its cores. For a short prompt D's work would delay the first token, so it runs during P's
+    drafter.
     """
 
     needs_ticket_key = True
@@ -56,7 +56,7 @@ class EngineConnector(Connector):
         return mint_ticket(self.config, prefill, decode, mode, digest)
 
     def alone(self, request: GenerateRequest, engine: PooledEngine) -> Chunks:
-        """Add a ticket unless the engine's role is `both`: others compute only what a router has signed."""
+        """Add a ticket unless the engine's role is `both`: others only compute what a router has signed."""
         if engine.role != "both":
             digest = request_digest(request.prompt_token_ids, request.sampling_params, request.num_prompt_tokens)
             ticket = self._ticket(request, engine, engine, "push", digest)

@@ -1,6 +1,6 @@
 """SGLang servers with the transfer backend `baton`: both legs begin at once, with the same prompt and ticket.
 
-The decode server gets the prefill server's first token with the KV, and repeats it: nothing is sampled twice.
+The decode server gets the prefill server's first token with the KV and repeats it, so nothing is sampled twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, Mode, Role
 
-# What SGLang's `/generate` lacks, and the values that need nothing.
+# Parameters that SGLang's `/generate` lacks, and their values without effect.
 _NEUTRAL: dict[str, object] = {
     "allowed_token_ids": None,
     "bad_words": (),
@@ -31,7 +31,7 @@ _ROOM_BITS = 63
 
 
 class SglangConnector(Connector):
-    """The ticket travels as `bootstrap_host`, which nothing reads as an address; the router draws the room."""
+    """The ticket travels as `bootstrap_host`, which the plug-in never uses as an address; the router draws the room."""
 
     needs_ticket_key = True
     computes_alone = False

@@ -23,7 +23,7 @@ def mint_ticket(
         raise EngineUnavailableError("the router has no ticket key, and so cannot hand off")
     if p is None or d is None:
         raise EngineUnavailableError("an engine of the pair is not known any more")
-    # Each engine's clock is extrapolated from its last answer, whose travel time only shortens the ticket's life.
+    # Each engine's clock is extrapolated from its last answer; the travel time only shortens the ticket's life.
     now, life_s = asyncio.get_running_loop().time(), config.ticket_life_s
     expiries = (p.clock + now - prefill.answered + life_s, d.clock + now - decode.answered + life_s)
     ticket = Ticket.between(p, d, mode, request_digest, expiries, config.new_transfer_id())

@@ -16,7 +16,7 @@ from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.wire import EngineIdentity, EngineInfo, GenerateRequest, Role
 
-# vLLM's default, only a guess of what a server has.
+# vLLM's default; a server may have another.
 _BLOCK_TOKENS = 16
 
 
@@ -33,7 +33,7 @@ class VllmConnector(Connector):
                 model=model.id,
                 model_path=model.root,
                 max_model_len=model.max_model_len,
-                # Whether vLLM finds handed-over prompts again is not known.
+                # Whether vLLM reuses handed-over prompts as prefixes is unknown.
                 prefix_step=_BLOCK_TOKENS if role == "prefill" else 0,
                 batch_invariant=False,
                 adapters=adapters,
@@ -59,7 +59,7 @@ class VllmConnector(Connector):
 
 
 def draws_anew(request: GenerateRequest, engine: PooledEngine) -> bool:
-    """Whether another engine draws another first token even with the same seed: vLLM samples differently in a
+    """Whether another engine may sample another first token with the same seed: vLLM samples differently in a
     verification step."""
     drafts = engine.info is not None and engine.info.num_speculative_tokens > 0
     return drafts and request.sampling_params.temperature > 0

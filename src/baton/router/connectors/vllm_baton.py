@@ -1,8 +1,8 @@
 """vLLM servers with `BatonConnector`.
 
-Both legs begin at once with the same prompt. The decode server also computes the prompt's last token, so it samples
-the first token again, for comparison. With `seed_first_token` the legs run in sequence: the decode server gets the
-prompt with P's token, and nothing is sampled twice.
+Both legs begin at once with the same prompt. The decode server also computes the prompt's last token, so it samples the
+first token again, for comparison. With `seed_first_token` the legs run in sequence: the decode server gets the prompt
+and P's token, and nothing is sampled twice.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class VllmBatonConnector(VllmConnector):
 
 
 def _short(request: GenerateRequest, handed_over: int) -> GenerateRequest:
-    """A prefill leg of the tokens that are handed over. The drafter's last entry depends on the next token: it may
-    sample no other."""
+    """A prefill leg of the handed-over tokens. It must sample the next token of the prompt, on which the drafter's last
+    entry depends."""
     tokens, max_tokens = request.prompt_token_ids, request.sampling_params.max_tokens
     only = SamplingParams(max_tokens=max_tokens, temperature=0.0, allowed_token_ids=(tokens[handed_over],))
     num_prompt = min(len(tokens) - request.num_known, handed_over)

@@ -1,8 +1,8 @@
 """vLLM servers with vLLM's own NIXL connectors, for comparison and for existing deployments.
 
 With `NixlConnector` the decode server pulls: the legs run in sequence, since it needs parameters from the prefill
-response. With `NixlPushConnector` both legs begin at once and are paired by request id. No server is told if the other
-gives up; its blocks are freed when vLLM's own lease expires.
+response. With `NixlPushConnector` both legs begin at once and are paired by request id. Neither server learns that the
+other gave up; blocks are freed when vLLM's lease expires.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _NixlConnector(VllmConnector):
         self._addresses: dict[str, _Address] = {}  # by URL
 
     def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
-        """`kv_mode` is ignored."""
+        """Ignores `kv_mode`."""
         p = VllmClient.of(prefill)
         if request.sampling_params.max_tokens - request.num_known == 1:
             return Legs({"prefill": p.leg(request)})
@@ -78,8 +78,8 @@ class _NixlConnector(VllmConnector):
     async def _first(
         self, request: GenerateRequest, prefill: PooledEngine
     ) -> tuple[TokenChunk, dict[str, object], bool]:
-        """Its token, what the decode server needs, and whether that is the request's first token: not if this server
-        leaves out the prompt's last token, or if servers that speculate draw other tokens."""
+        """P's token, the parameters that D needs, and whether the token is the request's first: not if this server
+        leaves out the prompt's last token, or if speculating servers sample other tokens."""
         p = VllmClient.of(prefill)
         chunk, params = await p.first_token(request, _FETCHED)
         if chunk.finish_reason in ("error", "abort"):
@@ -110,7 +110,7 @@ class _NixlConnector(VllmConnector):
                 "and not compared with those of other servers",
                 client.url,
             )
-        # A server that does not tell does not equal one that does.
+        # Unknown defaults equal no others.
         told = "unknown" if defaults is None else defaults.describe()
         return EngineIdentity(
             engine_id=client.url,
@@ -129,7 +129,7 @@ class NixlPullConnector(_NixlConnector):
 
 
 class NixlPushConnector(_NixlConnector):
-    """The first handoff runs in sequence: the prefill server's address comes with the response."""
+    """The first handoff runs in sequence, since the response carries the prefill server's address."""
 
     mode = "push"
 

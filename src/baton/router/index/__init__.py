@@ -1,1 +1,1 @@
-"""What engines hold of prompts, by their KV events."""
+"""Cached prompts of engines, from their KV events."""

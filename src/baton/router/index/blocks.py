@@ -1,7 +1,7 @@
-"""The blocks that one engine holds, by the tokens of prompts.
+"""The blocks that one engine holds.
 
-An engine's block hashes are its own, so each block gets a key of this index: a hash over the key of the block before
-it, its tokens and its extra keys, as for a prompt.
+Block hashes are the engine's own, so each block gets a key of this index: a hash over the previous block's key, its
+tokens and its extra keys. Prompts have the same keys.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from baton.kvevents.messages import AllBlocksCleared, BlockHash, BlockStored, KVEvent
 from baton.router.prefixes import PromptBlocks, PromptKeys, next_key
 
-# Larger numbers are ignored: no engine has so many groups or so large blocks.
+# Larger numbers are ignored: no engine has as many groups or such blocks.
 _MAX_GROUPS = 64
 _MAX_BLOCK_SIZE = 1 << 16
 _MAX_HASH_BYTES = 64
 _WINDOWS = ("sliding_window", "sliding_window_mla", "chunked_local_attention")
 _STATES = ("mamba",)
-_COMPUTABLE = (None, "GPU")  # an engine cannot compute with what is held elsewhere
+_COMPUTABLE = (None, "GPU")  # media from which an engine can compute
 
 
 @dataclass(slots=True)
 class _Group:
-    """One group of layers. `keys`: of held blocks, by the engine's hash. `held`: how many hashes have a key: blocks of
+    """One group of layers. `keys`: of held blocks, by the engine's hash. `held`: number of hashes per key: blocks of
     equal tokens differ if their KV depends on later tokens."""
 
     block_size: int
@@ -32,7 +32,7 @@ class _Group:
     held: dict[int, int] = field(default_factory=dict)
 
     def cut(self, keys: PromptKeys, limit: int) -> int:
-        """The longest prefix of at most `limit` tokens from which this group can go on."""
+        """The longest prefix of at most `limit` tokens that this group can continue."""
         if self.kind in _STATES:
             return self._last_state(keys, limit)
         blocks = min(-(-limit // self.block_size), keys.num_blocks)
@@ -63,26 +63,26 @@ class _Group:
 
 
 class BlockIndex:
-    """The blocks of one engine, at most `max_blocks`: beyond that, the oldest tenth is forgotten.
+    """The blocks of one engine, at most `max_blocks`; beyond that, the oldest tenth is dropped.
 
-    `num_unknown`: ignored events, since the block before theirs is unknown or a number is out of range.
+    `num_unknown`: ignored events, with an unknown parent or a number out of range.
     """
 
     def __init__(self, max_blocks: int = 1 << 20, has_salt_keys: bool = False) -> None:
-        """`has_salt_keys`: the engine's events have `salt_key` in place of a salt."""
+        """`has_salt_keys`: events have `salt_key` instead of a salt."""
         self._most, self.has_salt_keys = max_blocks, has_salt_keys
         self._groups: dict[int, _Group] = {}
         self.num_blocks = self.num_unknown = 0
 
     def apply(self, *events: KVEvent) -> None:
-        """Apply a batch. The parent of a block may be held in another group only, whose event may come later."""
+        """Apply a batch. A block's parent may be in another group, whose event may come later."""
         orphans: list[BlockStored] = []
         for event in events:
             if isinstance(event, BlockStored):
                 if event.medium in _COMPUTABLE and not self._store(event):
                     orphans.append(event)
                 continue
-            orphans = self._adopt(orphans)  # what is removed now was stored before
+            orphans = self._adopt(orphans)  # blocks removed below were stored before
             if isinstance(event, AllBlocksCleared):
                 self.clear()
             elif event.medium in _COMPUTABLE and (group := self._groups.get(event.group_idx or 0)) is not None:
@@ -91,7 +91,7 @@ class BlockIndex:
         self.num_unknown += len(self._adopt(orphans))
 
     def _adopt(self, orphans: list[BlockStored]) -> list[BlockStored]:
-        """Returns those whose parents are still unknown."""
+        """Returns the blocks whose parents are still unknown."""
         return [event for event in orphans if not self._store(event)]
 
     def clear(self) -> None:
@@ -99,12 +99,13 @@ class BlockIndex:
         self.num_blocks = 0
 
     def num_tokens(self, prompt: PromptBlocks) -> int:
-        """How many tokens of the prompt the engine need not compute, at most all but one: what all its groups hold."""
+        """How many tokens of the prompt the engine need not compute, at most all but one: the prefix that all groups
+        hold."""
         if not self._groups:
             return 0
         limit = len(prompt.tokens) - 1
         found = -1
-        # A window or state may end before what other groups hold, and then cuts the others.
+        # A window or state may end before the prefix of other groups, and then shortens theirs.
         while found != limit:
             found = limit
             for group in self._groups.values():
@@ -112,7 +113,7 @@ class BlockIndex:
         return limit
 
     def _store(self, event: BlockStored) -> bool:
-        """Returns False, without changes, if the block before these is unknown."""
+        """Returns False, without changes, if the parent is unknown."""
         index, size, hashes = event.group_idx or 0, event.block_size, event.block_hashes
         sane = 0 <= index < _MAX_GROUPS and 0 < size <= _MAX_BLOCK_SIZE and len(event.token_ids) == size * len(hashes)
         group = self._groups.get(index)
@@ -149,8 +150,8 @@ class BlockIndex:
         return True
 
     def _key_of(self, block_hash: BlockHash, block_size: int) -> int | None:
-        """The key of a block of any group. Equal hashes are of equal tokens. A window's first block, and a state, have
-        a parent that only groups of full attention hold."""
+        """The key of a block of any group; equal hashes have equal tokens. The parent of a window's first block, or of
+        a state, is in groups of full attention only."""
         for group in self._groups.values():
             if group.block_size == block_size and (key := group.keys.get(block_hash)) is not None:
                 return key

@@ -1,4 +1,4 @@
-"""What an engine holds, by its KV events, and what it was just sent."""
+"""What an engine holds, by its KV events and the prompts just sent to it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from baton.router.index.blocks import BlockIndex
 from baton.router.prefixes import KnownPrefixes, PromptBlocks
 
-# A prompt that was sent counts as held for so long; then the engine's events tell of its blocks.
+# A sent prompt counts as held for this time; then the engine's events decide.
 PROMISED_S = 5.0
 
 
 class HeldPrefixes:
-    """The held prefixes of one engine whose events are read."""
+    """The held prefixes of one engine with KV events."""
 
     def __init__(self, index: BlockIndex, clock: Callable[[], float]) -> None:
         self.index = index

@@ -16,9 +16,9 @@ from baton.wire import EngineInfo
 
 
 class EventReaders:
-    """Reads the events of engines in `sources`, or that tell their ports themselves.
+    """Reads the events of engines in `sources`, and of engines that report their ports.
 
-    `sources`, `replay_sources`: endpoints by engine URL, for vLLM's and SGLang's servers.
+    `sources`, `replay_sources`: endpoints by engine URL, for vLLM and SGLang servers.
     """
 
     def __init__(
@@ -29,8 +29,8 @@ class EventReaders:
         self.subscribers: dict[str, EventSubscriber] = {}
 
     def follow(self, url: str, info: EngineInfo) -> HeldPrefixes | None:
-        """Begin to read the events of an engine that has started; None: it publishes none. Earlier ones of this URL
-        are forgotten."""
+        """Begin to read the events of an engine that started; None: it publishes none. Drops what earlier engines at
+        this URL held."""
         self.stop(url)
         base, rank = split_rank(url)
         endpoint = self._sources.get(url) or _at(base, info.kv_events_port)
@@ -73,7 +73,7 @@ def read_sources(texts: Sequence[str], field: str) -> dict[str, str]:
 
 
 def _at(base: str, port: int) -> str | None:
-    """The endpoint on an engine's own host: an engine names a port, never another host."""
+    """The endpoint on an engine's own host: an engine reports a port, never a host."""
     if not 0 < port < 1 << 16:
         return None
     host = urlsplit(base).hostname or ""

@@ -1,10 +1,11 @@
-"""Reads the KV events of one engine into its index: gaps are replayed, or else everything is forgotten."""
+"""Reads the KV events of one engine into its index. Gaps are replayed; if that fails, the index is cleared."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import math
 
 import zmq
 import zmq.asyncio
@@ -18,13 +19,16 @@ from baton.timeouts import timeout
 logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())
 
+_MAX_NUMBER = (1 << 63) - 1
 _REPLAY_S = 2.0
-# Batches that may wait while the router is busy. Those beyond are a gap.
-_HWM = 10_000
+# Batches of up to `MAX_BATCH_BYTES` that wait here while the router is busy. Later ones wait at the engine.
+_HWM = 16
+# Seconds for the next attempt after an error of a socket.
+_AGAIN_S = 1.0
 
 
 class BatchOrder:
-    """Orders batches. `expected`: the next sequence number; None: none came yet."""
+    """Orders batches. `expected`: the next sequence number; None before the first."""
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
@@ -37,17 +41,21 @@ class BatchOrder:
         return number > (0 if self.expected is None else self.expected)
 
     def lost(self, number: int) -> None:
-        """The batches before `number` cannot be had: what is known may be wrong."""
+        """The batches before `number` are unavailable: the index may be wrong."""
         self.num_gaps += 1
         self._index.clear()
         self.expected = number
 
+    def restart(self) -> None:
+        """Nothing is known any more."""
+        self._index.clear()
+        self.expected, self._last_ts = None, 0.0
+
     def note_start(self, number: int, batch: EventBatch) -> None:
-        """Begin anew if a later batch repeats a number: the engine has restarted."""
+        """Begin again if a later batch repeats a number: the engine has restarted."""
         if self.expected is not None and number < self.expected and batch.ts > self._last_ts:
             self.num_restarts += 1
-            self._index.clear()
-            self.expected = None
+            self.restart()
 
     def follow(self, number: int, batch: EventBatch) -> None:
         """Apply a batch once."""
@@ -58,9 +66,9 @@ class BatchOrder:
 
 
 class EventSubscriber:
-    """Follows one engine, while `run` runs. `rank`: the data-parallel rank whose events count; None: all.
+    """Follows one engine while `run` runs. `rank`: the data-parallel rank whose events count; None: all.
 
-    `endpoint`, `replay_endpoint`: tcp:// or ipc:// addresses, from the operator or made of the engine's URL.
+    `endpoint`, `replay_endpoint`: tcp:// or ipc:// addresses, from the operator or derived from the engine's URL.
     """
 
     def __init__(
@@ -72,6 +80,16 @@ class EventSubscriber:
         self.num_malformed = 0
 
     async def run(self) -> None:
+        """Until it is cancelled: no error ends it."""
+        while True:
+            try:
+                await self._follow()
+            except Exception:  # a reader that ended would leave a stale index
+                logger.exception("%s: KV events are read anew", self._endpoint)
+                self.sequence.restart()
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _follow(self) -> None:
         context = zmq.asyncio.Context.instance()
         with contextlib.closing(context.socket(zmq.SUB)) as socket:
             socket.setsockopt(zmq.LINGER, 0)
@@ -80,9 +98,11 @@ class EventSubscriber:
             socket.subscribe(b"")
             socket.connect(self._endpoint)
             if self._replay_endpoint is not None:
-                await self._replay(0)  # what was published before
+                await self._replay(0)  # published before
             while True:
                 await self._take(await socket.recv_multipart())
+                # A receive does not yield while batches are there.
+                await asyncio.sleep(0)
 
     async def _take(self, frames: list[bytes]) -> None:
         read = self._read(frames[-2:]) if len(frames) in (2, 3) else None
@@ -108,10 +128,11 @@ class EventSubscriber:
             return None
         if self._rank is not None and batch.data_parallel_rank not in (None, self._rank):
             batch = EventBatch(batch.ts, [], batch.data_parallel_rank)
-        return int.from_bytes(frames[0], "big", signed=True), batch
+        number = int.from_bytes(frames[0], "big", signed=True)
+        return (number, batch) if 0 <= number < _MAX_NUMBER and math.isfinite(batch.ts) else None
 
     async def _replay(self, start: int) -> None:
-        """Ask for the batches from `start` on, and apply those that come."""
+        """Request the batches from `start` on, and apply those that come."""
         context = zmq.asyncio.Context.instance()
         with contextlib.closing(context.socket(zmq.DEALER)) as socket:
             socket.setsockopt(zmq.LINGER, 0)
@@ -122,7 +143,8 @@ class EventSubscriber:
                     await socket.send_multipart([b"", start.to_bytes(SEQUENCE_BYTES, "big", signed=True)])
                     while True:
                         frames = await socket.recv_multipart()
-                        # SGLang leaves the topic out.
+                        await asyncio.sleep(0)
+                        # SGLang omits the topic.
                         if len(frames) < 3 or frames[-2] == END_SEQUENCE:
                             return
                         read = self._read(frames[-2:])

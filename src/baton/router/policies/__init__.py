@@ -1,4 +1,4 @@
-"""The router's policies: a module and an entry of `POLICIES` each."""
+"""The router's policies, one module and one entry of `POLICIES` each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def create_policies(
     config: PolicyConfig | None = None,
     source: random.Random | None = None,
 ) -> Policies:
-    """The policies of all roles; `prefill` and `decode` None: as `policy`. `source`: of random choices.
+    """The policies of all roles; `prefill` and `decode` None: as `policy`. `source`: of randomness.
 
     Raises `ConfigError` for a name that is not in `POLICIES`.
     """

@@ -16,9 +16,9 @@ from baton.wire import Role
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks of an engine of one role. `session`: the conversation id. `decodes`: whether the engine also
-    decodes; `receives`: whether its KV comes from a prefill engine. `elsewhere`: how many tokens of the prompt another
-    engine would hand back."""
+    """What a request needs from an engine of one role. `session`: the conversation id. `decodes`: the engine also
+    decodes. `receives`: its KV comes from a prefill engine. `elsewhere`: tokens of the prompt that another engine would
+    hand back."""
 
     prompt: PromptBlocks
     session: str | None = None
@@ -31,20 +31,20 @@ class Asked:
         return len(self.prompt.tokens) - engine.known.num_tokens(self.prompt)
 
     def handed_back(self, engine: PooledEngine, config: PolicyConfig) -> int:
-        """How many of these another engine would hand back."""
+        """Of these, how many another engine would hand back."""
         moved = self.elsewhere - engine.known.num_tokens(self.prompt)
         return moved if moved >= max(1, config.min_hand_back_length) else 0
 
 
 def cost(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:
-    """What this request costs this engine, in prompt tokens."""
+    """The cost of this request on this engine, in prompt tokens."""
     uncached = asked.uncached(engine)
     moved = uncached if asked.receives else asked.handed_back(engine, config)
     return config.moved_weight * moved + config.uncached_weight * (uncached - moved) + other_load(asked, engine, config)
 
 
 def other_load(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:
-    """The cost of the engine's other requests. A prefill engine has prompts only."""
+    """The cost of the engine's other requests. A prefill engine has only prompts."""
     found = config.queued_weight * engine.all_queued_tokens
     if asked.decodes:
         found += config.leg_weight * engine.all_inflight + config.kv_weight * engine.all_kv_tokens
@@ -68,7 +68,7 @@ class Policy(ABC):
 
     @abstractmethod
     def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
-        """`order` is lower for an engine that was chosen longer ago."""
+        """`order` is lower for engines chosen longer ago."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The engine with the least cost: what it lacks of the prompt, and what it has to do for others."""
+"""The engine with the least cost: uncached tokens of the prompt, and work for other requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.router.pooled_engine import PooledEngine
 
 
 class CacheAware(Policy):
-    """A held prefix counts as the work that it saves, so a busy engine that holds it loses to an idle one."""
+    """A held prefix counts as saved work, so a busy engine that holds it loses to an idle one."""
 
     name = "cache_aware"
     uses_prefixes = True

@@ -15,7 +15,7 @@ from baton.router.pooled_engine import PooledEngine
 
 # An engine may have this many times the mean number of legs.
 _BOUND = 1.25
-# The key of a request without a session: its first tokens, such as a shared system prompt.
+# A request without a session is keyed by its first tokens, such as a shared system prompt.
 _KEY_BLOCKS = 8
 
 

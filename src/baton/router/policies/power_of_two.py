@@ -9,7 +9,7 @@ from baton.router.pooled_engine import PooledEngine
 
 
 class PowerOfTwo(Policy):
-    """Several routers that see the same old loads do not all choose the same engine."""
+    """Several routers with the same stale loads do not all choose the same engine."""
 
     name = "power_of_two"
 

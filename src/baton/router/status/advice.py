@@ -1,10 +1,10 @@
-"""What another number of prefill or decode engines would do to the time to the first token.
+"""How another number of prefill or decode engines would change the time to first token.
 
-The last requests are replayed: each arrives when it did, takes a decode slot, is prefilled by the first free engine,
-and frees its slot when it ends. Waits come out of the replay, all else was measured.
+Recent requests are replayed: each arrives at its time, takes a decode slot, is prefilled by the first free engine, and
+frees its slot when it ends. The replay computes the waits; all else was measured.
 
-Left out: prompts that an engine computes together, prefix hits that would move to other engines, decode steps that slow
-down with more requests.
+Not modelled: prompts batched in one step, prefix hits that would move to other engines, decode steps that slow down
+with more requests.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from baton.observe.acceptance import HANDED_OFF
 from baton.observe.timeline import RequestTimeline
 
 MIN_REQUESTS = 50
-# A change by a smaller share of the TTFT is not mentioned.
+# Smaller changes, as a share of the TTFT, are not reported.
 _WORTH = 0.1
 _PERCENTILE = 0.9
-# The quantile of seconds per token that counts as without waiting, if engines do not tell how long prompts waited.
+# If engines do not report how long prompts waited, this quantile of seconds per token counts as without waiting.
 _UNQUEUED = 0.1
 
 
@@ -47,7 +47,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`ttft_s`: the replay's 90th percentile; `changes`: those of other fleets."""
+    """`ttft_s`: the replay's 90th percentile; `changes`: that of other fleets."""
 
     num_requests: int
     ttft_s: float
@@ -77,7 +77,7 @@ class Advice:
 
 
 def served_requests(timelines: Iterable[RequestTimeline]) -> list[ServedRequest]:
-    """Those that were handed off and completed, by one attempt."""
+    """Requests that were handed off and completed in one attempt."""
     return [
         ServedRequest(one.began, one.first - one.routed, one.queued_s, one.ended - one.first, one.num_prompt_tokens)
         for one in timelines
@@ -87,7 +87,7 @@ def served_requests(timelines: Iterable[RequestTimeline]) -> list[ServedRequest]
 
 
 def advise(requests: Sequence[ServedRequest], fleet: Fleet) -> Advice | None:
-    """None: too little is known."""
+    """None if too little is known."""
     if len(requests) < MIN_REQUESTS or not fleet.prefill or not fleet.decode:
         return None
     work = _work(requests)

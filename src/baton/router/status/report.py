@@ -1,4 +1,4 @@
-"""The router's `/status`: its engines, what became of requests, and advice. Of several processes, their sum."""
+"""The router's `/status`: its engines, outcomes of requests, and advice. The sum over several processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def deployment_status(backend: RouterBackend, siblings: Siblings | None = 
 
 
 def own_status(backend: RouterBackend, loads: Mapping[str, EngineLoad | None] = _UNKNOWN) -> Status:
-    """What this process knows by itself, and the engines' `loads` by URL. `served`: its requests, for the advice."""
+    """What this process knows, and the engines' `loads` by URL. `served`: its requests, for the advice."""
     engines = [(engine, loads.get(engine.url)) for engine in backend.pool.engines]
     views = [_view(engine, load) for engine, load in engines]
     faults = find_faults(views, backend.decisions.last(), backend.observer.recent, time.monotonic())
@@ -109,7 +109,7 @@ def _sum(own: Status, other: Status) -> Status:
 
 
 def _advice(backend: RouterBackend, served: list[ServedRequest]) -> Status | None:
-    """None: too few requests were handed off since the start."""
+    """None if too few requests were handed off since the start."""
     pool = backend.pool
     roles = [engine.role for engine in pool.usable(healthy=True)]
     decode, slots = roles.count("decode"), pool.max_num_seqs()

@@ -1,7 +1,7 @@
-"""The load that the processes of one router have given to engines, and how many requests each runs.
+"""Load on engines from each process of one router, and the number of requests each runs.
 
-All map the same memory. Each process writes its own row. A reader may see one leg's cells in part, which changes a
-choice at most.
+All processes map the same memory, and each writes its own row. A reader may see a leg's update in part, which at most
+changes a choice.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-# The load of more engines is not shared.
+from baton.router.workers.binding import SharedBinding
+
+# Load on further engines is not shared.
 MAX_ENGINES = 1024
 _CELL_BYTES, _ENGINE_CELLS = 8, 4
 _ROW_CELLS = 1 + _ENGINE_CELLS * MAX_ENGINES
-# How old what is known of others may be.
+# Maximum age of what is known of other processes.
 _FRESH_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class OtherLoad:
-    """What other processes have given to one engine, as `PooledEngine` counts it."""
+    """Load of other processes on one engine, as `PooledEngine` counts it."""
 
     num_inflight: int = 0
     queued_tokens: int = 0
@@ -48,21 +50,22 @@ class EngineWithLoad(Protocol):
 
 
 class LoadTable:
-    """Make it before processes are forked."""
+    """Create it before processes are forked."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
         self._memory = mmap.mmap(-1, num_workers * _ROW_CELLS * _CELL_BYTES)
         self.cells = memoryview(self._memory).cast("q")
+        self.binding = SharedBinding()
 
     def clear(self, worker: int) -> None:
-        """The process has ended."""
+        """Clear the row of a process that ended."""
         first = worker * _ROW_CELLS
         self.cells[first : first + _ROW_CELLS] = memoryview(bytes(_ROW_CELLS * _CELL_BYTES)).cast("q")
 
 
 class WorkerLoads:
-    """What process `worker` writes and reads."""
+    """The row that process `worker` writes, and those that it reads."""
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class WorkerLoads:
         clock: Callable[[], float] = time.monotonic,
         max_engines: int = MAX_ENGINES,
     ) -> None:
+        self.binding = table.binding
         self._max_engines = max_engines
         self._cells, self._worker, self._num = table.cells, worker, table.num_workers
         self._first = worker * _ROW_CELLS
@@ -85,7 +89,7 @@ class WorkerLoads:
         return sum(self._cells[other * _ROW_CELLS] for other in range(self._num) if other != self._worker)
 
     def tell(self, engine: EngineWithLoad) -> None:
-        """The load of an engine has changed."""
+        """Publish the load of an engine."""
         slot = self._slots.get(engine.url)
         if slot is None and (slot := self._new_slot(engine.url)) is None:
             return
@@ -111,7 +115,7 @@ class WorkerLoads:
             for slot in range(first, first + _ENGINE_CELLS * MAX_ENGINES, _ENGINE_CELLS):
                 key = self._cells[slot]
                 if not key:
-                    break  # slots are taken in order
+                    break  # slots are used in order
                 counts = found.setdefault(key, [0, 0, 0])
                 for place in range(3):
                     counts[place] += self._cells[slot + 1 + place]

@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 _YOUNG_S = 5.0
 _LOOK_S = 0.2
 _HANDLED = (signal.SIGTERM, signal.SIGINT)
-# Serves as process `number`, and calls the function once it serves.
+# Serves as process `number`, and calls the function when ready.
 Serve = Callable[[int, Callable[[], None]], None]
 
 
 class WorkerProcesses:
-    """Processes that run `serve`. One that ends by itself is started anew, after `on_end(number)`.
+    """Processes that run `serve`. One that ends by itself is restarted, after `on_end(number)`.
 
-    They are forks: make no thread and no event loop before. If one ends within `young_s` of its start, all end.
+    They are forks: create no thread or event loop before. If one ends within `young_s` of its start, all end.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class WorkerProcesses:
         self._ending = False
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Run until all have ended after SIGTERM or SIGINT, which they get too.
+        """Run until all have ended after SIGTERM or SIGINT, which is passed on to them.
 
         Raises `BatonError` if one ends soon after its start.
         """
@@ -96,7 +96,7 @@ class WorkerProcesses:
     def _start(self, number: int, tell: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        # A signal would find a child that is not known yet, or that passes it on.
+        # Otherwise a signal could arrive when a child is not recorded yet, or still has the parent's handler.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         pid = os.fork()
         if not pid:

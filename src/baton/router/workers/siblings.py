@@ -1,6 +1,6 @@
-"""What the processes of one router ask each other, over sockets in a directory that only their user can enter.
+"""Requests between the processes of one router, over sockets in a directory that only their user can enter.
 
-Whichever process gets a request for `/metrics` or `/status` answers for all, and tells the others of engines that join
+The process that gets a request for `/metrics` or `/status` answers for all, and tells the others of engines that join
 or leave.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,14 @@ from aiohttp import web
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.errors import BatonError
 from baton.openai.http.metrics import exposition_text
 from baton.router.workers.loads import RouterProcess
+from baton.wire import Role
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 2.0
-# Of these only the highest counts. All others are added.
+# Only the highest of these counts. Others are added.
 _HIGHEST = frozenset(
     {
         *("baton:draining", "process_start_time_seconds", "process_max_fds"),
@@ -35,18 +38,37 @@ _HIGHEST = frozenset(
 Change = Callable[[bytes], Awaitable[object]]
 
 
-class Siblings:
-    """Processes that do not answer are left out."""
+class Member(msgspec.Struct, frozen=True):
+    """An engine of a pool."""
 
-    def __init__(self, worker: RouterProcess) -> None:
-        self._worker = worker
+    url: str
+    role: Role
+
+
+class Siblings:
+    """Processes that do not answer are omitted, and get changes when they do."""
+
+    def __init__(self, worker: RouterProcess, answer_s: float = 2.0, again_s: float = 0.5) -> None:
+        """`answer_s`: how long to wait for an answer. `again_s`: the pause before a change is sent again."""
+        self._worker, self._answer_s, self._again_s = worker, answer_s, again_s
+        self._start, self._num_changes = secrets.token_hex(8), 0
+        self._done: dict[str, int] = {}
         self._sessions: dict[int, aiohttp.ClientSession] = {}
+        self._changes: dict[int, deque[tuple[str, bytes]]] = {}
+        self._senders: dict[int, asyncio.Task[None]] = {}
+
+    async def members(self) -> list[Member] | None:
+        """The engines of a process that serves already, those in use first; None if there is none."""
+        async with self._connected():
+            pages = await self._ask("members", quiet=True)
+        return msgspec.json.decode(pages[0], type=list[Member]) if pages else None
 
     @contextlib.asynccontextmanager
     async def serving(
         self,
         families: Callable[[], Iterable[Metric]],
         status: Callable[[], dict[str, object]],
+        members: Callable[[], list[Member]],
         changes: dict[str, Change],
     ) -> AsyncIterator[None]:
         """Answers the others."""
@@ -57,35 +79,57 @@ class Siblings:
         async def own_status(request: web.Request) -> web.Response:
             return web.Response(body=msgspec.json.encode(status()))
 
+        async def own_members(request: web.Request) -> web.Response:
+            return web.Response(body=msgspec.json.encode(members()))
+
         async def change(request: web.Request) -> web.Response:
-            await changes[request.match_info["name"]](await request.read())
+            sender, number = request.query["sender"], int(request.query["number"])
+            if number <= self._done.get(sender, 0):
+                return web.Response()  # sent again, since the answer was late
+            self._done[sender] = number
+            try:
+                await changes[request.match_info["name"]](await request.read())
+            except BatonError as error:
+                raise web.HTTPConflict(text=str(error)) from None
             return web.Response()
 
         app = web.Application()
         app.router.add_get("/metrics", own_metrics)
         app.router.add_get("/status", own_status)
+        app.router.add_get("/members", own_members)
         app.router.add_post("/{name}", change)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         path = Path(self._worker.socket(self._worker.number))
-        path.unlink(missing_ok=True)  # of a predecessor that was killed
+        path.unlink(missing_ok=True)  # left by a predecessor that was killed
         await web.UnixSite(runner, str(path)).start()
-        for other in range(self._worker.num):
-            if other != self._worker.number:
-                connector = aiohttp.UnixConnector(self._worker.socket(other))
-                timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-                self._sessions[other] = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        try:
+            async with self._connected():
+                yield
+        finally:
+            await runner.cleanup()
+
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[None]:
+        timeout = aiohttp.ClientTimeout(total=self._answer_s)
+        for other in set(range(self._worker.num)) - {self._worker.number}:
+            connector = aiohttp.UnixConnector(self._worker.socket(other))
+            self._sessions[other] = aiohttp.ClientSession(connector=connector, timeout=timeout)
         try:
             yield
         finally:
+            senders, self._senders = list(self._senders.values()), {}
+            for sender in senders:
+                sender.cancel()
+            await asyncio.gather(*senders, return_exceptions=True)
             for session in self._sessions.values():
                 await session.close()
-            await runner.cleanup()
+            self._sessions.clear()
 
     async def metrics(self, own: Iterable[Metric]) -> list[Metric]:
         """The families of all processes."""
         found = {family.name: family for family in own}
-        for page in await self._ask("GET", "metrics"):
+        for page in await self._ask("metrics"):
             for family in text_string_to_metric_families(page.decode()):
                 if family.name in found:
                     _add(found[family.name], family)
@@ -94,20 +138,44 @@ class Siblings:
         return list(found.values())
 
     async def statuses(self) -> list[dict[str, Any]]:
-        return [msgspec.json.decode(page) for page in await self._ask("GET", "status")]
+        return [msgspec.json.decode(page) for page in await self._ask("status")]
 
     async def tell(self, change: str, body: bytes) -> None:
-        """All others do a change that this process has done."""
-        await self._ask("POST", change, body)
+        """Repeat in all other processes a change made in this one. Those that do not answer soon get it later."""
+        self._num_changes += 1
+        path = f"{change}?sender={self._start}&number={self._num_changes}"
+        for other in self._sessions:
+            self._changes.setdefault(other, deque()).append((path, body))
+            if other not in self._senders or self._senders[other].done():
+                self._senders[other] = asyncio.create_task(self._send(other))
+        if self._senders:
+            await asyncio.wait(self._senders.values(), timeout=self._answer_s)
 
-    async def _ask(self, method: str, path: str, body: bytes = b"") -> list[bytes]:
+    async def _send(self, other: int) -> None:
+        """Send the changes for one process in order, each until it answers."""
+        changes = self._changes[other]
+        while changes:
+            path, body = changes[0]
+            name, _, _ = path.partition("?")
+            try:
+                async with self._sessions[other].post(f"http://worker/{path}", data=body) as response:
+                    if response.status >= 400:
+                        logger.warning("router process %d refuses to %s: %s", other, name, await response.text())
+                changes.popleft()
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                logger.warning("router process %d does not %s: %s", other, name, error or type(error).__name__)
+                await asyncio.sleep(self._again_s)
+
+    async def _ask(self, path: str, quiet: bool = False) -> list[bytes]:
         async def ask(session: aiohttp.ClientSession) -> bytes | None:
             try:
-                async with session.request(method, f"http://worker/{path}", data=body) as response:
+                async with session.get(f"http://worker/{path}") as response:
                     response.raise_for_status()
                     return await response.read()
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-                logger.warning("a process of this router does not answer %s: %s", path, error or type(error).__name__)
+                if not quiet:
+                    why = error or type(error).__name__
+                    logger.warning("a process of this router does not answer %s: %s", path, why)
                 return None
 
         answers = await asyncio.gather(*map(ask, self._sessions.values()))
@@ -115,7 +183,7 @@ class Siblings:
 
 
 def merge(own: Any, other: Any) -> Any:
-    """Parts of a status: numbers are added, but not speeds; all else is `own`."""
+    """Merge parts of a status: numbers are added, except speeds; all else is `own`'s."""
     if isinstance(own, bool) or isinstance(other, bool):
         return own
     if isinstance(own, int | float) and isinstance(other, int | float):

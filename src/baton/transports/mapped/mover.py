@@ -1,4 +1,4 @@
-"""The worker thread for copies, which run without the interpreter lock."""
+"""The worker thread for copies, which run without the GIL."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Mover:
                 return  # withdrawn while queued
             try:
                 ended = copy_runs(source, dest, copies, operation.flags)
-            except Exception as error:  # else the operation would never end
+            except Exception as error:  # otherwise the operation would never end
                 operation.end(f"copy failed: {error}")
                 return
             # Ending the operation takes a lock: whoever sees `done`, in this process or by a message from it, sees the

@@ -16,7 +16,7 @@ from baton.transports.base import ByteArray
 _MADV_POPULATE_WRITE = 23
 # About a millisecond, the longest delay for other jobs.
 PIECE_BYTES = 4 << 20
-# Without the interpreter lock, unlike `mmap.madvise`.
+# Releases the GIL, unlike `mmap.madvise`.
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 

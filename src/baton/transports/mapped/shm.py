@@ -190,7 +190,7 @@ class _Watch:
         return self._fenced
 
     def _unlocked(self) -> bool:
-        """The owner locks the segment before anybody knows its name, until its copies have ended."""
+        """The owner locks the segment before its name is known, until its copies have ended."""
         if not self._close.alive:
             return False
         try:
@@ -207,7 +207,7 @@ class _Watch:
         return self._process.dead()
 
     def close(self) -> None:
-        """After that `fenced` sees the owner's death only once the process is reaped."""
+        """Afterwards `fenced` sees the owner's death only once the process is reaped."""
         self.fenced()
         self._process.release()
         self._close()

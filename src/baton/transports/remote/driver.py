@@ -26,7 +26,7 @@ from baton.transports.remote.sockets import held_bytes
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
-_POLL_S = (50e-6, 1e-3)  # pauses between polls: they double while nothing happens
+_POLL_S = (50e-6, 1e-3)  # pauses between polls, doubled while nothing happens
 _LINGER_S = 0.05  # how often to check an operation whose end is not proven yet
 IDLE_S = 1.0  # the longest sleep while nothing is copied
 _BEGIN, _END, _DRAIN, _DRAINED = b"begin", b"end", b"drain", b"drained"

@@ -105,7 +105,7 @@ class FileLibrary(Library):
         return False
 
     def take_in(self) -> None:
-        # The peer's frames have all been passed to `on_frame`.
+        # All frames of the peer have been passed to `on_frame`.
         wait(list(self._serving))
 
     # ------------------------------------------------------------ this side asks
@@ -158,7 +158,7 @@ class FileLibrary(Library):
         if batch is None or batch.peer.line is not line or batch.answer is not None:
             return
         if batch.direction == "read" and batch.peer.broken is not None:
-            return  # its memory may be in other use
+            return  # its memory may be reused
         batch.answer = answer
         if batch.direction == "read" and not answer.error:
             batch.work = self._work(lambda: self._fetch(self._near(), answer.key, batch.near, line))
@@ -198,7 +198,7 @@ class FileLibrary(Library):
                 self._fetch(self._regions, ask.key, runs, line)
             else:
                 key = self._store.put({_TENSOR: _gather(self._regions, runs)})
-        except Exception as refusal:  # else the peer's batch would wait for the end of the line
+        except Exception as refusal:  # otherwise the peer's batch would wait for the end of the line
             error = str(refusal)[:1000] or type(refusal).__name__
         line.send(msgspec.msgpack.encode(_Answer(ask.number, key, error)))
 

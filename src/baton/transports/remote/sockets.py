@@ -1,4 +1,4 @@
-"""The most bytes that a TCP connection of this host can hold: sent and not yet received."""
+"""The maximum bytes in flight on a TCP connection of this host: sent and not yet received."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def held_bytes(proc: Path = Path("/proc/sys/net")) -> int:
             limits.append(int((proc / "ipv4" / f"tcp_{way}mem").read_text("ascii").split()[-1]))
             limits.append(2 * int((proc / "core" / f"{way}mem_max").read_text("ascii")))
         except (OSError, ValueError, IndexError):
-            pass  # a container may hide them
+            pass  # containers may hide them
         total += max(limits)
     return total

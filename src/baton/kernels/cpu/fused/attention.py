@@ -90,7 +90,7 @@ def attend(a: Any, layer: Any, place: Any, is_wanted: bool, stage: int) -> bool:
     page_table = carray(pointer(region[PAGE_TABLE], np.int32(0)), (num_requests, region[PAGE_COLUMNS]))
     shape: Any = (region[PAGES], region[KV_LAYERS], 2, region[PAGE_SIZE], kv_heads, size)
     kv = carray(pointer(region[KV], BF16), shape)
-    # All threads find the same.
+    # All threads get the same result.
     if not are_valid_slots(kv, positions, query_start, page_table):
         a[FAULT] = 1
         return False

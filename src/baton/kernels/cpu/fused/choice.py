@@ -1,4 +1,4 @@
-"""An LM head and the choice of tokens: the greatest of logits, or of logits over temperature plus noise."""
+"""An LM head and the choice of tokens: argmax of logits, or of logits over temperature plus noise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MINUS_INFINITY = -np.inf
 
 @jit
 def _order(bits: Any) -> Any:
-    """Ordered as the bfloat16 numbers are."""
+    """An integer with the order of bfloat16 numbers."""
     return np.int64(bits) if bits < _SIGN else _SIGN - np.int64(bits)
 
 
@@ -67,7 +67,7 @@ def _noisiest(a: Any, n: int, noise_at: int, logits: Any, first: int) -> tuple[f
 
 @jit
 def head(a: Any, scratch: int, stage: int) -> None:
-    """Each piece of the logits keeps the best."""
+    """Each piece of the logits keeps its best."""
     num_rows, vocab, weight = a[NUM_SAMPLED], a[VOCAB], a[HEAD : HEAD + 3]
     total, mine = pieces_of(weight, vocab), 0
     bests = carray(pointer(a[BESTS], np.float64(0.0)), (num_rows, total))

@@ -1,10 +1,9 @@
 """Passes of few rows of bfloat16 through decoder layers in one parallel region. A drafter's pass ends with the choice
 of tokens, with which the next one begins. A pass may be an LM head alone.
 
-Few rows are limited by reading weights. One region, with stages that take a fraction of a microsecond to change
-(`stages`), keeps memory busy from the first weight to the last. Each stage calls the functions of the kernel that does
-the same alone (`elementwise`, `small_gemm`, `int8_gemm`, `paged_attention`), and rounds where they round: the bits are
-theirs.
+Few rows are limited by reading weights. In one region, with stages that switch in a fraction of a microsecond
+(`stages`), memory is busy from the first weight to the last. Each stage calls the functions of the standalone kernel
+(`elementwise`, `small_gemm`, `int8_gemm`, `paged_attention`), and rounds at the same points, so the bits are equal.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def _layer(a: Any, number: int, layer: Any, scratch: int, is_last: bool) -> bool
         norms(a, layer[INPUT_NORM], number_at(a[FEATURES], number), stage)
     project(a, layer[QKV : QKV + 3], a[NORMED], columns, merged, a[MERGED], scratch, stage + STAGE_BYTES)
     place = carray(pointer(a[PLACES] + 8 * 3 * number, np.int64(0)), (3,))
-    # A drafter's rows that are not sampled need no output.
+    # Rows of a drafter that are not sampled need no output.
     is_wanted = not is_last or a[EMBEDDING] == 0 or a[NUM_SAMPLED] > 0
     if not attend(a, layer, place, is_wanted, stage + 2 * STAGE_BYTES):
         return False

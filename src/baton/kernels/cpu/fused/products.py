@@ -1,4 +1,4 @@
-"""Products with weights, and what follows on their outputs."""
+"""Products with weights, and operations on their outputs."""
 
 from __future__ import annotations
 

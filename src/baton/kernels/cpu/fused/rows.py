@@ -1,4 +1,4 @@
-"""What happens to rows between products: norms, and the input of a drafter's first layer."""
+"""Row operations between products: norms, and the input of a drafter's first layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from baton.kernels.cpu.fused.stages import finish, take_piece
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import float_of, pointer
 
-# Rows that a thread takes at once.
+# Rows that a thread takes at a time.
 ROWS_AT_ONCE = 4
 BF16, ELEMENT_BYTES = np.uint16(0), 2
 

@@ -1,10 +1,9 @@
 """Stages of work within one parallel region: a team's threads share the pieces of a stage, then wait for its end.
 
-A stage is counted by its finished pieces, not by the threads that arrive: a thread that another process has displaced
-holds up nobody unless it is in the middle of a piece, and a late one skips what is done. A wait spins for the time of a
-few pieces, then yields its core at each look.
+A stage ends by finished pieces, not by threads that arrive: a preempted thread delays others only within a piece, and a
+late one skips finished work. A wait spins for the time of a few pieces, then yields its core at each check.
 
-A stage's counters, of pieces taken and finished, are two int64 in a cache line of their own. They begin as 0.
+A stage's counters, of pieces taken and finished, are two int64 in their own cache line, initially 0.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from baton.kernels.cpu.simd import cgutils
 
 STAGE_BYTES = 64
 _FINISHED = 8
-# Looks at a stage's counter before its core is yielded: some tens of microseconds.
+# Checks of a stage's counter before the core is yielded: some tens of microseconds.
 _SPINS = 2_000
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
 def _add(typing_context: Any, address: Any, count: Any) -> Any:
-    """Add `count` to the int64 at `address`, after all that this thread has written."""
+    """Add `count` to the int64 at `address`, after all earlier writes of this thread."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.atomic_rmw("add", builder.inttoptr(args[0], _I64.as_pointer()), args[1], "release")
@@ -41,7 +40,7 @@ def _add(typing_context: Any, address: Any, count: Any) -> Any:
 
 
 def _read(typing_context: Any, address: Any) -> Any:
-    """The int64 at `address`. What was written before it was added is visible afterwards."""
+    """The int64 at `address`. Writes before its last addition are visible afterwards."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], _I64.as_pointer()), "acquire", 8)
@@ -50,7 +49,7 @@ def _read(typing_context: Any, address: Any) -> Any:
 
 
 def _pause(typing_context: Any) -> Any:
-    """Spin politely: the core may serve its other thread."""
+    """Spin-wait hint for hyper-threads."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if _IS_X86:
@@ -62,7 +61,7 @@ def _pause(typing_context: Any) -> Any:
 
 
 def _yield_core(typing_context: Any) -> Any:
-    """`sched_yield` of the C library."""
+    """The C library's `sched_yield`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, []), "sched_yield")

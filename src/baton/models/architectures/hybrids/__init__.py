@@ -1,1 +1,1 @@
-"""Models with recurrent layers between those of attention."""
+"""Models with recurrent layers between attention layers."""
