@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 # How often the attempt after a lost one continues the same transfer's numbering, if the prefill engine is the same.
 _SAME_TRANSFER = 0.5
-# The share of seeds with hand-backs, and of their handoffs with one.
-_HANDS_BACK, _ASKED = 0.25, 0.7
+# The share of seeds with hand-backs, of their handoffs with one, and of those that ask an engine which holds nothing.
+_HANDS_BACK, _ASKED, _IN_VAIN = 0.5, 0.8, 0.1
 # The seeds below find the other mutations.
 FIRST_WITH = 1200
 
@@ -100,6 +100,10 @@ class SimConnector(EngineConnector):
         return text
 
 
+def hands_back(seed: int) -> bool:
+    return seed >= FIRST_WITH and Random(f"hand-backs in {seed}").random() < _HANDS_BACK
+
+
 class SimHandBacks(HandBacks):
     """In a part of the seeds another engine is asked for what it has cached of a prompt: mostly the one that holds most
     of it at that moment, which no router knows."""
@@ -109,15 +113,16 @@ class SimHandBacks(HandBacks):
         self._cluster = cluster
         # Of its own, so that no other draw depends on it.
         self._random = Random(f"hand-backs in {seed}")
-        self.enabled = self._random.random() < _HANDS_BACK and seed >= FIRST_WITH
+        self.enabled = hands_back(seed)
 
     def choose(self, prompt: PromptBlocks, prefill: PooledEngine, engines: Sequence[PooledEngine]) -> HandBack | None:
         others = [engine for engine in engines if engine is not prefill]
         if not others or self._random.random() >= _ASKED:
             return None
-        if self._random.random() < _ASKED:
-            return HandBack(max(others, key=lambda engine: self._held(engine, prompt)), 1)
-        return HandBack(self._random.choice(others), 1)
+        source = max(others, key=lambda engine: self._held(engine, prompt))
+        if not self._held(source, prompt) and self._random.random() >= _IN_VAIN:
+            return None
+        return HandBack(source if self._random.random() < _ASKED else self._random.choice(others), 1)
 
     def _held(self, engine: PooledEngine, prompt: PromptBlocks) -> int:
         cache = self._cluster.processes[self._cluster.name_of(engine.url)].engine.cache

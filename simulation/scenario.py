@@ -13,9 +13,9 @@ from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S
 from baton.sampling_params import SamplingParams
 from simulation.cluster import Cluster
 from simulation.engine import MAX_OUTPUT
-from simulation.router import FIRST_WITH, Request
+from simulation.router import FIRST_WITH, Request, hands_back
 from simulation.settings import FAULTS, TRAITS, Settings, draw
-from simulation.story import LONGEST_SMALL, VOCAB, prompts
+from simulation.story import LONGEST, LONGEST_SMALL, VOCAB, Story, prompts
 from simulation.world import Violation, World
 
 # Seconds after the last ticket's expiry within which everything must be at rest: a lease, a broken connection that is
@@ -25,6 +25,8 @@ _POLL_S = 0.5
 # Without harmful faults some request progresses at least this often, in seconds: an engine's slowest step, a late leg,
 # a repeated message.
 _STILL_S = 6.0
+# The share of next turns in seeds with hand-backs.
+_NEXT_TURNS = 0.8
 
 
 @dataclass(slots=True)
@@ -92,15 +94,30 @@ def _load(world: World, cluster: Cluster) -> float:
     """Schedule all requests. Returns the time by which each must have ended."""
     random, settings = world.random, world.settings
     count = settings.num_requests * (2 if settings.has("burst") else 1)
-    last = 0.0
+    longest = LONGEST_SMALL if settings.has("full_pools") else LONGEST  # each request must fit alone
+    times, requests = list[float](), list[Request]()
     for index, prompt in enumerate(prompts(random, count)):
-        if settings.has("full_pools"):
-            prompt = prompt[:LONGEST_SMALL]  # each request must fit alone
-        at = random.uniform(0.0, 0.3 if settings.has("burst") else 6.0)
-        request = Request(index, prompt, _params(random), at + settings.patience)
+        times.append(random.uniform(0.0, 0.3 if settings.has("burst") else 6.0))
+        requests.append(Request(index, prompt[:longest], _params(random), times[-1] + settings.patience))
+    if hands_back(world.seed):
+        _continue_chats(world.seed, times, requests, longest)
+    for at, request in zip(times, requests, strict=True):
+        request.deadline = at + settings.patience
         world.after(at, cluster.submit, request)
-        last = max(last, request.deadline)
-    return last
+    return max(request.deadline for request in requests)
+
+
+def _continue_chats(seed: int, times: list[float], requests: list[Request], longest: int) -> None:
+    """Make many of the requests the next turns of others. They begin with an answer that only a decode engine has."""
+    random = Random(f"turns in {seed}")  # of its own, so that no other draw depends on it
+    for index in range(1, len(requests)):
+        if random.random() < _NEXT_TURNS:
+            before = random.randrange(max(0, index - 3), index)
+            said = Story(requests[before].prompt, requests[before].params).tokens
+            new = [random.randrange(1, VOCAB) for _ in range(random.randint(1, 6))]
+            if len(said) < longest:
+                requests[index].prompt = [*said, *new][:longest]
+                times[index] = times[before] + random.choice((0.5, 1.5, 4.0)) * random.random()
 
 
 def _params(random: Random) -> SamplingParams:

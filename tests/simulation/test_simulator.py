@@ -36,9 +36,9 @@ def test_without_faults_every_answer_is_exact() -> None:
 
 
 def test_prefixes_go_back_under_faults() -> None:
-    total = run_seeds(range(1282, 1312))
+    total = run_seeds(range(1200, 1230))
     assert not total.failures
-    assert total.rungs["hand-back completed"] > 0
+    assert total.rungs["hand-back completed"] > 5
     assert total.rungs["hand-back failed"] > 0
 
 
