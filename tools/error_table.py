@@ -13,10 +13,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 _HEAD = """# Errors
 
 Every refusal and failure has a code that does not change between versions. A client finds it as `code` in the error
-of an answer, an operator in the log, as the label of `baton:router_handoff_failures`, and on the
-[dashboard](operations.md#the-dashboard). Reasons of handoffs are seen by clients only if the request could not be
-recovered. `python -m tools.error_table` writes this page from `baton/error_help.py`; a test walks the tree of
-`baton/errors.py`.
+of an answer, an operator at the end of a command's `error:` line, in the log, as the label of
+`baton:router_handoff_failures`, and on the [dashboard](operations.md#the-dashboard). Reasons of handoffs are seen by
+clients only if the request could not be recovered. `python -m tools.error_table` writes this page from
+`baton/error_help.py`; a test walks the tree of `baton/errors.py`.
 
 | code | HTTP status, or where | cause | cure |
 |---|---|---|---|

@@ -1,6 +1,6 @@
 """Does the alarm on acceptance name a decode engine whose drafter has other weights, and no healthy one?
 
-    python -m benchmarks.faults.wrong_drafter [--healthy 10000] [--broken-runs 3]
+    python -m benchmarks.faults.wrong_drafter [--healthy 10000] [--broken-runs 3] [--noise 1.0]
 
 Real deployments of one prefill and two decode engines, with prompts of many lengths, some of which are not handed off.
 First the drafter of `decode-1` gets random weights of the same size: how many of its requests until `/status` names it?
@@ -32,7 +32,8 @@ from benchmarks.scrape import get_json
 _TEXT = Path("src/baton/engine/core.py")
 _ROUTER = ["--max-local-prefill-length", "64"]
 _LENGTHS = (80, 150, 400, 700, 900)  # of prompts, in characters
-_CLIENTS, _EVERY_S, _LIMIT = 8, 0.1, 1000
+_CLIENTS, _EVERY_S, _LIMIT = 8, 0.1, 2000
+_PARTLY_LIMIT = 800
 
 
 def speculation(head: str) -> str:
@@ -53,14 +54,16 @@ class OneOtherDrafter(Deployment):
 
 
 @contextlib.contextmanager
-def random_head() -> Iterator[str]:
-    """A copy of the demo's drafter with random weights of the same variance."""
+def random_head(noise: float = 1.0) -> Iterator[str]:
+    """A copy of the demo's drafter whose weights are partly replaced by random ones of the same variance."""
     with tempfile.TemporaryDirectory() as folder:
         head = Path(shutil.copytree(str(SPECULATIVE["model"]), Path(folder) / "head"))
         generator = torch.Generator().manual_seed(0)
         for file in head.glob("*.safetensors"):
             tensors = {
-                name: torch.randn(one.shape, generator=generator).mul(one.float().std()).to(one.dtype)
+                name: one.float()
+                .lerp(torch.randn(one.shape, generator=generator) * one.float().std(), noise)
+                .to(one.dtype)
                 if one.is_floating_point()
                 else one
                 for name, one in load_file(file).items()
@@ -70,9 +73,9 @@ def random_head() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def one_other_drafter() -> Iterator[Deployment]:
+def one_other_drafter(noise: float = 1.0) -> Iterator[Deployment]:
     """One prefill and two decode engines, the second with random weights in its drafter."""
-    with random_head() as head:
+    with random_head(noise) as head:
         OneOtherDrafter.other = head
         flags = ["--speculative-config", speculation(str(SPECULATIVE["model"]))]
         with OneOtherDrafter(str(TARGET), 1, 2, engine_flags=flags, router_flags=_ROUTER) as up:
@@ -134,14 +137,15 @@ async def healthy_alarms(url: str, num_requests: int) -> tuple[int, int, list[st
 def main(
     healthy: Annotated[int, typer.Option(help="Requests without a fault.")] = 10_000,
     broken_runs: Annotated[int, typer.Option(help="Deployments with a wrong drafter.")] = 3,
+    noise: Annotated[float, typer.Option(help="How much of the wrong weights is random.")] = 1.0,
 ) -> None:
     """Print how soon the alarm came, and whether it came without a cause. Exit status 1 if it did not do its work."""
     failed = False
     for _ in range(broken_runs):
-        with one_other_drafter() as up:
+        with one_other_drafter(noise) as up:
             count, alarms = asyncio.run(until_named(up.url))
         named = bool(alarms) and all(line.startswith("acceptance of decode-1 is too low") for line in alarms)
-        failed |= not named or count > 100
+        failed |= not named or count > (100 if noise == 1.0 else _PARTLY_LIMIT)
         print(f"wrong drafter: {'named' if named else 'NOT named'} after {count} of its requests: {alarms}", flush=True)
     if healthy:
         flags = ["--speculative-config", speculation(str(SPECULATIVE["model"]))]

@@ -41,7 +41,7 @@ def spans_of(number: int) -> list[Span]:
         "gen_ai.usage.prompt_tokens": 256 + number % 7,
         "gen_ai.usage.completion_tokens": 64,
         "baton.route": "handed_off",
-        "baton.plugin_base": ("prefill-0", "decode-0"),
+        "baton.engines": ("prefill-0", "decode-0"),
         "baton.num_attempts": 1,
         **latencies,
     }

@@ -123,6 +123,8 @@ HELP: dict[str, ErrorHelp] = {
     "integrity_failed": _handoff("bytes stayed damaged after repairs", "check the link and the memory of both hosts"),
     "lease_expired": _handoff("a peer was silent for a lease", "check the network and pauses of that process"),
     "message_too_large": _handoff("a message of the handoff exceeds its limit", "shorten prompts, or raise page sizes"),
+    "no_prefix_cache": _handoff("a vLLM server has no prefix cache, or a model with states", "nothing: it is computed"),
+    "no_such_role": _handoff("a vLLM server takes no legs of that role", "start it with `kv_role` `kv_both`"),
     "no_room": _handoff("no pages came free", "raise `--kv-cache-memory`, or add engines"),
     "nonfinite_logits": ErrorHelp("500, handoff", "logits are NaN or infinite", "check weights, dtype and memory"),
     "not_answering": _handoff("the handoff thread does not answer", "restart the engine; report it"),

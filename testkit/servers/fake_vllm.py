@@ -60,9 +60,9 @@ class FakeVllm:
     requested ones. `started`: the process start time in its metrics. `traces`: role, `traceparent` and `tracestate` of
     requests. `defaults`: its sampling defaults, and `limit`, the most tokens of any request; None: it does not tell
     them, like vLLM without --enable-scale-out. `outcome`: in its metrics, how its connector ended each decode leg.
-    `block_size`: of its metrics. `metrics`: of the last event of a stream. `adapter`: how its connector describes the
-    adapter `lora`. `lacks_prefixes`: its prefix cache has nothing of what is to be handed back.
-    `loses_prefixes`: what is handed back does not arrive.
+    `block_size`: of its metrics. `metrics`: of the last event of a stream, which waits for `released`. `adapter`: how
+    its connector describes the adapter `lora`. `lacks_prefixes`: its prefix cache has nothing of what is to be handed
+    back. `loses_prefixes`: what is handed back does not arrive.
     """
 
     root: Path
@@ -97,6 +97,7 @@ class FakeVllm:
     outcome: str | None = None
     block_size: int | None = None
     metrics: Any = None
+    released: asyncio.Event | None = None
     adapter: str = ""
     lacks_prefixes: bool = False
     loses_prefixes: bool = False
@@ -277,6 +278,8 @@ class FakeVllm:
             await response.write(b"data: " + json.dumps(item).encode() + b"\n\n")
             if failing and self.fail != "cut":
                 break
+        if self.released is not None:
+            await self.released.wait()
         if body.get("stream_options", {}).get("include_usage"):
             usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(tokens)}
             last = {"choices": [], "usage": usage, "metrics": self.metrics}

@@ -9,10 +9,12 @@ import pytest
 from baton.observe.acceptance import AcceptanceTotals, RequestAcceptance
 from baton.observe.alarm import AcceptanceAlarms
 from baton.observe.detector import THRESHOLD, DropDetector
+from baton.observe.expected import DraftPair
 from baton.observe.samples import LIFE, Sample, SamplePool
 from benchmarks.faults.modelled_drafters import (
     BROKEN,
     HEALTHY,
+    PARTLY_BROKEN,
     HealthyTraffic,
     handed,
     local,
@@ -38,6 +40,32 @@ def test_a_broken_drafter_is_named_within_100_requests(healthy_before: int, shar
     found = [requests_until_named(seed, healthy_before, share_handed) for seed in seeds]
     assert max(count for count, _ in found) <= 100, found
     assert all(named == {"decode-1"} for _, named in found)
+
+
+@pytest.mark.parametrize("healthy_before", [0, 3000])
+def test_a_partly_broken_drafter_is_named_by_the_prefill_engines_drafts(healthy_before: int) -> None:
+    found = [requests_until_named(seed, healthy_before, 1.0, PARTLY_BROKEN) for seed in range(3)]
+    assert max(count for count, _ in found) <= 600, found
+    assert all(named == {"decode-1"} for _, named in found)
+
+
+def test_bad_drafts_of_one_prefill_engine_do_not_make_good_ones_of_a_decode_engine_suspect() -> None:
+    """Each prefill engine sends to one decode engine."""
+    rng, alarms = random.Random(0), AcceptanceAlarms()
+    for _ in range(2000):
+        for engine, first in enumerate((PARTLY_BROKEN, HEALTHY)):
+            alarms.observe(request(rng, handed(engine, engine), first, HEALTHY))
+    assert alarms.alarms() == []
+
+
+def test_drafts_are_compared_at_the_positions_of_the_first_verification() -> None:
+    assert DraftPair.of(RequestAcceptance(handed(0), [3, 2, 0, 1], [3, 3, 3, 3])) == DraftPair(1.0, 3 / 9)
+    assert DraftPair.of(RequestAcceptance(handed(0), [3, 2, 1], [3, 3, 1])) == DraftPair(1.0, 2 / 3)
+    assert DraftPair.of(RequestAcceptance(handed(0), [3, 1, 1], [3, 1, 2])) == DraftPair(1.0, 1 / 2)
+    assert DraftPair.of(RequestAcceptance(handed(0), [2, 0, 2], [2, 0, 4])) == DraftPair(1.0, 1.0)
+    nothing = ([1], [3]), ([1, 0], [3, 0]), ([0, 1], [0, 3]), ([], [])
+    assert [DraftPair.of(RequestAcceptance(handed(0), *counts)) for counts in nothing] == [None] * 4
+    assert DraftPair.of(RequestAcceptance(local(0), [1, 1], [3, 3])) is None
 
 
 def test_bad_drafts_of_the_prefill_engine_are_told_by_local_requests() -> None:

@@ -37,7 +37,7 @@ COMMON = {
     "gen_ai.usage.completion_tokens",
     "gen_ai.latency.e2e",
     "baton.route",
-    "baton.plugin_base",
+    "baton.engines",
     "baton.num_attempts",
 }
 IN_MODEL = ("time_in_model_prefill", "time_in_model_decode", "time_in_model_inference")

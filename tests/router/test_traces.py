@@ -17,7 +17,9 @@ from baton.text import Tokenizer
 from testkit.servers.collector import Collector, attributes
 from testkit.servers.fake_serving import KEY, FakeEngine, served, status_of
 from testkit.servers.fake_sglang import SglangPair
+from testkit.servers.fake_vllm import FakeVllm
 from testkit.servers.vllm_pair import QUICK, WAYS, Pair
+from tests.router.test_spans import DOCUMENTED
 
 ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACE = {"traceparent": f"00-{ID}-00f067aa0ba902b7-01", "tracestate": "a=1"}
@@ -132,6 +134,47 @@ async def test_vllm_servers_that_tell_their_metrics_have_queue_prefill_and_verif
     assert attributes(verification) == {"baton.drafts": 2, "baton.accepted": 2}
     assert verification.parent_span_id == spans["baton.decode_leg"].span_id
     assert verification.end_time_unix_nano < spans["baton.decode"].end_time_unix_nano, "before the leg's end"
+
+
+class CutOnce(FakeVllm):
+    """Its first decode leg is cut off."""
+
+    async def _complete(self, request: web.Request, body: dict[str, Any], role: str) -> web.StreamResponse:
+        try:
+            return await super()._complete(request, body, role)
+        finally:
+            if role == "decode":
+                self.fail = None
+
+
+# Attributes that vLLM's servers do not tell.
+UNTOLD = {
+    "baton.prefill": {"baton.num_chunks"},
+    "baton.handoff": {f"baton.handoff.{name}" for name in ("bytes", "runs", "integrity")},
+}
+
+
+@pytest.mark.parametrize(("name", "seed"), WAYS)
+async def test_a_failover_between_vllm_servers_is_one_trace(directory: Path, name: str, seed: bool) -> None:
+    pair, collector = Pair(directory, name, seed, num_drafts=2, metrics=TOLD_BY_VLLM), Collector()
+    pair.d.__class__ = CutOnce
+    pair.d.fail, pair.d.fail_role, pair.d.fail_after = "cut", "decode", 3
+    async with collector.run() as endpoint, pair.run(otlp_traces_endpoint=endpoint) as (url, session):
+        await ask(session, url, TRACE)
+    spans = collector.spans
+    assert {span.trace_id.hex() for span in spans} == {ID}
+    by_id = {span.span_id: span for span in spans}
+    assert [span.name for span in spans if span.parent_span_id not in by_id] == ["llm_request"]
+    for kind in {span.name for span in spans}:
+        told = [set(attributes(span)) for span in spans if span.name == kind]
+        assert told == [DOCUMENTED[kind] - UNTOLD.get(kind, set())] * len(told), kind
+    names = [span.name for span in spans]
+    assert set(names) == set(DOCUMENTED) - {"baton.local_leg", "baton.prefill_chunk"}
+    assert [names.count(f"baton.{kind}") for kind in ("prefill_leg", "decode_leg", "recovery")] == [2, 2, 1]
+    assert [span.name for span in spans if span.status.code == 2] == ["baton.decode", "baton.decode_leg"]
+    legs = {f"00-{ID}-{span.span_id.hex()}-01" for span in spans if span.name.endswith("_leg")}
+    asked = {trace[1] for server in (pair.p, pair.d) for trace in server.traces if trace[0] in ("prefill", "decode")}
+    assert asked == legs
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 import typer
 from aiohttp import web
 
-from baton.cli.watch import status_command, top_command
-from baton.errors import EngineUnavailableError, ProtocolError
+from baton.cli.watch import Limits, read_status, status_command, top_command, watch_events
+from baton.errors import ConfigError, EngineUnavailableError, ProtocolError
 from baton.observe.terminal import fit_to_terminal, status_text
 from baton.server import build_app
 from baton.text import Tokenizer
@@ -80,14 +83,76 @@ async def test_top_renews_the_screen_until_the_router_ends(
     assert all(screen[0] == "ready: 2 of 2 engines can be used"[:30] for screen in screens)
 
 
-async def test_what_is_no_router_is_said(directory: Path) -> None:
+@contextlib.asynccontextmanager
+async def stranger(answer: bytes) -> AsyncIterator[str]:
+    """A server that sends this to whoever asks, and waits until he is gone."""
+    running = []
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        running.append(asyncio.current_task())
+        with contextlib.suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            await reader.read()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        yield f"http://{host}:{port}"
+        await asyncio.gather(*(task for task in running if task is not None))
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+EVENTS = OK + b"Content-Type: text/event-stream\r\nContent-Length: 10000000\r\n\r\n"
+STRANGERS = {
+    "a page": (OK + b"Content-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>", "is not a router"),
+    "another list": (OK + b"Content-Length: 2\r\n\r\n[]", "is not a router"),
+    "no HTTP": (b"-ERR unknown command\r\n", "Bad status line"),
+    "no end": (EVENTS + b" " * (1 << 20), r"larger than|more than"),
+}
+
+
+COMMANDS: dict[str, Any] = {"status": read_status, "top": functools.partial(watch_events, live=False)}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("what", STRANGERS)
+async def test_what_is_no_router_is_said(command: str, what: str) -> None:
+    answer, said = STRANGERS[what]
+    async with stranger(answer) as url:
+        with pytest.raises((ProtocolError, EngineUnavailableError), match=said):
+            await COMMANDS[command](url, limits=Limits(num_bytes=1 << 10))
+
+
+async def test_other_events_are_no_routers() -> None:
+    async with stranger(EVENTS + b"data: {}\n\n") as url:
+        with pytest.raises(ProtocolError, match="is not a router"):
+            await watch_events(url, live=False)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_a_router_that_hangs_is_said(command: str) -> None:
+    async with stranger(b"") as url:
+        with pytest.raises(EngineUnavailableError, match=f"{url}: no answer in time"):
+            await COMMANDS[command](url, limits=Limits(answer_s=0.2))
+
+
+async def test_an_engine_is_no_router(directory: Path) -> None:
     app = build_app(FakeEngine(directory), Tokenizer.load(directory))  # type: ignore[arg-type]
     async with served(app) as engine:
         for command in (status_command, top_command):
-            with pytest.raises(ProtocolError, match=r"is not a router|has no dashboard"):
+            with pytest.raises(ProtocolError, match="is not a router"):
                 await asyncio.to_thread(command, engine)
-    with pytest.raises(EngineUnavailableError, match="does not answer"):
+    with pytest.raises(EngineUnavailableError, match="Connect call failed"):
         await asyncio.to_thread(status_command, "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://", "http://127.0.0.1:99999", "http://[::1", "ftp://x"])
+def test_what_is_no_url_is_said(url: str) -> None:
+    with pytest.raises(ConfigError, match="url: must be http://HOST:PORT"):
+        status_command(url)
 
 
 async def test_a_router_that_is_not_ready_ends_with_status_1(directory: Path) -> None:
@@ -105,7 +170,15 @@ async def test_a_router_that_is_not_ready_ends_with_status_1(directory: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [("abcdef\nb", "abcd\nb"), ("a\nb\nc", "a\nb\nc"), ("a\nb\nc\nd\ne", "a\nb\n... ")]
+    ("text", "shown"),
+    [
+        ("abcdef\nb", "abcd\nb"),
+        ("a\nb\nc", "a\nb\nc"),
+        ("a\nb\nc\nd\ne", "a\nb\n... "),
+        ("模型模型", "模型"),
+        ("a模型", "a模"),
+        ("e\u0301" * 5, "e\u0301" * 4),
+    ],
 )
 def test_a_screen_is_never_longer_or_wider_than_the_terminal(text: str, shown: str) -> None:
     assert fit_to_terminal(text, columns=4, lines=3) == shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,9 +116,11 @@ def test_a_template_that_writes_bos_twice_is_warned_of(chats: str, verify: Verif
     assert "warning" not in result.err
 
 
-def test_answers_are_counted_where_that_takes_long(chats: str, verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_answers_are_counted_on_a_terminal_where_that_takes_long(
+    chats: str, verify: Verify, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
     monkeypatch.setattr("baton.verify.observe._BAR_DELAY_S", 0.0)
-    monkeypatch.setattr("baton.verify.observe._PIPED_INTERVAL_S", 0.0)
-    result = verify(FakeOpenAI(delay_s=0.01), FakeOpenAI(), "--chat", chats)
-    assert "answers:  67%" in result.err
-    assert "2/3" in result.err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    result = verify(FakeOpenAI(delay_s=0.2), FakeOpenAI(), "--chat", chats)
+    assert ("answers:" in result.err, "1/3" in result.err) == (terminal, terminal), result.err

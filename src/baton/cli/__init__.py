@@ -1,4 +1,4 @@
-"""The `baton` command. A Baton error ends it with one line on stderr."""
+"""The `baton` command. A Baton error ends it with one line on stderr, with its code."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from baton.cli.serve import serve_command, up_command
 from baton.cli.verify import verify_command
 from baton.cli.watch import status_command, top_command
 from baton.deployment.processes import CONFIG_STATUS
+from baton.error_help import code_of
 from baton.errors import BatonError, ConfigError, RequestError
 
 # Polls of a GNU OpenMP thread before it sleeps: longer than the pauses within an engine's step, but too short to slow
@@ -105,5 +106,5 @@ def main(given: Sequence[str] | None = None) -> None:
         if is_logging():
             logger.error("%s", error)
         else:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {error} [{code_of(error)}]", file=sys.stderr, flush=True)
         raise SystemExit(CONFIG_STATUS if isinstance(error, ConfigError | RequestError) else 1) from None

@@ -7,28 +7,36 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import aiohttp
 import typer
 
 from baton.cli.tables import JsonFlag
 from baton.errors import EngineUnavailableError, ProtocolError
-from baton.openai.client import base_url
+from baton.openai.client import base_url, convert_errors, read_body
 
+
+class Limits(NamedTuple):
+    """Of an answer, or of each event, which comes every three seconds at least."""
+
+    answer_s: float = 15.0
+    num_bytes: int = 16 << 20
+
+
+_LIMITS = Limits()
 _Url = Annotated[str, typer.Argument(metavar="URL", help="A router.")]
 _HOME_AND_CLEAR = "\x1b[H\x1b[2J"
 _RED, _PLAIN = "\x1b[31m", "\x1b[0m"
-_MAX_EVENT_BYTES = 4 << 20
-# An event comes every three seconds at least.
-_ANSWER_S = 15.0
 
 
 def status_command(url: _Url, json_output: JsonFlag = False) -> None:
     """Print a router's engines, routes, handoffs and alarms. Exit status: 0 if it is ready and has no alarm, else 1."""
     from baton.observe.terminal import status_text
 
-    state = asyncio.run(_status(base_url(url, "url")))
+    state = asyncio.run(read_status(base_url(url, "url")))
     print(json.dumps(state, indent=1) if json_output else status_text(state))
     if not state["ready"] or state["alarms"]:
         raise typer.Exit(1)
@@ -37,48 +45,45 @@ def status_command(url: _Url, json_output: JsonFlag = False) -> None:
 def top_command(url: _Url) -> None:
     """Show a router's state, renewed as it changes, until Ctrl-C. Prints it once if the output is not a terminal."""
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_top(base_url(url, "url"), sys.stdout.isatty()))
+        asyncio.run(watch_events(base_url(url, "url"), sys.stdout.isatty()))
 
 
-async def _status(url: str) -> dict[str, Any]:
-    import aiohttp
-
-    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-    try:
+async def read_status(url: str, limits: Limits = _LIMITS) -> dict[str, Any]:
+    """Raises `EngineUnavailableError` if nothing answers, `ProtocolError` if it is no router."""
+    timeout = aiohttp.ClientTimeout(total=limits.answer_s)
+    with convert_errors(url, EngineUnavailableError):
         async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/status") as response:
-            return _checked(url, await response.json(content_type=None))
-    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-        raise EngineUnavailableError(f"{url} does not answer: {error}") from None
-    except ValueError:
-        raise ProtocolError(f"{url} is not a router") from None
+            return _checked(url, await read_body(response, limits.num_bytes))
 
 
-async def _top(url: str, live: bool) -> None:
-    import aiohttp
-
+async def watch_events(url: str, live: bool, limits: Limits = _LIMITS) -> None:
+    """`live`: until the router ends. Raises the errors of `read_status`."""
     from baton.observe.terminal import fit_to_terminal, status_text
 
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_S, sock_read=_ANSWER_S)
-    try:
+    text = ""
+
+    def draw() -> None:
+        columns, lines = shutil.get_terminal_size()
+        print(_HOME_AND_CLEAR + _red(fit_to_terminal(text, columns, lines - 1)), flush=True)
+
+    if live:
+        with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
+            asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, draw)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=limits.answer_s, sock_read=limits.answer_s)
+    with convert_errors(url, EngineUnavailableError):
         async with (
-            aiohttp.ClientSession(timeout=timeout, read_bufsize=_MAX_EVENT_BYTES) as session,
+            aiohttp.ClientSession(timeout=timeout, read_bufsize=limits.num_bytes) as session,
             session.get(f"{url}/dashboard/events") as response,
         ):
-            if response.status != 200:
-                raise ProtocolError(f"{url} has no dashboard: HTTP {response.status}")
+            if response.status != 200 or response.content_type != "text/event-stream":
+                raise ProtocolError(f"{url} is not a router: it has no dashboard (HTTP {response.status})")
             async for line in response.content:
                 if line.startswith(b"data: "):
-                    state = _checked(url, json.loads(line.removeprefix(b"data: ")))
-                    text = status_text(state)
+                    text = status_text(_checked(url, line.removeprefix(b"data: ")))
                     if not live:
                         print(text, flush=True)
                         return
-                    columns, lines = shutil.get_terminal_size()
-                    print(_HOME_AND_CLEAR + _red(fit_to_terminal(text, columns, lines - 1)), flush=True)
-    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-        raise EngineUnavailableError(f"{url} does not answer: {error}") from None
-    except ValueError:
-        raise ProtocolError(f"{url} is not a router") from None
+                    draw()
     raise EngineUnavailableError(f"{url} has ended")
 
 
@@ -90,7 +95,11 @@ def _red(screen: str) -> str:
     return "\n".join(lines)
 
 
-def _checked(url: str, state: Any) -> dict[str, Any]:
+def _checked(url: str, answer: bytes) -> dict[str, Any]:
+    try:
+        state = json.loads(answer)
+    except ValueError:
+        state = None
     if not isinstance(state, dict) or not {"engines", "decisions", "alarms"} <= state.keys():
         raise ProtocolError(f"{url} is not a router")
     return state

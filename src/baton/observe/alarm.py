@@ -4,28 +4,31 @@ A decode engine has one drafter, so its own drafts are judged over all routes, a
 route on other engines. The effect of a handoff is judged by engine pair: the first verification, which is of the
 prefill engine's drafts, and the later ones.
 
-An alarm means less than half of the acceptance elsewhere: different prompts explain smaller differences.
+An alarm means less than half of the acceptance elsewhere: engines get different prompts, which explain less. For
+handed-off requests the prefill engine's drafts tell how hard the prompt is, so that smaller falls are found.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from baton.observe.acceptance import RequestAcceptance
 from baton.observe.detector import DropDetector
+from baton.observe.expected import DraftPair, ExpectedDrafts
 from baton.observe.samples import Figures, Part, Sample, SamplePool, Subject
 
 logger = logging.getLogger(__name__)
 
-Reference = Literal["local", "other_engines", "itself"]
+Reference = Literal["local", "other_engines", "itself", "prefill_drafts"]
 SHARE = 0.5
 OWN_SHARE = 1 / 3  # first verifications may be easier
+EXPECTED_SHARE = 0.8
 _SHOWN = 100
 _MAX_SUBJECTS = 1024
-_LOCAL = ""  # the pool of all requests computed by one engine
-_OF_ENGINE: tuple[tuple[Part, Reference], ...] = (("own_drafts", "other_engines"),)
+_LOCAL = ""  # the pool of all requests that one engine computed
+_OF_ENGINE: tuple[tuple[Part, Reference], ...] = (("own_drafts", "other_engines"), ("own_drafts", "prefill_drafts"))
 _OF_PAIR: tuple[tuple[Part, Reference], ...] = (
     ("first_verification", "local"),
     ("first_verification", "other_engines"),
@@ -33,6 +36,28 @@ _OF_PAIR: tuple[tuple[Part, Reference], ...] = (
     ("later_verifications", "local"),
     ("later_verifications", "itself"),
 )
+
+
+class _Judged(NamedTuple):
+    """One request: the acceptance that was observed and that was expected, for the operator; and an observation in
+    [0, 1] whose mean is at least `limit` without a fault."""
+
+    observed: float
+    expected: float
+    tested: float
+    limit: float
+
+    @classmethod
+    def by_mean(cls, observed: Figures, reference: Figures, share: float) -> _Judged:
+        limit = share * reference.any_accepted
+        return cls(observed.first_draft, reference.first_draft, observed.any_accepted, limit)
+
+    @classmethod
+    def by_prefill(cls, pair: DraftPair, ratio: float, least: float) -> _Judged:
+        """The mean of `later - bound * first` is at least 0, whatever the prompts."""
+        bound = EXPECTED_SHARE * least
+        tested, limit = (pair.later - bound * pair.first + bound) / (1.0 + bound), bound / (1.0 + bound)
+        return cls(pair.later, ratio * pair.first, tested, limit)
 
 
 @dataclass(slots=True)
@@ -45,14 +70,13 @@ class _Comparison:
     observed: float = 0.0
     expected: float = 0.0
 
-    def observe(self, observed: Figures, reference: Figures) -> bool:
+    def observe(self, judged: _Judged) -> bool:
         """Returns whether an alarm has begun or ended."""
         before = self.alarmed
         weight = 1 / min(self.num_compared + 1, _SHOWN)
-        self.observed += weight * (observed.first_draft - self.observed)
-        self.expected += weight * (reference.first_draft - self.expected)
-        share = OWN_SHARE if self.reference == "itself" else SHARE
-        self.detector.observe(observed.any_accepted, share * reference.any_accepted)
+        self.observed += weight * (judged.observed - self.observed)
+        self.expected += weight * (judged.expected - self.expected)
+        self.detector.observe(judged.tested, judged.limit)
         return self.alarmed != before
 
     @property
@@ -67,7 +91,8 @@ class _Comparison:
 @dataclass(frozen=True, slots=True)
 class Alarm:
     """A subject whose `part` is accepted less often than `reference`, by more than chance. `observed`, `expected`: how
-    often a draft was accepted, in the mean of the last requests."""
+    often a verification accepted a draft, in the mean of the last requests (by `prefill_drafts`: the share of drafts
+    that were accepted)."""
 
     subject: Subject
     part: Part
@@ -83,6 +108,12 @@ class Alarm:
         return pair if self.part == "first_verification" else self.subject.decode
 
     def describe(self) -> str:
+        if self.reference == "prefill_drafts":
+            return (
+                f"acceptance of {self.suspect} is too low: {self.observed:.0%} of its own drafts are accepted, "
+                f"{self.expected:.0%} are expected by the prefill engine's drafts of the same requests and by other "
+                f"engines, in {self.num_compared} requests"
+            )
         than = {
             "local": f"for requests that {self.subject.decode} computed alone",
             "other_engines": "on other engines",
@@ -105,15 +136,19 @@ class AcceptanceAlarms:
     def __init__(self) -> None:
         self._pools: dict[str, SamplePool] = {}
         self._watched: dict[Subject, tuple[_Comparison, ...]] = {}
+        self._expected = ExpectedDrafts()
         self._num_requests = 0
 
     def observe(self, request: RequestAcceptance) -> None:
         """Add a request that ran on one route from beginning to end."""
         self._num_requests += 1
         group, sample = request.group, Sample.of(request, self._num_requests)
-        self._compare(Subject("", group.decode), sample)
+        pair = DraftPair.of(request)
+        self._compare(Subject("", group.decode), sample, pair)
         if group.handed_off:
-            self._compare(Subject(group.prefill, group.decode), sample)
+            self._compare(Subject(group.prefill, group.decode), sample, pair)
+        if pair is not None:
+            self._expected.add(group.decode, pair)
         for name in (group.route,) if group.handed_off else (group.route, _LOCAL):
             self._pool(name).add(sample)
 
@@ -129,23 +164,33 @@ class AcceptanceAlarms:
         """The comparisons that could have raised an alarm."""
         return sum(one.num_compared for comparisons in self._watched.values() for one in comparisons)
 
-    def _compare(self, subject: Subject, sample: Sample) -> None:
+    def _compare(self, subject: Subject, sample: Sample, pair: DraftPair | None) -> None:
         wanted = _OF_PAIR if subject.prefill else _OF_ENGINE
         comparisons = self._watched.pop(subject, None) or tuple(_Comparison(*one) for one in wanted)
         self._watched[subject] = comparisons
         if len(self._watched) > _MAX_SUBJECTS:
             del self._watched[next(iter(self._watched))]
         for comparison in comparisons:
-            observed = sample.parts[comparison.part]
-            if observed is None:
-                continue
-            reference = self._reference(comparison, subject, sample)
-            if reference is not None and comparison.observe(observed, reference):
+            judged = self._judge(comparison, subject, sample, pair)
+            if judged is not None and comparison.observe(judged):
                 alarm = _alarm(subject, comparison)
                 if comparison.alarmed:
                     logger.warning("%s", alarm.describe())
                 else:
                     logger.info("acceptance of %s is normal again", alarm.suspect)
+
+    def _judge(
+        self, comparison: _Comparison, subject: Subject, sample: Sample, pair: DraftPair | None
+    ) -> _Judged | None:
+        """None if the request has no such part, or nothing to compare it with."""
+        if comparison.reference == "prefill_drafts":
+            ratio = None if pair is None else self._expected.ratio(without=subject.decode)
+            return None if pair is None or ratio is None else _Judged.by_prefill(pair, *ratio)
+        observed = sample.parts[comparison.part]
+        reference = None if observed is None else self._reference(comparison, subject, sample)
+        if observed is None or reference is None:
+            return None
+        return _Judged.by_mean(observed, reference, OWN_SHARE if comparison.reference == "itself" else SHARE)
 
     def _reference(self, comparison: _Comparison, subject: Subject, sample: Sample) -> Figures | None:
         part, pool = comparison.part, self._pool(sample.group.route)
@@ -155,7 +200,7 @@ class AcceptanceAlarms:
                 return local
             case "other_engines":
                 return pool.mean(part, without=subject)
-            case "itself":
+            case _:  # itself
                 alone = local is None and pool.mean(part, without=subject) is None
                 return pool.mean(_OTHER[part], of=subject) if alone else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from unicodedata import combining, east_asian_width
 
 
 def status_text(state: Mapping[str, Any]) -> str:
@@ -20,7 +21,16 @@ def fit_to_terminal(text: str, columns: int, lines: int) -> str:
     rows = text.splitlines()
     if len(rows) > lines:
         rows = [*rows[: lines - 1], f"... {len(rows) - lines + 1} more lines"]
-    return "\n".join(row[:columns] for row in rows)
+    return "\n".join(_fit(row, columns) for row in rows)
+
+
+def _fit(row: str, columns: int) -> str:
+    """Its beginning. East Asian characters take two columns, combining ones none."""
+    for index, character in enumerate(row):
+        columns -= 0 if combining(character) else 2 if east_asian_width(character) in "WF" else 1
+        if columns < 0:
+            return row[:index]
+    return row
 
 
 def _head(state: Mapping[str, Any]) -> str:

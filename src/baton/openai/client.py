@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -38,7 +39,12 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 def base_url(url: str, field: str) -> str:
     """`http://host:port[/prefix]`, without a trailing `/v1`. Raises `ConfigError` for `field`."""
-    if not url.startswith(("http://", "https://")):
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no port, no IPv6 address
+        is_good = False
+    if not is_good:
         raise ConfigError(field, f"must be http://HOST:PORT or https://HOST:PORT, got {url!r}")
     return url.rstrip("/").removesuffix("/v1")
 

@@ -15,6 +15,7 @@ from baton.observe.dashboard import dashboard_page
 from baton.openai.http.app import DRAIN, json_response
 from baton.openai.http.connections import Stream
 from baton.router.backend import RouterBackend
+from baton.router.status.report import Status
 
 _BUSY_S, _IDLE_S, _POLL_S = 1.0, 3.0, 0.25
 _MAX_PAGES = 32  # open at the same time
@@ -23,20 +24,21 @@ _MAX_PAGES = 32  # open at the same time
 def add_dashboard(
     app: web.Application,
     backend: RouterBackend,
-    status: Callable[[], Awaitable[dict[str, object]]],
+    status: Callable[[], Awaitable[Status]],
     admin_enabled: bool,
 ) -> None:
     """Add `/dashboard`. `status` returns `/status`, shared by all open pages."""
     num_open, recent = 0, backend.observer.recent
 
     async def snapshot() -> bytes:
+        state = await status()
         told = {
-            **await status(),
+            **state,
             **recent.describe(time.monotonic()),
+            "engines": [_shown(engine) for engine in state["engines"]],
             "model": _model(backend),
             "version": __version__,
             "admin": admin_enabled,
-            "now": time.time(),
         }
         return msgspec.json.encode(told)
 
@@ -82,6 +84,12 @@ async def _page(request: web.Request) -> web.StreamResponse:
     made = dashboard_page()
     headers = {"Content-Security-Policy": made.policy, "Cache-Control": "no-cache"}
     return web.Response(text=made.html, content_type="text/html", headers=headers)
+
+
+def _shown(engine: Status) -> Status:
+    """Without the engine's facts, which are kilobytes."""
+    info = engine["info"]
+    return {**engine, "info": None if info is None else {"engine_id": info.engine_id}}
 
 
 def _model(backend: RouterBackend) -> str | None:

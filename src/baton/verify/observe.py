@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pydoc_data.topics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -20,7 +19,6 @@ from baton.text import Tokenizer
 from baton.verify.prompts import Chat
 
 REQUEST_TIMEOUT_S = 300.0
-_PIPED_INTERVAL_S = 10.0
 _BAR_DELAY_S = 2.0
 # New tokens in a later turn.
 _NEXT_TOKENS = 8
@@ -84,9 +82,8 @@ def next_turns(cases: Sequence[Case], answers: Sequence[Observed]) -> list[Case]
 
 
 def progress_bar(**options: Any) -> tqdm[NoReturn]:
-    """Shown after two seconds. Without a terminal, prints a line now and then."""
-    every = 0.1 if sys.stderr.isatty() else _PIPED_INTERVAL_S
-    return tqdm(**{"desc": "answers"} | options, unit="request", delay=_BAR_DELAY_S, mininterval=every, leave=False)
+    """Shown after two seconds, on a terminal alone."""
+    return tqdm(**{"desc": "answers"} | options, unit="request", delay=_BAR_DELAY_S, leave=False, disable=None)
 
 
 def num_drafts(settings: Mapping[str, Any]) -> int:

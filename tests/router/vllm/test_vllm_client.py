@@ -31,7 +31,7 @@ from baton.router.connectors import create_connector
 from baton.router.connectors.base import Connector, ConnectorConfig
 from baton.router.timers import RouterTimers
 from baton.sampling_params import NO_DEFAULTS, SamplingDefaults, SamplingParams, StructuredOutputsParams
-from baton.wire import GenerateRequest, Role, TokenChunk, TokenLogprobs
+from baton.wire import GenerateRequest, LegTimings, Role, TokenChunk, TokenLogprobs
 from testkit.servers.fake_vllm import FakeVllm, token_at
 
 PROMPT = [10, 11, 12, 13]
@@ -304,6 +304,19 @@ async def test_a_first_token_ends_a_leg_and_not_the_request(
     assert await both(ask(max_tokens=1)) == [([token_at(4)], "length")] * 2
     server.eos_at = 4
     assert await both(ask()) == [([257], "stop")] * 2
+
+
+async def test_a_first_token_does_not_wait_for_the_event_with_the_metrics(
+    server: FakeVllm, session: aiohttp.ClientSession, url: str
+) -> None:
+    server.released = asyncio.Event()
+    server.metrics = {"queue_time_ms": 1.0, "time_to_first_token_ms": 2.0}
+    leg = client(session, url).leg(msgspec.structs.replace(ask(), timings=True), first_only=True)
+    first = await asyncio.wait_for(anext(leg), 60.0)
+    assert (first.token_ids, first.finish_reason, first.timings) == ([token_at(4)], None, None)
+    server.released.set()
+    (last,) = [chunk async for chunk in leg]
+    assert (last.token_ids, last.finish_reason, last.timings) == ([], None, LegTimings(started=0.001, sampled=0.003))
 
 
 async def test_a_resumed_request_goes_on_at_its_position(

@@ -71,6 +71,21 @@ async def test_a_response_is_handed_over_like_a_chat(directory: Path, name: str,
         assert all(legs)
 
 
+@pytest.mark.parametrize("seed", [False, True])
+async def test_a_client_has_the_first_token_before_the_prefill_leg_has_ended(directory: Path, seed: bool) -> None:
+    pair = Pair(directory, seed=seed)
+    pair.p.released = asyncio.Event()
+    async with (
+        pair.run() as (url, session),
+        session.post(f"{url}/v1/completions", json={**BODY, "stream": True}) as response,
+    ):
+        first = json.loads((await asyncio.wait_for(response.content.readline(), 60.0))[6:])
+        assert first["choices"][0]["token_ids"] == said(1)
+        pair.p.released.set()
+        rest = [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: {")]
+    assert [token for event in rest for one in event["choices"] for token in one["token_ids"]] == said(6)[1:]
+
+
 @pytest.mark.parametrize(("name", "seed"), WAYS)
 async def test_an_end_at_the_first_token_streamed(directory: Path, name: str, seed: bool) -> None:
     pair = Pair(directory, name, seed, eos_at=len(PROMPT))

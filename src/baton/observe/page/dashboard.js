@@ -3,6 +3,8 @@
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const REASONS = /*REASONS*/ {};
+const SILENT = "the router does not answer";
+const SILENCE_MS = 15000, REFUSED_MS = 3000; // events come every three seconds at least
 
 function make(name, attributes = {}, ...children) {
   const svg = ["svg", "rect", "line", "path", "text", "circle", "title", "g"].includes(name);
@@ -14,12 +16,37 @@ function make(name, attributes = {}, ...children) {
   element.append(...children.filter((child) => child !== null));
   return element;
 }
+// Change what differs and keep the rest: what is focused or selected stays so. Children are told apart by `data-key`.
+function renew(parent, made) {
+  const keys = new Set(made.map((one) => one.dataset.key)), focused = document.activeElement;
+  for (const old of [...parent.children]) if (!keys.has(old.dataset.key)) old.remove();
+  const kept = new Map([...parent.children].map((old) => [old.dataset.key, old]));
+  let next = parent.firstElementChild;
+  for (const one of made) {
+    const old = kept.get(one.dataset.key);
+    if (old && old.childNodes.length === one.childNodes.length)
+      [...one.childNodes].forEach((child, i) => { if (!child.isEqualNode(old.childNodes[i])) old.childNodes[i].replaceWith(child); });
+    else if (old) old.replaceChildren(...one.childNodes);
+    if ((old || one) === next) next = next.nextElementSibling;
+    else parent.insertBefore(old || one, next);
+  }
+  if (parent.contains(focused) && document.activeElement !== focused) focused.focus({ preventScroll: true });
+}
+function show(id, ...children) {
+  const old = byId(id), made = old.cloneNode(false);
+  made.append(...children);
+  if (!made.isEqualNode(old)) old.replaceChildren(...made.childNodes);
+}
+function say(id, text, kind) {
+  if (byId(id).textContent !== text) byId(id).textContent = text;
+  if (kind !== undefined) byId(id).className = kind;
+}
 const number = (value, digits = 1) => (value === null || value === undefined ? "-" : value.toFixed(digits));
 const percent = (value) => (value === null || value === undefined ? "-" : `${(100 * value).toFixed(1)} %`);
 
 function bars(target, rows, empty) {
   const most = Math.max(1, ...rows.map(([, count]) => count));
-  byId(target).replaceChildren(
+  show(target,
     ...(rows.length ? [] : [make("span", { class: "dim" }, empty)]),
     ...rows.flatMap(([name, count, title, kind]) => [
       make("span", { title: title || null }, name),
@@ -34,19 +61,20 @@ function tile(name, value, kind) {
   return make("div", { class: "tile" }, make("span", { class: "dim" }, name), make("b", { class: kind || "" }, value));
 }
 
+// Of the last minute.
 function newest(series, field) {
-  for (let i = series.length - 1; i >= 0; i--) if (series[i][field] !== null) return series[i][field];
-  return null;
+  const found = series.filter((point) => point.age_s <= 60 && point[field] !== null);
+  return found.length ? found[found.length - 1][field] : null;
 }
 
-function chart(target, field, latency) {
+function chart(target, name, field, latency) {
   const width = 600, height = 170, left = 46, bottom = 20, span = 600;
   const lists = [["handed_off", "handed off (P/D)", "pd"], ["local", "one engine", "loc"]];
   const all = lists.flatMap(([key]) => latency[key].map((point) => point[field]).filter((value) => value !== null));
   const most = Math.max(...all, 1e-3) * 1.1;
   const x = (age) => left + (width - left - 8) * (1 - age / span);
   const y = (value) => (height - bottom) * (1 - value / most) + 4;
-  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `median by ten seconds, last ten minutes, in ms` });
+  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name}: median by ten seconds, last ten minutes, in ms` });
   for (const share of [0, 0.5, 1]) {
     const value = (most / 1.1) * share;
     svg.append(make("line", { x1: left, x2: width, y1: y(value), y2: y(value), class: "axis" }),
@@ -63,7 +91,7 @@ function chart(target, field, latency) {
   }
   const legend = make("div", { class: "legend" }, ...lists.map(([key, name]) =>
     make("span", {}, `${key === "local" ? "- -" : "—"} ${name}: ${number(newest(latency[key], field))} ms`)));
-  byId(target).replaceChildren(svg, legend);
+  show(target, svg, legend);
 }
 
 function health(engine) {
@@ -77,7 +105,7 @@ function engineRow(engine) {
   const change = (what) => make("button", { type: "button", disabled: !can, "data-url": engine.url, "data-what": what,
     on: { click: () => administer(what, { url: engine.url }) } }, what === "drain" ? "Drain" : "Remove");
   const cell = (name, value, kind) => make("td", { "data-name": name, class: kind || null }, value);
-  return make("tr", {},
+  return make("tr", { "data-key": engine.url },
     make("td", {}, engine.info ? engine.info.engine_id : engine.url, make("small", {}, engine.url)),
     cell("Role", engine.role),
     make("td", { "data-name": "Health" }, make("span", { class: `pill ${kind}` }, text),
@@ -105,7 +133,7 @@ function acceptance(groups) {
 
 function requestRow(request) {
   const cell = (name, value, kind) => make("td", { "data-name": name, class: kind || null }, value);
-  return make("tr", {},
+  return make("tr", { "data-key": request.id },
     make("td", {}, make("button", { type: "button", class: "link", on: { click: () => lookUp(request.id) } }, request.id)),
     cell("Route", request.route.replaceAll("_", " ") || "waiting"), cell("Engines", request.engines.join(" to ")),
     cell("Prompt", String(request.prompt_tokens), "num"), cell("Output", String(request.output_tokens), "num"),
@@ -118,15 +146,21 @@ function reasons(last) {
     .map(([why, count]) => `${count} because ${REASONS[why] || why}`).join("; ");
 }
 
+let version = null, announced = "";
 function render(state) {
-  byId("state").textContent = state.ready ? "ready" : "no engine can take requests";
-  byId("state").className = `pill ${state.ready ? "ok" : "bad"}`;
-  byId("model").textContent = state.model || "";
-  byId("version").textContent = `Baton ${state.version}`;
-  byId("alarms").replaceChildren(...state.alarms.map((line) => make("div", { class: "alarm", role: "alert" }, line)));
+  if (version !== null && version !== state.version) location.reload();
+  version = state.version;
+  say("state", state.ready ? "ready" : "no engine can take requests", `pill ${state.ready ? "ok" : "bad"}`);
+  say("model", state.model || "");
+  say("version", `Baton ${state.version}`);
+  show("alarms", ...state.alarms.map((line) => make("div", { class: "alarm" }, line)));
+  // Read aloud once, not for each new number in it.
+  const kinds = state.alarms.map((line) => line.replace(/[\d.]+/g, "")).join("; ");
+  if (kinds !== announced) say("announced", state.alarms.join("; ") || "no alarms");
+  announced = kinds;
   const stages = state.stages, last = state.decisions.last;
   const total = Object.values(last).reduce((sum, count) => sum + count, 0);
-  byId("tiles").replaceChildren(
+  show("tiles",
     tile("Requests", String(state.num_requests)),
     tile("Running", String(stages.prefill + stages.handoff + stages.decode)),
     tile("Waiting", String(stages.waiting), stages.waiting > 50 ? "bad" : stages.waiting > 10 ? "warn" : ""),
@@ -135,27 +169,25 @@ function render(state) {
     tile("TPOT P/D, ms", number(newest(state.latency.handed_off, "tpot_ms"), 2)),
     tile("Wait for the second token P/D, ms", number(newest(state.latency.handed_off, "handoff_ms"))),
     tile("Handoffs failed", String(state.handoffs.failed), state.handoffs.failed ? "warn" : ""));
-  if (!byId("engines").contains(document.activeElement))
-    byId("engines").tBodies[0].replaceChildren(...state.engines.map(engineRow));
-  byId("admin-note").textContent = state.admin
+  renew(byId("engines").tBodies[0], state.engines.map(engineRow));
+  say("admin-note", state.admin
     ? "The token stays in this page. Without it, the page only reads."
-    : "Off: start the router with --admin-token-file.";
+    : "Off: start the router with --admin-token-file.");
   bars("stages", [["waiting", stages.waiting], ["prefill", stages.prefill], ["handoff", stages.handoff], ["decode", stages.decode]], "");
   const why = reasons(last);
-  byId("because").textContent = total
-    ? `${last.handed_off || 0} of the last ${total} were handed off${why ? `; ${why}` : ""}.` : "No request yet.";
+  say("because", total
+    ? `${last.handed_off || 0} of the last ${total} were handed off${why ? `; ${why}` : ""}.` : "No request yet.");
   bars("routes", Object.entries(last).filter(([, count]) => count).map(([name, count]) =>
     [name.replaceAll("_", " "), count, REASONS[name], name === "handed_off" ? "pdf" : "locf"]), "");
-  chart("ttft", "ttft_ms", state.latency);
-  chart("tpot", "tpot_ms", state.latency);
-  byId("acceptance").replaceChildren(acceptance(state.acceptance.groups));
+  chart("ttft", "time to first token", "ttft_ms", state.latency);
+  chart("tpot", "time per output token", "tpot_ms", state.latency);
+  show("acceptance", acceptance(state.acceptance.groups));
   bars("recoveries", [...Object.entries(state.recoveries).map(([rung, count]) => [`recovery: ${rung}`, count]),
     ...Object.entries(state.handoffs.failures).map(([reason, count]) => [`failed: ${reason}`, count, "", "locf"])], "None.");
-  byId("errors").replaceChildren(...(state.errors.length ? state.errors.map((request) => make("li", {},
+  renew(byId("errors"), state.errors.length ? state.errors.map((request) => make("li", { "data-key": request.id },
     make("button", { type: "button", class: "link", on: { click: () => lookUp(request.id) } }, request.id), ` ${request.error}`))
-    : [make("li", { class: "dim" }, "None.")]));
-  if (!byId("requests").contains(document.activeElement))
-    byId("requests").tBodies[0].replaceChildren(...state.requests.map(requestRow));
+    : [make("li", { class: "dim", "data-key": "none" }, "None.")]);
+  renew(byId("requests").tBodies[0], state.requests.map(requestRow));
 }
 
 function timeline(choice) {
@@ -179,26 +211,34 @@ function timeline(choice) {
   return make("div", {}, make("h3", {}, choice.id), make("p", { class: "dim" }, facts), svg, list);
 }
 
+// Returns the answer's content, and null or what went wrong.
+async function ask(path, options) {
+  try {
+    const answer = await fetch(path, options), told = await answer.json().catch(() => ({}));
+    return [told, answer.ok ? null : told.error ? told.error.message : `HTTP ${answer.status}`];
+  } catch {
+    return [{}, SILENT];
+  }
+}
+
 async function lookUp(id) {
   byId("lookup-id").value = id;
-  const answer = await fetch(`dashboard/requests/${encodeURIComponent(id)}`);
-  const body = await answer.json();
-  byId("timeline").replaceChildren(...(answer.ok ? body.choices.map(timeline)
-    : [make("p", { class: "bad" }, body.error.message)]));
+  const [told, wrong] = await ask(`dashboard/requests/${encodeURIComponent(id)}`);
+  byId("timeline").replaceChildren(...(wrong === null ? told.choices.map(timeline) : [make("p", { class: "bad" }, wrong)]));
 }
 
 async function administer(what, body) {
-  const note = byId("admin-result");
-  note.textContent = `${what} ...`;
-  const answer = await fetch(`instances/${what}`, { method: "POST", body: JSON.stringify(body),
+  say("admin-result", `${what} ...`, "");
+  const [, wrong] = await ask(`instances/${what}`, { method: "POST", body: JSON.stringify(body),
     headers: { "Content-Type": "application/json", Authorization: `Bearer ${byId("token").value}` } });
-  const told = await answer.json().catch(() => ({}));
-  note.textContent = answer.ok ? `${what}: ${body.url} done` : `${what}: ${told.error ? told.error.message : answer.status}`;
-  note.className = answer.ok ? "ok" : "bad";
-  if (document.activeElement) document.activeElement.blur();
+  say("admin-result", `${what}: ${wrong === null ? `${body.url} done` : wrong}`, wrong === null ? "ok" : "bad");
 }
 
-byId("lookup").addEventListener("submit", (event) => { event.preventDefault(); lookUp(byId("lookup-id").value.trim()); });
+byId("lookup").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const id = byId("lookup-id").value.trim();
+  if (id) lookUp(id);
+});
 byId("admin-form").addEventListener("submit", (event) => {
   event.preventDefault();
   administer("add", { url: byId("add-url").value, role: byId("add-role").value });
@@ -213,9 +253,24 @@ byId("theme").addEventListener("click", () => {
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
 });
-const events = new EventSource("dashboard/events");
-events.addEventListener("message", (event) => render(JSON.parse(event.data)));
-events.addEventListener("error", () => {
-  byId("state").textContent = "the router does not answer";
-  byId("state").className = "pill bad";
-});
+let silence;
+function lost() {
+  say("state", SILENT, "pill bad");
+  document.body.classList.add("stale");
+}
+// A router that hangs, or whose host is gone, ends no connection; and a browser does not try again after a refusal.
+function listen() {
+  const events = new EventSource("dashboard/events");
+  const again = (wait_ms) => { clearTimeout(silence); silence = setTimeout(() => { events.close(); lost(); listen(); }, wait_ms); };
+  again(SILENCE_MS);
+  events.addEventListener("message", (event) => {
+    again(SILENCE_MS);
+    document.body.classList.remove("stale");
+    render(JSON.parse(event.data));
+  });
+  events.addEventListener("error", () => {
+    lost();
+    if (events.readyState === EventSource.CLOSED) again(REFUSED_MS);
+  });
+}
+listen();

@@ -135,7 +135,7 @@ class RequestTrace:
             "gen_ai.usage.prompt_tokens": timeline.num_prompt_tokens,
             "gen_ai.usage.completion_tokens": timeline.num_output_tokens,
             "baton.route": timeline.route,
-            "baton.plugin_base": timeline.engines,
+            "baton.engines": timeline.engines,
             "baton.num_attempts": self.attempts,
             **attributes,
         }
@@ -185,14 +185,14 @@ class RequestTrace:
         token to the decode engine's."""
         prefill, told = self._legs.get("prefill"), leg.timings
         prefilled = None if prefill is None else prefill.first
-        known = told is not None and told.registered is not None and told.committed is not None
-        begin, end = leg.began if prefilled is None else prefilled, now
+        known, begin, end = False, leg.began if prefilled is None else prefilled, now
         if told is not None and told.registered is not None and told.committed is not None:
+            known = True
             begin, end = min(leg.began + told.registered, now), min(leg.began + told.committed, now)
         span = self._child("baton.handoff", begin, leg.span, _engine(leg))
         span.links = [leg.span.span_id] if prefill is None else [prefill.span.span_id, leg.span.span_id]
         span.attributes = {"baton.handoff.mode": self.mode, "baton.handoff.estimated": not known}
-        if told is not None:
+        if told is not None and known:
             for name in _EVENTS:
                 since = getattr(told, name)
                 if since is not None:

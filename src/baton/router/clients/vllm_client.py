@@ -206,8 +206,9 @@ class VllmClient(EngineClient):
         first_only: bool = False,
         is_padded: bool = False,
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of one leg; with `first_only`, one token. The last one waits for the event with the metrics,
-        which vLLM sends at once. `is_padded`: see `with_metrics`.
+        """Yield the chunks of one leg; with `first_only`, one token. A chunk that ends the request waits for the event
+        with the metrics, which vLLM sends at once. A first token does not wait: what the metrics tell follows it in a
+        chunk without tokens. `is_padded`: see `with_metrics`.
 
         Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server has ended the request.
         """
@@ -233,9 +234,12 @@ class VllmClient(EngineClient):
                         position += len(chunk.token_ids)
                         if choice.finish_reason is None:
                             yield chunk
+                        elif more and choice.finish_reason == "length":
+                            yield _goes_on(chunk)
+                            last = TokenChunk(request_id=request.request_id)
                         else:
-                            last = _goes_on(chunk) if more else chunk
-            if last is not None:
+                            last = chunk
+            if last is not None and (last.finish_reason is not None or last.timings is not None):
                 yield last
             if done or last is not None:
                 return
