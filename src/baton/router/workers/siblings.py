@@ -90,7 +90,7 @@ class Siblings:
             try:
                 await changes[request.match_info["name"]](await request.read())
             except BatonError as error:
-                raise web.HTTPConflict(text=str(error)) from None
+                return web.Response(status=409, text=str(error))
             return web.Response()
 
         app = web.Application()
