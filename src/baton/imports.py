@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Import PyTorch and what needs it in here, in a process of Baton's own.
+    """Import PyTorch and packages that need it within this context, in a process of Baton's own.
 
-    The garbage collector would look at all their objects again and again: imports take a fifth longer with it, and each
-    full collection later would stop a running engine for a tenth of a second. Modules are never garbage, so the
-    collector leaves out what exists at the end (`gc.freeze`).
+    Modules are never garbage, but the collector would scan their objects repeatedly: imports would take a fifth longer,
+    and each later full collection would stop a running engine for a tenth of a second. So objects that exist at the end
+    are frozen (`gc.freeze`).
     """
     enabled, known = gc.isenabled(), len(sys.modules)
     gc.disable()

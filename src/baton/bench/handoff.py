@@ -110,8 +110,6 @@ def measure_handoffs(
 
 
 class _Pair:
-    """D in this process, P in another."""
-
     def __init__(self, kv: ModelledKV, topology: Topology, num_pages: int) -> None:
         self._kv, self._mode, self._key = kv, topology.kv_mode, secrets.token_bytes(32)
         uri = topology.kv_transport

@@ -141,7 +141,6 @@ def _geometry(pages: int, layers: int, order: tuple[Axis, ...]) -> Geometry:
 
 
 def _scattered(nbytes: int, run_bytes: int) -> CopyList:
-    """Shuffled at the source, ascending at the destination."""
     count = nbytes // run_bytes
     source = np.random.default_rng(0).permutation(count).astype(np.int64) * run_bytes
     dest = np.arange(count, dtype=np.int64) * run_bytes

@@ -36,8 +36,6 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """A record as one JSON object, with its `fields`."""
-
     def format(self, record: logging.LogRecord) -> str:
         found: dict[str, object] = {
             "time": _time_of(record),

@@ -260,7 +260,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters(group: type) -> list[inspect.Parameter]:
-    """Options from typer's annotations, or from declared settings."""
     hints, settings = get_type_hints(group, include_extras=True), declared_settings(group)
     found = []
     for field in dataclasses.fields(group):

@@ -1,9 +1,9 @@
 """Gemma 4's assistant (Google, 2026): a few Gemma 4 layers without keys and values, as in transformers.
 
-Each layer attends to those of the target's last layer of its kind. The first draft comes from the last known token and
-the target's final-norm state of the row before it, a further one from the draft and state before it. All drafts of a
-round have one position, that of the last known token, and see the same keys: all before it, with a window the last
-`sliding_window` + 1. So the assistant keeps nothing, and a handoff carries nothing for it but drafts.
+Each layer attends to the target's last layer of its kind. The first draft comes from the last known token and the
+target's final-norm state of the row before it, a further one from the draft and state before it. All drafts of a round
+have the position of the last known token and see the same keys: all before it, with a window the last `sliding_window`
++ 1. So the assistant keeps nothing, and a handoff carries only its drafts.
 """
 
 from __future__ import annotations

@@ -195,7 +195,6 @@ def _renamed(name: str) -> str:
 
 
 def _own(raw: RawConfig) -> RawConfig:
-    """The method's fields, from `dflash_config` or the top level."""
     found = raw.get("dflash_config") or {}
     if not isinstance(found, Mapping):
         raise CheckpointError(f"drafter: config.json: dflash_config is {found!r}, expected an object")

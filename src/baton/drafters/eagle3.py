@@ -85,7 +85,6 @@ class Eagle3(HeadDrafter):
             )
 
     def _add_norms(self, raw: RawConfig, target_hidden: int, eps: float, build: Build) -> None:
-        """The norms of EAGLE-3.1."""
         self._norm_output = eagle_flag(raw, "norm_output")
         self.input_norm, self.fc_norm = None, None
         if eagle_flag(raw, "norm_before_fc"):

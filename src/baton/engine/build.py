@@ -207,7 +207,6 @@ def _load(
     progress: Callable[[str], None],
     undo: contextlib.ExitStack,
 ) -> _Computing:
-    """Start the other ranks, load the checkpoints and allocate the KV of all ranks."""
     uses_shm = bool(transports) and transports[0].scheme.rpartition("+")[2] == ShmTransport.scheme
     memory = Memory.measure(device, uses_shm)
     followers = start_followers(config, progress)
@@ -259,7 +258,6 @@ def _agents(
     mailbox: Mailbox,
     undo: contextlib.ExitStack,
 ) -> tuple[list[HandoffAgent], InstanceAgent]:
-    """The agents of all ranks, and the one that combines them."""
     watch = EngineWatch(
         is_stalled=lambda: mailbox.busy_s() > config.stall_timeout_s,
         on_lost=lambda why: mailbox.post(HandoffError("agent_lost", why)),

@@ -189,7 +189,6 @@ class EngineCore:
             self.scheduler.release(request)
 
     def _hold(self, request: Request) -> None:
-        """Keep the pages of a computed prefill leg until the handoff releases them."""
         self.scheduler.remove(request)
         request.transition(RequestStatus.AWAITING_RELEASE)
         self._count(request, request.finish_reason)
@@ -317,7 +316,6 @@ class EngineCore:
         self._enter(request)
 
     def _finished_elsewhere(self, request: Request, seeds: Seeds) -> None:
-        """End a decode leg whose request ended on P with its first token."""
         _, reason, stop_reason = until_stop(
             request, [seeds.first_token], self.limits.eos_ids, self.limits.max_model_len
         )

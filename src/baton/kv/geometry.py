@@ -147,7 +147,6 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return piece, [axis for axis in axes if axis[1] > 1]
 
     def _apart(self, one: Plane, other: Plane) -> bool:
-        """Whether two planes share no byte."""
         low, high = sorted((one, other), key=lambda plane: plane.base)
         low_piece, low_axes = self._axes(low)
         high_piece, high_axes = self._axes(high)

@@ -5,8 +5,8 @@ content, or a name of it, such as `content_key(context, token_ids)`. Equal keys 
 written twice.
 
 An entry appears atomically, by a rename, but is not synchronised to the disk: a power failure may truncate it. Above
-`max_bytes` the least recently used entries are removed, but none used in the last `KEEP_S` seconds, which a reader may
-be about to read. Whoever can write to the directory can forge an entry under a named key, though not under a digest.
+`max_bytes` the least recently used entries are removed, except those used in the last `KEEP_S` seconds, which may be
+about to be read. Whoever can write to the directory can forge an entry under a named key, but not under a digest.
 """
 
 from __future__ import annotations

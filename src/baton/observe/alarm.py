@@ -62,8 +62,6 @@ class _Judged(NamedTuple):
 
 @dataclass(slots=True)
 class _Comparison:
-    """One part of a subject's requests against one reference."""
-
     part: Part
     reference: Reference
     detector: DropDetector = field(default_factory=DropDetector)

@@ -18,7 +18,7 @@ from baton.router.backend import RouterBackend
 from baton.router.status.report import Status
 
 _BUSY_S, _IDLE_S, _POLL_S = 1.0, 3.0, 0.25
-_MAX_PAGES = 32  # open at the same time
+_MAX_PAGES = 32
 
 
 def add_dashboard(

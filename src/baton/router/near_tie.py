@@ -34,7 +34,6 @@ async def measure_gap(client: EngineClient, joined: Joined, mismatch: TokenMisma
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Whether sampling is greedy."""
     plain = SamplingParams(temperature=0.0)
     return params.structured_outputs is None and all(
         getattr(params, name) == getattr(plain, name)

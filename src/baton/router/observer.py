@@ -163,8 +163,6 @@ class RequestObserver:
 
 @dataclass(slots=True)
 class _TracedLeg(LegWatch):
-    """The leg's request carries the `traceparent` of its span."""
-
     trace: RequestTrace
     role: LegRole
     engine: PooledEngine

@@ -72,7 +72,6 @@ def _is(pool: Any, name: str) -> bool:
 
 
 def _full(pool: Any) -> Any:
-    """The pool of the layers with full attention."""
     return pool.full_kv_pool if _is(pool, "SWAKVPool") or _is(pool, "HybridLinearKVPool") else pool
 
 

@@ -118,7 +118,6 @@ def _first_difference(want: Observed, have: Observed, tolerance: float | None) -
 
 
 def _prompt_difference(want: Observed, have: Observed) -> str | None:
-    """The first difference between the prompts that two chat templates made of one chat."""
     first, second = want.prompt_token_ids, have.prompt_token_ids
     if first is None or second is None or first == second:
         return None
@@ -146,7 +145,6 @@ def _near_tie(want: Observed, have: Observed, bound: float) -> float | None:
 
 
 def _logprob_difference(want: Observed, have: Observed) -> float:
-    """The largest, before the answers diverge."""
     position = _parting(want, have)
     pairs = zip((want.logprobs or ())[:position], (have.logprobs or ())[:position], strict=False)
     return max((abs(x - y) for x, y in pairs), default=0.0)

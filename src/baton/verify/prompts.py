@@ -82,7 +82,6 @@ def num_doubled(prompts: Sequence[Sequence[int]], bos: int | None) -> int:
 
 
 def _lines(field: str, path: str) -> Iterator[tuple[str, str]]:
-    """(place, line), without empty lines."""
     try:
         # `splitlines` would also split at U+2028, which JSON strings may contain.
         lines = Path(path).read_text(encoding="utf-8").split("\n")

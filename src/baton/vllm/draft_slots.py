@@ -3,10 +3,10 @@
 A data-parallel rank that shares experts and has no request computes a dummy step with the others. There,
 `SpecDecodeBaseProposer.dummy_run` (vLLM 0.32 and 0.33) runs the drafter with the slot mapping of the rank's last
 request, still in the proposer's buffer, and so writes into blocks that another request may have by now. The V2 runner
-pads the slots of dummy steps itself.
+pads these slots itself.
 
-The forward context holds views of that buffer while the drafter's layers run. If it is filled with the padding value, a
-dummy step writes nothing. The next real step fills it again.
+Filled with the padding value, the buffer makes a dummy step write nothing. Since the forward context holds views of it,
+this happens after the drafter's layers. The next real step fills it again.
 """
 
 from __future__ import annotations

@@ -154,7 +154,6 @@ _Run = list[tuple[int, Tensor, KernelLayout]]
 
 
 def _runs(layers: _Run) -> list[_Run]:
-    """Split layers into sequences with one shape and equal distances in memory."""
     runs: list[_Run] = []
     for entry in layers:
         if not runs or not _continues(runs[-1], entry[1], entry[2]):

@@ -103,7 +103,6 @@ def open_cache(
 
 
 def _identity(config: Any, kv_transport: str, whole: JoinedWorkers, address: str, tile: int) -> VllmIdentity:
-    """The engine's identity, with one worker's control address."""
     transfer = config.kv_transfer_config
     return VllmIdentity(
         engine_id=str(transfer.engine_id),

@@ -109,7 +109,6 @@ def _measure(
 
 
 def _hand_to(tool: LoadTool, *options: Any) -> NoReturn:
-    """Run another load generator, and exit with its status."""
     *groups, json_output = options
     settings = {name: value for group in groups for name, value in asdict(group).items()}
     defaults = {f.name: f.default for group in groups for f in fields(group)}

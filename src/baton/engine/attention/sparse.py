@@ -57,7 +57,6 @@ def _scores_cpu(
 def _scores(
     latents: PagedLatents, keys: Tensor, request: int, positions: np.ndarray, q_NHD: Tensor, weights_NH: Tensor
 ) -> Tensor:
-    """As `_scores_cpu`, on any device."""
     limit, queries = int(positions[-1]) + 1, q_NHD.float()
     out = torch.empty(len(positions), limit, device=q_NHD.device)
     for base in range(0, limit, _TILE):

@@ -36,8 +36,6 @@ def make_digester(geometries: Mapping[str, RankGeometry], regions: Sequence[Regi
 
 
 class _Bytes:
-    """A region in CUDA's array interface, version 3."""
-
     def __init__(self, region: DeviceMemory) -> None:
         self.__cuda_array_interface__ = {
             "shape": (region.nbytes,),

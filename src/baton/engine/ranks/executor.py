@@ -50,7 +50,6 @@ class RankExecutor:
         return self._answers(order, own)[0]
 
     def _answers(self, order: Order, own: Callable[[], R]) -> tuple[R, list[Done]]:
-        """As `_together`, with the answers of the other ranks."""
         self._followers.order(order)
         try:
             result = own()

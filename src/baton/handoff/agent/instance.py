@@ -181,7 +181,6 @@ class InstanceAgent(Agent):
         self._agents[self._first].post(key.of_pair(self._lead(side)), event)
 
     def _of_pair(self, event: LegEvent, pair: Pair, groups: frozenset[str] | None) -> LegEvent:
-        """Its groups, and the seeds if its source rank samples."""
         match event:
             case ev.Declared(prompt_len, pages, final):
                 return ev.Declared(prompt_len, _part(pages, groups), _part(final, groups))

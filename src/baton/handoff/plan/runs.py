@@ -147,7 +147,6 @@ def _in_order(axes: Sequence[_Axis], entries: Int64Array, pages: Int64Array, pag
 
 
 def _merged(factors: _Factors) -> _Factors:
-    """Coalesce adjacent entries if no axis puts runs between them."""
     entries = factors.entries
     touch = _touch(np.diff(entries), entries[2, :-1])
     if not bool(touch.any()):
@@ -242,7 +241,6 @@ def _fill(paged: Int64Array, entries: Int64Array, starts: Int64Array, within: In
 
 @functools.lru_cache(maxsize=64)
 def _offsets(axes: tuple[_Axis, ...]) -> Int64Array:
-    """Read-only: cached."""
     total = np.zeros((3, 1), dtype=np.int64)
     for count, source_step, dest_step in axes:
         steps = np.arange(count) * np.array([[source_step], [dest_step], [0]])

@@ -1,9 +1,9 @@
 """Bind the two threads of an OpenMP team to one core each.
 
-Linux may wake both on one core and leave them there for 60 ms, most of a short prompt, while the other core idles.
-Larger teams are not bound: the runtime ends threads that smaller work does not need, and later ones would inherit the
-core of their parent thread. Nor are engines that share cores (`up` sets `OMP_PROC_BIND` to false for them): their bound
-threads would wait for each other while a core idles.
+Linux may wake both on one core and leave them there for 60 ms, most of a short prompt. Larger teams are not bound: the
+runtime ends threads that smaller work does not need, and later ones would inherit their parent thread's core. Nor are
+engines that share cores (`up` sets `OMP_PROC_BIND` to false for them): their bound threads would wait for each other
+while a core idles.
 """
 
 from __future__ import annotations

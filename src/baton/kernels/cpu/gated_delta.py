@@ -20,7 +20,6 @@ _EPS = np.float32(1e-6)
 
 @jit_contract
 def _scale_to(length: Any, row: Any, start: int, out: Any) -> None:
-    """Scale the vector that begins at `start` in `row`."""
     total = _EPS
     for n in range(len(out)):
         total += row[start + n] * row[start + n]

@@ -39,8 +39,6 @@ def _take(typing_context: Any, arguments: Any) -> Any:
 
 
 def _pointer(typing_context: Any, address: Any, element: Any) -> Any:
-    """A pointer to the type of `element`, for `numba.carray`."""
-
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(_numba.types.CPointer(element)))
 

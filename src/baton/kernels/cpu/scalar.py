@@ -66,8 +66,6 @@ def _from_f32(typing_context: Any, element: Any, value: Any) -> Any:
 
 
 def _power_of_two(typing_context: Any, value: Any) -> Any:
-    """2^n as float32, from _MAGIC + n."""
-
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = ir.IntType(32)
         biased = builder.add(builder.bitcast(args[0], word), ir.Constant(word, 127))

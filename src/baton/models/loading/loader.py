@@ -169,7 +169,6 @@ def fill_module(
 
 
 def _expert_of(name: str) -> str | None:
-    """The module of the expert that a tensor belongs to."""
     found = _EXPERT.match(name)
     return found[1] if found else None
 

@@ -59,7 +59,6 @@ def _event(event: SpanEvent) -> bytes:
 # Engines, modes and numbers recur: half of all pairs are cached. `typed`, since 1 == 1.0 == True.
 @functools.lru_cache(maxsize=4096, typed=True)
 def _pair(name: str, value: Value) -> bytes:
-    """A `KeyValue`."""
     return _field(0x0A, name.encode()) + _field(0x12, _any_value(value))
 
 
@@ -91,7 +90,6 @@ def _utf8(text: str) -> bytes:
 
 
 def _field(tag: int, content: bytes) -> bytes:
-    """A length-delimited field."""
     size = len(content)
     return bytes((tag, size)) + content if size < 128 else bytes((tag,)) + _varint(size) + content
 

@@ -11,7 +11,14 @@ import zmq
 import zmq.asyncio
 
 from baton.errors import ProtocolError
-from baton.kvevents.messages import END_SEQUENCE, MAX_BATCH_BYTES, SEQUENCE_BYTES, EventBatch, decode_batch
+from baton.kvevents.messages import (
+    END_SEQUENCE,
+    MAX_BATCH_BYTES,
+    SEQUENCE_BYTES,
+    BlockStored,
+    EventBatch,
+    decode_batch,
+)
 from baton.log_limit import LogLimit
 from baton.router.index.blocks import BlockIndex
 from baton.timeouts import timeout
@@ -25,6 +32,8 @@ _REPLAY_S = 2.0
 _HWM = 16
 # Seconds for the next attempt after an error of a socket.
 _AGAIN_S = 1.0
+# Applying a batch takes 2 us per block.
+_MAX_BLOCKS, _LONG_S = 1 << 17, 0.005
 
 
 class BatchOrder:
@@ -100,9 +109,11 @@ class EventSubscriber:
             if self._replay_endpoint is not None:
                 await self._replay(0)  # published before
             while True:
-                await self._take(await socket.recv_multipart())
-                # A receive does not yield while batches are there.
-                await asyncio.sleep(0)
+                frames, clock = await socket.recv_multipart(), asyncio.get_running_loop().time
+                began = clock()
+                await self._take(frames)
+                # A receive does not yield while batches are there. A flood gets half of the loop's time.
+                await asyncio.sleep(busy_s if (busy_s := clock() - began) > _LONG_S else 0)
 
     async def _take(self, frames: list[bytes]) -> None:
         read = self._read(frames[-2:]) if len(frames) in (2, 3) else None
@@ -129,7 +140,9 @@ class EventSubscriber:
         if self._rank is not None and batch.data_parallel_rank not in (None, self._rank):
             batch = EventBatch(batch.ts, [], batch.data_parallel_rank)
         number = int.from_bytes(frames[0], "big", signed=True)
-        return (number, batch) if 0 <= number < _MAX_NUMBER and math.isfinite(batch.ts) else None
+        num_blocks = sum(len(event.block_hashes) for event in batch.events if isinstance(event, BlockStored))
+        is_sane = 0 <= number < _MAX_NUMBER and math.isfinite(batch.ts) and num_blocks <= _MAX_BLOCKS
+        return (number, batch) if is_sane else None
 
     async def _replay(self, start: int) -> None:
         """Request the batches from `start` on, and apply those that come."""

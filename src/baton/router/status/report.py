@@ -109,7 +109,6 @@ def _sum(own: Status, other: Status) -> Status:
 
 
 def _advice(backend: RouterBackend, served: list[ServedRequest]) -> Status | None:
-    """None if too few requests were handed off since the start."""
     pool = backend.pool
     roles = [engine.role for engine in pool.usable(healthy=True)]
     decode, slots = roles.count("decode"), pool.max_num_seqs()

@@ -155,8 +155,6 @@ def _bindings() -> tuple[Any, Any]:
 
 
 def _compiled(nvrtc: Any) -> bytes:
-    """As PTX, which CUDA's driver compiles for the device."""
-
     def call(answer: tuple[Any, ...]) -> Any:
         if int(answer[0]) != 0:
             raise ConfigError("transport", f"cuda_ipc: NVRTC: {answer[0]}")
